@@ -48,7 +48,7 @@ class EvenMlp:
         return mlp((self.features,), CLASSES, (self.width,) * self.layers)
 
     def cut(self, stages: int) -> tuple[int, ...]:
-        """Return the number of links in each of some even stages, all ending after an activation but the last.
+        """Return the number of layers in each of some even stages, all ending after an activation but the last.
 
         Raises:
             UsageError: when the stages do not divide the layers.

@@ -2,7 +2,7 @@
 
 from nnmpi.backend.record import numpy_backend
 from nnmpi.nn.chain import open_chain
-from nnmpi.parallel.pipeline.profile import LinkCost
+from nnmpi.parallel.pipeline.profile import LayerProfile
 from nnmpi.planner.price import Pricer
 from nnmpi.planner.profile import Profile, StepCost
 from nnmpi.planner.report import options
@@ -56,9 +56,9 @@ def _pricer(width, network, backend, group):
     # iris: its 120 samples are whole batches. A short last one is recorded, too, which no price has (see the README).
     config = parse(f"--dataset iris --model mlp --hidden {width} {width} {width} --batch-size 60".split())
     work = workload_of(config, load_samples(config, group, group.rank, print)[0])
-    sizes = [sum(p.size for _, m in link.members for p in m.parameters()) for link in open_chain(work.build())]
+    sizes = [sum(p.size for _, m in layer.members for p in m.parameters()) for layer in open_chain(work.build())]
     step, rows = StepCost(1e-3, 1e-4, 0, unrecorded_s=1e-3), (1, 10**6)  # no batch has so many: bytes are found anew
-    links = tuple(LinkCost(str(i), 1e-6 + 1e-9 * n, n, 1e-7, 4 * width, 1e-7, 1e-7) for i, n in enumerate(sizes))
+    layers = tuple(LayerProfile(str(i), 1e-6 + 1e-9 * n, n, 1e-7, 4 * width, 1e-7, 1e-7) for i, n in enumerate(sizes))
     steps = {share: dict.fromkeys(rows, step) for share in ((1, 1), (group.size, 1))}
-    profile = Profile({}, steps, dict.fromkeys(rows, links))
+    profile = Profile({}, steps, dict.fromkeys(rows, layers))
     return config, Pricer(work, profile, network, ModelShapes(work, profile, backend)), sum(sizes)

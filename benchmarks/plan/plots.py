@@ -62,7 +62,7 @@ def draw_ranks(file: Path, system: SurveyedSystem) -> None:
     told, lines = system.told, {}
     for ranks in RANKS:
         part = SurveyedSystem({**told, "devices": ranks, "per_node": min(ranks, told["per_node"])})
-        pricer = part.pricer(part.links, [1, 2, 4, 8, 16])
+        pricer = part.pricer(part.layers, [1, 2, 4, 8, 16])
         for name, one in strategies(ranks).items():
             if one.dp * one.microbatches <= told["batch"]:
                 lines.setdefault(name, {})[ranks] = pricer.price(one).seconds

@@ -92,7 +92,7 @@ def run_plan(plan, weights, x, labels, final):
     """Do what a plan says for one batch; return the most bytes that lay around between two actions."""
     values, kept, most = {0: x}, {}, 0  # values: what comes to a layer; those behind the last are the scores
     for action in parse_plan(plan):
-        layer = action.link
+        layer = action.layer
         weight = {layer: weights.get(layer)}
         if action.act is Act.DROP:
             del values[layer]

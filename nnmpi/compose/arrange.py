@@ -31,10 +31,10 @@ from nnmpi.errors import DeviceError, LayoutError
 from nnmpi.memory.store import Store, make_store
 from nnmpi.memory.stored import DEVICE_PIECE_BYTES, HOST_PIECE_BYTES, keep_state
 from nnmpi.mesh import BoundMesh, Mesh
-from nnmpi.nn.chain import ChainLink, ModelPart, cut_chain, kept_at, open_chain
+from nnmpi.nn.chain import ChainLayer, ModelPart, cut_chain, kept_at, open_chain
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.transformer import CausalSelfAttention
-from nnmpi.parallel.pipeline.profile import LinkCost, profile
+from nnmpi.parallel.pipeline.profile import LayerProfile, profile
 from nnmpi.parallel.sequence.group import ULYSSES, SequenceGroup
 from nnmpi.parallel.sequence.ulysses import check_heads
 from nnmpi.parallel.tensor import shard
@@ -75,8 +75,8 @@ class Arrangement:
         elements: how many elements the whole model's parameters have.
         stages: this rank's stages, by number; empty where there is no pipeline.
         starts: the names of the values kept at the beginning of each of these stages.
-        cuts: which links each stage of the pipeline has.
-        names: the names of the model's links.
+        cuts: which layers each stage of the pipeline has.
+        names: the names of the model's layers.
         costs: what was measured for the cuts; empty if nothing was.
         ties: this rank's parameters that other ranks of its pipeline have, too.
         stages_of: the stages of each of the model's parameters that stand in several.
@@ -91,11 +91,11 @@ class Arrangement:
     parameters: tuple[str, ...]
     order: tuple[str, ...]
     elements: int
-    stages: dict[int, tuple[ChainLink, ...]] = field(default_factory=dict)
+    stages: dict[int, tuple[ChainLayer, ...]] = field(default_factory=dict)
     starts: dict[int, tuple[str, ...]] = field(default_factory=dict)
     cuts: tuple[range, ...] = ()
     names: tuple[str, ...] = ()
-    costs: tuple[LinkCost, ...] = ()
+    costs: tuple[LayerProfile, ...] = ()
     ties: tuple[Tie, ...] = ()
     stages_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     lower: frozenset[str] = frozenset()
@@ -245,17 +245,17 @@ def _cut(
     """Cut the model's chain into the pipeline's stages, and return this rank's."""
     ranks, count = mesh.pp.size, mesh.pp.size * layout.virtual_stages
     with agreed(mesh.world):
-        links = open_chain(model)
-        if len(links) < count:
+        layers = open_chain(model)
+        if len(layers) < count:
             raise LayoutError(
-                f"the model has {len(links)} layers to cut between, fewer than {count} stages "
-                f"({ranks} ranks x {layout.virtual_stages}); give at most {len(links)} stages, or a deeper model"
-                f"{_why_closed(links)}"
+                f"the model has {len(layers)} layers to cut between, fewer than {count} stages "
+                f"({ranks} ranks x {layout.virtual_stages}); give at most {len(layers)} stages, or a deeper model"
+                f"{_why_closed(layers)}"
             )
-    costs, cuts = _choose(model, mesh, layout, links, count, sample, dtype, backend)
-    stages = cut_chain(links, cuts)
+    costs, cuts = _choose(model, mesh, layout, layers, count, sample, dtype, backend)
+    stages = cut_chain(layers, cuts)
     mine = range(mesh.pp.rank, count, ranks)
-    part = ModelPart(model, [link for number in mine for link in stages[number]])
+    part = ModelPart(model, [layer for number in mine for layer in stages[number]])
     stages_of = _shared_parameters(layout, model, stages)
     ties, lower = _tie(mesh, part, stages_of)
     return Arrangement(
@@ -264,9 +264,9 @@ def _cut(
         part,
         *whole,
         {number: stages[number] for number in mine},
-        {number: kept_at(links, cuts[number].start) for number in mine},
+        {number: kept_at(layers, cuts[number].start) for number in mine},
         cuts,
-        tuple(link.name for link in links),
+        tuple(layer.name for layer in layers),
         costs,
         ties,
         stages_of,
@@ -278,24 +278,24 @@ def _choose(
     model: Module,
     mesh: BoundMesh,
     layout: Layout,
-    links: Sequence[ChainLink],
+    layers: Sequence[ChainLayer],
     count: int,
     sample: Array | None,
     dtype: str,
     backend: Backend,
-) -> tuple[tuple[LinkCost, ...], tuple[range, ...]]:
-    """Return the links' costs, where they were measured, and each stage's range of links; the same on all ranks."""
+) -> tuple[tuple[LayerProfile, ...], tuple[range, ...]]:
+    """Return the layers' costs, where they were measured, and each stage's range of layers; the same on all ranks."""
     if layout.split != AUTO:
         with agreed(mesh.world):
-            return (), _by_hand([int(length) for length in layout.split], len(links), count)
+            return (), _by_hand([int(length) for length in layout.split], len(layers), count)
     with agreed(mesh.world):
         if sample is None:
             raise LayoutError(
                 f"split auto measures the model's layers, for which it needs a sample; give one, or say how many of "
-                f"the {len(links)} links each stage has"
+                f"the {len(layers)} layers each stage has"
             )
-    measured = profile(model, links, sample, dtype, backend)
-    costs = [LinkCost(*each) for each in mesh.world.share([list(vars(cost).values()) for cost in measured])]
+    measured = profile(model, layers, sample, dtype, backend)
+    costs = [LayerProfile(*each) for each in mesh.world.share([list(vars(cost).values()) for cost in measured])]
     copies = (2 + layout.state_arrays) * np.dtype(dtype).itemsize
     with agreed(mesh.world):
         bytes_ = [cost.elements * copies for cost in costs]
@@ -304,24 +304,24 @@ def _choose(
         return tuple(costs), partition([cost.seconds for cost in costs], count, bytes_, limit)
 
 
-def _why_closed(links: Sequence[ChainLink]) -> str:
+def _why_closed(layers: Sequence[ChainLayer]) -> str:
     """Return what to do about a model that cannot be cut at all."""
-    kinds = [type(module).__name__ for link in links for _, module in link.members]
-    return f"; only nn.Sequential and nn.Residual are cut open, not a {kinds[0]}" if len(links) == 1 and kinds else ""
+    kinds = [type(module).__name__ for layer in layers for _, module in layer.members]
+    return f"; only nn.Sequential and nn.Residual are cut open, not a {kinds[0]}" if len(layers) == 1 and kinds else ""
 
 
-def _by_hand(lengths: Sequence[int], links: int, count: int) -> tuple[range, ...]:
-    if len(lengths) != count or sum(lengths) != links:
+def _by_hand(lengths: Sequence[int], layers: int, count: int) -> tuple[range, ...]:
+    if len(lengths) != count or sum(lengths) != layers:
         raise LayoutError(
-            f"split {','.join(map(str, lengths))} has {len(lengths)} stages and {sum(lengths)} links; this pipeline "
-            f"has {count} stages, and the model {links} links"
+            f"split {','.join(map(str, lengths))} has {len(lengths)} stages and {sum(lengths)} layers; this pipeline "
+            f"has {count} stages, and the model {layers} layers"
         )
     starts = [sum(lengths[:i]) for i in range(count)]
     return tuple(range(start, start + length) for start, length in zip(starts, lengths, strict=True))
 
 
 def _shared_parameters(
-    layout: Layout, model: Module, stages: Sequence[Sequence[ChainLink]]
+    layout: Layout, model: Module, stages: Sequence[Sequence[ChainLayer]]
 ) -> dict[str, tuple[int, ...]]:
     """Return the stages of each parameter that stands in several.
 
@@ -330,8 +330,8 @@ def _shared_parameters(
     """
     _refuse_shared_buffers(model, stages)
     where: dict[int, list[int]] = {}
-    for number, links in enumerate(stages):
-        for parameter in ModelPart(model, links).parameters():
+    for number, layers in enumerate(stages):
+        for parameter in ModelPart(model, layers).parameters():
             where.setdefault(id(parameter), []).append(number)
     found = {name: tuple(where.get(id(parameter), ())) for name, parameter in model.named_parameters()}
     shared = {name: numbers for name, numbers in found.items() if len(numbers) > 1}
@@ -366,11 +366,11 @@ def _tie(
     return tuple(ties), frozenset(lower)
 
 
-def _refuse_shared_buffers(model: Module, stages: Sequence[Sequence[ChainLink]]) -> None:
+def _refuse_shared_buffers(model: Module, stages: Sequence[Sequence[ChainLayer]]) -> None:
     """Refuse a layer with running statistics that stands in several stages: each would follow its own microbatches."""
     where: dict[int, tuple[str, set[int]]] = {}
-    for number, links in enumerate(stages):
-        for name, buffer in ModelPart(model, links).named_buffers():
+    for number, layers in enumerate(stages):
+        for name, buffer in ModelPart(model, layers).named_buffers():
             where.setdefault(id(buffer), (name, set()))[1].add(number)
     for name, numbers in where.values():
         if len(numbers) > 1:
@@ -412,8 +412,8 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
     out = max(each[-1] for each in everyones)
     if layout.offload_state is None and not layout.asynchronous and out <= limit:
         advice.append(f"let offload-state optimizer keep its state out of memory, which then needs {format_bytes(out)}")
-    links = len(arrangement.names or open_chain(arrangement.model))
-    such = f"pp {ways} or tp {ways}" if ways <= links else f"tp {ways}, as pp can be {links} at most"
+    layers = len(arrangement.names or open_chain(arrangement.model))
+    such = f"pp {ways} or tp {ways}" if ways <= layers else f"tp {ways}, as pp can be {layers} at most"
     advice.append(f"spread the model over at least {ways} ranks with pp x tp, such as {such}{even}")
     raise DeviceError(
         f"rank {worst} needs {format_bytes(needs[worst])} for parameters, gradients and optimizer state under "
@@ -423,13 +423,13 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
 
 
 def describe_stages(arrangement: Arrangement) -> list[str]:
-    """Return which links are in which stage, a line each."""
+    """Return which layers are in which stage, a line each."""
     lines = []
     total = sum(cost.seconds for cost in arrangement.costs)
     for number, cut in enumerate(arrangement.cuts):
         first, last = arrangement.names[cut.start], arrangement.names[cut.stop - 1]
-        links = f"link {first}" if len(cut) == 1 else f"links {first} to {last} ({len(cut)})"
+        layers = f"layer {first}" if len(cut) == 1 else f"layers {first} to {last} ({len(cut)})"
         share = sum(arrangement.costs[i].seconds for i in cut) / total if total else 0.0
         measured = f", {share:.0%} of the time" if arrangement.costs else ""
-        lines.append(f"stage {number}: pipeline rank {number % arrangement.mesh.pp.size}, {links}{measured}")
+        lines.append(f"stage {number}: pipeline rank {number % arrangement.mesh.pp.size}, {layers}{measured}")
     return lines

@@ -20,24 +20,24 @@ from nnmpi.nn.transformer import CausalSelfAttention, TransformerBlock
 from nnmpi.parallel.sequence.group import RING
 from nnmpi.shard import split
 
-LINKS = (GPTEmbedding, Dropout, TransformerBlock, LayerNorm, TiedLinear)
+LAYERS = (GPTEmbedding, Dropout, TransformerBlock, LayerNorm, TiedLinear)
 
 
 def exchanged_elements(model: Module, where: Arrangement, rows: int, time: int) -> int | None:
     """Return how many elements this rank exchanges with those that share its layers or positions, in a step.
 
     Args:
-        model: this rank's links.
+        model: this rank's layers.
         where: how they lie on the ranks.
         rows: of this rank's part of a batch.
         time: positions of the whole sequences.
 
     Returns:
-        None for a model of other links, or one whose activations are computed again, for which nothing is known here.
+        None for a model of other layers, or one whose activations are computed again, for which nothing is known here.
     """
-    links = [link for name, link in model.named_modules() if name and "." not in name]
+    layers = [layer for name, layer in model.named_modules() if name and "." not in name]
     again = where.layout.recompute != "never" or where.layout.activation_memory is not None
-    if again or not all(isinstance(link, LINKS) for link in links):
+    if again or not all(isinstance(layer, LAYERS) for layer in layers):
         return None
     found = 0
     attentions = [each for _, each in model.named_modules() if isinstance(each, CausalSelfAttention)]
@@ -46,15 +46,15 @@ def exchanged_elements(model: Module, where: Arrangement, rows: int, time: int) 
         placement = where.sequence.placement(time)
         time = sum(map(len, placement.ranges(where.mesh.sp.size, where.mesh.sp.rank)))
     if where.mesh.tp.size > 1:
-        tables = [link for link in links if isinstance(link, GPTEmbedding | TiedLinear)]
+        tables = [layer for layer in layers if isinstance(layer, GPTEmbedding | TiedLinear)]
         features = _features(model)
         found += rows * time * features * (4 * len(attentions) + len(tables))
-        found += 3 * rows * time * any(isinstance(link, TiedLinear) for link in links)
+        found += 3 * rows * time * any(isinstance(layer, TiedLinear) for layer in layers)
     return found
 
 
 def _features(model: Module) -> int:
-    """Return the width of the model, of which every link has a norm or a table."""
+    """Return the width of the model, of which every layer has a norm or a table."""
     norms = [each for _, each in model.named_modules() if isinstance(each, LayerNorm)]
     tables = [each.positions for _, each in model.named_modules() if isinstance(each, GPTEmbedding)]
     weights = [each.weight for each in (*norms, *tables)]

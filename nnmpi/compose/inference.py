@@ -47,9 +47,9 @@ class ForwardPasses:
             last = len(where.cuts) - 1
             stages = {
                 number: Stage(
-                    number, links, where.starts[number], self._scope, keep if number == last else None, shared=shared
+                    number, layers, where.starts[number], self._scope, keep if number == last else None, shared=shared
                 )
-                for number, links in where.stages.items()
+                for number, layers in where.stages.items()
             }
             self._pipeline = Pipeline(where.mesh.pp, stages, last + 1, where.layout.schedule, GradientSink(), backend)
 

@@ -28,7 +28,7 @@ class Layout:
         schedule: of the pipeline: "naive", "gpipe", "1f1b", "interleaved", "zero-bubble" or "pipedream"; or a function
             of one's own, (rank, ranks, microbatches) -> what the rank computes, which is checked before it runs.
         virtual_stages: stages per rank, for "interleaved".
-        split: "auto" balances measured times; or the number of links (see `nn.chain`) in each stage.
+        split: "auto" balances measured times; or the number of layers (see `nn.chain`) in each stage.
         recompute: "never", "always", or "except-last" microbatch: keep only each stage's input between forward and
             backward.
         reduction: "fast", or "fixed" for sums in an order that does not depend on dp and pp (see
@@ -87,7 +87,7 @@ class Layout:
                 f"{name_of(self.schedule)} has one per rank"
             )
         if self.split != AUTO and (isinstance(self.split, str) or any(int(each) != each for each in self.split)):
-            raise UsageError(f"split {self.split!r} is unknown; give auto, or numbers of links such as (5, 4, 3)")
+            raise UsageError(f"split {self.split!r} is unknown; give auto, or numbers of layers such as (5, 4, 3)")
         if self.split != AUTO and (not self.split or min(map(int, self.split)) < 1):
             raise UsageError(f"split {self.split} has a stage without layers; give each at least 1, or auto")
         if self.fixed and self.tp not in (None, 1):

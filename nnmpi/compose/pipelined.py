@@ -109,14 +109,14 @@ class Pipelined(GradientSink):
         stages = {
             number: Stage(
                 number,
-                links,
+                layers,
                 arrangement.starts[number],
                 self._scope,
                 self._head if number == self._last else None,
                 self._recomputes,
                 None if arrangement.sequence is None else self._shared_sequences,
             )
-            for number, links in arrangement.stages.items()
+            for number, layers in arrangement.stages.items()
         }
         place = mesh.place
         lane = f"d{place.d}t{place.t}" + (f"s{place.s}" if mesh.sp.size > 1 else "")
@@ -160,7 +160,7 @@ class Pipelined(GradientSink):
         return Outcome(partial(self._sums, batch), targets, traffic, report, tuple(running.staleness))
 
     def _plan(self, batch: Batch, device_batch: DeviceBatch, step: int, budget: int) -> None:
-        """Measure the links of this rank's stages with the longest microbatch, and choose their plans. Collective.
+        """Measure the layers of this rank's stages with the longest microbatch, and choose their plans. Collective.
 
         Raises:
             UsageError: on all ranks, for a budget that is too small, or a stage that is no chain.
@@ -174,8 +174,8 @@ class Pipelined(GradientSink):
         values = self._enter_stages(running, longest)
         with agreed(world), self._planning(running, number):
             counts = [[each, models[each].count_pieces(values[each])] for each in stages]
-        links = self.arrangement.stages
-        members = {each: [module for link in links[each] for _, module in link.members] for each in stages}
+        layers = self.arrangement.stages
+        members = {each: [module for layer in layers[each] for _, module in layer.members] for each in stages}
         trained = [each for each in stages if any(p.requires_grad for m in members[each] for p in m.parameters())]
         everyones = world.gather([counts, trained])
         begin = min((each for _, theirs in everyones for each in theirs), default=self._last)
@@ -189,7 +189,7 @@ class Pipelined(GradientSink):
                     copied[at] = not result.data.flags.c_contiguous
                     return result
 
-                ways = [models[each].measure_links(values[each], each > begin, end, adds) for adds in (False, True)]
+                ways = [models[each].measure_layers(values[each], each > begin, end, adds) for adds in (False, True)]
                 costs.append([each, *map(costs_to_json, ways)])
         told = [each for theirs in world.gather(costs) for each in theirs]
         with agreed(world):
@@ -220,7 +220,7 @@ class Pipelined(GradientSink):
             )
 
     def _enter_stages(self, running: _Running, part: tuple[int, int]) -> dict[int, Value]:
-        """Return what comes to the links of this rank's stages for some rows of a batch. Collective."""
+        """Return what comes to the layers of this rank's stages for some rows of a batch. Collective."""
         if not running.parts:
             return {}
         stages, scalars = self.pipeline.stages, DeferredScalars(self.backend)
@@ -475,8 +475,10 @@ def _numbers(arrangement: Arrangement) -> dict[int, list[int]]:
     """Return, for each stage of this rank, the numbers of its parameters in the storage."""
     number_of = {id(span.parameter): i for i, span in enumerate(arrangement.model.storage.spans)}
     return {
-        stage: sorted({number_of[id(p)] for link in links for _, module in link.members for p in module.parameters()})
-        for stage, links in arrangement.stages.items()
+        stage: sorted(
+            {number_of[id(p)] for layer in layers for _, module in layer.members for p in module.parameters()}
+        )
+        for stage, layers in arrangement.stages.items()
     }
 
 

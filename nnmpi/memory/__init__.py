@@ -2,12 +2,12 @@
 
 plan        a plan is a list of actions: forward, keep, backward, drop, out, in; it is checked, priced and drawn here
 optimal     the plan of least time under a budget of bytes, by dynamic programming
-swapping    the plan in which links also leave memory and come back, by search
+swapping    the plan in which layers also leave memory and come back, by search
 store       where things go that leave memory: a file, or from a device the host
-offload     what a link keeps, taken out and brought back
+offload     what a layer keeps, taken out and brought back
 stored      an optimizer's state and weights that lie in a store, brought piece by piece to each update
 animation   plans for a page and for slides
-chain       a model as links that run one by one
+chain       a model as layers that run one by one
 measure     what each one takes
 run         a model that runs by a plan
 ledger      what of a rank's memory is for what: `nnmpi.memory.report()`

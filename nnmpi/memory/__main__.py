@@ -1,11 +1,11 @@
 """`python -m nnmpi.memory`: look at a plan without training: what is kept, what is computed again, what it takes.
 
-python -m nnmpi.memory plan --links 8 --budget 50%
+python -m nnmpi.memory plan --layers 8 --budget 50%
 python -m nnmpi.memory plan --model gpt --batch 4 --budget 30% --save costs.json
 python -m nnmpi.memory plan --costs costs.json --budget 16MiB
-python -m nnmpi.memory plan --links 8 --budget 50% --bandwidth 8MiB
+python -m nnmpi.memory plan --layers 8 --budget 50% --bandwidth 8MiB
 python -m nnmpi.memory plan --model gpt --budget 30% --offload /tmp
-python -m nnmpi.memory plan --links 8 --budget 50% --html swap.html
+python -m nnmpi.memory plan --layers 8 --budget 50% --html swap.html
 """
 
 import argparse
@@ -23,7 +23,7 @@ from nnmpi.command import Parser, positive_count, say
 from nnmpi.errors import UsageError
 from nnmpi.memory.animation import compare, draw_slide
 from nnmpi.memory.optimal import OptimalPlans
-from nnmpi.memory.plan import ChainLinkCost, costs_from_json, costs_to_json, draw_plan, keep_all, simulate
+from nnmpi.memory.plan import LayerCost, costs_from_json, costs_to_json, draw_plan, keep_all, simulate
 from nnmpi.memory.run import RecomputedModel
 from nnmpi.memory.store import Store, make_store
 from nnmpi.memory.swapping import swapping_plan
@@ -69,7 +69,7 @@ def main(words: Sequence[str]) -> str:
         draw_slide(costs, plan, budget, given.svg, bandwidth or inf)
         files.append(f"{given.svg} shows it on a slide")
     if given.html is not None:
-        write_page(given.html, "plan", f"memory plans of {len(costs)} links", compare(plans, budget, bandwidth))
+        write_page(given.html, "plan", f"memory plans of {len(costs)} layers", compare(plans, budget, bandwidth))
         files.append(f"{given.html} runs it in a browser")
     return "\n".join(
         [
@@ -80,15 +80,15 @@ def main(words: Sequence[str]) -> str:
             f"least     {format_bytes(plans.least)} ({plans.least} bytes)",
             f"ordinary  {format_bytes(plans.all)} ({plans.all} bytes), {format_seconds(ordinary.seconds)}",
             f"this plan {format_bytes(price.peak)} ({price.peak} bytes), {format_seconds(price.seconds)}, "
-            f"{price.seconds / ordinary.seconds:.3f} of the ordinary time; links gone through again: {price.again}",
+            f"{price.seconds / ordinary.seconds:.3f} of the ordinary time; layers gone through again: {price.again}",
             *([f"moved     {format_bytes(price.moved)}, at {format_bytes(int(bandwidth))}/s"] if bandwidth else []),
             *files,
         ]
     )
 
 
-def _costs(given: argparse.Namespace, store: Store | None) -> tuple[Sequence[ChainLinkCost], float | None]:
-    """Return the costs that the options name (from a file, of a model, or of equal links), and bytes per second."""
+def _costs(given: argparse.Namespace, store: Store | None) -> tuple[Sequence[LayerCost], float | None]:
+    """Return the costs that the options name (from a file, of a model, or of equal layers), and bytes per second."""
     bandwidth = None if given.bandwidth is None else float(parse_bytes(given.bandwidth))
     if given.costs is not None:
         try:
@@ -96,10 +96,10 @@ def _costs(given: argparse.Namespace, store: Store | None) -> tuple[Sequence[Cha
         except (OSError, ValueError) as error:
             raise UsageError(f"--costs {given.costs} cannot be read: {error}") from None
     if given.model is None:
-        link = ChainLinkCost(
+        layer = LayerCost(
             "", 1 << 20, 1 << 20, 4 << 20, True, False, 1 << 20, 5 << 20, 1 << 20, 1 << 20, 1.0, 1.0, 2.0, True
         )
-        return [ChainLinkCost(**{**vars(link), "name": str(i)}) for i in range(given.links)], bandwidth
+        return [LayerCost(**{**vars(layer), "name": str(i)}) for i in range(given.layers)], bandwidth
     make, shape = MODELS[given.model]
     model, draw = make().initialize(seed=0), np.random.default_rng(0)
     if shape is None:
@@ -125,14 +125,14 @@ def _parser() -> Parser:
     parser = Parser("python -m nnmpi.memory", description=__doc__)
     plan = parser.add_subparsers(dest="command", required=True).add_parser("plan", help="the quickest plan in a budget")
     chain = plan.add_mutually_exclusive_group()
-    chain.add_argument("--links", type=positive_count, default=8, help="so many equal links (8)")
+    chain.add_argument("--layers", type=positive_count, default=8, help="so many equal layers (8)")
     chain.add_argument("--model", choices=sorted(MODELS), help="this model's, which is measured")
     chain.add_argument("--costs", type=Path, metavar="FILE", help="those that --save has written")
     plan.add_argument("--batch", type=positive_count, default=8, help="samples of a batch, for --model (8)")
     plan.add_argument("--budget", default="50%", help="bytes such as 16MiB, or from 0%% (least) to 100%% (ordinary)")
     plan.add_argument("--offload", metavar="DIR", help="activations may go to a file there: its bandwidth is measured")
     plan.add_argument("--bandwidth", metavar="BYTES", help="or: so many bytes per second go out and come in")
-    plan.add_argument("--save", type=Path, metavar="FILE", help="write the links' costs there")
+    plan.add_argument("--save", type=Path, metavar="FILE", help="write the layers' costs there")
     plan.add_argument("--svg", type=Path, metavar="FILE", help="draw it for slides")
     plan.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs it, for a browser")
     return parser

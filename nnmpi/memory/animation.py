@@ -1,4 +1,4 @@
-"""Memory plans as animations for a page, and as a slide: what links hold, the bytes and the time, action by action.
+"""Memory plans as animations for a page, and as a slide: what layers hold, the bytes and the time, action by action.
 
 {"actions": [["K", 0, "=- ", begin, computes, end, peak, after, transfer], ...],     in seconds and bytes
  "peak": 9437184, "seconds": 40.0, "again": 8, "moved": 0}
@@ -19,7 +19,7 @@ from nnmpi.memory.plan import Act, Action, Costs, Plan, PlanState, keep_all, mov
 from nnmpi.memory.swapping import swapping_plan
 from nnmpi.pages import svg
 
-MOST_LINKS = 64  # that fit a page
+MOST_LAYERS = 64  # that fit a page
 POINTS = 11  # budgets from the least to the most
 _DIGITS = 9
 
@@ -28,7 +28,7 @@ def animation(costs: Costs, plan: Plan, bandwidth: float = inf) -> dict[str, Any
     """Return the animation of a plan that is right, as JSON values.
 
     Args:
-        costs: of the links.
+        costs: of the layers.
         plan: for them.
         bandwidth: bytes per second that go out or come in.
 
@@ -42,9 +42,9 @@ def animation(costs: Costs, plan: Plan, bandwidth: float = inf) -> dict[str, Any
         times = (begin, state.seconds - _computes(costs, action), state.seconds)
         transfer = None
         if action.act in (Act.OUT, Act.IN):
-            over = state.done[action.link]
-            transfer = _round([over - moved_bytes(costs, action.link) / bandwidth, over])
-        row = [action.act.value, action.link, held, *_round(times), price.peaks[number], price.bytes[number]]
+            over = state.done[action.layer]
+            transfer = _round([over - moved_bytes(costs, action.layer) / bandwidth, over])
+        row = [action.act.value, action.layer, held, *_round(times), price.peaks[number], price.bytes[number]]
         actions.append([*row, transfer])
     figures = {"peak": price.peak, "seconds": round(price.seconds, _DIGITS), "again": price.again}
     return {"actions": actions, **figures, "moved": price.moved}
@@ -52,7 +52,7 @@ def animation(costs: Costs, plan: Plan, bandwidth: float = inf) -> dict[str, Any
 
 def _computes(costs: Costs, action: Action) -> float:
     """Return for how many seconds an action computes."""
-    cost = costs[action.link]
+    cost = costs[action.layer]
     return {Act.FORWARD: cost.forward_s, Act.KEEP: cost.keep_s, Act.BACKWARD: cost.backward_s}.get(action.act, 0.0)
 
 
@@ -72,15 +72,15 @@ def compare(plans: OptimalPlans, budget: int, bandwidth: float | None = None) ->
         UsageError: for a chain that does not fit a page, or a budget below the least.
     """
     costs = plans.costs
-    if len(costs) > MOST_LINKS:
-        raise UsageError(f"a page draws up to {MOST_LINKS} links, not {len(costs)}; look at the text")
+    if len(costs) > MOST_LAYERS:
+        raise UsageError(f"a page draws up to {MOST_LAYERS} layers, not {len(costs)}; look at the text")
     kinds: dict[str, Callable[[int], Plan]] = {"computed again": plans.plan}
     if bandwidth is not None:
         kinds = {"swapped, too": lambda limit: swapping_plan(plans, limit, bandwidth), **kinds}
     kinds["all kept"] = lambda limit: keep_all(costs)
     budgets = sorted({*plans.budgets(POINTS), budget})
     return {
-        "links": [cost.name for cost in costs],
+        "layers": [cost.name for cost in costs],
         "budgets": budgets,
         "budget": budget,
         "plans": {
@@ -97,10 +97,10 @@ _HIGH, _WIDE, _BARS = 20.0, 16.0, 80.0  # pixels
 
 
 def draw_slide(costs: Costs, plan: Plan, budget: int, file: Path, bandwidth: float = inf) -> None:
-    """Write a plan as a picture for slides: links down, actions across, and below them the bytes and the budget.
+    """Write a plan as a picture for slides: layers down, actions across, and below them the bytes and the budget.
 
     Args:
-        costs: of the links.
+        costs: of the layers.
         plan: for them.
         budget: in bytes; a line.
         file: the picture; one that is there is replaced.
@@ -116,17 +116,17 @@ def draw_slide(costs: Costs, plan: Plan, budget: int, file: Path, bandwidth: flo
     during, most = list(signs(costs, plan)), max(budget, price.peak)
     for column, i in enumerate(shown):
         x = left + _WIDE * column
-        for link, sign in enumerate(during[i]):
+        for layer, sign in enumerate(during[i]):
             if sign != " ":
                 parts.append(
-                    svg.rectangle(x, _HIGH * link + 2, _WIDE - 1, _HIGH - 4, _FILLS.get(sign.upper(), svg.EMPTY))
+                    svg.rectangle(x, _HIGH * layer + 2, _WIDE - 1, _HIGH - 4, _FILLS.get(sign.upper(), svg.EMPTY))
                 )
             if sign.isalpha():
-                parts.append(svg.text(x + _WIDE / 2, _HIGH * link + 14, sign, "middle"))
+                parts.append(svg.text(x + _WIDE / 2, _HIGH * layer + 14, sign, "middle"))
         tall = _BARS * price.peaks[i] / most
         parts.append(svg.rectangle(x, below + 8 + _BARS - tall, _WIDE - 1, tall, svg.LINE))
     width = left + _WIDE * len(shown)
     parts.append(svg.rectangle(left, below + 8 + _BARS * (1 - budget / most), width - left, 1, _MOVES))
     words = f"{format_bytes(price.peak)} of {format_bytes(budget)}, {format_seconds(price.seconds)}"
     parts.append(svg.text(left, below + 8 + _BARS + 16, words))
-    svg.write_svg(file, f"plan of {len(costs)} links", width, below + _BARS + 30, parts)
+    svg.write_svg(file, f"plan of {len(costs)} layers", width, below + _BARS + 30, parts)

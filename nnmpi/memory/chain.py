@@ -1,12 +1,12 @@
-"""A model as a chain of links that run one by one, each forward alone or with its graph.
+"""A model as a chain of layers that run one by one, each forward alone or with its graph.
 
     Sequential(conv, relu, pool, Stash, a, b, Pop, Sequential(c, d))
 
         0: conv, relu, pool     computed as one      1: Stash .. Pop      2: c      3: d
 
-A link is what a `Sequential` computes as one, so that the bits are those of the model as a whole. Nested sequences are
-opened, and transformers' blocks are two links, of which one has the attention; any other module is one. Between two
-links passes one tensor, in memory of its own.
+A layer is what a `Sequential` computes as one, so that the bits are those of the model as a whole. Nested sequences are
+opened, and transformers' blocks are two layers, of which one has the attention; any other module is one. Between two
+layers passes one tensor, in memory of its own.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,11 +30,11 @@ from nnmpi.tensor.placement import TensorCut
 from nnmpi.tensor.tape import Tape, walk_back
 from nnmpi.tensor.tensor import Tensor
 
-Link = Callable[[Tensor], Any]
+Layer = Callable[[Tensor], Any]
 
 
 class Value(NamedTuple):
-    """What passes between two links: an array, and which part of a larger one it is, from the inside out."""
+    """What passes between two layers: an array, and which part of a larger one it is, from the inside out."""
 
     array: Array
     cuts: tuple[TensorCut, ...] = ()
@@ -60,7 +60,7 @@ def plain(x: Tensor) -> tuple[Tensor, tuple[TensorCut, ...]]:
 
 
 class _GraphInput(Function):
-    """Where a link's graph begins: keeps no value, and takes the gradient."""
+    """Where a layer's graph begins: keeps no value, and takes the gradient."""
 
     __slots__ = ("taken",)
 
@@ -73,11 +73,11 @@ class _GraphInput(Function):
         return (None,)
 
 
-class LinkGraph:
-    """The graph of one link, without its input and its result, for one backward.
+class LayerGraph:
+    """The graph of one layer, without its input and its result, for one backward.
 
     Args:
-        link: what is computed.
+        layer: what is computed.
         value: what comes to it.
         needed: whether that needs a gradient.
 
@@ -85,14 +85,14 @@ class LinkGraph:
         result: the value; take it away with `take`.
     """
 
-    def __init__(self, link: Link, value: Value, needed: bool) -> None:
+    def __init__(self, layer: Layer, value: Value, needed: bool) -> None:
         self._input: _GraphInput | None = None
         x = Tensor(value.array, requires_grad=needed)
         if needed:
             self._input = _GraphInput()
             x = self._input(x)
             self._input.edges = (None,)  # nothing is passed on to the leaf, which would keep the value
-        y, cuts = plain(link(value.marked(x)))
+        y, cuts = plain(layer(value.marked(x)))
         self._node, self._tape = y.node, y.tape
         self._result: Value | None = Value(y.data, cuts)
 
@@ -121,16 +121,16 @@ class LinkGraph:
         return None if first is None else first.taken
 
 
-def forward(link: Link, value: Value) -> Value:
-    """Return what a link makes of a value, without a graph."""
+def forward(layer: Layer, value: Value) -> Value:
+    """Return what a layer makes of a value, without a graph."""
     with no_grad():
-        x, cuts = plain(link(value.tensor()))
+        x, cuts = plain(layer(value.tensor()))
     return Value(x.data, cuts)
 
 
-def parameters_of(links: Sequence[Link]) -> list[Parameter]:
-    """Return the parameters of some links, each once."""
-    found = {id(p): p for link in links if isinstance(link, Module) for p in link.parameters()}
+def parameters_of(layers: Sequence[Layer]) -> list[Parameter]:
+    """Return the parameters of some layers, each once."""
+    found = {id(p): p for layer in layers if isinstance(layer, Module) for p in layer.parameters()}
     return list(found.values())
 
 
@@ -156,29 +156,29 @@ class SharedOutWeights(Protocol):
         """The same, before its backward; gradients of what lies behind it are final."""
 
 
-class GatheredLink(Module):
-    """A link whose weights come before it is computed.
+class GatheredLayer(Module):
+    """A layer whose weights come before it is computed.
 
     Args:
-        link: what is computed.
+        layer: what is computed.
         weights: who lets them come.
     """
 
-    def __init__(self, link: Module, weights: SharedOutWeights) -> None:
-        self.link, self._weights = link, weights
+    def __init__(self, layer: Module, weights: SharedOutWeights) -> None:
+        self.layer, self._weights = layer, weights
 
     def forward(self, x: Tensor) -> Any:
-        """Return what the link makes of it."""
-        self._weights.gather_for(self.link)
-        return self.link(x)
+        """Return what the layer makes of it."""
+        self._weights.gather_for(self.layer)
+        return self.layer(x)
 
     def begin_backward(self) -> None:
         """Let the weights be there for the backward."""
-        self._weights.begin_backward(self.link)
+        self._weights.begin_backward(self.layer)
 
 
-def find_links(model: Module, value: Value, weights: SharedOutWeights | None = None) -> list[int]:
-    """Return how many pieces of a model go into each of its links, given what comes to it.
+def find_layers(model: Module, value: Value, weights: SharedOutWeights | None = None) -> list[int]:
+    """Return how many pieces of a model go into each of its layers, given what comes to it.
 
     Args:
         model, value: as said.
@@ -192,7 +192,7 @@ def find_links(model: Module, value: Value, weights: SharedOutWeights | None = N
     start = x
     with again(), no_grad():
         for piece in _pieces(model):
-            x, count = (piece if weights is None else GatheredLink(piece, weights))(x), count + 1
+            x, count = (piece if weights is None else GatheredLayer(piece, weights))(x), count + 1
             if isinstance(x, Tensor) and not namespace(x.data).may_share_memory(start.data, x.data):
                 counts.append(count)
                 start, count = x, 0
@@ -201,8 +201,8 @@ def find_links(model: Module, value: Value, weights: SharedOutWeights | None = N
     return [*counts[:-1], sum(counts[-1:]) + count]
 
 
-def links_of(model: Module, counts: Sequence[int]) -> tuple[Module, ...]:
-    """Return a model's links of so many pieces each."""
+def layers_of(model: Module, counts: Sequence[int]) -> tuple[Module, ...]:
+    """Return a model's layers of so many pieces each."""
     pieces = _pieces(model)
     found = [tuple(islice(pieces, count)) for count in counts]
     return tuple(each[0] if len(each) == 1 else Sequential(*each) for each in found)

@@ -1,6 +1,6 @@
-"""What each link of a chain takes: bytes and seconds, forward and back, measured with one input.
+"""What each layer of a chain takes: bytes and seconds, forward and back, measured with one input.
 
-No more than one link is kept at a time, and no values between links: what comes to a link is computed anew.
+No more than one layer is kept at a time, and no values between layers: what comes to a layer is computed anew.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from nnmpi import clock
 from nnmpi.backend.allocations import AllocationCount, counting
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend
-from nnmpi.memory.chain import Link, LinkGraph, Value, again, forward, parameters_of, unwatched
+from nnmpi.memory.chain import Layer, LayerGraph, Value, again, forward, parameters_of, unwatched
 from nnmpi.memory.offload import KeptArrays
-from nnmpi.memory.plan import ChainLinkCost, moved_bytes
+from nnmpi.memory.plan import LayerCost, moved_bytes
 from nnmpi.memory.store import BYTE_S, Store
 from nnmpi.tensor.parameter import Parameter
 
@@ -41,33 +41,33 @@ def _gradients_apart(parameters: Sequence[Parameter], accumulates: bool) -> Iter
 
 
 def measure(
-    links: Sequence[Link],
+    layers: Sequence[Layer],
     names: Sequence[str],
     value: Value,
     needed: bool,
     backend: Backend,
     accumulates: bool = False,
     store: Store | None = None,
-) -> list[ChainLinkCost]:
-    """Return what each link takes for this value. Collective where layers are.
+) -> list[LayerCost]:
+    """Return what each layer takes for this value. Collective where layers are.
 
     Args:
-        links: of the chain, the loss the last one.
+        layers: of the chain, the loss the last one.
         names: theirs.
         value: what comes to the first one.
         needed: whether that needs a gradient.
-        backend: where the links compute.
+        backend: where the layers compute.
         accumulates: whether gradients are added to those of earlier microbatches, which needs room.
         store: where what is kept may go, which is tried; None for nowhere.
     """
-    parameters = parameters_of(links)
+    parameters = parameters_of(layers)
     with again(), unwatched(parameters), _gradients_apart(parameters, accumulates):
-        seconds = _times(links, value, needed, backend)
+        seconds = _times(layers, value, needed, backend)
         for each in parameters:
             each.grad = each.buffer if accumulates else None
         with counting(backend) as count:
-            sizes, moved = _sizes(links, value, needed, count, backend, store)
-    costs = [ChainLinkCost(name, *size, *each) for name, size, each in zip(names, sizes, seconds, strict=True)]
+            sizes, moved = _sizes(layers, value, needed, count, backend, store)
+    costs = [LayerCost(name, *size, *each) for name, size, each in zip(names, sizes, seconds, strict=True)]
     able = [replace(cost, moves=True) for cost in costs]
     costs = [replace(cost, moves=moved[i] == moved_bytes(able, i)) for i, cost in enumerate(costs)]
     if any(clock.reproducible(cost.keep_s) for cost in costs):
@@ -75,8 +75,8 @@ def measure(
     return [replace(c, forward_s=BYTE_S * c.keep_peak, keep_s=BYTE_S * c.keep_peak, backward_s=0.0) for c in costs]
 
 
-def _times(links: Sequence[Link], value: Value, needed: bool, backend: Backend) -> list[tuple[Any, ...]]:
-    """Return each link's seconds forward, forward with its graph, and backward."""
+def _times(layers: Sequence[Layer], value: Value, needed: bool, backend: Backend) -> list[tuple[Any, ...]]:
+    """Return each layer's seconds forward, forward with its graph, and backward."""
 
     def time(call: Callable[[], Any]) -> tuple[float, Any]:
         backend.synchronize()
@@ -86,14 +86,14 @@ def _times(links: Sequence[Link], value: Value, needed: bool, backend: Backend) 
         return clock.now() - begin, result
 
     found, grad = [], None
-    for i in reversed(range(len(links))):
+    for i in reversed(range(len(layers))):
         x, takes = value, needed or i > 0
-        for link in links[:i]:
-            x = forward(link, x)
+        for layer in layers[:i]:
+            x = forward(layer, x)
         rounds = []
         for _ in range(1 + REPEATS):
-            forward_s, y = time(lambda: forward(links[i], x))  # noqa: B023
-            keep_s, graph = time(lambda: LinkGraph(links[i], x, takes))  # noqa: B023
+            forward_s, y = time(lambda: forward(layers[i], x))  # noqa: B023
+            keep_s, graph = time(lambda: LayerGraph(layers[i], x, takes))  # noqa: B023
             graph.take()
             seed = _ones(y.array) if grad is None else grad
             del y
@@ -105,19 +105,19 @@ def _times(links: Sequence[Link], value: Value, needed: bool, backend: Backend) 
 
 
 def _sizes(
-    links: Sequence[Link], value: Value, needed: bool, count: AllocationCount, backend: Backend, store: Store | None
+    layers: Sequence[Layer], value: Value, needed: bool, count: AllocationCount, backend: Backend, store: Store | None
 ) -> tuple[list[tuple[Any, ...]], list[int]]:
-    """Return each link's bytes, as `ChainLinkCost` lists them, and how many of them went away and came back."""
+    """Return each layer's bytes, as `LayerCost` lists them, and how many of them went away and came back."""
     found: list[tuple[Any, ...]] = []
     moved: list[int] = []
     grad: Any = None
     grad_bytes = 0
-    for i in reversed(range(len(links))):
+    for i in reversed(range(len(layers))):
         x, takes = value, needed or i > 0
-        for link in links[:i]:
-            x = forward(link, x)
+        for layer in layers[:i]:
+            x = forward(layer, x)
         start = _mark(count)
-        y = forward(links[i], x)
+        y = forward(layers[i], x)
         forward_peak, result = count.peak - start, count.used - start
         seed_bytes = -count.used
         if grad is None:
@@ -126,11 +126,11 @@ def _sizes(
         grad_bytes += seed_bytes
         del y
         start = _mark(count)
-        graph = LinkGraph(links[i], x, takes)
+        graph = LayerGraph(layers[i], x, takes)
         keep_peak, made = count.peak - start, count.used - start
         graph.take()
         keeps_result = result > 0 and count.used - start == made
-        parameters = [(each, each.grad) for each in parameters_of(links[i : i + 1])]
+        parameters = [(each, each.grad) for each in parameters_of(layers[i : i + 1])]
         before = _mark(count)
         below = graph.backward(grad)
         peak, before = count.peak - before + seed_bytes, count.used
@@ -139,14 +139,14 @@ def _sizes(
         else:
             del below
             grad_bytes = before - count.used or grad_bytes  # none has gone where it is the gradient that came
-        graph = LinkGraph(links[i], x, takes)
+        graph = LayerGraph(layers[i], x, takes)
         graph.take()
         before = count.used
         del x
         keeps_input = i > 0 and count.used == before
         moved.append(-1)
-        if store is not None and i + 1 < len(links):
-            outside = [value.array, *(each.data for each in parameters_of(links[i : i + 1]))]
+        if store is not None and i + 1 < len(layers):
+            outside = [value.array, *(each.data for each in parameters_of(layers[i : i + 1]))]
             moved[-1] = _moved(graph.take_out(outside, backend), store, count)
         for each, first in parameters:
             each.grad = first  # so that this pass finds gradients as the one before did
@@ -166,7 +166,7 @@ def _ones(y: Array) -> Array:
 
 
 def _moved(kept: KeptArrays, store: Store, count: AllocationCount) -> int:
-    """Send what a link keeps away, and bring it back; return how many bytes that were, -1 if others hold some of it."""
+    """Send what a layer keeps away, and bring it back; return how many bytes, -1 if others hold some of it."""
     before = count.used
     kept.send(store)
     kept.leave()

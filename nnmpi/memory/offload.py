@@ -1,4 +1,4 @@
-"""What a link keeps, taken out of memory and brought back: its arrays, wherever they go meanwhile (see `memory.store`).
+"""What a layer keeps, taken out of memory and brought back: its arrays, wherever they go (see `memory.store`).
 
 operations' saved      x [:, 3:]   mask   y        views of arrays, and what else there is
                          |        |     |
@@ -37,7 +37,7 @@ class _Place(NamedTuple):
 
 
 class _Extent:
-    """The part of an allocation in which a link's arrays lie."""
+    """The part of an allocation in which a layer's arrays lie."""
 
     def __init__(self, number: int, owner: Any, array: Array) -> None:
         self.number, self.owner, self.array = number, owner, array
@@ -53,7 +53,7 @@ class KeptArrays:
     """The arrays that some operations keep for their backward, to be sent away and to come back.
 
     Args:
-        operations: those of a link.
+        operations: those of a layer.
         outside: arrays that are there anyway, such as weights, and all that looks into their memory.
         backend: whose arrays they are.
     """

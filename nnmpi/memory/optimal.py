@@ -1,7 +1,7 @@
-"""The plan of least time under a budget of bytes, for links that differ in everything: dynamic programming.
+"""The plan of least time under a budget of bytes, for layers that differ in everything: dynamic programming.
 
-For the links s..t, given the value before them and the gradient behind them, there are two ways to begin, and a third
-for links that may leave memory (which `memory.swapping` chooses):
+For the layers s..t, given the value before them and the gradient behind them, there are two ways to begin, and a third
+for layers that may leave memory (which `memory.swapping` chooses):
 
     keep     K s, then s + 1..t, then B s
     again    F s .. F m-1, dropping all but the value before s; then m..t; then s..m-1, from that value
@@ -11,13 +11,13 @@ for links that may leave memory (which `memory.swapping` chooses):
 
 This is rotor's (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains: how
 to train deep neural networks with limited memory", 2019).
-A value that is held is held until the links behind it have gone back (plans are memory-persistent, as there); among
-those plans this one is the quickest. For equal links with one kept at a time it is Revolve's (Griewank and Walther,
+A value that is held is held until the layers behind it have gone back (plans are memory-persistent, as there); among
+those plans this one is the quickest. For equal layers with one kept at a time it is Revolve's (Griewank and Walther,
 "Algorithm 799: Revolve", 2000). Where they round bytes to 500 pieces, here each (s, t) has its whole curve of least
 time over bytes: the points at which more bytes save time, exactly, so that no byte of the budget is lost.
 
 Each (s, t) has two curves. In one the value before s is somebody else's, who holds it; in the other it belongs to these
-links, which count it and may drop it as soon as nothing needs it: after K s, if what is kept does not contain it.
+layers, which count it and may drop it as soon as nothing needs it: after K s, if what is kept does not contain it.
 """
 
 from collections.abc import Collection
@@ -43,7 +43,7 @@ class TimeCurve:
     Attributes:
         bytes: that each point needs, rising.
         seconds: falling.
-        choice: `KEEP`, `SWAP`, or where the links are parted.
+        choice: `KEEP`, `SWAP`, or where the layers are parted.
     """
 
     bytes: Any
@@ -59,8 +59,8 @@ class OptimalPlans:
     """All plans of least time for a chain, one for each budget.
 
     Args:
-        costs: of the links, the loss the last one.
-        swapped: links that may leave memory; the time that this takes is not in the curves.
+        costs: of the layers, the loss the last one.
+        swapped: layers that may leave memory; the time that this takes is not in the curves.
 
     Attributes:
         least: the budget below which there is no plan.
@@ -70,7 +70,7 @@ class OptimalPlans:
     def __init__(self, costs: Costs, swapped: Collection[int] = ()) -> None:
         self.costs = costs
         self._moves = {i: moved_bytes(costs, i) for i in swapped}
-        self._values = [0, *(cost.value for cost in costs[:-1]), 0]  # value i comes to link i
+        self._values = [0, *(cost.value for cost in costs[:-1]), 0]  # value i comes to layer i
         self._grads = [*(cost.gradient for cost in costs), 0]
         self._curves: dict[tuple[int, int, bool], TimeCurve] = {}
         last = len(costs) - 1
@@ -112,13 +112,13 @@ class OptimalPlans:
         return [self.least + (self.all - self.least) * i // (count - 1) for i in range(count)]
 
     def _kept(self, s: int, owned: bool) -> tuple[int, bool]:
-        """Return the bytes that stay with link s until its backward, and whether its result is among them."""
+        """Return the bytes that stay with layer s until its backward, and whether its result is among them."""
         cost = self.costs[s]
         kept = cost.kept + (self._values[s] if owned and cost.keeps_input else 0)
         return kept + (self._values[s + 1] if cost.keeps_result else 0), cost.keeps_result
 
     def _curve(self, s: int, t: int, owned: bool) -> TimeCurve:
-        """Return the curve of the links s..t, whose value before s is their own, or not."""
+        """Return the curve of the layers s..t, whose value before s is their own, or not."""
         cost, grads, values = self.costs[s], self._grads, self._values
         behind, own = grads[t + 1], values[s] if owned else 0
         kept, holds = self._kept(s, owned)
@@ -136,15 +136,15 @@ class OptimalPlans:
                 points.append((np.maximum(inner.bytes, floor), inner.seconds + spent + moved * TIE_S, SWAP))
         floor, seconds = 0, 0.0
         for m in range(s + 1, t + 1):
-            link = self.costs[m - 1]
-            floor = max(floor, behind + own + link.forward_peak + (values[m - 1] if m - 1 > s else 0))
-            seconds += link.forward_s
+            layer = self.costs[m - 1]
+            floor = max(floor, behind + own + layer.forward_peak + (values[m - 1] if m - 1 > s else 0))
+            seconds += layer.forward_s
             right, left = self._curves[m, t, True], self._curves[s, m - 1, owned]
             points.append((*_both(right, own, left, floor, seconds), m))
         return _lower(points)
 
     def _write(self, plan: list[Action], s: int, t: int, owned: bool, budget: int) -> None:
-        """Write down the plan for the links s..t within a budget."""
+        """Write down the plan for the layers s..t within a budget."""
         while True:
             curve = self._curves[s, t, owned]
             choice = int(curve.choice[curve.at(budget)])

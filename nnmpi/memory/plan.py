@@ -1,19 +1,19 @@
-"""A plan for a pass through a chain of links, forward and back: a list of actions, checked, priced and drawn.
+"""A plan for a pass through a chain of layers, forward and back: a list of actions, checked, priced and drawn.
 
-    values      x0 --[0]--> x1 --[1]--> x2 --[2]--> x3        x0 is the input, which the caller has; link 2 is the loss
+    values      x0 --[0]--> x1 --[1]--> x2 --[2]--> x3        x0 is the input, which the caller has; layer 2 is the loss
     gradients      <--[0]-- g1 <--[1]-- g2 <--[2]--
 
     F i    forward     computes value i + 1 of value i; nothing else stays
-    K i    keep        the same, and what link i's backward needs stays
+    K i    keep        the same, and what layer i's backward needs stays
     B i    backward    computes gradient i of gradient i + 1 and of what was kept, which goes
     D i    drop        value i goes, unless something that was kept is (or looks into) its memory
-    O i    out         what was kept of link i begins to go out of memory
+    O i    out         what was kept of layer i begins to go out of memory
     A i    away        it has: its memory is free; waits until it is so
     I i    in          it gets memory again, and begins to come back; B i waits until it is there
 
-    all kept            K0 K1 D1 K2 D2 B2 B1 B0                     most memory, each link forward once
-    least memory        F0 F1 D1 K2 D2 B2 F0 K1 D1 D2 B1 K0 D1 B0   the links again and again
-    swapped             K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0            link 0 is elsewhere meanwhile
+    all kept            K0 K1 D1 K2 D2 B2 B1 B0                     most memory, each layer forward once
+    least memory        F0 F1 D1 K2 D2 B2 F0 K1 D1 D2 B1 K0 D1 B0   the layers again and again
+    swapped             K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0            layer 0 is elsewhere meanwhile
 
     computes     | K0 | K1 | K2 B2 | B1 | B0 |        what goes out and comes in goes one by one,
     transfers         |- O0 -|     |- I0 -|           beside what is computed
@@ -48,30 +48,30 @@ class Act(Enum):
 
 @dataclass(frozen=True)
 class Action:
-    """One action of a plan: on a link, or for `DROP` on the value that comes to that link."""
+    """One action of a plan: on a layer, or for `DROP` on the value that comes to that layer."""
 
     act: Act
-    link: int
+    layer: int
 
     def __str__(self) -> str:
-        return f"{self.act.value}{self.link}"
+        return f"{self.act.value}{self.layer}"
 
 
 @dataclass(frozen=True)
-class ChainLinkCost:
-    """What a link takes, in bytes and seconds; the last one of a chain is the loss, which is kept and goes back once.
+class LayerCost:
+    """What a layer takes, in bytes and seconds; the last one of a chain is the loss, which is kept and goes back once.
 
     Attributes:
         name: for people.
-        value: bytes of the link's result.
-        gradient: bytes of the gradient of what comes to the link.
+        value: bytes of the layer's result.
+        gradient: bytes of the gradient of what comes to the layer.
         kept: bytes that stay for its backward, besides what comes to it and its result.
         keeps_input, keeps_result: whether what comes to it, and its result, stay for its backward, too.
         forward_peak, keep_peak: the most that it takes on its way forward, beyond what was there before: without and
             with what is kept.
         backward_peak: the most that its backward takes beyond what was there before: what was kept, the gradient that
-            came, and what came to the link, if somebody else holds it.
-        backward_peak_alone: the same, where that is not so: what came to the link goes on the way.
+            came, and what came to the layer, if somebody else holds it.
+        backward_peak_alone: the same, where that is not so: what came to the layer goes on the way.
         forward_s, keep_s, backward_s: seconds.
         moves: whether all that stays for its backward can be moved elsewhere and back.
     """
@@ -92,13 +92,13 @@ class ChainLinkCost:
     moves: bool = False
 
 
-Costs = Sequence[ChainLinkCost]
+Costs = Sequence[LayerCost]
 
 
-def moved_bytes(costs: Costs, link: int) -> int:
-    """Return how many bytes go out with a link: all that stays for its backward; 0 if it cannot move."""
-    cost = costs[link]
-    before = costs[link - 1].value if link and cost.keeps_input else 0
+def moved_bytes(costs: Costs, layer: int) -> int:
+    """Return how many bytes go out with a layer: all that stays for its backward; 0 if it cannot move."""
+    cost = costs[layer]
+    before = costs[layer - 1].value if layer and cost.keeps_input else 0
     return (cost.kept + before + (cost.value if cost.keeps_result else 0)) * cost.moves
 
 
@@ -111,7 +111,7 @@ class PlanPrice:
         seconds: of all actions, and what is waited for between them.
         bytes: after each action.
         peaks: the most during each action.
-        again: how many of the actions go forward through a link that was gone through before.
+        again: how many of the actions go forward through a layer that was gone through before.
         moved: bytes that go out, and come back.
     """
 
@@ -127,14 +127,14 @@ class PlanState:
     """What there is in the middle of a plan, as numbers.
 
     Args:
-        costs: of the links.
+        costs: of the layers.
         bandwidth: bytes per second that go out or come in.
 
     Attributes:
         seconds: until now.
-        leaving: links whose arrays are on their way out, the first one first.
-        done: link -> when its last transfer is over, in seconds.
-        again: links gone through again until now.
+        leaving: layers whose arrays are on their way out, the first one first.
+        done: layer -> when its last transfer is over, in seconds.
+        again: layers gone through again until now.
     """
 
     def __init__(self, costs: Costs, bandwidth: float = inf) -> None:
@@ -165,12 +165,12 @@ class PlanState:
 
     @property
     def is_over(self) -> bool:
-        """Whether each link has gone back, and nothing is left."""
+        """Whether each layer has gone back, and nothing is left."""
         return not (self._grad or self._kept or self._away or self._back or self._values - {0, len(self._costs)})
 
     def has_for(self, action: Action) -> bool:
         """Return whether there is what an action needs."""
-        i, act = action.link, action.act
+        i, act = action.layer, action.act
         if act is Act.BACKWARD:
             return self._grad == i + 1 and (i in self._back or (i in self._kept and i not in self.leaving))
         if act is Act.OUT:
@@ -181,7 +181,7 @@ class PlanState:
 
     def do(self, action: Action) -> int:
         """Do an action, for which there is what it needs; return the most bytes that there are meanwhile."""
-        i, act, before = action.link, action.act, self.bytes
+        i, act, before = action.layer, action.act, self.bytes
         cost, peak = self._costs[i], before
         if act is Act.DROP:
             self._values.discard(i)
@@ -212,7 +212,7 @@ class PlanState:
         return max(peak, self.bytes)
 
     def _go_back(self, i: int) -> int:
-        """Go back through a link; return the most bytes that it takes."""
+        """Go back through a layer; return the most bytes that it takes."""
         cost, costs = self._costs[i], self._costs
         is_held = i in self._values or (i - 1 in self._kept and costs[i - 1].keeps_result)
         if i in self._back:
@@ -226,10 +226,10 @@ class PlanState:
 
 
 def simulate(costs: Costs, plan: Iterable[Action], bandwidth: float = inf) -> PlanPrice:
-    """Return what a plan takes, after checking that it computes each link's gradient once, in order.
+    """Return what a plan takes, after checking that it computes each layer's gradient once, in order.
 
     Args:
-        costs: of the links.
+        costs: of the layers.
         plan: for them.
         bandwidth: bytes per second that go out or come in, for a plan that moves some.
 
@@ -243,9 +243,9 @@ def simulate(costs: Costs, plan: Iterable[Action], bandwidth: float = inf) -> Pl
             raise UsageError(f"action {action} of the plan, number {len(after)}, lacks what it needs; check the plan")
         peaks.append(state.do(action))
         after.append(state.bytes)
-        moved += moved_bytes(costs, action.link) if action.act is Act.OUT else 0
+        moved += moved_bytes(costs, action.layer) if action.act is Act.OUT else 0
     if not state.is_over:
-        raise UsageError("the plan leaves something behind; each link must go back once, and each value be dropped")
+        raise UsageError("the plan leaves something behind; each layer must go back once, and each value be dropped")
     return PlanPrice(max(peaks), state.seconds, tuple(after), tuple(peaks), state.again, moved)
 
 
@@ -259,7 +259,7 @@ def parse_plan(text: str) -> Plan:
     actions = []
     for word in text.split():
         if word[0] not in letters or not word[1:].isdecimal():
-            raise UsageError(f"{word!r} is no action; write {', '.join(letters)} and the number of a link, such as F0")
+            raise UsageError(f"{word!r} is no action; write {', '.join(letters)} and the number of a layer, such as F0")
         actions.append(Action(letters[word[0]], int(word[1:])))
     return tuple(actions)
 
@@ -277,14 +277,14 @@ def costs_to_json(costs: Costs) -> list[dict[str, object]]:
     return [asdict(cost) for cost in costs]
 
 
-def costs_from_json(values: Iterable[Mapping[str, object]]) -> tuple[ChainLinkCost, ...]:
+def costs_from_json(values: Iterable[Mapping[str, object]]) -> tuple[LayerCost, ...]:
     """Return the costs that `costs_to_json` wrote.
 
     Raises:
         UsageError: for anything else.
     """
     try:
-        costs = tuple(ChainLinkCost(**value) for value in values)  # type: ignore[arg-type]
+        costs = tuple(LayerCost(**value) for value in values)  # type: ignore[arg-type]
         fits = bool(costs) and all(
             isfinite(number) and number >= 0
             for cost in costs
@@ -294,19 +294,19 @@ def costs_from_json(values: Iterable[Mapping[str, object]]) -> tuple[ChainLinkCo
     except TypeError:
         fits = False
     if not fits:
-        raise UsageError("this is no list of links' costs; take what `python -m nnmpi.memory plan` saves")
+        raise UsageError("this is no list of layers' costs; take what `python -m nnmpi.memory plan` saves")
     return costs
 
 
 def signs(costs: Costs, plan: Plan) -> Iterator[str]:
-    """Yield how the links are during each action: a sign for each link.
+    """Yield how the layers are during each action: a sign for each layer.
 
-    The action's letter on its own link, a small one where a link is gone through again; else a line where a value
-    waits, a double one where a link is kept, a dot where it is away. `D` is on the link to which the value would come.
+    The action's letter on its own layer, a small one where a layer is gone through again; else a line where a value
+    waits, a double one where a layer is kept, a dot where it is away. `D` is on the layer that the value would come to.
     """
     kept, away, values, seen = set[int](), set[int](), {0}, set[int]()
     for action in plan:
-        i, act = action.link, action.act
+        i, act = action.layer, action.act
         row = ["=" if j in kept else "." if j in away else "-" if j in values and j else " " for j in range(len(costs))]
         row[i] = act.value.lower() if i in seen and act in (Act.FORWARD, Act.KEEP) else act.value
         yield "".join(row)
@@ -324,10 +324,10 @@ def signs(costs: Costs, plan: Plan) -> Iterator[str]:
 
 
 def draw_plan(costs: Costs, plan: Plan, columns: int = 100) -> str:
-    """Return a plan as text: a row for each link, a column for each action but `D`, and below the bytes as bars.
+    """Return a plan as text: a row for each layer, a column for each action but `D`, and below the bytes as bars.
 
-    F forward, K keep, B backward, small letters where a link is gone through again; O, A and I as what was kept goes
-    out, is away, and comes in; a line where a value waits, a double one where a link is kept, dots where it is away:
+    F forward, K keep, B backward, small letters where a layer is gone through again; O, A and I as what was kept goes
+    out, is away, and comes in; a line where a value waits, a double one where a layer is kept, dots where it is away:
 
         0 | F...f.K=B.
         1 | .F--..
@@ -335,7 +335,7 @@ def draw_plan(costs: Costs, plan: Plan, columns: int = 100) -> str:
     price = simulate(costs, plan)
     shown = [i for i, action in enumerate(plan) if action.act is not Act.DROP]
     during = list(signs(costs, plan))
-    rows = ["".join(during[i][link] for i in shown) for link in range(len(costs))]
+    rows = ["".join(during[i][layer] for i in shown) for layer in range(len(costs))]
     width = max(len(cost.name) for cost in costs)
     peaks = [price.peaks[i] for i in shown]
     lines = []

@@ -5,10 +5,10 @@
         loss = forward(x, lambda logits: ops.cross_entropy(logits, y))
     loss.backward()
 
-Each link stands on the tape as one operation, with its parameters as inputs, so that strategies hear of gradients as
+Each layer stands on the tape as one operation, with its parameters as inputs, so that strategies hear of gradients as
 they do otherwise. What the operations do is the plan:
 
-    tape     [link 0]  [link 1]  [loss]   | backward |   [loss]   [link 1]      [link 0]
+    tape     [layer 0]  [layer 1]  [loss]   | backward |   [loss]   [layer 1]      [layer 0]
     plan     F0        F1 D1     K2                      B2 D2    F0 K1 B1 D1   K0 B0
 """
 
@@ -27,15 +27,15 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.units import format_bytes
 from nnmpi.errors import GraphError, UsageError
 from nnmpi.memory.chain import (
-    GatheredLink,
-    Link,
-    LinkGraph,
+    GatheredLayer,
+    Layer,
+    LayerGraph,
     SharedOutWeights,
     Value,
     again,
-    find_links,
+    find_layers,
     forward,
-    links_of,
+    layers_of,
     parameters_of,
     plain,
     unwatched,
@@ -45,7 +45,7 @@ from nnmpi.memory.offload import KeptArrays
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import (
     Act,
-    ChainLinkCost,
+    LayerCost,
     Plan,
     PlanPrice,
     costs_from_json,
@@ -70,47 +70,47 @@ class PlannedPass:
     """One pass through a chain by a plan: what is held between its actions.
 
     Args:
-        links: of the chain, without the loss, whose actions in the plan are the caller's.
+        layers: of the chain, without the loss, whose actions in the plan are the caller's.
         plan: for them and the loss.
-        value: what comes to the first link.
+        value: what comes to the first layer.
         backend: where they are.
         store: where what is kept goes, if the plan sends some out.
     """
 
     def __init__(
-        self, links: Sequence[Link], plan: Plan, value: Value, backend: Backend, store: Store | None = None
+        self, layers: Sequence[Layer], plan: Plan, value: Value, backend: Backend, store: Store | None = None
     ) -> None:
-        self._links, self._plan, self._next = links, plan, 0
+        self._layers, self._plan, self._next = layers, plan, 0
         self._input, self._backend, self._store = value.array, backend, store
-        self._values, self._graphs, self._kept = {0: value}, dict[int, LinkGraph](), dict[int, KeptArrays]()
-        self._needed, self._waiting = [False] * len(links), set(range(len(links)))
+        self._values, self._graphs, self._kept = {0: value}, dict[int, LayerGraph](), dict[int, KeptArrays]()
+        self._needed, self._waiting = [False] * len(layers), set(range(len(layers)))
         self._mode, self._precision = current(), precision()
 
-    def forward(self, link: int, needed: bool) -> Value:
-        """Do what the plan has for a link's first forward; return its result.
+    def forward(self, layer: int, needed: bool) -> Value:
+        """Do what the plan has for a layer's first forward; return its result.
 
         Args:
-            link: the links come in order.
+            layer: the layers come in order.
             needed: whether what comes to it needs a gradient.
         """
-        self._needed[link] = needed
+        self._needed[layer] = needed
         self._do_next()
-        value = self._values[link + 1]
-        if link + 1 == len(self._links):
-            del self._values[link + 1]  # it is the loss's
+        value = self._values[layer + 1]
+        if layer + 1 == len(self._layers):
+            del self._values[layer + 1]  # it is the loss's
         self._do_rest()
         return value
 
-    def backward(self, link: int, grad: Array) -> Array | None:
-        """Do what the plan has up to a link's backward; return the gradient of what came to the link.
+    def backward(self, layer: int, grad: Array) -> Array | None:
+        """Do what the plan has up to a layer's backward; return the gradient of what came to the layer.
 
         Raises:
             GraphError: when it was done before.
         """
-        if link not in self._waiting:
+        if layer not in self._waiting:
             raise GraphError("this pass was used up by an earlier backward pass; compute the loss again")
-        self._waiting.discard(link)
-        while (action := self._plan[self._next]).act is not Act.BACKWARD or action.link != link:
+        self._waiting.discard(layer)
+        while (action := self._plan[self._next]).act is not Act.BACKWARD or action.layer != layer:
             mode = current()
             restore(self._mode)
             try:
@@ -119,62 +119,62 @@ class PlannedPass:
             finally:
                 restore(mode)
         self._next += 1
-        if link in self._kept:
-            self._kept.pop(link).arrive()
-        called = self._links[link]
-        if isinstance(called, GatheredLink):
+        if layer in self._kept:
+            self._kept.pop(layer).arrive()
+        called = self._layers[layer]
+        if isinstance(called, GatheredLayer):
             called.begin_backward()
-        found = self._graphs.pop(link).backward(grad)
+        found = self._graphs.pop(layer).backward(grad)
         self._do_rest()
         return found
 
     def _do_next(self) -> None:
-        """Do the next action, which is no backward of a link."""
+        """Do the next action, which is no backward of a layer."""
         action = self._plan[self._next]
         self._next += 1
-        link = action.link
+        layer = action.layer
         if action.act is Act.DROP:
-            self._values.pop(link, None)
+            self._values.pop(layer, None)
         elif action.act is Act.OUT:
             assert self._store is not None
-            outside = [self._input, *(each.data for each in parameters_of([self._links[link]]))]
-            self._kept[link] = self._graphs[link].take_out(outside, self._backend)
-            self._kept[link].send(self._store)
+            outside = [self._input, *(each.data for each in parameters_of([self._layers[layer]]))]
+            self._kept[layer] = self._graphs[layer].take_out(outside, self._backend)
+            self._kept[layer].send(self._store)
         elif action.act is Act.AWAY:
-            self._kept[link].leave()
+            self._kept[layer].leave()
         elif action.act is Act.IN:
-            self._kept[link].fetch()
-        elif link == len(self._links):
+            self._kept[layer].fetch()
+        elif layer == len(self._layers):
             return  # the caller's
         elif action.act is Act.FORWARD:
-            self._values[link + 1] = forward(self._links[link], self._values[link])
+            self._values[layer + 1] = forward(self._layers[layer], self._values[layer])
         else:
-            with unwatched(parameters_of([self._links[link]])):  # the tape's own operation is heard of
-                graph = self._graphs[link] = LinkGraph(self._links[link], self._values[link], self._needed[link])
-            self._values[link + 1] = graph.take()
+            with unwatched(parameters_of([self._layers[layer]])):  # the tape's own operation is heard of
+                graph = self._graphs[layer] = LayerGraph(self._layers[layer], self._values[layer], self._needed[layer])
+            self._values[layer + 1] = graph.take()
 
     def _do_rest(self) -> None:
-        """Do what is to be done before the next link is computed."""
+        """Do what is to be done before the next layer is computed."""
         while self._next < len(self._plan) and self._plan[self._next].act in BETWEEN:
             self._do_next()
 
 
-class PlannedLink(Function):
-    """A link on the tape: its forward and backward are the plan's next actions, up to its own."""
+class PlannedLayer(Function):
+    """A layer on the tape: its forward and backward are the plan's next actions, up to its own."""
 
-    __slots__ = ("cuts", "link", "run")
+    __slots__ = ("cuts", "layer", "run")
 
-    def __init__(self, run: PlannedPass, link: int) -> None:
-        self.run, self.link = run, link
+    def __init__(self, run: PlannedPass, layer: int) -> None:
+        self.run, self.layer = run, layer
 
     def forward(self, *inputs: Any) -> Array:
-        value = self.run.forward(self.link, self.needs[0])
+        value = self.run.forward(self.layer, self.needs[0])
         self.cuts = value.cuts
         return value.array
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        # The link's own graph has added to the parameters' gradients.
-        return (self.run.backward(self.link, grad), *[None] * (len(self.needs) - 1))
+        # The layer's own graph has added to the parameters' gradients.
+        return (self.run.backward(self.layer, grad), *[None] * (len(self.needs) - 1))
 
 
 class RecomputedModel:
@@ -182,7 +182,7 @@ class RecomputedModel:
 
     What counts are the arrays that a pass makes, all of them, from its input to the parameters' gradients: what is
     kept for the way back, the values and gradients between layers, and what operations need on their way. What each
-    link takes is measured with the first input, and with each larger one.
+    layer takes is measured with the first input, and with each larger one.
 
     Args:
         model: initialized; best a `Sequential`, as only that can be cut.
@@ -213,7 +213,7 @@ class RecomputedModel:
         self._weights = weights
         self.model, self.budget, self.accumulates, self.store = model, budget, accumulates, store
         self._backend, self._group = numpy_backend() if backend is None else backend, group
-        self._links: tuple[Module, ...] = ()
+        self._layers: tuple[Module, ...] = ()
         self._size = 0
         self.plans: OptimalPlans | None = None
         self.plan: Plan = ()
@@ -236,7 +236,7 @@ class RecomputedModel:
             moved = f"{out} go out and come back ({format_bytes(price.moved)} at {rate}/s), "
         return (
             f"activations take {format_bytes(price.peak)} at most, {format_bytes(ordinary.peak)} if all were kept; "
-            f"{price.again} of {len(self._links)} links are computed again, {moved}"
+            f"{price.again} of {len(self._layers)} layers are computed again, {moved}"
             f"predicted {price.seconds / ordinary.seconds:.2f} of the time"
         )
 
@@ -270,14 +270,14 @@ class RecomputedModel:
             x, cuts: see `chain.plain`.
             head: see `__call__`.
         """
-        run = PlannedPass(self._links, self.plan, Value(x.data, cuts), self._backend, self.store)
-        for i, link in enumerate(self._links):
-            node = PlannedLink(run, i)
-            x = node(x, *parameters_of([link]))
+        run = PlannedPass(self._layers, self.plan, Value(x.data, cuts), self._backend, self.store)
+        for i, layer in enumerate(self._layers):
+            node = PlannedLayer(run, i)
+            x = node(x, *parameters_of([layer]))
         return head(Value(x.data, node.cuts).marked(x))
 
     def measure(self, value: Value, needed: bool, head: Head) -> None:
-        """Measure the links with this value, and choose the plan. Collective where layers are.
+        """Measure the layers with this value, and choose the plan. Collective where layers are.
 
         Raises:
             UsageError: for a budget that is too small, or a model that a strategy runs.
@@ -290,7 +290,7 @@ class RecomputedModel:
             counts = group.gather(counts)[0]  # what a rank without samples sees says nothing
         self.join_pieces(counts)
         with nullcontext() if group is None else agreed(group):
-            costs = self.measure_links(value, needed, head, self.accumulates)
+            costs = self.measure_layers(value, needed, head, self.accumulates)
             if self.store is not None:
                 most = max(moved_bytes(costs, i) for i in range(len(costs)))
                 self.bandwidth = measure_bandwidth(self.store, self._backend, most)
@@ -304,19 +304,19 @@ class RecomputedModel:
                 self.store.reserve(self.price.moved)
 
     def count_pieces(self, value: Value) -> list[int]:
-        """Return how many pieces of the model go into each link, given what comes to it."""
-        return find_links(self.model, value, self._weights)
+        """Return how many pieces of the model go into each layer, given what comes to it."""
+        return find_layers(self.model, value, self._weights)
 
     def join_pieces(self, counts: Sequence[int]) -> None:
-        """Take links of so many pieces each."""
-        self._links = links_of(self.model, counts)
+        """Take layers of so many pieces each."""
+        self._layers = layers_of(self.model, counts)
         if self._weights is not None:
-            self._links = tuple(GatheredLink(link, self._weights) for link in self._links)
+            self._layers = tuple(GatheredLayer(layer, self._weights) for layer in self._layers)
 
-    def measure_links(self, value: Value, needed: bool, head: Head, accumulates: bool) -> list[ChainLinkCost]:
-        """Return what the links and the head take for this value; see `memory.measure`."""
-        names = [*map(_name, self._links), "result" if head is _as_it_is else "loss"]
-        return measure([*self._links, head], names, value, needed, self._backend, accumulates, self.store)
+    def measure_layers(self, value: Value, needed: bool, head: Head, accumulates: bool) -> list[LayerCost]:
+        """Return what the layers and the head take for this value; see `memory.measure`."""
+        names = [*map(_name, self._layers), "result" if head is _as_it_is else "loss"]
+        return measure([*self._layers, head], names, value, needed, self._backend, accumulates, self.store)
 
     def find_plan(self, budget: int) -> Plan:
         """Return the plan for a budget: the quickest one, or, with a store, the quickest that is found.
@@ -335,15 +335,15 @@ class RecomputedModel:
             self.store.close()
 
 
-def most_costs(measured: Sequence[Any]) -> list[ChainLinkCost]:
-    """Return what each link takes on the rank where it is most, of all ranks' `costs_to_json`."""
-    links = zip(*map(costs_from_json, measured), strict=True)
+def most_costs(measured: Sequence[Any]) -> list[LayerCost]:
+    """Return what each layer takes on the rank where it is most, of all ranks' `costs_to_json`."""
+    layers = zip(*map(costs_from_json, measured), strict=True)
     return [
         replace(
-            ChainLinkCost(*(max(each) for each in zip(*map(astuple, link), strict=True))),
-            moves=all(each.moves for each in link),
+            LayerCost(*(max(each) for each in zip(*map(astuple, layer), strict=True))),
+            moves=all(each.moves for each in layer),
         )
-        for link in links
+        for layer in layers
     ]
 
 
@@ -351,8 +351,8 @@ def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-def _name(link: Module) -> str:
-    """Return a link's name: that of its first module, and of its last one."""
-    named = [(module.path, type(module).__name__) for _, module in link.named_modules() if module.path]
-    path, kind = named[0] if named else ("model", type(link).__name__)
+def _name(layer: Module) -> str:
+    """Return a layer's name: that of its first module, and of its last one."""
+    named = [(module.path, type(module).__name__) for _, module in layer.named_modules() if module.path]
+    path, kind = named[0] if named else ("model", type(layer).__name__)
     return f"{path} {kind}"

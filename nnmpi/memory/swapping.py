@@ -1,17 +1,17 @@
 """Plans that move what is kept out of memory and back, where that is cheaper than to compute it again.
 
-Which links leave is searched for; all else is the exact programme (`memory.optimal`), for which a link that leaves
-takes no memory meanwhile. Its plan moves a link all at once, and waits; here out and in are then drawn apart, so that
-links move while others compute:
+Which layers leave is searched for; all else is the exact programme (`memory.optimal`), for which a layer that leaves
+takes no memory meanwhile. Its plan moves a layer all at once, and waits; here out and in are then drawn apart, so that
+layers move while others compute:
 
     the programme's       K0 O0 A0 K1 D1 K2 D2 B2 B1 I0 B0         A  as late as the memory lasts, the first one first
     drawn apart           K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0         I  as early as it allows, the next one first
 
 This is KARMA's mix of swapping and recomputation (Wahib et al., "Scaling distributed deep learning workloads beyond
 the memory capacity with KARMA", 2020). To find the best of all such plans is NP-hard (Beaumont et al., "Efficient
-combination of rematerialization and offloading for training DNNs", 2021), so this is a search: it begins with no link,
-with each number of first links (they have the most time until they are needed), and goes on one link more or less at a
-time. Of short chains all sets of links are tried.
+combination of rematerialization and offloading for training DNNs", 2021), so this is a search: it begins with no layer,
+with each number of first layers (they have the most time until they are needed), and goes on one layer more or less
+at a time. Of short chains all sets of layers are tried.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import NamedTuple
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import Act, Action, Costs, Plan, PlanState, moved_bytes, simulate
 
-SEARCHED = 96  # sets of links, at most
+SEARCHED = 96  # sets of layers, at most
 SAME = 1e-9  # times that differ by no more are the same
 
 
@@ -49,36 +49,36 @@ def swapping_plan(plans: OptimalPlans, budget: int, bandwidth: float) -> Plan:
     able = [i for i in range(len(costs) - 1) if moved_bytes(costs, i)]
     tried: dict[frozenset[int], tuple[float, Plan] | None] = {}
 
-    def take(links: frozenset[int]) -> float:
-        if links not in tried:
-            tried[links] = _best(costs, links, budget, bandwidth)
-        found = tried[links]
+    def take(layers: frozenset[int]) -> float:
+        if layers not in tried:
+            tried[layers] = _best(costs, layers, budget, bandwidth)
+        found = tried[layers]
         return float("inf") if found is None else found[0]
 
     if budget >= plans.least:
         tried[frozenset()] = _priced(costs, plans.plan(budget), bandwidth)
     starts = [frozenset(able[:count]) for count in range(len(able) + 1)]
     if 2 ** len(able) <= SEARCHED:
-        starts = [frozenset(links) for count in range(len(able) + 1) for links in combinations(able, count)]
+        starts = [frozenset(layers) for count in range(len(able) + 1) for layers in combinations(able, count)]
     ideal = sum(cost.keep_s + cost.backward_s for cost in costs) * (1 + SAME)
     best, improved = frozenset[int](), True
-    for links in starts:
+    for layers in starts:
         if take(best) > ideal:
-            best = min(best, links, key=take)
+            best = min(best, layers, key=take)
     while take(best) > ideal and improved and len(tried) < SEARCHED:
         nearest = min((best ^ {i} for i in able), key=take, default=best)
         improved = take(nearest) < take(best)
         best = nearest if improved else best
     found = tried[best]
     if found is None:
-        least = min(OptimalPlans(costs, links).least for links in starts)
+        least = min(OptimalPlans(costs, layers).least for layers in starts)
         raise plans.too_few(budget, min(least, plans.least))
     return found[1]
 
 
-def _best(costs: Costs, links: frozenset[int], budget: int, bandwidth: float) -> tuple[float, Plan] | None:
-    """Return the time of the best plan in which no other links leave, and the plan; None if there is none."""
-    plans = OptimalPlans(costs, links)
+def _best(costs: Costs, layers: frozenset[int], budget: int, bandwidth: float) -> tuple[float, Plan] | None:
+    """Return the time of the best plan in which no other layers leave, and the plan; None if there is none."""
+    plans = OptimalPlans(costs, layers)
     if budget < plans.least:
         return None
     late = _leave_late(costs, plans.plan(budget), budget)
@@ -114,23 +114,23 @@ def _leave_late(costs: Costs, plan: Plan, budget: int) -> Plan:
 
 
 def _come_early(costs: Costs, plan: Plan, budget: int, bandwidth: float, just: bool) -> Plan:
-    """Return a plan that begins to bring links in as early as the memory allows, or just early enough."""
+    """Return a plan that begins to bring layers in as early as the memory allows, or just early enough."""
     state, rows = PlanState(costs), list[_Row]()
     for action in plan:
         begin = state.seconds
         rows.append(_Row(action, state.do(action), begin))
     starts = _starts(costs, rows, bandwidth) if just else {}
-    for link in [row.action.link for row in rows if row.action.act is Act.IN]:
-        coming = Action(Act.IN, link)
+    for layer in [row.action.layer for row in rows if row.action.act is Act.IN]:
+        coming = Action(Act.IN, layer)
         place = next(i for i, row in enumerate(rows) if row.action == coming)
-        moved, best = moved_bytes(costs, link), place
+        moved, best = moved_bytes(costs, layer), place
         for i in reversed(range(place)):
             before = rows[i].action
-            if before.act in (Act.IN, Act.OUT) or before == Action(Act.AWAY, link) or rows[i].peak + moved > budget:
+            if before.act in (Act.IN, Act.OUT) or before == Action(Act.AWAY, layer) or rows[i].peak + moved > budget:
                 break
-            if before.link < len(costs) - 1 or before.act is Act.KEEP:  # else nobody can, see `_units`
+            if before.layer < len(costs) - 1 or before.act is Act.KEEP:  # else nobody can, see `_units`
                 best = i
-                if rows[i].begin <= starts.get(link, -1.0):
+                if rows[i].begin <= starts.get(layer, -1.0):
                     break
         rows[best:place] = [row._replace(peak=row.peak + moved) for row in rows[best:place]]
         rows.insert(best, rows.pop(place)._replace(begin=rows[best].begin, peak=rows[best].peak))
@@ -138,11 +138,11 @@ def _come_early(costs: Costs, plan: Plan, budget: int, bandwidth: float, just: b
 
 
 def _starts(costs: Costs, rows: list[_Row], bandwidth: float) -> dict[int, float]:
-    """Return by which time each link must begin to come in, so that it is there when its backward begins."""
-    backward = {row.action.link: row.begin for row in rows if row.action.act is Act.BACKWARD}
+    """Return by which time each layer must begin to come in, so that it is there when its backward begins."""
+    backward = {row.action.layer: row.begin for row in rows if row.action.act is Act.BACKWARD}
     starts, after = dict[int, float](), float("inf")
     for row in reversed(rows):
-        link = row.action.link
+        layer = row.action.layer
         if row.action.act is Act.IN:
-            after = starts[link] = min(after, backward[link]) - moved_bytes(costs, link) / bandwidth
+            after = starts[layer] = min(after, backward[layer]) - moved_bytes(costs, layer) / bandwidth
     return starts

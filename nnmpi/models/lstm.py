@@ -17,7 +17,7 @@ def lstm(vocabulary: int, features: int = 512, layers: int = 2, dropout: float =
 
         tokens -> embedding -> [dropout -> LSTM] x layers -> dropout -> output, logits of the next token
 
-    Zaremba et al., "Recurrent neural network regularization", 2014. Each layer is a link of its own, so that the chain
+    Zaremba et al., "Recurrent neural network regularization", 2014. Each layer is one of the chain's, so that the chain
     can be cut between any two. A sequence that is padded behind its end has the same logits as without padding. What is
     computed there is for nothing; but in batches of about one length (see `data.sampler.by_length`) it is 1 to 3 of 100
     positions, and to pack the others, as `nn.LSTM` can, takes as long.

@@ -1,4 +1,4 @@
-"""A model as a chain of links that can be cut anywhere, and a part of such a chain as a module of its own.
+"""A model as a chain of layers that can be cut anywhere, and a part of such a chain as a module of its own.
 
     Sequential(conv, Residual(Sequential(a, b), shortcut), head)
 
@@ -6,7 +6,7 @@
                       \\________________ kept as "1" _______________^
 
 Sequences within sequences and residual blocks are opened, so that a cut may go through them; any other module is one
-link. Where a cut leaves a kept value open, it travels beside the activation. Parameters keep the names that they have
+layer. Where a cut leaves a kept value open, it travels beside the activation. Parameters keep the names that they have
 in the whole model.
 """
 
@@ -30,12 +30,12 @@ Run: TypeAlias = Callable[[Any, Kept], Any]
 
 
 @dataclass(frozen=True)
-class ChainLink:
+class ChainLayer:
     """One piece of a chain that is not cut.
 
     Attributes:
         name: the module's full name in the model.
-        run: (x, kept) -> x; puts values that skip links into `kept` and takes them from there.
+        run: (x, kept) -> x; puts values that skip layers into `kept` and takes them from there.
         members: the modules with parameters that it calls, with their full names.
         keeps: the name under which it keeps a value, or None.
         takes: the name of the kept value that it takes, or None.
@@ -50,38 +50,38 @@ class ChainLink:
     module: Module | None = None
 
 
-def open_chain(model: Module) -> tuple[ChainLink, ...]:
-    """Return the model's links in order, after giving every module its full name (`Module.path`).
+def open_chain(model: Module) -> tuple[ChainLayer, ...]:
+    """Return the model's layers in order, after giving every module its full name (`Module.path`).
 
-    A model that is no sequence is one link.
+    A model that is no sequence is one layer.
 
     Raises:
         UsageError: when stashes and pops do not pair up.
     """
     model.name_modules()
-    links = tuple(_links(model, ""))
+    layers = tuple(_layers(model, ""))
     open_names: Kept = {}
-    for link in links:
-        if link.keeps is not None:
-            keep(open_names, link.keeps, None)
-        if link.takes is not None:
-            fetch(open_names, link.takes)
+    for layer in layers:
+        if layer.keeps is not None:
+            keep(open_names, layer.keeps, None)
+        if layer.takes is not None:
+            fetch(open_names, layer.takes)
     check_empty(open_names)
-    return links
+    return layers
 
 
-def kept_at(links: Sequence[ChainLink], cut: int) -> tuple[str, ...]:
-    """Return the names of the values that are kept between link cut - 1 and link `cut`, sorted."""
+def kept_at(layers: Sequence[ChainLayer], cut: int) -> tuple[str, ...]:
+    """Return the names of the values that are kept between layer cut - 1 and layer `cut`, sorted."""
     names: set[str] = set()
-    for link in links[:cut]:
-        if link.keeps is not None:
-            names.add(link.keeps)
-        if link.takes is not None:
-            names.discard(link.takes)
+    for layer in layers[:cut]:
+        if layer.keeps is not None:
+            names.add(layer.keeps)
+        if layer.takes is not None:
+            names.discard(layer.takes)
     return tuple(sorted(names))
 
 
-def _links(module: Module, path: str) -> Iterator[ChainLink]:
+def _layers(module: Module, path: str) -> Iterator[ChainLayer]:
     inside = f"{path}." if path else ""
     if type(module) is Sequential:
         for name, layer in module.children():
@@ -90,53 +90,55 @@ def _links(module: Module, path: str) -> Iterator[ChainLink]:
             elif isinstance(layer, Pop):
                 yield _taker(inside + name, inside + layer.name, layer, ((inside + name, layer),))
             else:
-                yield from _links(layer, inside + name)
+                yield from _layers(layer, inside + name)
     elif type(module) is Residual:
         start = f"{path} (start)"
         shortcut = () if module.shortcut is None else ((f"{inside}shortcut", module.shortcut),)
         yield _keeper(path, start)
-        yield from _links(module.body, f"{inside}body")
+        yield from _layers(module.body, f"{inside}body")
         yield _taker(path, start, module.close, shortcut)
     else:
-        yield ChainLink(path, lambda x, kept: module(x), ((path, module),), module=module)
+        yield ChainLayer(path, lambda x, kept: module(x), ((path, module),), module=module)
 
 
-def _keeper(path: str, name: str) -> ChainLink:
+def _keeper(path: str, name: str) -> ChainLayer:
     def run(x: Any, kept: Kept) -> Any:
         keep(kept, name, x)
         return x
 
-    return ChainLink(path, run, keeps=name)
+    return ChainLayer(path, run, keeps=name)
 
 
-def _taker(path: str, name: str, join: Callable[[Any, Any], Any], members: tuple[tuple[str, Module], ...]) -> ChainLink:
-    return ChainLink(path, lambda x, kept: join(x, fetch(kept, name)), members, takes=name)
+def _taker(
+    path: str, name: str, join: Callable[[Any, Any], Any], members: tuple[tuple[str, Module], ...]
+) -> ChainLayer:
+    return ChainLayer(path, lambda x, kept: join(x, fetch(kept, name)), members, takes=name)
 
 
 class ModelPart(Module):
-    """Some links of a chain, as a model whose parameters have the names that they have in the whole one.
+    """Some layers of a chain, as a model whose parameters have the names that they have in the whole one.
 
     Args:
         model: the whole model, whose modules this part goes on using.
-        links: the links; of `open_chain(model)`.
+        layers: the layers; of `open_chain(model)`.
 
     Attributes:
-        links: as given.
+        layers: as given.
 
     Raises:
         UsageError: from `forward`, when kept values are open at the ends.
     """
 
-    def __init__(self, model: Module, links: Sequence[ChainLink]) -> None:
-        self.links = tuple(links)
-        self._joined = join_links(links)
+    def __init__(self, model: Module, layers: Sequence[ChainLayer]) -> None:
+        self.layers = tuple(layers)
+        self._joined = join_layers(layers)
         self._whole = list(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._whole}
 
     def children(self) -> Iterator[tuple[str, Module]]:
-        """Yield the links' modules with their full names; one that stands in several places by each of them."""
-        for link in self.links:
-            yield from link.members
+        """Yield the layers' modules with their full names; one that stands in several places by each of them."""
+        for layer in self.layers:
+            yield from layer.members
 
     def named_parameters(self) -> Iterator[tuple[str, Parameter]]:
         """Yield the parameters by their names in the whole model, also those that it shares with other parts."""
@@ -151,32 +153,32 @@ class ModelPart(Module):
         """Leave the names as `open_chain` gave them."""
 
     def forward(self, x: Any) -> Any:
-        """Return the last link's result for the first one's input."""
+        """Return the last layer's result for the first one's input."""
         kept: Kept = {}
-        x = run_links(self.links, self._joined, x, kept)
+        x = run_layers(self.layers, self._joined, x, kept)
         check_empty(kept)
         return x
 
 
-def whole_pieces(model: Module, links: Sequence[ChainLink]) -> list[Module]:
-    """Return some links of a chain as modules through which one tensor passes after the other.
+def whole_pieces(model: Module, layers: Sequence[ChainLayer]) -> list[Module]:
+    """Return some layers of a chain as modules through which one tensor passes after the other.
 
     Args:
-        model: the model that has the links' parameters.
-        links: of `open_chain`; what skips some of them becomes one module with these.
+        model: the model that has the layers' parameters.
+        layers: of `open_chain`; what skips some of them becomes one module with these.
 
     Raises:
         UsageError: when kept values are open at the ends.
     """
-    pieces, run, open_names = list[Module](), list[ChainLink](), set[str]()
-    for link in links:
-        run.append(link)
-        open_names = (open_names | {link.keeps or ""}) - {""}
-        if link.takes is not None and link.takes not in open_names:
+    pieces, run, open_names = list[Module](), list[ChainLayer](), set[str]()
+    for layer in layers:
+        run.append(layer)
+        open_names = (open_names | {layer.keeps or ""}) - {""}
+        if layer.takes is not None and layer.takes not in open_names:
             break
-        open_names -= {link.takes or ""}
+        open_names -= {layer.takes or ""}
         if not open_names:
-            pieces.append(link.module if len(run) == 1 and link.module is not None else ModelPart(model, run))
+            pieces.append(layer.module if len(run) == 1 and layer.module is not None else ModelPart(model, run))
             run = []
     if run:
         raise UsageError(
@@ -186,24 +188,26 @@ def whole_pieces(model: Module, links: Sequence[ChainLink]) -> list[Module]:
     return pieces
 
 
-def join_links(links: Sequence[ChainLink]) -> tuple[Run, ...]:
-    """Return the calls that run some links: one for several of them, where `nn.fuse` computes them as one."""
+def join_layers(layers: Sequence[ChainLayer]) -> tuple[Run, ...]:
+    """Return the calls that run some layers: one for several of them, where `nn.fuse` computes them as one."""
     runs: list[Run] = []
-    for plain, group in groupby(links, lambda link: link.module is not None):
+    for plain, group in groupby(layers, lambda layer: layer.module is not None):
         if plain:
-            runs += [partial(_alone, call) for call in fuse([link.module for link in group if link.module is not None])]
+            runs += [
+                partial(_alone, call) for call in fuse([layer.module for layer in group if layer.module is not None])
+            ]
         else:
-            runs += [link.run for link in group]
+            runs += [layer.run for layer in group]
     return tuple(runs)
 
 
-def run_links(links: Sequence[ChainLink], joined: Sequence[Run], x: Any, kept: Kept) -> Any:
-    """Return the result of some links; `kept` holds what earlier links kept, and then what later ones will take.
+def run_layers(layers: Sequence[ChainLayer], joined: Sequence[Run], x: Any, kept: Kept) -> Any:
+    """Return the result of some layers; `kept` holds what earlier layers kept, and then what later ones will take.
 
     Args:
-        joined: the links' `join_links`, which run unless the mode wants every module by itself.
+        joined: the layers' `join_layers`, which run unless the mode wants every module by itself.
     """
-    for run in joined if current().joins else [link.run for link in links]:
+    for run in joined if current().joins else [layer.run for layer in layers]:
         x = run(x, kept)
     return x
 
@@ -213,15 +217,15 @@ def _alone(call: Callable[[Any], Any], x: Any, kept: Kept) -> Any:
     return call(x)
 
 
-def cut_chain(links: Sequence[ChainLink], cuts: Sequence[range]) -> tuple[tuple[ChainLink, ...], ...]:
-    """Return the links of each stage.
+def cut_chain(layers: Sequence[ChainLayer], cuts: Sequence[range]) -> tuple[tuple[ChainLayer, ...], ...]:
+    """Return the layers of each stage.
 
     Raises:
-        UsageError: when the ranges are not all links in order, none empty.
+        UsageError: when the ranges are not all layers in order, none empty.
     """
     flat = [i for cut in cuts for i in cut]
-    if flat != list(range(len(links))) or not all(len(cut) for cut in cuts):
+    if flat != list(range(len(layers))) or not all(len(cut) for cut in cuts):
         raise UsageError(
-            f"the cuts {list(cuts)} do not go through all {len(links)} links in order, each with at least one"
+            f"the cuts {list(cuts)} do not go through all {len(layers)} layers in order, each with at least one"
         )
-    return tuple(tuple(links[i] for i in cut) for cut in cuts)
+    return tuple(tuple(layers[i] for i in cut) for cut in cuts)

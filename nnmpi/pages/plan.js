@@ -1,9 +1,9 @@
-// DATA: {links: [name], budgets: [bytes], budget, plans: {name: [animation of each budget]}}
-// animation: {actions: [[act, link, signs, begin, computes, end, peak, after, transfer]], peak, seconds, again, moved};
-// in `signs` a character for each link: "=" kept, "-" waits, "." away, or the action's letter (see nnmpi/memory/plan.py)
+// DATA: {layers: [name], budgets: [bytes], budget, plans: {name: [animation of each budget]}}
+// animation: {actions: [[act, layer, signs, begin, computes, end, peak, after, transfer]], peak, seconds, again, moved};
+// in `signs` a character for each layer: "=" kept, "-" waits, "." away, or the action's letter (see nnmpi/memory/plan.py)
 
 const names = Object.keys(DATA.plans);
-const titles = DATA.links.map((name, i) => name === String(i) ? `link ${i}` : name);
+const titles = DATA.layers.map((name, i) => name === String(i) ? `layer ${i}` : name);
 const given = { name: names[0], budget: DATA.budgets.indexOf(DATA.budget) };
 const animation = () => DATA.plans[given.name][given.budget];
 const FILLS = { F: "var(--f)", K: "var(--f)", B: "var(--b)", O: "var(--step)", A: "var(--empty)", I: "var(--step)", D: "var(--empty)",
@@ -13,19 +13,19 @@ const WORDS = { F: "forward, and only the result stays", K: "forward, and all st
   I: "it has memory again, and begins to come in" };
 const lineColour = (name) => colour(names.indexOf(name), names.length);
 
-// A row for each link, a column for each action; `at` of them are done.
+// A row for each layer, a column for each action; `at` of them are done.
 function grid(width, { actions }, at) {
   const left = Math.min(130, 14 + 7 * Math.max(...titles.map((name) => name.length))), high = 22;
   const wide = Math.max(12, Math.min(28, (width - left) / actions.length));
-  const picture = draw("svg", { width: left + wide * actions.length, height: high * DATA.links.length + 4, role: "img",
-    "aria-label": "links and actions" });
+  const picture = draw("svg", { width: left + wide * actions.length, height: high * DATA.layers.length + 4, role: "img",
+    "aria-label": "layers and actions" });
   titles.forEach((name, i) => picture.append(draw("text", { x: 0, y: high * i + 15 },
     name.length > 16 ? `${name.slice(0, 15)}…` : name)));
-  actions.forEach(([act, link, signs], column) => [...signs].forEach((sign, i) => {
+  actions.forEach(([act, layer, signs], column) => [...signs].forEach((sign, i) => {
     const x = left + column * wide, letter = sign.toUpperCase();
     if (sign !== " ") picture.append(draw("rect", { x, y: high * i + 2, width: wide - 1, height: high - 4, rx: 2, fill: FILLS[letter],
-      opacity: column < at ? 1 : .3, stroke: column === at - 1 && i === link ? "var(--ink)" : "none", "stroke-width": 2 },
-      draw("title", {}, i === link ? `${act}${link}: ${WORDS[act]}` : titles[i])));
+      opacity: column < at ? 1 : .3, stroke: column === at - 1 && i === layer ? "var(--ink)" : "none", "stroke-width": 2 },
+      draw("title", {}, i === layer ? `${act}${layer}: ${WORDS[act]}` : titles[i])));
     if (/[A-Za-z]/.test(sign)) picture.append(draw("text", { x: x + wide / 2 - .5, y: high * i + 15, "text-anchor": "middle",
       style: `font-size:11px${"DA".includes(letter) ? "" : ";fill:var(--on)"}` }, sign));
   }));
@@ -48,9 +48,9 @@ function overTime(width, { actions, seconds: all }, now) {
   picture.append(line(py(budget), "var(--step)", { "stroke-width": 1.5, "stroke-dasharray": "6 3" }));
   const box = (from, to, row, fill, words) => picture.append(draw("rect", { x: px(from), y: top + high + 8 + row * 19,
     width: Math.max(1, px(to) - px(from) - .5), height: 15, fill, class: "time", opacity: from < now ? 1 : .3 }, draw("title", {}, words)));
-  for (const [act, link, , , computes, to, , , transfer] of actions) {
-    if (to > computes) box(computes, to, 0, FILLS[act], `${act}${link}, ${seconds(to - computes)}`);
-    if (transfer) box(...transfer, 1, FILLS[act], `${act}${link}, ${seconds(transfer[1] - transfer[0])}`);
+  for (const [act, layer, , , computes, to, , , transfer] of actions) {
+    if (to > computes) box(computes, to, 0, FILLS[act], `${act}${layer}, ${seconds(to - computes)}`);
+    if (transfer) box(...transfer, 1, FILLS[act], `${act}${layer}, ${seconds(transfer[1] - transfer[0])}`);
   }
   for (const [row, text] of ["computes", "transfers"].entries()) picture.append(
     draw("text", { x: 0, y: top + high + 20 + row * 19, class: "soft" }, text));
@@ -65,7 +65,7 @@ const view = el("div", { class: "wide" }), memory = el("div", {}), costs = el("d
 const control = stepper(() => animation().actions.length, (at) => {
   const found = animation(), action = found.actions[at - 1], now = action ? action[5] : 0;
   figures.textContent = `${seconds(found.seconds)}, at most ${bytes(found.peak)} of ${bytes(DATA.budgets[given.budget])}; ` +
-    `${several(found.again, "link")} again` + (found.moved ? `, ${bytes(found.moved)} moved` : "");
+    `${several(found.again, "layer")} again` + (found.moved ? `, ${bytes(found.moved)} moved` : "");
   told.textContent = !action ? "before the first action" : `action ${at} of ${found.actions.length}, ${action[0]}${action[1]} ` +
     `(${titles[action[1]]}): ${WORDS[action[0]]}; clock ${seconds(now)}, ${action[7] ? bytes(action[7]) : "0 B"} held`;
   view.replaceChildren(grid(view.clientWidth || 320, found, at));
@@ -82,8 +82,8 @@ function refresh() {
 const choose = el("select", { "aria-label": "plan", onchange: () => { given.name = choose.value; refresh(); } },
   ...names.map((name) => el("option", { value: name }, name)));
 PAGE.append(
-  el("p", {}, "A pass forward and back through a chain of links, the last one the loss. A column is an action, a row a link; what is " +
-    "pale has not happened yet. Small letters are links gone through again."),
+  el("p", {}, "A pass forward and back through a chain of layers, the last one the loss. A column is an action, a row a layer; what is " +
+    "pale has not happened yet. Small letters are layers gone through again."),
   legend([["forward (F, K)", FILLS.F], ["backward (B)", FILLS.B], ["kept for the backward", FILLS["="]], ["what comes to it waits", FILLS["-"]],
     ["on its way (O, I)", FILLS.O]].map(([name, colour]) => ({ name, colour }))),
   el("div", { class: "card sliders" }, el("label", {}, "plan: ", choose),

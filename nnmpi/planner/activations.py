@@ -41,7 +41,7 @@ def measure_stages(
 
     Args:
         workload: the model and the data.
-        cuts: the links of each stage.
+        cuts: the layers of each stage.
         share: (tp, sp).
         rows: of a microbatch.
         again: whether stages compute their forward again.

@@ -1,6 +1,6 @@
-"""Models and machines that are told in numbers, for planning what nobody has here: links without modules or values.
+"""Models and machines that are told in numbers, for planning what nobody has here: layers without modules or values.
 
-A model is a chain of links, each with its parameters, the operations of a forward, and the bytes that it keeps and
+A model is a chain of layers, each with its parameters, the operations of a forward, and the bytes that it keeps and
 hands on. Activations of a transformer's block are those of Korthikanti et al., Reducing Activation Recomputation in
 Large Transformer Models, 2022.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nnmpi.compose.layout import NEVER
-from nnmpi.parallel.pipeline.profile import LinkCost
+from nnmpi.parallel.pipeline.profile import LayerProfile
 from nnmpi.parallel.zero.units import StateBytes
 from nnmpi.planner.profile import Profile, Share, StepCost
 from nnmpi.planner.shapes import CutModel
@@ -25,8 +25,8 @@ BACKWARD = 2  # times the operations of a forward: one product for the weights, 
 
 
 @dataclass(frozen=True)
-class DescribedLink:
-    """One link of a model that is told in numbers.
+class DescribedLayer:
+    """One layer of a model that is told in numbers.
 
     Attributes:
         parameters: how many.
@@ -41,7 +41,7 @@ class DescribedLink:
     kept_bytes: float
 
 
-def links_of(model: Mapping[str, Any], itemsize: int) -> list[DescribedLink]:
+def describe_layers(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer]:
     """Return the chain of a described model.
 
     Args:
@@ -53,27 +53,27 @@ def links_of(model: Mapping[str, Any], itemsize: int) -> list[DescribedLink]:
     )
 
 
-def _transformer(model: Mapping[str, Any], itemsize: int) -> list[DescribedLink]:
+def _transformer(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer]:
     hidden, sequence, heads = model["hidden"], model["sequence"], model["heads"]
     wide, inner = model.get("feedforward", 4 * hidden), model.get("attention", hidden)
     weights = hidden * (4 * inner + 2 * wide)
     value = sequence * hidden * itemsize
     # Bytes for 2 of an activation: 11 of attention and 19 of the wide layers at their usual widths, 4 of the norms.
     narrow = sequence * (4 * hidden + 11 * inner + 19 * wide / 4) + 5 * heads * sequence**2
-    block = DescribedLink(weights, 2 * sequence * weights + 4 * sequence**2 * inner, value, narrow * itemsize / 2)
+    block = DescribedLayer(weights, 2 * sequence * weights + 4 * sequence**2 * inner, value, narrow * itemsize / 2)
     table = model["vocabulary"] * hidden
-    first = DescribedLink(table + sequence * hidden, 0.0, value, value)
-    last = DescribedLink(0.0, 2 * sequence * table, 0.0, sequence * model["vocabulary"] * itemsize)
+    first = DescribedLayer(table + sequence * hidden, 0.0, value, value)
+    last = DescribedLayer(0.0, 2 * sequence * table, 0.0, sequence * model["vocabulary"] * itemsize)
     return [first, *[block] * model["layers"], last]
 
 
-def _convolution(pixels: int, incoming: int, outgoing: int, itemsize: int, times: int) -> DescribedLink:
+def _convolution(pixels: int, incoming: int, outgoing: int, itemsize: int, times: int) -> DescribedLayer:
     """Return a convolution of 3 x 3, whose result stands `times` times: before and after what follows it."""
     weights, value = 9 * incoming * outgoing, pixels**2 * outgoing * itemsize
-    return DescribedLink(weights, 2 * pixels**2 * weights, value, times * value)
+    return DescribedLayer(weights, 2 * pixels**2 * weights, value, times * value)
 
 
-def _vgg(model: Mapping[str, Any], itemsize: int) -> list[DescribedLink]:
+def _vgg(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer]:
     found, pixels, incoming = [], model["pixels"], 3
     for width, count in model["widths"]:
         for _ in range(count):
@@ -82,12 +82,12 @@ def _vgg(model: Mapping[str, Any], itemsize: int) -> list[DescribedLink]:
         pixels //= 2
     incoming *= pixels**2
     for width in model["dense"]:
-        found.append(DescribedLink(incoming * width, 2 * incoming * width, width * itemsize, 2 * width * itemsize))
+        found.append(DescribedLayer(incoming * width, 2 * incoming * width, width * itemsize, 2 * width * itemsize))
         incoming = width
     return found
 
 
-def _unet(model: Mapping[str, Any], itemsize: int) -> list[DescribedLink]:
+def _unet(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer]:
     """Return torchgpipe's U-Net: stacks of convolutions, down and up; each with dropout, norm and ReLU."""
     depth, base, pixels = model["depth"], model["channels"], model["pixels"]
     down = [(3 if i == 0 else base << (i - 1), base << i, base << i, pixels >> i) for i in range(depth)]
@@ -100,40 +100,40 @@ def _unet(model: Mapping[str, Any], itemsize: int) -> list[DescribedLink]:
     return found
 
 
-def _even(model: Mapping[str, Any], itemsize: int) -> list[DescribedLink]:
-    count = model["links"]
-    one = DescribedLink(
+def _even(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer]:
+    count = model["layers"]
+    one = DescribedLayer(
         model["parameters"] / count, model["flops"] / count, model["value_bytes"], model["kept_bytes"] / count
     )
     return [one] * count
 
 
-def _dense(model: Mapping[str, Any], itemsize: int) -> list[DescribedLink]:
+def _dense(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer]:
     width = model["width"]
-    return [DescribedLink(width**2, 2 * width**2, width * itemsize, 2 * width * itemsize)] * model["links"]
+    return [DescribedLayer(width**2, 2 * width**2, width * itemsize, 2 * width * itemsize)] * model["layers"]
 
 
 class DescribedShapes:
     """What ranks hold of a described model; it answers as `shapes.ModelShapes` does.
 
     Args:
-        links: of the chain.
+        layers: of the chain.
         bytes_each: bytes of each parameter: "parameters", "gradients" and "state".
-        split: how many links each stage has, for as many stages; others are cut by the links' operations.
-        recompute: whether each link keeps only what came in, and computes its forward again.
+        split: how many layers each stage has, for as many stages; others are cut by the layers' operations.
+        recompute: whether each layer keeps only what came in, and computes its forward again.
         partitioned: whether ranks that share layers share these inputs out, too, as ZeRO-R does.
     """
 
     def __init__(
         self,
-        links: Sequence[DescribedLink],
+        layers: Sequence[DescribedLayer],
         bytes_each: Mapping[str, int],
         split: Sequence[int] = (),
         recompute: bool = False,
         partitioned: bool = False,
     ) -> None:
         self._recompute, self._partitioned = recompute, partitioned
-        self.links, self.bytes_each, self._split = links, bytes_each, tuple(split)
+        self.layers, self.bytes_each, self._split = layers, bytes_each, tuple(split)
         self._parts: dict[tuple[int, int], CutModel] = {}
 
     def state(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> StateBytes:
@@ -142,15 +142,15 @@ class DescribedShapes:
 
     def states(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> tuple[StateBytes, ...]:
         """Return what each of a pipeline's ranks holds; that of all layers without one."""
-        cuts = self.part(tp, pp, virtual).cuts if pp > 1 else (range(len(self.links)),)
+        cuts = self.part(tp, pp, virtual).cuts if pp > 1 else (range(len(self.layers)),)
         return tuple(
-            self._held([self.links[i] for cut in cuts[r::pp] for i in cut], tp, zero, replicas) for r in range(pp)
+            self._held([self.layers[i] for cut in cuts[r::pp] for i in cut], tp, zero, replicas) for r in range(pp)
         )
 
-    def _held(self, links: Sequence[DescribedLink], tp: int, zero: int, replicas: int) -> StateBytes:
-        whole = sum(link.parameters for link in links) / tp
+    def _held(self, layers: Sequence[DescribedLayer], tp: int, zero: int, replicas: int) -> StateBytes:
+        whole = sum(layer.parameters for layer in layers) / tp
         parameters, gradients, state = (self.bytes_each[kind] for kind in ("parameters", "gradients", "state"))
-        unit = max(link.parameters for link in links) / tp
+        unit = max(layer.parameters for layer in layers) / tp
         shares = [replicas if zero >= stage else 1 for stage in (3, 2, 1)]
         count = max(1, round(whole / unit)) if unit else 1
         return StateBytes(
@@ -170,26 +170,26 @@ class DescribedShapes:
                 ends = [sum(self._split[: i + 1]) for i in range(stages)]
                 cuts = tuple(range(end - size, end) for end, size in zip(ends, self._split, strict=True))
             else:
-                cuts = partition([link.flops for link in self.links], stages)
+                cuts = partition([layer.flops for layer in self.layers], stages)
             self._parts[pp, virtual] = CutModel(cuts, (), tuple(range(pp)), 0)
         return self._parts[pp, virtual]
 
     def activations(self, one: Candidate, rows: Sequence[int]) -> list[int]:
         """Return each rank's activations: what its stages keep of microbatches under way, and a backward's peak."""
-        again, share, links, most = self._recompute, one.tp * one.sp, self.links, rows[0]
+        again, share, layers, most = self._recompute, one.tp * one.sp, self.layers, rows[0]
         if one.pp == 1:
-            inputs = sum(each.value_bytes for each in links) / (one.tp if self._partitioned else 1)
-            peak = max(each.kept_bytes for each in links)
-            kept = inputs + peak / one.tp if again else sum(each.kept_bytes for each in links) / one.tp
+            inputs = sum(each.value_bytes for each in layers) / (one.tp if self._partitioned else 1)
+            peak = max(each.kept_bytes for each in layers)
+            kept = inputs + peak / one.tp if again else sum(each.kept_bytes for each in layers) / one.tp
             return [round(most * kept)]
         part, schedule = self.part(one.tp, one.pp, one.virtual_stages), one.make()
         found = []
         for rank in range(one.pp):
             own = {stage: part.cuts[stage] for stage in schedule.stages_of(rank)}
-            entering = {stage: links[cut.start - 1].value_bytes if cut.start else 0.0 for stage, cut in own.items()}
-            leaving = [links[cut.stop - 1].value_bytes for cut in own.values() if cut.stop < part.cuts[-1].stop]
-            inside = {s: sum(links[i].value_bytes if again else links[i].kept_bytes for i in own[s]) for s in own}
-            peak = max(links[i].kept_bytes if again else 0.0 for cut in own.values() for i in cut)
+            entering = {stage: layers[cut.start - 1].value_bytes if cut.start else 0.0 for stage, cut in own.items()}
+            leaving = [layers[cut.stop - 1].value_bytes for cut in own.values() if cut.stop < part.cuts[-1].stop]
+            inside = {s: sum(layers[i].value_bytes if again else layers[i].kept_bytes for i in own[s]) for s in own}
+            peak = max(layers[i].kept_bytes if again else 0.0 for cut in own.values() for i in cut)
             waiting = {stage: entering[stage] + inside[stage] for stage in own}
             if one.recompute != NEVER:
                 waiting, peak = entering, peak + max(inside.values())
@@ -198,18 +198,18 @@ class DescribedShapes:
         return found
 
 
-def grouped(links: Sequence[DescribedLink], count: int) -> list[DescribedLink]:
-    """Return a chain of at most so many links, of neighbours taken together."""
+def grouped(layers: Sequence[DescribedLayer], count: int) -> list[DescribedLayer]:
+    """Return a chain of at most so many layers, of neighbours taken together."""
     found = []
-    for part in split(len(links), min(count, len(links))):
-        own = [links[i] for i in part]
-        sums = [sum(getattr(link, name) for link in own) for name in ("parameters", "flops", "kept_bytes")]
-        found.append(DescribedLink(sums[0], sums[1], own[-1].value_bytes, sums[2]))
+    for part in split(len(layers), min(count, len(layers))):
+        own = [layers[i] for i in part]
+        sums = [sum(getattr(layer, name) for layer in own) for name in ("parameters", "flops", "kept_bytes")]
+        found.append(DescribedLayer(sums[0], sums[1], own[-1].value_bytes, sums[2]))
     return found
 
 
 def profile_of(
-    links: Sequence[DescribedLink],
+    layers: Sequence[DescribedLayer],
     flops_s: float,
     shares: Sequence[Share],
     rows: Sequence[int],
@@ -219,18 +219,18 @@ def profile_of(
     """Return what `profile.measure` would find on a device of a stated speed.
 
     Args:
-        links: of the chain.
+        layers: of the chain.
         flops_s: operations per second that the device sustains.
         shares: (tp, sp) to plan with.
         rows: to tell it for.
-        recompute: whether each link computes its forward again.
+        recompute: whether each layer computes its forward again.
         update_s: of the update of all parameters by one rank.
     """
     times = 1 + BACKWARD + recompute
 
-    def link(number: int, one: DescribedLink, count: int) -> LinkCost:
+    def layer(number: int, one: DescribedLayer, count: int) -> LayerProfile:
         forward_s = count * one.flops / flops_s
-        return LinkCost(
+        return LayerProfile(
             str(number),
             times * forward_s,
             round(one.parameters),
@@ -241,11 +241,11 @@ def profile_of(
         )
 
     def step(tp: int, count: int) -> StepCost:
-        inner = [each for each in links if each.parameters and each.value_bytes]
+        inner = [each for each in layers if each.parameters and each.value_bytes]
         # Two sums forward, two backward and, where the forward is computed again, two more: Megatron-LM, figure 4.
         said = (("all-reduce", round(count * inner[-1].value_bytes), 2 * (2 + recompute) * (len(inner) - 1)),)
-        seconds = count * times * sum(each.flops for each in links) / flops_s / tp
+        seconds = count * times * sum(each.flops for each in layers) / flops_s / tp
         return StepCost(seconds, update_s / tp, 0, said if tp > 1 else (), seconds)
 
     steps = {(tp, sp): {count: step(tp, count) for count in rows} for tp, sp in shares}
-    return Profile({}, steps, {count: tuple(link(i, each, count) for i, each in enumerate(links)) for count in rows})
+    return Profile({}, steps, {count: tuple(layer(i, each, count) for i, each in enumerate(layers)) for count in rows})

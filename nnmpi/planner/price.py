@@ -1,6 +1,6 @@
 """What a layout takes: seconds of a step, bytes by kind, and a bound below which its seconds cannot be.
 
-    step = computing + bubble      the pass: of whole replicas measured, of a pipeline simulated from measured links
+    step = computing + bubble      the pass: of whole replicas measured, of a pipeline simulated from measured layers
          + exposed messages        sums of gradients, what shared layers and sequences exchange, ties, loss
          + update                  measured, of a rank's part
 
@@ -45,7 +45,7 @@ class LayoutPrice:
         exposed_s: messages with nothing to hide them.
         update_s: of the weights.
         find_memory: returns `memory`, which takes longer than the rest.
-        split: how many links each stage has; empty without a pipeline.
+        split: how many layers each stage has; empty without a pipeline.
     """
 
     computing_s: float
@@ -213,7 +213,7 @@ class Pricer:
         """Return the seconds of each instruction of a pipeline, by stage."""
         rows, share = self._rows(one), (one.tp, one.sp)
         part, ratio = self.shapes.part(one.tp, one.pp, one.virtual_stages), self._ratio(share, rows)
-        stages, (forwards, passes, firsts, seconds) = part.cuts, self._link_times(rows)
+        stages, (forwards, passes, firsts, seconds) = part.cuts, self._layer_times(rows)
         said = sum(self._said(each, one) for each in self.profile.exchanges(share, rows)) / len(stages)
         forward = [sum(forwards[cut.start : cut.stop]) * ratio for cut in stages]
         backward = [sum(passes[cut.start : cut.stop]) * ratio - f for cut, f in zip(stages, forward, strict=True)]
@@ -245,26 +245,26 @@ class Pricer:
             }
         )
 
-    def _entering(self, link: int, rows: int) -> float:
-        """Return the bytes that go over the cut before a link."""
-        return self.profile.link(link - 1, rows, "value_bytes") if link else rows * self.workload.row_bytes
+    def _entering(self, layer: int, rows: int) -> float:
+        """Return the bytes that go over the cut before a layer."""
+        return self.profile.layer(layer - 1, rows, "value_bytes") if layer else rows * self.workload.row_bytes
 
     def _ratio(self, share: Share, rows: int) -> float:
-        """Return how long a whole pass on these ranks takes, for each second of its links one by one.
+        """Return how long a whole pass on these ranks takes, for each second of its layers one by one.
 
         Stages do not replay what they have recorded, as whole replicas do: so it is that of a pass as it stands.
         """
         if (share, rows) not in self._ratios:
-            alone_s = sum(self._link_times(rows)[1])
+            alone_s = sum(self._layer_times(rows)[1])
             self._ratios[share, rows] = self.profile.seconds(share, rows, recorded=False) / alone_s if alone_s else 1.0
         return self._ratios[share, rows]
 
-    def _link_times(self, rows: int) -> tuple[list[float], ...]:
-        """Return each link's seconds: of a forward, of a forward and backward, of a backward's two halves."""
+    def _layer_times(self, rows: int) -> tuple[list[float], ...]:
+        """Return each layer's seconds: of a forward, of a forward and backward, of a backward's two halves."""
         if rows not in self._times:
-            links = range(len(next(iter(self.profile.links.values()))))
+            layers = range(len(next(iter(self.profile.layers.values()))))
             names = ("forward_s", "seconds", "input_s", "weights_s")
-            self._times[rows] = tuple([self.profile.link(i, rows, name) for i in links] for name in names)
+            self._times[rows] = tuple([self.profile.layer(i, rows, name) for i in layers] for name in names)
         return self._times[rows]
 
     def _update_s(self, one: Candidate) -> float:
@@ -316,8 +316,8 @@ class Pricer:
         # Between nodes buckets are summed while backward goes on: all but the last may be hidden under it.
         buckets = max(1, -(-nbytes // BUCKET_BYTES))
         last_s = network.exchange("all-reduce", one.allreduce, ranks, min(nbytes, BUCKET_BYTES), sharing)
-        links = self.profile.links[max(self.profile.links)]
-        backward = 1 - sum(link.forward_s for link in links) / max(sum(link.seconds for link in links), 1e-12)
+        layers = self.profile.layers[max(self.profile.layers)]
+        backward = 1 - sum(layer.forward_s for layer in layers) / max(sum(layer.seconds for layer in layers), 1e-12)
         hides_s = backward * self.profile.seconds((one.tp, one.sp), self._rows(one)) * (1 - 1 / buckets)
         return max(whole_s - hides_s, last_s)
 

@@ -1,7 +1,7 @@
-"""What a model's parts take on this machine, measured once and kept: whole steps, links, updates, bytes.
+"""What a model's parts take on this machine, measured once and kept: whole steps, layers, updates, bytes.
 
     whole steps    a Worker's, of one replica alone: seconds, activations, what layers that are shared out exchange
-    links          of the chain, forward and backward, for the stages of a pipeline
+    layers          of the chain, forward and backward, for the stages of a pipeline
 
 All ranks measure at the same time, as they will compute at the same time: they compete for one memory. A replica whose
 layers or sequences are shared out runs on simulated ranks, where each has the processor time that it takes.
@@ -42,7 +42,7 @@ from nnmpi.memory.ledger import ACTIVATIONS
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.pipeline.profile import LinkCost, profile
+from nnmpi.parallel.pipeline.profile import LayerProfile, profile
 from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.parallel.zero.units import STAGES
 from nnmpi.reading import read_json
@@ -127,14 +127,14 @@ class Profile:
     Attributes:
         facts: what it was measured with; another one is measured for others.
         steps: by share and rows.
-        links: by rows, in the order of the chain.
+        layers: by rows, in the order of the chain.
         zero_s: by stage of ZeRO, how many seconds more a step of one rank takes: its own work, without messages.
         contention: how many times as long a rank computes while all others compute, too, as while they wait.
     """
 
     facts: Mapping[str, Any]
     steps: Mapping[Share, Mapping[int, StepCost]]
-    links: Mapping[int, tuple[LinkCost, ...]]
+    layers: Mapping[int, tuple[LayerProfile, ...]]
     zero_s: Mapping[int, float] = field(default_factory=dict)
     contention: float = 1.0
 
@@ -153,9 +153,9 @@ class Profile:
         near = min(known, key=lambda each: abs(each - rows))
         return tuple((what, round(size * rows / near), count) for what, size, count in known[near].exchanges)
 
-    def link(self, number: int, rows: int, field: str) -> float:
-        """Return what a link takes, by the name of one of the fields of `LinkCost`."""
-        return between({r: getattr(costs[number], field) for r, costs in self.links.items()}, rows)
+    def layer(self, number: int, rows: int, field: str) -> float:
+        """Return what a layer takes, by the name of one of the fields of `LayerProfile`."""
+        return between({r: getattr(costs[number], field) for r, costs in self.layers.items()}, rows)
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values."""
@@ -165,7 +165,7 @@ class Profile:
             "steps": [[*share, rows, asdict(one)] for share, by in self.steps.items() for rows, one in by.items()],
             "contention": self.contention,
             "zero_s": [[stage, seconds] for stage, seconds in self.zero_s.items()],
-            "links": [[rows, [asdict(link) for link in links]] for rows, links in self.links.items()],
+            "layers": [[rows, [asdict(layer) for layer in layers]] for rows, layers in self.layers.items()],
         }
 
     @classmethod
@@ -181,11 +181,11 @@ class Profile:
         for tp, sp, rows, one in value["steps"]:
             exchanges = tuple((str(what), int(size), int(count)) for what, size, count in one["exchanges"])
             steps.setdefault((int(tp), int(sp)), {})[int(rows)] = StepCost(**{**one, "exchanges": exchanges})
-        links = {int(rows): tuple(LinkCost(**each) for each in found) for rows, found in value["links"]}
-        if (1, 1) not in steps or not links:
-            raise ValueError("it has no times of a whole step, or none of links")
+        layers = {int(rows): tuple(LayerProfile(**each) for each in found) for rows, found in value["layers"]}
+        if (1, 1) not in steps or not layers:
+            raise ValueError("it has no times of a whole step, or none of layers")
         zero_s = {int(stage): float(seconds) for stage, seconds in value["zero_s"]}
-        return cls(dict(value["facts"]), steps, links, zero_s, float(value["contention"]))
+        return cls(dict(value["facts"]), steps, layers, zero_s, float(value["contention"]))
 
 
 def between(known: Mapping[int, float], at: int) -> float:
@@ -220,11 +220,11 @@ def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share
     alone = group.split(group.rank)
     counts = row_counts(workload.batch_size, ranks)
     steps: dict[Share, dict[int, StepCost]] = {(1, 1): {}}
-    links: dict[int, tuple[LinkCost, ...]] = {}
+    layers: dict[int, tuple[LayerProfile, ...]] = {}
     for number, rows in product(range(ROUNDS), counts):
         if number == 0 and group.max_floats([_expected(steps[1, 1], rows)])[0] > LONGEST_S:
             continue
-        if number and rows not in links:
+        if number and rows not in layers:
             continue
         group.barrier()
         one = _measure_step(alone, workload, (1, 1), rows, backend)
@@ -232,8 +232,8 @@ def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share
         one = replace(one, **{name: min(getattr(one, name), getattr(before, name)) for name in TIMES})
         steps[1, 1][rows] = one
         group.barrier()
-        found = _measure_links(workload, rows, backend)
-        links[rows] = tuple(map(_quicker, found, links.get(rows, found)))
+        found = _measure_layers(workload, rows, backend)
+        layers[rows] = tuple(map(_quicker, found, layers.get(rows, found)))
     measured = sorted(steps[1, 1])
     zero_s = _measure_zero(alone, workload, measured[len(measured) // 2], backend) if ranks > 1 else {}
     for share in shares:
@@ -246,11 +246,11 @@ def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share
             steps.setdefault(share, {})[rows] = shared
     contention = _measure_contention(group, alone, workload, measured[len(measured) // 2], backend)
     alone.free()
-    own = Profile(dict(workload.key or {}), steps, links, zero_s, contention).to_json()
+    own = Profile(dict(workload.key or {}), steps, layers, zero_s, contention).to_json()
     return _slowest([Profile.from_json(each) for each in group.gather(own)])
 
 
-def _quicker(one: LinkCost, other: LinkCost) -> LinkCost:
+def _quicker(one: LayerProfile, other: LayerProfile) -> LayerProfile:
     halves = min(one, other, key=lambda each: each.input_s + each.weights_s)
     quicker = min(one, other, key=lambda each: each.seconds)
     return replace(quicker, input_s=halves.input_s, weights_s=halves.weights_s)
@@ -276,7 +276,7 @@ def _expected(known: Mapping[int, StepCost], rows: int) -> float:
     return between({r: cost.seconds for r, cost in known.items()}, rows) if known else 0.0
 
 
-def _measure_links(workload: Workload, rows: int, backend: Backend) -> tuple[LinkCost, ...]:
+def _measure_layers(workload: Workload, rows: int, backend: Backend) -> tuple[LayerProfile, ...]:
     model = workload.build()
     sample = workload.samples.rows(np.arange(rows), workload.dtype)
     with use_precision(workload.precision):

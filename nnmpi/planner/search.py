@@ -95,7 +95,7 @@ def plan(pricer: Pricer, limit_bytes: int | None = None, kept: int = KEPT) -> La
         network.ranks,
         pricer.workload.batch_size,
         list(profile.steps),
-        len(next(iter(profile.links.values()))),
+        len(next(iter(profile.layers.values()))),
         network.on_one_node,
         1 < len(set(nodes)) < network.ranks,
         network.has_shared,

@@ -15,7 +15,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
-from nnmpi.nn.chain import ChainLink, ModelPart, open_chain
+from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain
 from nnmpi.nn.module import Module
 from nnmpi.parallel.pipeline.passed import StageBytes, most_bytes
 from nnmpi.parallel.zero.units import StateBytes, predict_bytes
@@ -41,13 +41,13 @@ class ModelShapes:
 
     Args:
         workload: whose model it is.
-        profile: its links' times, by which the chain is cut.
+        profile: its layers' times, by which the chain is cut.
         backend: for shapes alone; nothing is computed.
     """
 
     def __init__(self, workload: Workload, profile: Profile, backend: Backend) -> None:
         self.workload, self.profile, self._backend = workload, profile, backend
-        self._models: dict[int, tuple[Module, tuple[ChainLink, ...]]] = {}
+        self._models: dict[int, tuple[Module, tuple[ChainLayer, ...]]] = {}
         self._parts: dict[tuple[int, int, int], CutModel] = {}
         self._states: dict[tuple[int, ...], tuple[StateBytes, ...]] = {}
         self._whole: dict[tuple[tuple[int, int], int, bool], int] = {}
@@ -69,7 +69,7 @@ class ModelShapes:
             )
         return self._states[key]
 
-    def _model(self, tp: int) -> tuple[Module, tuple[ChainLink, ...]]:
+    def _model(self, tp: int) -> tuple[Module, tuple[ChainLayer, ...]]:
         """Return the model as the first of tp ranks has it, without values, and its chain."""
         if tp not in self._models:
             model = self.workload.build()
@@ -85,20 +85,20 @@ class ModelShapes:
         return self._models[tp]
 
     @cached_property
-    def _link_seconds(self) -> list[float]:
-        return [link.seconds for link in self.profile.links[max(self.profile.links)]]
+    def _layer_seconds(self) -> list[float]:
+        return [layer.seconds for layer in self.profile.layers[max(self.profile.layers)]]
 
     def part(self, tp: int, pp: int, virtual: int) -> CutModel:
         """Return where the chain is cut for so many stages, by the times of the most rows."""
         key = (tp, pp, virtual)
         if key not in self._parts:
-            model, links = self._model(tp)
-            cuts = partition(self._link_seconds, pp * virtual)
-            ids = [{id(p): p.size for _, module in link.members for p in module.parameters()} for link in links]
+            model, layers = self._model(tp)
+            cuts = partition(self._layer_seconds, pp * virtual)
+            ids = [{id(p): p.size for _, module in layer.members for p in module.parameters()} for layer in layers]
             own = [[i for cut in cuts[rank::pp] for i in cut] for rank in range(pp)]
-            # Ranks whose links have parameters of the same sizes, as those with the blocks of a GPT, hold as much.
+            # Ranks whose layers have parameters of the same sizes, as those with the blocks of a GPT, hold as much.
             alike = {tuple(tuple(ids[i].values()) for i in each): each for each in own}
-            parts = tuple(ModelPart(model, [links[i] for i in each]) for each in alike.values())
+            parts = tuple(ModelPart(model, [layers[i] for i in each]) for each in alike.values())
             order = list(alike)
             sorts = tuple(order.index(tuple(tuple(ids[i].values()) for i in each)) for each in own)
             held = [{number: size for i in each for number, size in ids[i].items()} for each in own]

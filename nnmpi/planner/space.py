@@ -116,7 +116,7 @@ def candidates(
     ranks: int,
     batch_size: int,
     shares: Collection[tuple[int, int]],
-    links: int,
+    layers: int,
     on_one_node: bool,
     levels: bool,
     shared: bool,
@@ -127,7 +127,7 @@ def candidates(
         ranks: how many.
         batch_size: rows of a global batch.
         shares: (tp, sp) that the model can have.
-        links: of the model's chain.
+        layers: of the model's chain.
         on_one_node: whether all ranks can share memory.
         levels: whether there are nodes with several ranks, so that an all-reduce may go in two steps.
         shared: whether it is known what an all-reduce through shared memory takes.
@@ -140,10 +140,10 @@ def candidates(
             refused["the model's layers or positions cannot be shared out so (tp, sp), or among so many"] += 1
         elif dp * sp > 1 and dp > batch_size:
             refused["more replicas than rows of a batch"] += 1
-        elif pp > links:
+        elif pp > layers:
             refused["more stages than the model has layers to cut between"] += 1
         else:
-            for each in _pipelines(Candidate(*axes), batch_size, links, refused):
+            for each in _pipelines(Candidate(*axes), batch_size, layers, refused):
                 found += _sums(each, on_one_node, levels, shared, refused)
     return found, refused
 
@@ -155,7 +155,7 @@ def _meshes(ranks: int) -> Iterator[tuple[int, int, int, int]]:
             yield ranks // (pp * tp * sp), pp, tp, sp
 
 
-def _pipelines(plain: Candidate, batch_size: int, links: int, refused: Refusals) -> Iterator[Candidate]:
+def _pipelines(plain: Candidate, batch_size: int, layers: int, refused: Refusals) -> Iterator[Candidate]:
     if plain.pp == 1:
         yield plain
         return
@@ -163,7 +163,7 @@ def _pipelines(plain: Candidate, batch_size: int, links: int, refused: Refusals)
         microbatches = times * plain.pp
         if microbatches * plain.dp > batch_size:
             refused["more microbatches than the replicas have rows"] += 1
-        elif plain.pp * virtual > links:
+        elif plain.pp * virtual > layers:
             refused["more stages than the model has layers to cut between"] += 1
         else:
             yield replace(

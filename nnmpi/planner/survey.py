@@ -1,7 +1,7 @@
 """The table of the big ones: ten systems' models on devices of their time, priced, beside what was published.
 
 survey.json     paper, model, devices, the system's own strategy, and what was published, with the place where it stands
-described       the model's links, and a profile from the devices' stated speeds
+described       the model's layers, and a profile from the devices' stated speeds
 
 Each is priced as its system lays it out, and planned with what nnmpi has. What is assumed stands in the file, and is
 printed.
@@ -18,7 +18,7 @@ from typing import Any
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
 from nnmpi.comm.units import format_bytes, format_seconds
 from nnmpi.memory.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS, PARAMETERS, STATE
-from nnmpi.planner.described import DescribedLink, DescribedShapes, grouped, links_of, profile_of
+from nnmpi.planner.described import DescribedLayer, DescribedShapes, describe_layers, grouped, profile_of
 from nnmpi.planner.machine import BYTES_PER_GBIT, PlannedNetwork
 from nnmpi.planner.price import LayoutPrice, Pricer
 from nnmpi.planner.search import PlannedLayout, search
@@ -26,7 +26,7 @@ from nnmpi.planner.space import Candidate, candidates
 
 WIDTH = 100
 MOST_SHARED = (1, 2, 4, 8, 16)  # ranks of one replica's layers
-MOST_LINKS = 16  # of the chain that is planned: so many stages at most, and a search of seconds
+MOST_LAYERS = 16  # of the chain that is planned: so many stages at most, and a search of seconds
 CLOSE = 1.3  # a factor between predicted and published that needs no explanation
 
 
@@ -45,14 +45,14 @@ class SurveyedSystem:
     told: Mapping[str, Any]
 
     @cached_property
-    def links(self) -> list[DescribedLink]:
+    def layers(self) -> list[DescribedLayer]:
         """The chain of its model."""
-        return links_of(self.told["model"], self.told["bytes"]["parameters"])
+        return describe_layers(self.told["model"], self.told["bytes"]["parameters"])
 
     @property
     def parameters(self) -> float:
         """Of the model."""
-        return sum(link.parameters for link in self.links)
+        return sum(layer.parameters for layer in self.layers)
 
     @property
     def limit_bytes(self) -> int:
@@ -74,12 +74,12 @@ class SurveyedSystem:
         add = Curve.line(0.0, 3 / (told["device"]["memory_gbyte_s"] * 1e9))  # two are read, one is written
         return PlannedNetwork(told["system"], Machine(inside, across if several else None, nodes, add), told["devices"])
 
-    def pricer(self, links: Sequence[DescribedLink], shares: Sequence[int], split: Sequence[int] = ()) -> Pricer:
+    def pricer(self, layers: Sequence[DescribedLayer], shares: Sequence[int], split: Sequence[int] = ()) -> Pricer:
         """Return what prices layouts of a chain, with so many ranks for a replica's layers."""
         told = self.told
         state = sum(told["bytes"].values()) * self.parameters
         profile = profile_of(
-            links,
+            layers,
             self.flops_s,
             [(tp, 1) for tp in shares],
             [1, told["batch"]],
@@ -91,7 +91,7 @@ class SurveyedSystem:
         for length in sample:
             row_bytes *= length
         batch = SurveyBatch(told["batch"], row_bytes)
-        shapes = DescribedShapes(links, told["bytes"], split, told["recompute"], told.get("partitioned", False))
+        shapes = DescribedShapes(layers, told["bytes"], split, told["recompute"], told.get("partitioned", False))
         return Pricer(batch, profile, self.network, shapes)
 
     def own(self) -> tuple[LayoutPrice, int]:
@@ -100,9 +100,9 @@ class SurveyedSystem:
         kind, split = own.pop("kind"), own.pop("split", ())
         del own["words"]
         if kind == "replicated":
-            return self._replicated(own["replicas"], own["links"])
+            return self._replicated(own["replicas"], own["layers"])
         one = Candidate(**own)
-        pricer = self.pricer(self.links, sorted({1, one.tp}), split)
+        pricer = self.pricer(self.layers, sorted({1, one.tp}), split)
         price, everyones = pricer.price(one), pricer.everyones_memory(one)
         total = sum(sum(kinds.values()) for kinds in everyones) * (one.ranks // len(everyones))
         if kind == "host":
@@ -118,7 +118,7 @@ class SurveyedSystem:
         each = self.told["bytes"]
         moved_s = self.parameters * (2 * each["parameters"] + each["gradients"])
         moved_s /= self.told["host_gbit"] * BYTES_PER_GBIT
-        block = 2 * max(link.parameters for link in self.links)
+        block = 2 * max(layer.parameters for layer in self.layers)
         memory = {**price.memory, STATE: 0}
         memory |= {kind: round(block * each[kind]) for kind in (PARAMETERS, GRADIENTS)}
         return replace(
@@ -128,25 +128,27 @@ class SurveyedSystem:
             update_s=0.0,
         )
 
-    def _replicated(self, replicas: int, links: int) -> tuple[LayoutPrice, int]:
+    def _replicated(self, replicas: int, layers: int) -> tuple[LayoutPrice, int]:
         """Return what a pipeline takes whose first stage has replicas and whose second has one rank, when it is full.
 
         A step is one minibatch of every replica: the slower of the replicas with their sum, and of the second stage.
         """
         rows = self.told["batch"] // self.told["devices"]
         times, memories = [], []
-        for part, count, own in ((self.links[:links], replicas, rows), (self.links[links:], 1, rows * replicas)):
-            busy_s = own * 3 * sum(link.flops for link in part) / self.flops_s
-            gradients = sum(link.parameters for link in part) * self.told["bytes"]["gradients"]
+        for part, count, own in ((self.layers[:layers], replicas, rows), (self.layers[layers:], 1, rows * replicas)):
+            busy_s = own * 3 * sum(layer.flops for layer in part) / self.flops_s
+            gradients = sum(layer.parameters for layer in part) * self.told["bytes"]["gradients"]
             sums_s = self.network.exchange("all-reduce", "ring", tuple(range(count)), round(gradients))
             times.append((busy_s, sums_s))
             versions = 2 if count > 1 else 1  # of weights and activations: those of the minibatch under way, too
             memories.append(
                 {
-                    kind: round(sum(link.parameters for link in part) * size * (versions if kind == PARAMETERS else 1))
+                    kind: round(
+                        sum(layer.parameters for layer in part) * size * (versions if kind == PARAMETERS else 1)
+                    )
                     for kind, size in zip((PARAMETERS, GRADIENTS, STATE), self.told["bytes"].values(), strict=True)
                 }
-                | {ACTIVATIONS: round(sum(link.kept_bytes for link in part) * rows * versions), COMMUNICATION: 0}
+                | {ACTIVATIONS: round(sum(layer.kept_bytes for layer in part) * rows * versions), COMMUNICATION: 0}
             )
         slow = max(range(2), key=lambda i: sum(times[i]))
         busy_s, sums_s = times[slow]
@@ -164,12 +166,12 @@ class SurveyedSystem:
         if few < self.told["devices"]:
             batch = self.told["batch"] * few // self.told["devices"]
             return SurveyedSystem({**self.told, "devices": few, "batch": batch, "planned_devices": few}).choose()
-        total, links = self.told["devices"], grouped(self.links, MOST_LINKS)
+        total, layers = self.told["devices"], grouped(self.layers, MOST_LAYERS)
         # nnmpi shares out the layers of transformers and of dense ones.
         wide = self.told["model"]["kind"] in ("transformer", "dense")
-        pricer = self.pricer(links, [tp for tp in MOST_SHARED if total % tp == 0] if wide else [1])
+        pricer = self.pricer(layers, [tp for tp in MOST_SHARED if total % tp == 0] if wide else [1])
         several = 1 < self.told["per_node"] < total
-        found, _ = candidates(total, self.told["batch"], list(pricer.profile.steps), len(links), False, several, False)
+        found, _ = candidates(total, self.told["batch"], list(pricer.profile.steps), len(layers), False, several, False)
         best, _ = search(
             found,
             pricer.bound,
@@ -232,11 +234,11 @@ def figure_of(row: SurveyRow) -> float | None:
     if told["published"] is None:
         return None
     if told["published"]["what"] == "tflops_per_device":
-        flops = (3 + told["recompute"]) * sum(link.flops for link in row.system.links) * row.rows
+        flops = (3 + told["recompute"]) * sum(layer.flops for layer in row.system.layers) * row.rows
         return float(flops / step_s / told["devices"] / 1e12)
     if told["published"]["what"] == "speedup":
         few = SurveyedSystem({**told, "devices": told["baseline"]["pp"], "per_node": told["baseline"]["pp"]})
-        base = few.pricer(few.links, [1]).price(Candidate(**told["baseline"]))
+        base = few.pricer(few.layers, [1]).price(Candidate(**told["baseline"]))
         return base.seconds / step_s
     figures: dict[str, float] = {
         "step_s": step_s,

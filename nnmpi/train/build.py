@@ -273,7 +273,7 @@ def build_layout(config: ParallelConfig, optimizer: str = "adam", momentum: floa
         tp,
         schedule=own_or_name(config.pipeline, "--pipeline", "(rank, ranks, microbatches)"),
         virtual_stages=config.virtual_stages,
-        split=config.links,
+        split=config.layers_per_stage,
         recompute=config.recompute,
         reduction=config.reduction,
         memory_limit=config.memory_limit_bytes,

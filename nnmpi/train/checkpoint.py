@@ -78,7 +78,7 @@ class LastCheckpoint:
         return algorithms.get(_part(mesh.coordinates(rank))) or None
 
     def cuts(self, mesh: Mesh, virtual_stages: int) -> list[int] | None:
-        """Return how many links of the model's chain each stage had; None with another number of stages."""
+        """Return how many layers of the model's chain each stage had; None with another number of stages."""
         cuts: list[int] = self.values["cuts"]
         return cuts if len(cuts) == mesh.pp * virtual_stages and mesh.pp > 1 else None
 

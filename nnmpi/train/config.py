@@ -100,7 +100,7 @@ class ParallelConfig:
     """Parts in which a batch goes through the pipeline (default: 4 for each of its ranks; with --reduction fixed 16,
     whatever the layout)."""
     split: str = "auto"
-    """Where the pipeline is cut: auto balances measured times; or the number of links in each stage, such as 5,4,3."""
+    """Where the pipeline is cut: auto balances measured times; or the number of layers in each stage, such as 5,4,3."""
     recompute: Literal["never", "always", "except-last"] = "never"
     """Keep only the input of each stage, and compute its activations again for the backward pass: less memory."""
     reduction: Literal["fast", "fixed"] = "fast"
@@ -155,7 +155,7 @@ class ParallelConfig:
         if self.microbatches is not None:
             at_least_one("--microbatches", self.microbatches)
         _ = (
-            self.links,
+            self.layers_per_stage,
             self.memory_limit_bytes,
             self.activation_memory_bytes,
         )  # each raises for words that it cannot read
@@ -197,13 +197,13 @@ class ParallelConfig:
             require(not (given and self.zero), f"{option} does not go with --zero {self.zero}, which {why}")
 
     @property
-    def links(self) -> Literal["auto"] | tuple[int, ...]:
-        """The number of links in each stage."""
+    def layers_per_stage(self) -> Literal["auto"] | tuple[int, ...]:
+        """The number of layers in each stage."""
         if self.split == "auto":
             return "auto"
         words = self.split.replace(",", " ").split()
         fits = bool(words) and all(word.isdecimal() and int(word) > 0 for word in words)
-        require(fits, f"--split is {self.split!r}; give auto, or numbers of links such as 5,4,3")
+        require(fits, f"--split is {self.split!r}; give auto, or numbers of layers such as 5,4,3")
         return tuple(map(int, words))
 
     @property

@@ -24,11 +24,11 @@ ROOT = Path(__file__).parents[2]
 NETWORK = EvenMlp(width=64, layers=8, rows=32, microbatches=6)
 
 
-def test_stages_are_even_and_made_of_all_links() -> None:
-    links = open_chain(NETWORK.build())
+def test_stages_are_even_and_made_of_all_layers() -> None:
+    layers = open_chain(NETWORK.build())
     for stages in (1, 2, 4):
         cut = NETWORK.cut(stages)
-        assert sum(cut) == len(links) and len(cut) == stages
+        assert sum(cut) == len(layers) and len(cut) == stages
     with pytest.raises(UsageError, match="8 layers cannot be divided evenly among 3 stages"):
         NETWORK.cut(3)
 

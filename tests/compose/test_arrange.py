@@ -49,8 +49,8 @@ def test_the_stages_are_the_whole_model(group: Group) -> None:
 @pytest.mark.simulated(max_size=12)  # no deeper than the model
 def test_a_cut_by_hand_is_taken(group: Group) -> None:
     count = group.size
-    links = len(open_chain(deep()))
-    split = (links - count + 1, *(1,) * (count - 1))
+    layers = len(open_chain(deep()))
+    split = (layers - count + 1, *(1,) * (count - 1))
     where = place(group, Layout(pp=count, dp=1, split=split))
     assert all(group.gather([len(cut) for cut in where.cuts] == (list(split) if count > 1 else [])))
 
@@ -80,7 +80,7 @@ def test_layouts_that_do_not_fit(group: Group) -> None:
         model=tiny,
     )
     refuse(
-        group, Layout(pp=count, split=(1,) * count), f"has {count} stages and {count} links; this pipeline has {count}"
+        group, Layout(pp=count, split=(1,) * count), f"has {count} stages and {count} layers; this pipeline has {count}"
     )
     return refuse(group, Layout(dp=1, pp=count, memory_limit=1000), "do not fit 1000 bytes a stage")
 
@@ -217,7 +217,7 @@ def test_the_profile_takes_no_gradient_of_the_models_input() -> None:
         ({"virtual_stages": 2}, "belong to the pipeline schedule interleaved; 1f1b has one per rank"),
         ({"split": (3, 0)}, "has a stage without layers"),
         ({"split": ()}, "has a stage without layers"),
-        ({"split": "5,4"}, "split '5,4' is unknown; give auto, or numbers of links such as"),
+        ({"split": "5,4"}, "split '5,4' is unknown; give auto, or numbers of layers such as"),
         ({"split": (2.5, 4)}, "is unknown; give auto, or numbers"),
         ({"tp": 2, "reduction": "fixed"}, "covers dp and pp; sharded layers add in parts"),
         ({"schedule": "pipedream", "reduction": "fixed"}, "reduction fixed does not go with pipedream"),

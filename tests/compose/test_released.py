@@ -62,7 +62,7 @@ def test_a_synchronous_run_goes_on_from_servers(group: Group, name: str) -> None
 
 
 @pytest.mark.parametrize("pp", [True, False], ids=["pipeline", "replicas"])
-@pytest.mark.simulated(max_size=16)  # links of the model
+@pytest.mark.simulated(max_size=16)  # layers of the model
 def test_a_released_worker_refuses_steps(group: Group, pp: bool) -> None:
     """In a sentence and on all ranks, and nothing is sent; to release it again does nothing."""
     setup = SETUPS["mlp"]

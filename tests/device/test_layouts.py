@@ -32,8 +32,8 @@ def train(group: Group, backend: Backend, build: Any, layout: Layout) -> dict[st
     if (
         layout.asynchronous
     ):  # where weights are out of date, the numbers depend on the cuts, which are not to be measured
-        links = len(open_chain(model))
-        layout = replace(layout, split=[len(each) for each in split(links, group.size)])
+        layers = len(open_chain(model))
+        layout = replace(layout, split=[len(each) for each in split(layers, group.size)])
     where = arrange(model, group, layout, np.zeros((4, *dataset.sample_shape)), "float64", backend)
     model = where.model.initialize(seed=0, dtype="float64", backend=backend)
     clip = None if layout.asynchronous else 1.0

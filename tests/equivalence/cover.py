@@ -29,7 +29,7 @@ RECOMPUTES = ("never", "always", "never", "except-last")
 ALGORITHMS = ("native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical")
 
 MOST_STAGES = 16
-# Each has at least so many links: for 8 ranks with two stages each. No number of microbatches divides the batch of 29.
+# Each has at least so many layers: for 8 ranks with two stages each. No number of microbatches divides the batch of 29.
 SETUPS = {
     "mlp": Setup(models.mlp, {"hidden": (13, 11, 9, 7, 6, 9, 8), "activation_name": "tanh"}, microbatches=6),
     "cnn": Setup(models.cnn, {"hidden": (11, 9, 8, 7)}, microbatches=4),
@@ -75,14 +75,14 @@ class Case:
 
 
 def meshes(world: int, most: int = MOST_STAGES) -> list[tuple[int, int, int]]:
-    """Return every (dp, pp, tp) of so many ranks that a model of at least so many links can be cut for."""
+    """Return every (dp, pp, tp) of so many ranks that a model of at least so many layers can be cut for."""
     parts = [n for n in range(1, world + 1) if world % n == 0]
     return [(d, p, world // d // p) for d in parts for p in parts if world // d % p == 0 and p <= most]
 
 
 def uneven(setup: Setup, stages: int) -> tuple[int, ...]:
-    """Return numbers of links for the stages of a setup's model, the last two links of each second one moved on."""
-    count = links(setup)
+    """Return numbers of layers for the stages of a setup's model, the last two layers of each second one moved on."""
+    count = layers(setup)
     lengths = [count // stages + (stage < count % stages) for stage in range(stages)]
     for stage in range(0, stages - 1, 2):
         moved = min(2, lengths[stage] - 1)
@@ -98,7 +98,7 @@ def spread(setup: Setup, mesh: tuple[int, int, int], schedule: str, **options: A
     too short for that, the schedule is 1F1B.
     """
     virtual = 1 if schedule != "interleaved" or mesh[1] == 1 else 3 if mesh[1] == 2 else 2
-    if mesh[1] * virtual > links(setup):
+    if mesh[1] * virtual > layers(setup):
         virtual, schedule = 1, "1f1b"
     split = uneven(setup, mesh[1] * virtual) if mesh[1] > 1 else "auto"
     return Layout(*mesh, **{"schedule": schedule, "virtual_stages": virtual, "split": split, **options})
@@ -106,7 +106,7 @@ def spread(setup: Setup, mesh: tuple[int, int, int], schedule: str, **options: A
 
 def kinds(world: int, setup: Setup, **options: Any) -> list[Layout]:
     """Return a layout of each kind that so many ranks have, under the schedules in turn."""
-    chosen = {tuple(size > 1 for size in mesh): mesh for mesh in meshes(world, links(setup))}
+    chosen = {tuple(size > 1 for size in mesh): mesh for mesh in meshes(world, layers(setup))}
     found = []
     for number, mesh in enumerate(sorted(chosen.values())):
         schedule = SCHEDULES[(world + 2 * number) % len(SCHEDULES)]
@@ -114,8 +114,8 @@ def kinds(world: int, setup: Setup, **options: Any) -> list[Layout]:
     return found
 
 
-def links(setup: Setup) -> int:
-    """Return into how many links a setup's model opens."""
+def layers(setup: Setup) -> int:
+    """Return into how many layers a setup's model opens."""
     return len(open_chain(setup.model(digits().sample_shape, digits().classes, **setup.model_options)))
 
 

@@ -220,13 +220,13 @@ class Mean(Module):
 
 
 def selecting(sample_shape: tuple[int, ...], classes: int) -> Sequential:
-    """Return a model with activations whose shape depends on the data; four links, the second is at fault."""
+    """Return a model with activations whose shape depends on the data; four layers, the second is at fault."""
     first = Sequential(Flatten(), Linear(prod(sample_shape), 8))
     return Sequential(Whole(first), Selecting(), Mean(), Linear(1, classes))
 
 
 def dying(sample_shape: tuple[int, ...], classes: int) -> Sequential:
-    """Return a model that kills its rank; four links, the second is at fault."""
+    """Return a model that kills its rank; four layers, the second is at fault."""
     first = Sequential(Flatten(), Linear(prod(sample_shape), 8))
     return Sequential(Whole(first), Dying(), Mean(), Linear(1, classes))
 

@@ -10,7 +10,7 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import LayoutError
 from tests.equivalence import own
-from tests.equivalence.cover import kinds, links, meshes, spread
+from tests.equivalence.cover import kinds, layers, meshes, spread
 from tests.equivalence.reference import Setup, assert_same, build, release, run, serial_run
 
 pytestmark = pytest.mark.simulated
@@ -39,11 +39,11 @@ def test_branches_go_over_ranks(group: Group, alone: Group) -> None:
         assert_same(group, run(setup, group, Layout(**options)), serial, setup, str(options))
 
 
-def test_cuts_go_through_residual_blocks_at_every_link(group: Group, alone: Group) -> None:
-    """As many stages as ranks, each cut at a place of its own, so that all links but one or two are cut before."""
+def test_cuts_go_through_residual_blocks_at_every_layer(group: Group, alone: Group) -> None:
+    """As many stages as ranks, each cut at a place of its own, so that all layers but one or two are cut before."""
     setup = Setup(own.nested, microbatches=3)
     serial = serial_run(setup, alone) if group.is_root else None
-    count, ranks = links(setup), group.size
+    count, ranks = layers(setup), group.size
     for first in range(1, min(count - ranks + 1, 9), 2) if ranks > 1 else ():
         split = (first, *[1] * (ranks - 2), count - first - (ranks - 2))
         parallel = run(setup, group, Layout(pp=ranks, split=split), synchronous_sends=True)
@@ -74,7 +74,7 @@ def test_the_state_holds_tied_weights_once(group: Group) -> None:
 def test_ties_over_stages_are_refused_where_they_would_be_wrong(group: Group) -> None:
     """On all ranks, also those that have no part in it. In one stage they are right."""
     setup = Setup(own.tied)
-    for pp in sorted({1, 2 if group.size % 2 == 0 else 1, min(group.size, links(setup))}):
+    for pp in sorted({1, 2 if group.size % 2 == 0 else 1, min(group.size, layers(setup))}):
         if group.size % pp:
             continue
         layout = spread(setup, (group.size // pp, pp, 1), "pipedream")
@@ -99,8 +99,8 @@ def test_stages_may_have_no_parameters(group: Group, alone: Group, reduction: st
     """The first stage flattens, another one is an activation alone, and so on."""
     setup = Setup(own.noisy, microbatches=3, worker={"clip": 0.3})
     serial = serial_run(setup, alone, Layout(reduction=reduction)) if group.is_root else None
-    for dp, pp, _ in (mesh for mesh in meshes(group.size, links(setup)) if mesh[1] > 1 and mesh[2] == 1):
-        layout = Layout(dp, pp, 1, reduction=reduction, split=(*[1] * (pp - 1), links(setup) - pp + 1))
+    for dp, pp, _ in (mesh for mesh in meshes(group.size, layers(setup)) if mesh[1] > 1 and mesh[2] == 1):
+        layout = Layout(dp, pp, 1, reduction=reduction, split=(*[1] * (pp - 1), layers(setup) - pp + 1))
         assert_same(group, run(setup, group, layout, synchronous_sends=True), serial, setup, str(layout))
 
 

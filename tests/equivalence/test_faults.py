@@ -21,7 +21,7 @@ from nnmpi.optim.clip import sum_of_squares
 from nnmpi.parallel.pipeline import boundary as boundary
 from nnmpi.tensor.flat import FlatStorage
 from tests.equivalence import own
-from tests.equivalence.cover import SETUPS, links, spread
+from tests.equivalence.cover import SETUPS, layers, spread
 from tests.equivalence.reference import Setup, differences, run
 
 pytestmark = pytest.mark.mpi
@@ -60,7 +60,7 @@ def test_one_receive_buffer_for_all_microbatches(
     setup = SETUPS["mlp"]
     layout = pipeline(group, setup, schedule)
     stages = (layout.pp or 1) * layout.virtual_stages
-    split = (3, *[2] * (stages - 2), links(setup) - 3 - 2 * (stages - 2))  # every stage but one begins with a Linear
+    split = (3, *[2] * (stages - 2), layers(setup) - 3 - 2 * (stages - 2))  # every stage but one begins with a Linear
     layout = replace(layout, split=split)
     assert not found(setup, layout)
     memory: dict[Any, Array] = {}

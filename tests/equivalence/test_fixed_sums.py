@@ -8,7 +8,7 @@ import pytest
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import Layout
 from tests.equivalence import own
-from tests.equivalence.cover import MODELS, SCHEDULES, SETUPS, Case, links, meshes, spread
+from tests.equivalence.cover import MODELS, SCHEDULES, SETUPS, Case, layers, meshes, spread
 from tests.equivalence.reference import Run, Setup, run, serial_run
 
 
@@ -62,7 +62,7 @@ def test_ties_over_stages_have_the_serial_bits(group: Group, alone: Group) -> No
     """A layer in three stages, and a bias in two, of one rank or of several."""
     setup = Setup(own.tied, {}, "adam", {"lr": 0.1}, "float32", microbatches=5, worker={"clip": 0.5})
     serial = serial_run(setup, alone, Layout(reduction="fixed")) if group.is_root else None
-    for number, (dp, pp, tp) in enumerate(meshes(group.size, links(setup))):
+    for number, (dp, pp, tp) in enumerate(meshes(group.size, layers(setup))):
         if tp == 1 < pp:
             schedule = SCHEDULES[(number + group.size) % len(SCHEDULES)]
             assert_same_bits(group, setup, spread(setup, (dp, pp, 1), schedule, reduction="fixed"), serial)

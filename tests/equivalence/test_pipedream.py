@@ -40,11 +40,11 @@ class Delayed:
 
     def __init__(self, setup: Setup, split: tuple[int, ...]) -> None:
         self.model = setup.model(digits().sample_shape, digits().classes).initialize(seed=5, dtype="float64")
-        links = open_chain(self.model)
+        layers = open_chain(self.model)
         starts = [sum(split[:i]) for i in range(len(split))]
         cuts = [range(start, start + length) for start, length in zip(starts, split, strict=True)]
         self.stages = [
-            [name for name, _ in ModelPart(self.model, part).named_parameters()] for part in cut_chain(links, cuts)
+            [name for name, _ in ModelPart(self.model, part).named_parameters()] for part in cut_chain(layers, cuts)
         ]
         self.parameters = dict(self.model.named_parameters())
         self.weights = {name: parameter.data.copy() for name, parameter in self.parameters.items()}

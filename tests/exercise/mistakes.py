@@ -191,7 +191,7 @@ def of_staleness(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
 
 
 def of_plan(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
-    yield "the last action is missing", changed(right, lambda text, n: text.rpartition(" ")[0]), "with 1 links.*leaves"
+    yield "the last action is missing", changed(right, lambda text, n: text.rpartition(" ")[0]), "with 1 layers.*leaves"
     yield "a backward twice", changed(right, lambda text, n: f"{text} B0"), "action B0 of the plan, number 2, lacks"
     yield "no action", changed(right, lambda text, n: f"{text} X1"), "'X1' is no action"
     yield "a list", changed(right, lambda text, n: text.split()), "give a text"
@@ -199,10 +199,10 @@ def of_plan(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
         yield (
             "all kept",
             solutions.plan_all_kept,
-            r"with \d links.*bytes in action K\d, number \d+, and \d+.* are allowed",
+            r"with \d layers.*bytes in action K\d, number \d+, and \d+.* are allowed",
         )
     if name != "plan-least":
-        yield "again and again", solutions.plan_least, r"goes through \d+ links again, and \d are enough"
+        yield "again and again", solutions.plan_least, r"goes through \d+ layers again, and \d are enough"
 
 
 OF_KIND = (of_collective, of_cost, of_schedule, of_operator, of_sharding, of_staleness, of_plan)

@@ -266,16 +266,16 @@ def backup_workers(arrivals, backup):
     return sorted(arrivals)[len(arrivals) - 1 - backup]
 
 
-def plan_all_kept(links):
-    forward = " ".join(f"K{i} D{i}" if i else "K0" for i in range(links))
-    return forward + "".join(f" B{i}" for i in reversed(range(links)))
+def plan_all_kept(layers):
+    forward = " ".join(f"K{i} D{i}" if i else "K0" for i in range(layers))
+    return forward + "".join(f" B{i}" for i in reversed(range(layers)))
 
 
-def plan_half(links):
+def plan_half(layers):
     """Keep the second half, then go through the first one again."""
-    half = range(links // 2 or 0)
+    half = range(layers // 2 or 0)
     plan = [word for i in half for word in [f"F{i}", f"D{i}"][: 1 + (i > 0)]]
-    rest = range(len(half), links)
+    rest = range(len(half), layers)
     plan += [word for i in rest for word in [f"K{i}", f"D{i}"][: 1 + (i > 0)]]
     plan += [f"B{i}" for i in reversed(rest)]
     again = [word for i in half for word in [f"K{i}", f"D{i}"][: 1 + (i > 0)]]
@@ -283,10 +283,10 @@ def plan_half(links):
     return " ".join([*plan, *again, *(f"B{i}" for i in reversed(half))])
 
 
-def plan_least(links):
-    """For each link, from the last to the first: go there from the batch, keep it, go back through it."""
+def plan_least(layers):
+    """For each layer, from the last to the first: go there from the batch, keep it, go back through it."""
     plan = []
-    for link in reversed(range(links)):
-        plan += [word for i in range(link) for word in [f"F{i}", f"D{i}"][: 1 + (i > 0)]]
-        plan += [f"K{link}", *[f"D{link}"] * (link > 0), *[f"D{link + 1}"] * (link < links - 1), f"B{link}"]
+    for layer in reversed(range(layers)):
+        plan += [word for i in range(layer) for word in [f"F{i}", f"D{i}"][: 1 + (i > 0)]]
+        plan += [f"K{layer}", *[f"D{layer}"] * (layer > 0), *[f"D{layer + 1}"] * (layer < layers - 1), f"B{layer}"]
     return " ".join(plan)

@@ -41,7 +41,7 @@ def store_here(folder):
 
 
 def movable(costs):
-    """Return a chain whose links can all leave memory, but for the loss."""
+    """Return a chain whose layers can all leave memory, but for the loss."""
     return [*(replace(cost, moves=True) for cost in costs[:-1]), costs[-1]]
 
 
@@ -55,7 +55,7 @@ def quickest(costs, budget, bandwidth, bound):
     def actions(state):
         there = state._kept | state._away | state._back
         for action in (Action(act, i) for act in Act for i in range(len(costs))):
-            i, act = action.link, action.act
+            i, act = action.layer, action.act
             forward = act in (Act.FORWARD, Act.KEEP)
             idle = act is Act.FORWARD and (i + 1 in state._values or i == len(costs) - 1)
             idle |= (forward and (i >= state._grad or i in there)) or (act is Act.DROP and i == 0)
@@ -103,9 +103,9 @@ def test_plans_that_swap_are_near_the_best_of_all():
 def test_a_plan_waits_for_what_moves():
     """One transfer after the other, beside what is computed; the bytes are there until they are away."""
     cost = movable(random_chain(random.Random(0), 1) * 2)[0]
-    link = replace(cost, value=10, gradient=0, kept=90, keeps_input=False, keeps_result=True, keep_peak=100)
-    link = replace(link, backward_peak=0, backward_peak_alone=0, forward_s=1.0, keep_s=1.0, backward_s=2.0)
-    costs = [link, link, replace(link, value=0, keeps_result=False, moves=False)]
+    layer = replace(cost, value=10, gradient=0, kept=90, keeps_input=False, keeps_result=True, keep_peak=100)
+    layer = replace(layer, backward_peak=0, backward_peak_alone=0, forward_s=1.0, keep_s=1.0, backward_s=2.0)
+    costs = [layer, layer, replace(layer, value=0, keeps_result=False, moves=False)]
     plan = parse_plan("K0 O0 K1 D1 A0 O1 K2 D2 B2 A1 I1 B1 I0 B0")
     price = simulate(costs, plan, bandwidth=100.0)  # a second each way
     assert price.bytes == (100, 100, 200, 200, 100, 100, 190, 190, 100, 0, 100, 0, 100, 0)
@@ -122,7 +122,7 @@ def test_a_plan_waits_for_what_moves():
 @pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("name", CASES)
 def test_what_has_been_away_gives_the_same_bits(name, tmp_path):
-    """Loss, gradients and running statistics, and the peak to the byte, by plans in which most links leave."""
+    """Loss, gradients and running statistics, and the peak to the byte, by plans in which most layers leave."""
     make, x, y = case(name)
     model = make().initialize(seed=0)
     first = model.state()
@@ -254,7 +254,7 @@ def test_where_activations_cannot_go(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    monkeypatch.setattr(os, "pwrite", full)  # links are measured, and the rate, before the plan is
+    monkeypatch.setattr(os, "pwrite", full)  # layers are measured, and the rate, before the plan is
     make, x, y = case("gpt")
     forward = RecomputedModel(make().initialize(seed=0), 62000, store=FileStore(tmp_path))
     with pytest.raises(UsageError, match=r"there is no room for it \(No space left on device\)"):

@@ -12,7 +12,7 @@ from nnmpi.memory.__main__ import main
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import (
     Act,
-    ChainLinkCost,
+    LayerCost,
     costs_from_json,
     costs_to_json,
     draw_plan,
@@ -23,14 +23,14 @@ from nnmpi.memory.plan import (
 
 
 def random_chain(draw, count):
-    """Return links that differ in everything; the last one is the loss."""
+    """Return layers that differ in everything; the last one is the loss."""
     costs, before = [], 0
     for i in range(count):
         last = i == count - 1
         value, kept = 0 if last else draw.randint(1, 9), draw.randint(0, 18)
         peak = before + draw.randint(0, 3)
         costs.append(
-            ChainLinkCost(
+            LayerCost(
                 str(i),
                 value,
                 before,
@@ -49,9 +49,9 @@ def random_chain(draw, count):
 
 
 def best_time(costs, budget, bound=float("inf")):
-    """Return the least time of all plans in which a value that is held stays until its link is kept or gone back.
+    """Return the least time of all plans in which a value that is held stays until its layer is kept or gone back.
 
-    A search through everything that can be held (A*), with no thought of how links are parted. A state is: the values
+    A search through everything that can be held (A*), with no thought of how layers are parted. A state is: the values
     that are held, the one that was made last and not used yet, what is kept, and the gradient that is there. Plans
     that take longer than `bound` are left out.
     """
@@ -69,7 +69,7 @@ def best_time(costs, budget, bound=float("inf")):
     def actions(held, new, kept, grad):
         for i in [new] if new else held:
             if i < grad:
-                for stays in (True, False):  # the value, of which link i makes the next one
+                for stays in (True, False):  # the value, of which layer i makes the next one
                     if (stays and i) or not i or i in held:
                         after = held | {i} if stays else held
                         yield costs[i].forward_s, costs[i].forward_peak, (after, i + 1, kept, grad)
@@ -123,31 +123,31 @@ def test_no_plan_is_quicker(seed):
         plans.plan(plans.least - 1)
 
 
-def revolve(links, slots):
+def revolve(layers, slots):
     """Return Griewank and Walther's least number of forward steps (2000, equation 1)."""
 
     def reach(slots, times):
         return comb(slots + times, slots) if times >= 0 else 0
 
-    times = next(times for times in range(links + 1) if reach(slots, times) >= links)
-    return times * links - reach(slots + 1, times - 1)
+    times = next(times for times in range(layers + 1) if reach(slots, times) >= layers)
+    return times * layers - reach(slots + 1, times - 1)
 
 
-def test_equal_links_meet_revolve():
-    """Of equal links, one kept at a time, as many are gone through again as Revolve needs for so many checkpoints."""
+def test_equal_layers_meet_revolve():
+    """Of equal layers, one kept at a time, as many are gone through again as Revolve needs for so many checkpoints."""
     for count in (*range(1, 10), 14, 20):
         # 1000: so that no second one is kept; the loss has no result, which the others have at the same moment
-        links = [ChainLinkCost("", 1, 0, 1000, True, False, 1, 1001, 0, 0, 1.0, 1.0, 1.0)] * count
-        links[-1] = replace(links[-1], kept=1001)
-        plans = OptimalPlans(links)
+        layers = [LayerCost("", 1, 0, 1000, True, False, 1, 1001, 0, 0, 1.0, 1.0, 1.0)] * count
+        layers[-1] = replace(layers[-1], kept=1001)
+        plans = OptimalPlans(layers)
         for slots in range(1, 7):
             again = sum(action.act is Act.FORWARD for action in plans.plan(slots + 1001))
             assert again == revolve(count, slots), (count, slots)
 
 
 def test_what_is_kept_is_counted_once():
-    """A value that a link keeps, too, does not count twice, and goes with the last that has it."""
-    cost = ChainLinkCost("a", 10, 0, 5, True, True, 10, 15, 1, 1, 1.0, 2.0, 3.0)
+    """A value that a layer keeps, too, does not count twice, and goes with the last that has it."""
+    cost = LayerCost("a", 10, 0, 5, True, True, 10, 15, 1, 1, 1.0, 2.0, 3.0)
     costs = [cost, cost, replace(cost, value=0, keeps_result=False)]
     price = simulate(costs, keep_all(costs))
     assert price.bytes == (15, 30, 30, 35, 35, 30, 15, 0)
@@ -173,32 +173,32 @@ def test_a_plan_that_lacks_something_is_refused(text, words):
 
 
 def test_plans_are_drawn():
-    """A row for each link, a column for each action."""
+    """A row for each layer, a column for each action."""
     costs = random_chain(random.Random(2), 3)
     picture = draw_plan(costs, parse_plan("F0 F1 D1 K2 D2 B2 F0 K1 D1 D2 B1 K0 D1 B0")).splitlines()
     assert [row.partition("|")[2].rstrip() for row in picture[:3]] == ["F   f  kB", " F   kB", "  KB"]
     assert picture[3].startswith("bytes |") and "█" in picture[3]
     assert costs_from_json(costs_to_json(costs)) == tuple(costs)
-    with pytest.raises(UsageError, match="no list of links' costs"):
+    with pytest.raises(UsageError, match="no list of layers' costs"):
         costs_from_json([{"name": "a"}])
 
 
 @pytest.mark.host_only("the command computes with NumPy")
 def test_the_command_draws_and_says_what_it_costs(tmp_path):
-    """Of equal links, of a model that is measured, and of costs from a file."""
-    assert "Revolve" not in main(["plan", "--links", "6", "--budget", "50%"])
+    """Of equal layers, of a model that is measured, and of costs from a file."""
+    assert "Revolve" not in main(["plan", "--layers", "6", "--budget", "50%"])
     file = tmp_path / "costs.json"
     text = main(["plan", "--model", "mlp", "--save", str(file)])
     assert "least" in text and file.exists()
     assert "again" in main(["plan", "--costs", str(file), "--budget", "0%"])
-    assert "moved     14 MB, at 8 MB/s" in main(["plan", "--links", "6", "--budget", "50%", "--bandwidth", "8MiB"])
+    assert "moved     14 MB, at 8 MB/s" in main(["plan", "--layers", "6", "--budget", "50%", "--bandwidth", "8MiB"])
     assert "moved" in main(["plan", "--model", "mlp", "--offload", str(tmp_path)])
     for words, complaint in (
-        (["--links", "6", "--budget", "1"], "give at least"),
-        (["--links", "6", "--budget", "1", "--bandwidth", "8MiB"], "give at least"),
+        (["--layers", "6", "--budget", "1"], "give at least"),
+        (["--layers", "6", "--budget", "1", "--bandwidth", "8MiB"], "give at least"),
         (["--model", "mlp", "--offload", str(tmp_path / "none")], "give offload another folder"),
         (["--costs", str(tmp_path / "none")], "cannot be read"),
-        (["--links", "6", "--budget", "x"], "number of bytes"),
+        (["--layers", "6", "--budget", "x"], "number of bytes"),
     ):
         with pytest.raises(UsageError, match=complaint):
             main(["plan", *words])

@@ -1,4 +1,4 @@
-"""GPT-2: its sizes, its first weights, sequences that it cannot take, and a pipeline of all its links."""
+"""GPT-2: its sizes, its first weights, sequences that it cannot take, and a pipeline of all its layers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -68,7 +68,7 @@ def test_the_tied_table_gets_both_gradients() -> None:
     assert np.isclose((losses[0] - losses[1]) / 2e-5, slope, rtol=1e-7)
 
 
-def test_a_stage_for_each_link_is_the_serial_run() -> None:
+def test_a_stage_for_each_layer_is_the_serial_run() -> None:
     """With dropout, in float64, with batches and sizes that do not divide; other layouts are in tests/equivalence."""
     relative, absolute = differences(small, 7, Layout(pp=7, dp=1, split=(1,) * 7))
     assert relative < 1e-12

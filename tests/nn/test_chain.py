@@ -10,7 +10,7 @@ from nnmpi import models
 from nnmpi.backend.array import Array
 from nnmpi.errors import UsageError
 from nnmpi.nn.activation import ReLU, Tanh
-from nnmpi.nn.chain import ModelPart, cut_chain, join_links, kept_at, open_chain, run_links
+from nnmpi.nn.chain import ModelPart, cut_chain, join_layers, kept_at, open_chain, run_layers
 from nnmpi.nn.container import Pop, Residual, Sequential, Stash
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.module import Module
@@ -35,7 +35,7 @@ def skips() -> Sequential:
 
 
 def cuts(n: int, stages: int) -> list[tuple[range, ...]]:
-    """Return all ways to cut n links into stages."""
+    """Return all ways to cut n layers into stages."""
     return [
         tuple(range(a, b) for a, b in zip((0, *inner), (*inner, n), strict=True))
         for inner in combinations(range(1, n), stages - 1)
@@ -56,13 +56,13 @@ def test_every_cut_gives_the_whole_model(stages: int) -> None:
     x = np.random.default_rng(0).standard_normal((3, 4))
     model = skips().initialize(seed=1, dtype="float64")
     expected = whole(model, x)
-    links = open_chain(model)
-    for cut in cuts(len(links), stages):
+    layers = open_chain(model)
+    for cut in cuts(len(layers), stages):
         value: Any = Tensor(x, requires_grad=True)
         first, kept = value, {}
-        for stage, number in zip(cut_chain(links, cut), cut, strict=True):
-            assert tuple(sorted(kept)) == kept_at(links, number.start)
-            value = run_links(stage, join_links(stage), value, kept)
+        for stage, number in zip(cut_chain(layers, cut), cut, strict=True):
+            assert tuple(sorted(kept)) == kept_at(layers, number.start)
+            value = run_layers(stage, join_layers(stage), value, kept)
         value.sum().backward()
         assert first.grad is not None
         assert np.array_equal(value.data, expected[0])
@@ -73,9 +73,9 @@ def test_every_cut_gives_the_whole_model(stages: int) -> None:
 def test_parts_have_the_names_and_values_of_the_whole(model: Any) -> None:
     expected = model((8, 8, 1), 10).initialize(seed=3).state()
     built = model((8, 8, 1), 10)
-    links = open_chain(built)
+    layers = open_chain(built)
     found: dict[str, Array] = {}
-    for stage in cut_chain(links, [range(2), range(2, 5), range(5, len(links))]):
+    for stage in cut_chain(layers, [range(2), range(2, 5), range(5, len(layers))]):
         found |= ModelPart(built, stage).initialize(seed=3).state()
     assert found.keys() == expected.keys()
     assert all(np.array_equal(found[name], value) for name, value in expected.items())
@@ -84,18 +84,18 @@ def test_parts_have_the_names_and_values_of_the_whole(model: Any) -> None:
 def test_a_shared_parameter_has_its_first_name_in_every_part() -> None:
     model = Sequential(Linear(3, 3), ReLU(), Linear(3, 3))
     model[2].weight = model[0].weight
-    links = open_chain(model)
+    layers = open_chain(model)
     names = [
         [name for name, _ in ModelPart(model, stage).named_parameters()]
-        for stage in cut_chain(links, [range(2), range(2, 3)])
+        for stage in cut_chain(layers, [range(2), range(2, 3)])
     ]
     assert names == [["0.weight", "0.bias"], ["0.weight", "2.bias"]]
 
 
 def test_a_residual_network_can_be_cut_inside_its_blocks() -> None:
-    links = open_chain(models.resnet((8, 8, 1), 10))
-    assert [link.name for link in links][3:6] == ["3", "3.body.0", "3.body.1"]
-    assert kept_at(links, 5) == ("3 (start)",)
+    layers = open_chain(models.resnet((8, 8, 1), 10))
+    assert [layer.name for layer in layers][3:6] == ["3", "3.body.0", "3.body.1"]
+    assert kept_at(layers, 5) == ("3 (start)",)
 
 
 @pytest.mark.parametrize(
@@ -115,10 +115,10 @@ def test_skips_that_do_not_pair_up_are_refused(layers: list[Module], sentence: s
         open_chain(model)
 
 
-def test_cuts_go_through_all_links() -> None:
-    links = open_chain(skips())
+def test_cuts_go_through_all_layers() -> None:
+    layers = open_chain(skips())
     with pytest.raises(UsageError, match="each with at least one"):
-        cut_chain(links, [range(3), range(3, 3), range(3, len(links))])
+        cut_chain(layers, [range(3), range(3, 3), range(3, len(layers))])
 
 
 def test_a_shared_layers_running_statistics_have_all_its_names() -> None:
@@ -131,7 +131,7 @@ def test_a_shared_layers_running_statistics_have_all_its_names() -> None:
 
 def test_a_part_without_an_optimizer_group_of_the_model_knows_it() -> None:
     model = Sequential(Linear(3, 3), Tanh(), Linear(3, 2))
-    first, last = (ModelPart(model, links) for links in cut_chain(open_chain(model), [range(2), range(2, 3)]))
+    first, last = (ModelPart(model, layers) for layers in cut_chain(open_chain(model), [range(2), range(2, 3)]))
     for part, own in ((first, "body"), (last, "head")):
         part.initialize(group=lambda name, _: "head" if name.startswith("2") else "body")
         assert part.storage.groups == [own]

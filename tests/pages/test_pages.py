@@ -136,10 +136,10 @@ def test_a_pipeline_is_stepped_through(pipeline: str, tmp_path: Path, width: str
 
 def test_a_plans_film_is_its_price() -> None:
     """Bytes and clock of each action; transfers go beside what is computed, one after another, and are waited for."""
-    link = {"name": "", "value": 8, "gradient": 8, "kept": 32, "keeps_input": True, "keeps_result": False}
-    link |= {"forward_peak": 8, "keep_peak": 40, "backward_peak": 8, "backward_peak_alone": 8}
-    link |= {"forward_s": 1.0, "keep_s": 1.0, "backward_s": 2.0, "moves": True}
-    costs = costs_from_json([link] * 3)
+    layer = {"name": "", "value": 8, "gradient": 8, "kept": 32, "keeps_input": True, "keeps_result": False}
+    layer |= {"forward_peak": 8, "keep_peak": 40, "backward_peak": 8, "backward_peak_alone": 8}
+    layer |= {"forward_s": 1.0, "keep_s": 1.0, "backward_s": 2.0, "moves": True}
+    costs = costs_from_json([layer] * 3)
     plan = parse_plan("K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0")
     found, price = plan_animation(costs, plan, 8.0), simulate(costs, plan, 8.0)
     actions = found["actions"]
@@ -154,7 +154,7 @@ def test_a_plans_film_is_its_price() -> None:
 @pytest.mark.parametrize(("width", "dark"), [("desk", True), ("phone", False)])
 def test_a_memory_plan_is_stepped_through(tmp_path: Path, width: str, dark: bool) -> None:
     file = tmp_path / "plan.html"
-    printed = memory(f"plan --links 6 --budget 50% --bandwidth 2MiB --html {file}".split())
+    printed = memory(f"plan --layers 6 --budget 50% --bandwidth 2MiB --html {file}".split())
     assert printed.endswith(f"{file} runs it in a browser")
     script = """
         const told = [texts(".figures")[0], count("rect.time"), count("path[data-name]")];
@@ -169,12 +169,12 @@ def test_a_memory_plan_is_stepped_through(tmp_path: Path, width: str, dark: bool
     first, boxes, lines, early, kept, end, least = look(file.read_text(), script, tmp_path, width, dark)["told"]
     this = re.search(r"this plan ([\d.]+ MB) .*, ([\d.]+ s), .* again: (\d+)\nmoved +([\d.]+ MB)", printed)
     assert this and first.startswith(f"{this[2]}, at most {this[1]} of ")
-    assert first.endswith(f"; {this[3]} link again, {this[4]} moved")
+    assert first.endswith(f"; {this[3]} layer again, {this[4]} moved")
     assert boxes > 2 * 6 and lines == 3
-    assert early.startswith("action 2 of ") and "O0 (link 0): what was kept begins to go out; clock 1 s" in early
-    assert kept.startswith("18 s, at most 30 MB of ") and kept.endswith("; 0 links again")
+    assert early.startswith("action 2 of ") and "O0 (layer 0): what was kept begins to go out; clock 1 s" in early
+    assert kept.startswith("18 s, at most 30 MB of ") and kept.endswith("; 0 layers again")
     assert end.startswith("action 17 of 17, B0")
-    assert re.search(r"least +([\d.]+ MB)", printed)[1] in least and not least.endswith("; 0 links again")  # type: ignore[index]
+    assert re.search(r"least +([\d.]+ MB)", printed)[1] in least and not least.endswith("; 0 layers again")  # type: ignore[index]
 
 
 def test_slides_show_the_same(tmp_path: Path) -> None:
@@ -188,9 +188,9 @@ def test_slides_show_the_same(tmp_path: Path) -> None:
     schedule(["--schedule", "gpipe", "--stages", "2", "--microbatches", "3", "--svg", str(file)])
     boxes = ElementTree.parse(file).getroot().findall("{http://www.w3.org/2000/svg}rect")
     assert len(boxes) == 2 + 2 * 2 * 3
-    memory(f"plan --links 3 --budget 100% --svg {file}".split())
+    memory(f"plan --layers 3 --budget 100% --svg {file}".split())
     boxes = ElementTree.parse(file).getroot().findall("{http://www.w3.org/2000/svg}rect")
-    assert len(boxes) == 6 + (4 + 2) + 1 + 6  # actions, links that are kept or wait, the budget, bars
+    assert len(boxes) == 6 + (4 + 2) + 1 + 6  # actions, layers that are kept or wait, the budget, bars
     with pytest.raises(UsageError, match="a slide shows 1 to 16 ranks, not 17"):
         comm(["render", "ring", "--ranks", "17", "--svg", str(file)])
 

@@ -9,7 +9,7 @@ import pytest
 from nnmpi import models, nn
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, LayoutError, ShapeError, UsageError
-from nnmpi.nn.chain import ModelPart, cut_chain, join_links, open_chain, run_links
+from nnmpi.nn.chain import ModelPart, cut_chain, join_layers, open_chain, run_layers
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding, find
@@ -185,18 +185,18 @@ def test_cut_into_stages(group: Group, build: Callable[..., Module]) -> None:
     x, y = images(3, (8, 8, 1), "float64")
     whole, ours = build((8, 8, 1), 3), build((8, 8, 1), 3)
     shard(ours, group)
-    links = open_chain(ours)
+    layers = open_chain(ours)
     whole.initialize(seed=1, dtype="float64")
     ours.initialize(seed=1, dtype="float64")
     with training(seed=1):
         loss = cross_entropy(whole(Tensor(x)), y)
         loss.backward()
-    stages = cut_chain(links, tuple(range(i, i + 1) for i in range(len(links))))
+    stages = cut_chain(layers, tuple(range(i, i + 1) for i in range(len(layers))))
     kept: dict[str, Any] = {}
     with training(seed=1):
         value = Tensor(x)
         for stage in stages:
-            value = run_links(stage, join_links(stage), value, kept)
+            value = run_layers(stage, join_layers(stage), value, kept)
         found = cross_entropy(value, y)
     found.backward()
     expected = {name: p.grad for name, p in whole.named_parameters()}

@@ -21,7 +21,7 @@ from nnmpi.models.resnet import resnet
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
 from nnmpi.optim.adam import Adam
-from nnmpi.parallel.pipeline.profile import LinkCost
+from nnmpi.parallel.pipeline.profile import LayerProfile
 from nnmpi.planner.activations import measure_whole
 from nnmpi.planner.profile import Profile, StepCost, Workload, ready_worker
 from nnmpi.planner.shapes import ModelShapes
@@ -65,9 +65,9 @@ def samples(name: str) -> Dataset:
 def test_activations_are_those_of_the_ranks_to_the_byte(name: str, one: Candidate) -> None:
     build, data = MODELS[name], samples(name)
     work = Workload(build, Adam, lambda where: {}, data, ROWS, 2)
-    links = tuple(LinkCost(str(i), 1e-6 * (1 + i % 3), 1) for i in range(len(open_chain(build()))))
+    layers = tuple(LayerProfile(str(i), 1e-6 * (1 + i % 3), 1) for i in range(len(open_chain(build()))))
     steps = {ROWS: StepCost(1e-3, 1e-4, 0, unrecorded_s=1e-3)}
-    shapes = ModelShapes(work, Profile({}, {(1, 1): steps}, {ROWS: links}), numpy_backend())
+    shapes = ModelShapes(work, Profile({}, {(1, 1): steps}, {ROWS: layers}), numpy_backend())
     split = [len(cut) for cut in shapes.part(one.tp, one.pp, one.virtual_stages).cuts]
 
     def held(group: Group) -> tuple[int, int]:

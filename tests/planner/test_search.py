@@ -21,7 +21,7 @@ from nnmpi.models.gpt import gpt
 from nnmpi.nn.chain import ModelPart, open_chain
 from nnmpi.nn.module import Module
 from nnmpi.optim.adam import Adam
-from nnmpi.parallel.pipeline.profile import LinkCost
+from nnmpi.parallel.pipeline.profile import LayerProfile
 from nnmpi.planner.machine import PRESETS, PlannedNetwork, find_network
 from nnmpi.planner.price import Pricer
 from nnmpi.planner.profile import Profile, StepCost, Workload, between, row_counts, shares_of
@@ -45,15 +45,15 @@ def workload(batch_size: int = 16, layers: int = LAYERS) -> Workload:
 
 
 def profile(ranks: int, batch_size: int = 16, layers: int = LAYERS) -> Profile:
-    """Return times that nobody has measured: each row costs what the links' parameters say, a link a little more."""
+    """Return times that nobody has measured: each row costs what the layers' parameters say, a layer a little more."""
     model = build(layers)
-    elements = [sum(p.size for p in ModelPart(model, [link]).parameters()) for link in open_chain(model)]
+    elements = [sum(p.size for p in ModelPart(model, [layer]).parameters()) for layer in open_chain(model)]
     counts = row_counts(batch_size, ranks)
-    links, steps = {}, {}
+    layers, steps = {}, {}
     for rows in counts:
         each = [1e-6 + 1e-9 * rows * (100 + n) * (1 + i % 3) for i, n in enumerate(elements)]
-        links[rows] = tuple(
-            LinkCost(str(i), seconds, n, seconds / 3, 64 * rows, seconds / 3, seconds / 3)
+        layers[rows] = tuple(
+            LayerProfile(str(i), seconds, n, seconds / 3, 64 * rows, seconds / 3, seconds / 3)
             for i, (seconds, n) in enumerate(zip(each, elements, strict=True))
         )
         steps[rows] = StepCost(sum(each), 1e-4, 1000 * rows, unrecorded_s=sum(each), unrecorded_bytes=1000 * rows)
@@ -66,7 +66,7 @@ def profile(ranks: int, batch_size: int = 16, layers: int = LAYERS) -> Profile:
         }
         for tp, sp in shares_of(ranks)
     }
-    return Profile({"made": "up"}, {(1, 1): steps, **shared}, links)
+    return Profile({"made": "up"}, {(1, 1): steps, **shared}, layers)
 
 
 def network(ranks: int, per_node: int) -> PlannedNetwork:
@@ -85,8 +85,8 @@ def pricer(ranks: int, per_node: int) -> Pricer:
 
 
 def layouts(one: Pricer) -> list[Candidate]:
-    links = len(next(iter(one.profile.links.values())))
-    found, _ = candidates(one.network.ranks, 16, list(one.profile.steps), links, one.network.on_one_node, True, False)
+    layers = len(next(iter(one.profile.layers.values())))
+    found, _ = candidates(one.network.ranks, 16, list(one.profile.steps), layers, one.network.on_one_node, True, False)
     return found
 
 
@@ -112,10 +112,10 @@ def test_a_pipeline_takes_as_long_as_passes_that_are_not_replayed() -> None:
     own = times.steps[1, 1].items()
     replayed = {**times.steps, (1, 1): {rows: replace(one, seconds=one.seconds / 2) for rows, one in own}}
     halves = {
-        rows: tuple(replace(link, weights_s=3 * link.weights_s) for link in links)
-        for rows, links in times.links.items()
+        rows: tuple(replace(layer, weights_s=3 * layer.weights_s) for layer in layers)
+        for rows, layers in times.layers.items()
     }
-    other = made(workload(), replace(times, steps=replayed, links=halves), plain.network)
+    other = made(workload(), replace(times, steps=replayed, layers=halves), plain.network)
     stages, replicas = Candidate(pp=4, microbatches=4), Candidate(dp=4, allreduce="ring")
     in_halves = replace(stages, schedule="zero-bubble")
     assert other.price(stages).seconds == plain.price(stages).seconds

@@ -57,8 +57,8 @@ def test_the_planner_finds_a_layout_that_fits_where_there_is_one() -> None:
 
 def test_shared_state_of_described_models_adds_up_to_the_whole() -> None:
     system = SurveyedSystem(TOLD["Megatron-LM"])
-    for links in (system.links, grouped(system.links, 10)):
-        shapes = DescribedShapes(links, TOLD["Megatron-LM"]["bytes"])
+    for layers in (system.layers, grouped(system.layers, 10)):
+        shapes = DescribedShapes(layers, TOLD["Megatron-LM"]["bytes"])
         for tp, pp, zero, replicas in ((1, 1, 0, 1), (8, 1, 0, 1), (2, 4, 0, 1), (1, 1, 3, 16), (4, 2, 3, 8)):
             parts = shapes.states(tp, pp, 1, zero, replicas, False)
             whole = sum(part.parameters + part.gradients + part.optimizer for part in parts) * tp * replicas

@@ -37,13 +37,13 @@ MODELS: dict[str, tuple[Callable[..., Module], dict[str, Any]]] = {
 def layouts(world: int, name: str) -> list[Layout]:
     """Return pure and mixed layouts of the world, and one in which a rank has several stages."""
     build, options = MODELS[name]
-    links = len(open_chain(build(digits().sample_shape, 10, **options)))
+    layers = len(open_chain(build(digits().sample_shape, 10, **options)))
     meshes = {(world, 1, 1), (1, 1, world)}
     meshes |= {(world // n, n, 1) for n in (2, 3) if world % n == 0}
     meshes |= {(world // 4, 2, 2)} if world % 4 == 0 else set()
-    found = [Layout(*mesh, split=[len(part) for part in split(links, mesh[1])]) for mesh in sorted(meshes)]
+    found = [Layout(*mesh, split=[len(part) for part in split(layers, mesh[1])]) for mesh in sorted(meshes)]
     if world % 2 == 0:
-        parts = [len(part) for part in split(links, 4)]
+        parts = [len(part) for part in split(layers, 4)]
         found.append(Layout(world // 2, 2, 1, schedule="interleaved", virtual_stages=2, split=parts))
     return found
 

@@ -53,7 +53,7 @@ def test_a_pipeline_is_told_traced_and_measured(group: Group, train: Train) -> N
         last, microbatches = group.size - 1, 4 * group.size
         checks = [
             f"pipeline:    1f1b, {group.size} stages, {microbatches} microbatches of" in told,
-            f"stage {last}:     pipeline rank {last}, link" in told,
+            f"stage {last}:     pipeline rank {last}, layer" in told,
             "pipeline pass" in told and "simulated" in told and "waiting for stages" in told,
             not breaches(trace),
             ranks == {f"rank {rank}: d0 p{rank} t0" for rank in range(group.size)},

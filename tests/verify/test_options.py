@@ -34,7 +34,7 @@ def test_every_word_has_its_place() -> None:
         "interleaved",
         2,
     )
-    assert (parallel.links, parallel.recompute, parallel.reduction) == ((1, 2, 3), "always", "fixed")
+    assert (parallel.layers_per_stage, parallel.recompute, parallel.reduction) == ((1, 2, 3), "always", "fixed")
     assert parallel.activation_memory_bytes == 2**20
     assert (parallel.memory_limit_bytes, parallel.allreduce, parallel.bucket_mb) == (2**21, "ring", 0.5)
 

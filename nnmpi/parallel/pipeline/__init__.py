@@ -9,8 +9,8 @@
     budget      StagePlans         within a budget of bytes: what of a microbatch the stages keep, and compute again
     relay       GradientRelay      under fixed sums: hands on the gradients of parameters that several stages have
 
-Read executor first, then stage and boundary. `profile` measures what each link of a chain costs, so that a model can be
-cut into stages of equal cost.
+Read executor first, then stage and boundary. `profile` measures what each layer of a chain costs, so that a model can
+be cut into stages of equal cost.
 
 What you want to change, and where:
 

@@ -109,8 +109,8 @@ def pack(x: Any, kept: dict[str, Tensor], stage: int) -> tuple[list[Tensor], boo
     """Return the tensors at a stage's end in the order in which they travel, and whether x is a single one.
 
     Args:
-        x: what the stage's last link returned: a tensor, or a tuple of tensors.
-        kept: values that later links need, by name (see `nn.chain`).
+        x: what the stage's last layer returned: a tensor, or a tuple of tensors.
+        kept: values that later layers need, by name (see `nn.chain`).
         stage: the number of the stage, for messages.
 
     Raises:

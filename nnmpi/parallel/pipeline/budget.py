@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from nnmpi.comm.units import format_bytes
 from nnmpi.memory.optimal import OptimalPlans
-from nnmpi.memory.plan import Act, Action, ChainLinkCost, Costs, Plan, keep_all, simulate
+from nnmpi.memory.plan import Act, Action, Costs, LayerCost, Plan, keep_all, simulate
 from nnmpi.parallel.pipeline.passed import InstructionBytes, StageBytes, most_bytes
 from nnmpi.schedule.instruction import Kind
 from nnmpi.schedule.schedule import Schedule
@@ -30,7 +30,7 @@ class StageCosts:
     """What a stage takes for a microbatch.
 
     Attributes:
-        first, later: of its links, and the loss or the stage's end: for the first backward of a pass, which writes
+        first, later: of its layers, and the loss or the stage's end: for the first backward of a pass, which writes
             gradients, and for later ones, which add to them.
         received: bytes of what comes from the stage before.
         needed: whether a gradient goes back there.
@@ -39,8 +39,8 @@ class StageCosts:
         staged: whether messages go through other memory, as a device's do: none of its own is kept for them.
     """
 
-    first: tuple[ChainLinkCost, ...]
-    later: tuple[ChainLinkCost, ...]
+    first: tuple[LayerCost, ...]
+    later: tuple[LayerCost, ...]
     received: int
     needed: bool
     is_last: bool
@@ -168,10 +168,11 @@ class StagePlans:
     def describe(self) -> str:
         """Return what the plans take, beside an ordinary pass, in a sentence."""
         again = sum(simulate(self._stages[number].later, plan).again for number, plan in self.plans.items())
-        links = sum(len(each.later) - 1 for each in self._stages.values())
+        layers = sum(len(each.later) - 1 for each in self._stages.values())
         return (
             f"activations take {format_bytes(self.most)} at most, {format_bytes(self.most_kept)} if all were kept; "
-            f"{again} of {links} links are computed again, predicted {self.seconds / self.seconds_kept:.2f} of the time"
+            f"{again} of {layers} layers are computed again, "
+            f"predicted {self.seconds / self.seconds_kept:.2f} of the time"
         )
 
 
@@ -179,7 +180,7 @@ class _Holder:
     """The plans of a stage that hold no more than a part of what it may hold between forward and backward.
 
     Args:
-        costs: of the stage's links, and its end.
+        costs: of the stage's layers, and its end.
         part: from 0, the least, to 1, for all.
     """
 

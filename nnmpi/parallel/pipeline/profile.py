@@ -1,6 +1,6 @@
-"""Measures what each link of a chain costs: its time forward and backward, its parameters, and what it hands on.
+"""Measures what each layer of a chain costs: its time forward and backward, its parameters, and what it hands on.
 
-Only one link has values at a time, so that a model can be measured that does not fit into memory.
+Only one layer has values at a time, so that a model can be measured that does not fit into memory.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from typing import Any
 from nnmpi import clock
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend
-from nnmpi.nn.chain import ChainLink, Kept, ModelPart
+from nnmpi.nn.chain import ChainLayer, Kept, ModelPart
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.parallel.pipeline.boundary import pack
@@ -23,15 +23,15 @@ PARAMETER_S = 1e-9  # what a parameter costs where computing takes no time, or n
 
 
 @dataclass(frozen=True)
-class LinkCost:
-    """One link's cost for one microbatch.
+class LayerProfile:
+    """One layer's cost for one microbatch.
 
     Attributes:
-        name: the link's.
+        name: the layer's.
         seconds: of a forward and a backward, the fastest of some.
         elements: of its parameters on this rank.
         forward_s: of the forward alone.
-        value_bytes: of all that goes over a cut behind it: its result, and values that later links take.
+        value_bytes: of all that goes over a cut behind it: its result, and values that later layers take.
         input_s: of the first half of a backward in halves, which gives the gradient of what came in.
         weights_s: of the second half, which gives those of the parameters.
     """
@@ -50,14 +50,14 @@ class LinkCost:
         return self.seconds - self.forward_s
 
 
-def profile(model: Module, links: Sequence[ChainLink], x: Array, dtype: str, backend: Backend) -> list[LinkCost]:
-    """Return what each link of a model costs for this input. Collective where layers are.
+def profile(model: Module, layers: Sequence[ChainLayer], x: Array, dtype: str, backend: Backend) -> list[LayerProfile]:
+    """Return what each layer of a model costs for this input. Collective where layers are.
 
     The model is left uninitialized; initialize it (or its part) afterwards.
 
     Args:
         model: not initialized, or to be initialized anew.
-        links: `open_chain(model)`.
+        layers: `open_chain(model)`.
         x: one microbatch, (batch, ...).
         dtype: of the parameters.
         backend: where they live.
@@ -65,17 +65,17 @@ def profile(model: Module, links: Sequence[ChainLink], x: Array, dtype: str, bac
     value: Any = Tensor(backend.asarray(x))
     kept: Kept = {}
     costs = []
-    for link in links:
-        part = ModelPart(model, [link])
+    for layer in layers:
+        part = ModelPart(model, [layer])
         part.initialize(dtype=dtype, backend=backend)
-        one = _Measured(link, value, kept, backend)
+        one = _Measured(layer, value, kept, backend)
         one.time()
         value, kept = one.after
         value_bytes = sum(tensor.data.nbytes for tensor in pack(value, kept, 0)[0])
         parameters = part.parameters()
         elements = sum(parameter.size for parameter in parameters)
         times = one.seconds, elements, one.forward_s, value_bytes, one.input_s, one.weights_s
-        costs.append(LinkCost(link.name, *times))
+        costs.append(LayerProfile(layer.name, *times))
         for parameter in parameters:
             del parameter.data
             parameter.grad = parameter.buffer = None
@@ -88,16 +88,16 @@ def profile(model: Module, links: Sequence[ChainLink], x: Array, dtype: str, bac
 
 
 class _Measured:
-    """One link and what comes to it, passed through some times.
+    """One layer and what comes to it, passed through some times.
 
     Attributes:
         seconds, forward_s: of the fastest pass: all of it, and its forward.
         input_s, weights_s: of the fastest backward in halves: its first, and its second one.
-        after: what the link makes of what comes to it, cut off from the graph.
+        after: what the layer makes of what comes to it, cut off from the graph.
     """
 
-    def __init__(self, link: ChainLink, value: Any, kept: Kept, backend: Backend) -> None:
-        self._link, self._value, self._kept, self._backend = link, value, kept, backend
+    def __init__(self, layer: ChainLayer, value: Any, kept: Kept, backend: Backend) -> None:
+        self._layer, self._value, self._kept, self._backend = layer, value, kept, backend
         self.seconds = self.forward_s = self.input_s = self.weights_s = float("inf")
         self.after: tuple[Any, Kept] = value, kept
 
@@ -130,7 +130,7 @@ class _Measured:
     def _forward(self) -> tuple[Any, Kept]:
         around = {name: _cut_off(each) for name, each in self._kept.items()}
         with training():
-            return self._link.run(_map(self._value, _cut_off), around), around
+            return self._layer.run(_map(self._value, _cut_off), around), around
 
     @staticmethod
     def _backward(result: Any, around: Kept, deferred: Deferred | None = None) -> None:

@@ -1,7 +1,7 @@
 """What one pipeline stage computes: forward and backward of microbatches, and what is kept between the two.
 
-    forward(m)    leaves --> links --> ends          the graph of microbatch m waits here, or only its leaves, if the
-    backward(m)   leaves <-- links <-- ends          stage recomputes (Chen et al., "Training deep nets with sublinear
+    forward(m)    leaves --> layers --> ends          the graph of microbatch m waits here, or only its leaves, if the
+    backward(m)   leaves <-- layers <-- ends          stage recomputes (Chen et al., "Training deep nets with sublinear
                                                      memory cost", 2016)
 
 A stage sends nothing and does not know the schedule: boundary and executor do.
@@ -17,7 +17,7 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.memory.chain import plain
 from nnmpi.memory.run import RecomputedModel
-from nnmpi.nn.chain import ChainLink, join_links, run_links
+from nnmpi.nn.chain import ChainLayer, join_layers, run_layers
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, pack, unpack
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import whole_values
@@ -57,11 +57,11 @@ class CommonRoot(Function):
 
 
 class Stage:
-    """Computes some links of a chain for one microbatch after another.
+    """Computes some layers of a chain for one microbatch after another.
 
     Args:
         number: of the stage, for messages.
-        links: see `nn.chain`.
+        layers: see `nn.chain`.
         names: of the kept values at its beginning, sorted.
         scope: (microbatch, again) -> the mode to run in; `again` where a forward is repeated.
         head: on the last stage: (result, microbatch) -> the scalar whose gradient is wanted.
@@ -70,22 +70,22 @@ class Stage:
             beginning, and unmarked, at its end (see `parallel.sequence`); None where nothing is.
 
     Attributes:
-        planned: runs the links by a plan, if there is one.
+        planned: runs the layers by a plan, if there is one.
         entered: what came to the stage last while there is a plan to be made; else None.
     """
 
     def __init__(
         self,
         number: int,
-        links: Sequence[ChainLink],
+        layers: Sequence[ChainLayer],
         names: Sequence[str],
         scope: Scope,
         head: Head | None = None,
         recompute: Callable[[int], bool] = lambda microbatch: False,
         shared: Callable[[Tensor, bool], Tensor] | None = None,
     ) -> None:
-        self.number, self.links, self.head = number, tuple(links), head
-        self._joined = join_links(links)
+        self.number, self.layers, self.head = number, tuple(layers), head
+        self._joined = join_layers(layers)
         self._names, self._scope, self._recompute, self._shared = tuple(names), scope, recompute, shared
         self._in_flight: dict[int, _InFlight] = {}
         self._halves: dict[int, Deferred] = {}
@@ -169,12 +169,12 @@ class Stage:
         self._halves.clear()
 
     def end(self, x: Tensor, microbatch: int) -> Tensor:
-        """Return what the links' result is at the stage's end: the loss on the last one."""
+        """Return what the layers' result is at the stage's end: the loss on the last one."""
         x = x if self._shared is None else self._shared(x, False)
         return x if self.head is None else self.head(x, microbatch)
 
     def begin(self, x: Tensor) -> Tensor:
-        """Return what comes to the stage as what comes to its links."""
+        """Return what comes to the stage as what comes to its layers."""
         return x if self._shared is None else self._shared(x, True)
 
     def _run_plan(self, planned: RecomputedModel, microbatch: int, x: Tensor) -> Tensor:
@@ -185,7 +185,7 @@ class Stage:
     def _run(self, microbatch: int, leaves: list[Tensor], single: bool, again: bool) -> tuple[list[Tensor], bool]:
         with self._scope(microbatch, again):
             x, kept = unpack([self.begin(leaf) for leaf in leaves], single, self._names)
-            x = run_links(self.links, self._joined, x, kept)
+            x = run_layers(self.layers, self._joined, x, kept)
             if self.head is not None:
                 return [self.end(x, microbatch)], True
             ends, single = pack(x, kept, self.number)

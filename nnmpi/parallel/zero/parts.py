@@ -1,6 +1,6 @@
 """Flat storage of which each rank keeps a part: what the stages of ZeRO have in memory, and where.
 
-A unit is a run of the model's links, such as a block: what is gathered, computed with, and summed at once. Its
+A unit is a run of the model's layers, such as a block: what is gathered, computed with, and summed at once. Its
 parameters lie together in a flat array (one for each optimizer group), of which rank r owns part r of `shard.split`. So
 the parts of a unit differ by at most one element, and there is no padding but the gaps that flat storage has anyway.
 

@@ -13,7 +13,7 @@ from nnmpi.backend.recording import refuse_inside
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, UsageError, counted
-from nnmpi.nn.chain import Kept, run_links
+from nnmpi.nn.chain import Kept, run_layers
 from nnmpi.nn.container import check_empty
 from nnmpi.nn.module import Module
 from nnmpi.parallel.data import DataParallel
@@ -116,8 +116,8 @@ class ShardedDataParallel(DataParallel):
         storage.enter(SHARED)
         for number, unit in enumerate(units):
             storage.enter(number, number + 1 if number + 1 < len(units) else None)
-            alone = unit.links[0].module is self.model
-            x = self._whole(x) if alone else run_links(unit.links, unit.joined, x, kept)
+            alone = unit.layers[0].module is self.model
+            x = self._whole(x) if alone else run_layers(unit.layers, unit.joined, x, kept)
             if isinstance(x, Tensor):
                 x = UnitEnd(self._reach(number))(x)
             storage.leave(number)

@@ -1,6 +1,6 @@
 """What is gathered and summed at once, and how many bytes that takes: integers alone, before a model has values.
 
-A unit is a run of the model's links, such as a block. Its parameters lie together in a flat array (one for each
+A unit is a run of the model's layers, such as a block. Its parameters lie together in a flat array (one for each
 optimizer group), of which rank r owns part r of `shard.split`.
 """
 
@@ -11,7 +11,7 @@ from itertools import groupby
 from nnmpi.comm.gradients import BUCKET_BYTES
 from nnmpi.comm.units import format_bytes
 from nnmpi.memory.stored import HOST_PIECE_BYTES, window_bytes
-from nnmpi.nn.chain import ChainLink, ModelPart, Run, join_links, open_chain
+from nnmpi.nn.chain import ChainLayer, ModelPart, Run, join_layers, open_chain
 from nnmpi.nn.module import Module
 from nnmpi.shard import buckets, part
 from nnmpi.tensor.flat import ALIGNMENT_BYTES
@@ -25,9 +25,9 @@ OPTIMIZER, ALL = "optimizer", "all"  # what may lie out of memory
 
 @dataclass(frozen=True, eq=False)
 class Unit:
-    """A run of links, with the calls that compute them and the parameters that no other unit has."""
+    """A run of layers, with the calls that compute them and the parameters that no other unit has."""
 
-    links: tuple[ChainLink, ...]
+    layers: tuple[ChainLayer, ...]
     joined: tuple[Run, ...]
     parameters: tuple[Parameter, ...]
 
@@ -35,7 +35,7 @@ class Unit:
 def cut_units(model: Module, limit_bytes: int, itemsize: int) -> tuple[tuple[Unit, ...], tuple[Parameter, ...]]:
     """Cut a model's chain into units; return them, and the parameters that several of them have.
 
-    Links of one child of the model stay together, such as a residual block's. Children are taken together as long as
+    Layers of one child of the model stay together, such as a residual block's. Children are taken together as long as
     their parameters are not more than the limit; one without parameters goes with the one before it.
 
     Args:
@@ -43,10 +43,10 @@ def cut_units(model: Module, limit_bytes: int, itemsize: int) -> tuple[tuple[Uni
         limit_bytes: at least 1.
         itemsize: bytes of an element.
     """
-    links = model.links if isinstance(model, ModelPart) else open_chain(model)
-    blocks = [tuple(block) for _, block in groupby(links, lambda link: link.name.partition(".")[0])]
+    layers = model.layers if isinstance(model, ModelPart) else open_chain(model)
+    blocks = [tuple(block) for _, block in groupby(layers, lambda layer: layer.name.partition(".")[0])]
     seen: set[int] = set()
-    merged: list[tuple[ChainLink, ...]] = []
+    merged: list[tuple[ChainLayer, ...]] = []
     sizes: list[int] = []
     for block in blocks:
         new = {id(each): each for each in _parameters(block) if id(each) not in seen}
@@ -57,21 +57,23 @@ def cut_units(model: Module, limit_bytes: int, itemsize: int) -> tuple[tuple[Uni
         else:
             merged.append(block)
             sizes.append(size)
-    runs = [tuple(link for i in group for link in merged[i]) for group in buckets(sizes, limit_bytes)] or [tuple(links)]
+    runs = [tuple(layer for i in group for layer in merged[i]) for group in buckets(sizes, limit_bytes)] or [
+        tuple(layers)
+    ]
     users: dict[int, set[int]] = {}
     for number, run in enumerate(runs):
         for each in _parameters(run):
             users.setdefault(id(each), set()).add(number)
     units = [
-        Unit(run, join_links(run), tuple(each for each in _parameters(run) if len(users[id(each)]) == 1))
+        Unit(run, join_layers(run), tuple(each for each in _parameters(run) if len(users[id(each)]) == 1))
         for run in runs
     ]
     return tuple(units), tuple(each for each in model.parameters() if len(users.get(id(each), ())) != 1)
 
 
-def _parameters(links: Sequence[ChainLink]) -> list[Parameter]:
-    """Return the parameters of some links, each once."""
-    found = {id(each): each for link in links for _, module in link.members for each in module.parameters()}
+def _parameters(layers: Sequence[ChainLayer]) -> list[Parameter]:
+    """Return the parameters of some layers, each once."""
+    found = {id(each): each for layer in layers for _, module in layer.members for each in module.parameters()}
     return list(found.values())
 
 

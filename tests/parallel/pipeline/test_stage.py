@@ -54,16 +54,16 @@ def staged(name: str, cuts: list[int], halves: bool, recompute: bool) -> tuple[R
     """Go through the stages with all forwards first, as GPipe does; return also what was live in each after them."""
     x, y = data()
     model = build(name)
-    links = open_chain(model)
-    edges = [0, *cuts, len(links)]
+    layers = open_chain(model)
+    edges = [0, *cuts, len(layers)]
     ranges = [range(a, b) for a, b in zip(edges, edges[1:], strict=False)]
 
     def head(result: Tensor, m: int) -> Tensor:
         return cross_entropy(result, y[m], reduction="sum")
 
     stages = [
-        Stage(i, each, kept_at(links, ranges[i].start), scope, head if i == len(cuts) else None, lambda m: recompute)
-        for i, each in enumerate(cut_chain(links, ranges))
+        Stage(i, each, kept_at(layers, ranges[i].start), scope, head if i == len(cuts) else None, lambda m: recompute)
+        for i, each in enumerate(cut_chain(layers, ranges))
     ]
     losses = []
     for m in range(MICROBATCHES):

@@ -92,5 +92,5 @@ def test_a_sharded_model_is_cut_where_the_whole_one_is(group: Group, build: Call
     """No exchange closes a block that a pipeline could cut."""
     whole, ours = build((8, 8, 1), 3), build((8, 8, 1), 3)
     shard(ours, group)
-    expected, found = ([link.name for link in open_chain(model)] for model in (whole, ours))
+    expected, found = ([layer.name for layer in open_chain(model)] for model in (whole, ours))
     assert all(group.gather(expected == found)), found
