@@ -31,7 +31,7 @@ from nnmpi.version import VERSION  # noqa: E402
 if TYPE_CHECKING:
     from nnmpi import comm, memory, parallel
     from nnmpi.comm.group import Group
-    from nnmpi.comm.simulated.world import simulate
+    from nnmpi.comm.simulated.simulated_world import simulate
     from nnmpi.comm.start import start
     from nnmpi.compose.arrange import arrange
     from nnmpi.compose.asynchronous import AsynchronousWorker
@@ -91,7 +91,7 @@ _WHEN_USED = {
     "Worker": "nnmpi.compose.worker",
     "arrange": "nnmpi.compose.arrange",
     "load": "nnmpi.trained.run",
-    "simulate": "nnmpi.comm.simulated.world",
+    "simulate": "nnmpi.comm.simulated.simulated_world",
     "start": "nnmpi.comm.start",
 }
 

@@ -14,10 +14,9 @@ from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.backend.random import stream
 from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import agreed, on_root
-from nnmpi.comm.fit import Fit, load_fit
+from nnmpi.comm.fitting.fit import Fit, load_fit
 from nnmpi.comm.fitting.measure import find_fit
 from nnmpi.comm.group import Group
-from nnmpi.comm.units import format_bytes, format_seconds, parse_bytes
 from nnmpi.command import Option, options_of, read_words
 from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.errors import UsageError
@@ -45,6 +44,7 @@ from nnmpi.train.device import check_compiled, take_backend
 from nnmpi.train.inputs import load_samples, match_loss
 from nnmpi.train.log import Console
 from nnmpi.train.products import choose_computing
+from nnmpi.units import format_bytes, format_seconds, parse_bytes
 
 PROGRAM = "python -m nnmpi.plan"
 DESCRIPTION = """Say which layout of a model takes the least time for a step, on these ranks or on others.

@@ -24,12 +24,12 @@ from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import PeriodicCheck, agreed, on_root
 from nnmpi.comm.describe import describe
 from nnmpi.comm.group import Group
-from nnmpi.comm.units import format_bytes
 from nnmpi.command import HelpAsked
 from nnmpi.errors import CommError, counted
 from nnmpi.launcher import read_launch
 from nnmpi.train.log import Console
 from nnmpi.train.loop import StopSignals
+from nnmpi.units import format_bytes
 
 # The settings that decide how many threads a rank has, and how MPI sends. (Open MPI's launcher sets many more itself.)
 SETTINGS = ("OMP_", "OPENBLAS_", "MKL_", "MPIR_CVAR_", "UCX_", "FI_") + tuple(

@@ -21,7 +21,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend
 from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE, SHARED
 from nnmpi.comm.choose import choose
-from nnmpi.comm.fit import Fit
+from nnmpi.comm.fitting.fit import Fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.sharing.memory import SharedMemory
 from nnmpi.comm.sharing.shared_sum import SharedSum, own_slice

@@ -8,8 +8,8 @@ import numpy as np
 from benchmarks.harness import command
 from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, IPC, NATIVE, NCCL, SHARED
 from nnmpi.comm.buffers import DTYPES
-from nnmpi.comm.units import format_bytes
 from nnmpi.errors import UsageError
+from nnmpi.units import format_bytes
 
 PROGRAM = "mpirun -n P python benchmarks/collectives"
 DESCRIPTION = """Time collectives, interleaved in one process, beside what the cost model predicts.

@@ -7,7 +7,7 @@ from benchmarks.collectives.options import ALL_REDUCE
 from benchmarks.harness import results
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.algorithms.registry import COLLECTIVES, NATIVE, SHARED
-from nnmpi.comm.fit import Fit, default_file, load_fit, save_fit
+from nnmpi.comm.fitting.fit import Fit, default_file, load_fit, save_fit
 from nnmpi.comm.fitting.measure import facts, measure
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError

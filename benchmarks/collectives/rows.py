@@ -21,8 +21,8 @@ from benchmarks.collectives.options import BASELINES
 from benchmarks.harness import plots
 from benchmarks.harness.tables import MISSING, GrowingTable
 from nnmpi.comm.algorithms.registry import NATIVE
-from nnmpi.comm.units import format_bytes
 from nnmpi.errors import counted
+from nnmpi.units import format_bytes
 
 MARKERS = "osD^vP*X<>h"
 

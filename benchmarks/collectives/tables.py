@@ -19,8 +19,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that 
 from benchmarks.collectives.options import FUSED, GLOO, NO_MPI, UPDATE  # noqa: E402
 from benchmarks.harness.tables import MISSING, number, render  # noqa: E402
 from nnmpi.comm.algorithms.registry import ALGORITHMS, AUTO, NATIVE, SHARED  # noqa: E402
-from nnmpi.comm.units import format_bytes  # noqa: E402
 from nnmpi.errors import UsageError  # noqa: E402
+from nnmpi.units import format_bytes  # noqa: E402
 
 K, M = 2**10, 2**20
 

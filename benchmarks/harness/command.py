@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from benchmarks.harness.plots import SUFFIXES
-from nnmpi.comm.units import parse_bytes, parse_seconds
 from nnmpi.command import HelpAsked, Parser
 from nnmpi.errors import NnmpiError, UsageError
+from nnmpi.units import parse_bytes, parse_seconds
 
 T = TypeVar("T")
 INTERRUPTED = 130  # the exit status after Ctrl-C

@@ -19,13 +19,13 @@ from nnmpi import models, nn, ops, optim
 from nnmpi.backend.allocations import counting
 from nnmpi.backend.memory import host_memory, keep_freed_memory, reset_host_peak
 from nnmpi.backend.record import numpy_backend
-from nnmpi.comm.units import parse_bytes
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.memory.run import RecomputedModel
 from nnmpi.memory.stored import keep_state
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.units import parse_bytes
 
 BUDGET = 30_000  # bytes of activations, for `flat`
 DRAW = np.random.default_rng(0)

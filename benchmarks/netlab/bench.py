@@ -18,7 +18,7 @@ from benchmarks.netlab.shell import LabError
 from benchmarks.netlab.state import State
 from nnmpi.comm.choose import choose
 from nnmpi.comm.collective import ALL_REDUCE
-from nnmpi.comm.fit import Fit
+from nnmpi.comm.fitting.fit import Fit
 from nnmpi.comm.machine import Curve, Link, Machine
 
 

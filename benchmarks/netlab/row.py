@@ -9,7 +9,7 @@ from typing import Any
 from benchmarks.harness.tables import GrowingTable
 from benchmarks.netlab.shell import LabError
 from nnmpi.comm.collective import ALL_REDUCE
-from nnmpi.comm.units import format_bytes
+from nnmpi.units import format_bytes
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from benchmarks.plan.plots import draw  # noqa: E402
 from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
 from nnmpi.backend.record import numpy_backend  # noqa: E402
 from nnmpi.comm.start import start  # noqa: E402
-from nnmpi.comm.units import parse_bytes  # noqa: E402
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS  # noqa: E402
 from nnmpi.planner.price import Pricer  # noqa: E402
 from nnmpi.planner.profile import ROUNDS  # noqa: E402
@@ -26,6 +25,7 @@ from nnmpi.planner.space import Candidate  # noqa: E402
 from nnmpi.train.auto_layout import take_network, take_profile, time_layout, with_options, workload_of  # noqa: E402
 from nnmpi.train.cli import parse  # noqa: E402
 from nnmpi.train.inputs import load_samples  # noqa: E402
+from nnmpi.units import parse_bytes  # noqa: E402
 
 CASES = {
     "mlp": "--model mlp --hidden 512 512 --batch-size 256",

@@ -19,8 +19,8 @@ from benchmarks.scaling.sweep import (
     rank_counts,
     sweep,
 )
-from nnmpi.comm.fit import load_fit
-from nnmpi.comm.units import format_bytes, format_seconds
+from nnmpi.comm.fitting.fit import load_fit
+from nnmpi.units import format_bytes, format_seconds
 
 PROGRAM = "python benchmarks/scaling"
 DESCRIPTION = "Simulated time of all all-reduces against the number of ranks, and where one overtakes another."

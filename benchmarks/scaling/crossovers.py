@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from benchmarks.scaling.sweep import MachineModel, SimulatedTime, seconds
-from nnmpi.comm.units import format_bytes
+from nnmpi.units import format_bytes
 
 SMALLEST, LARGEST, RATIO = 8, 2**30, 8  # the sizes between which crossovers are looked for
 ELEMENT = 4  # bytes: lengths between whole elements are none

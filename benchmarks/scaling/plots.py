@@ -7,7 +7,7 @@ from typing import Any
 from benchmarks.harness import plots
 from benchmarks.scaling.crossovers import best_by_ranks, fastest_by_ranks
 from benchmarks.scaling.sweep import NAMES, MachineModel, SimulatedTime, is_power
-from nnmpi.comm.units import format_bytes
+from nnmpi.units import format_bytes
 
 UNITS = {
     1e-6: "1 us",

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS, find_algorithm
-from nnmpi.comm.fit import Fit
+from nnmpi.comm.fitting.fit import Fit
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
 from nnmpi.comm.simulate import simulate
 

@@ -12,7 +12,7 @@ from benchmarks.synchrony.ranks import MeasuredRun, Row
 from benchmarks.synchrony.recipe import Data, Recipe
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import parse_network
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.trainer import Throttle
 from nnmpi.synchrony.slowdown import Slowdown
 from nnmpi.synchrony.sync import Sync

@@ -30,7 +30,7 @@ from nnmpi.backend import keep_freed_memory  # noqa: E402
 from nnmpi.backend.device import select  # noqa: E402
 from nnmpi.backend.gemm import BLAS_NAMES, NUMPY, use_blas  # noqa: E402
 from nnmpi.comm.group import Group  # noqa: E402
-from nnmpi.comm.simulated.world import simulate  # noqa: E402
+from nnmpi.comm.simulated.simulated_world import simulate  # noqa: E402
 from nnmpi.compose.arrange import arrange  # noqa: E402
 from nnmpi.compose.layout import Layout  # noqa: E402
 from nnmpi.compose.writing import Writer, choose_token, write  # noqa: E402

@@ -5,8 +5,8 @@ What a collective is, without MPI; read these first:
     steps, collective    what one rank does, as values; what a collective promises
     algorithms/          ring, tree ...: a file each. A new one is a file and a line in its registry
     prove, render        whether the steps keep the promise; a picture of them
-    simulate, cost       how long they take on a machine, by simulation and by formula; simulation/ is the machinery
-    machine, fit         the machine; what was measured of it (fitting/ measures it)
+    simulate, cost       how long they take on a machine, by simulation (step_simulation/) and by formula
+    machine, fitting/    the machine; what was measured of it, and how
     choose               which algorithm "auto" means
 
 Running them, from the bottom up:
@@ -30,7 +30,6 @@ Beside them:
 
     agreement            one rank fails and all raise; is it the same on every rank; meeting now and then
     describe             what runs here, in words
-    units                bytes and seconds as people write them
 
-No import starts MPI or needs an MPI library, except of `nnmpi.comm.mpi.world` and what that is made of.
+No import starts MPI or needs an MPI library, except of `nnmpi.comm.mpi.mpi_world` and what that is made of.
 """

@@ -23,7 +23,7 @@ from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
 from nnmpi.comm.choose import choose
 from nnmpi.comm.collective import ALL_REDUCE, Collective
 from nnmpi.comm.cost import table
-from nnmpi.comm.fit import check_place, default_file, load_fit, save_fit
+from nnmpi.comm.fitting.fit import check_place, default_file, load_fit, save_fit
 from nnmpi.comm.fitting.measure import facts, measure
 from nnmpi.comm.fitting.report import describe_fit, predictions
 from nnmpi.comm.machine import Link, Machine, blocks
@@ -31,11 +31,11 @@ from nnmpi.comm.prove import prove
 from nnmpi.comm.render import compare, draw_slide, render
 from nnmpi.comm.simulate import price, simulate
 from nnmpi.comm.start import start
-from nnmpi.comm.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 from nnmpi.command import Parser, positive_count, say
 from nnmpi.custom import is_custom, load_custom
 from nnmpi.errors import UsageError
 from nnmpi.pages.page import write_page
+from nnmpi.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 
 
 def main(words: Sequence[str]) -> str:

@@ -11,8 +11,8 @@ Every rank must come to the same answer, so nothing is measured here; and a resu
 from dataclasses import dataclass
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS, HIERARCHICAL, NATIVE, SHARED
-from nnmpi.comm.fit import Fit
-from nnmpi.comm.units import format_bytes, format_seconds
+from nnmpi.comm.fitting.fit import Fit
+from nnmpi.units import format_bytes, format_seconds
 
 # Without a fit. A ring moves the fewest bytes but takes 2(N-1) steps, so what counts is the length of a step's message,
 # one N-th of the whole. Measured on one node, 2 cores of an AMD Zen 5, Open MPI 5.0.11 | MPICH 5.0.2, float32, buffers

@@ -153,7 +153,7 @@ def _find_world(comm: Any) -> Comm:
     """Return a communicator with the calls of `comm.world`: itself, or for one of mpi4py's what has them."""
     if hasattr(comm, "world"):
         return cast(Comm, comm)
-    from nnmpi.comm.mpi.world import wrap  # needs an MPI library, which whoever has such a communicator has
+    from nnmpi.comm.mpi.mpi_world import wrap  # needs an MPI library, which whoever has such a communicator has
 
     return wrap(comm)
 

@@ -21,7 +21,7 @@ from nnmpi.comm.communicator import Communicator
 from nnmpi.comm.device.coroutine import Widened
 from nnmpi.comm.device.transport import Devices
 from nnmpi.comm.execution import MAX_MESSAGE_BYTES, Execution, NativeExecution, Pending
-from nnmpi.comm.fit import Fit
+from nnmpi.comm.fitting.fit import Fit
 from nnmpi.comm.prove import check_proof
 from nnmpi.comm.sharing.memory import SharedMemory
 from nnmpi.comm.sharing.shared_sum import SharedSum

@@ -28,7 +28,7 @@ from nnmpi.comm.collective import Collective, as_collective, count
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.prove import PartialSums, prove
 from nnmpi.comm.simulate import price
-from nnmpi.comm.simulation.engine import finish
+from nnmpi.comm.step_simulation.engine import finish
 from nnmpi.comm.steps import Algorithm, Chunks, Step, runs
 from nnmpi.errors import ScheduleError, UsageError, counted
 from nnmpi.pages.svg import EMPTY, INK, LINE, colour, rectangle, text, write_svg

@@ -10,11 +10,13 @@
                rank 0 waits for rank 1
 
 - A message begins when both ends have come to its step (as MPI sends long ones), and, between nodes, when the links of
-  both nodes are free (`simulation.links`). What it costs is said in `simulation.costs`: the link's curve for one way or
-  both, by where its ends are and what they do; slow ranks and nodes take their factor more; late ranks begin later.
+  both nodes are free (`step_simulation.links`). What it costs is said in `step_simulation.costs`: the link's curve for
+  one way or both, by where its ends are and what they do; slow ranks and nodes take their factor more; late ranks
+  begin later.
 - Chunks have the exact bytes that `shard.split` gives them; empty ones send nothing.
-- Symmetric phases are executed round by round over all ranks at once (`simulation.rounds`), all others message by
-  message (`simulation.engine`). Both give the same times; where links are shared, see `CollectiveTimes.out_of_turn`.
+- Symmetric phases are executed round by round over all ranks at once (`step_simulation.rounds`), all others message by
+  message (`step_simulation.engine`). Both give the same times; where links are shared, see
+  `CollectiveTimes.out_of_turn`.
 
 `price` is the same simulation, told as what its time was spent on: the latencies, bytes and sums along the critical
 path. That is the chain of messages and sums that each begin when the one before is over, and that ends with the last
@@ -34,10 +36,10 @@ from numpy.typing import NDArray
 
 from nnmpi.comm.collective import Collective, Phase, as_collective
 from nnmpi.comm.machine import Machine
-from nnmpi.comm.simulation.costs import ChunkBytes, Costs, Transfer
-from nnmpi.comm.simulation.engine import finish
-from nnmpi.comm.simulation.links import INSTANT_S, Links
-from nnmpi.comm.simulation.rounds import Rounds, in_rounds
+from nnmpi.comm.step_simulation.costs import ChunkBytes, Costs, Transfer
+from nnmpi.comm.step_simulation.engine import finish
+from nnmpi.comm.step_simulation.links import INSTANT_S, Links
+from nnmpi.comm.step_simulation.rounds import Rounds, in_rounds
 from nnmpi.comm.steps import Algorithm
 from nnmpi.errors import UsageError
 

@@ -59,7 +59,7 @@ def _start() -> tuple[Group, Shutdown]:
     except LaunchError as error:
         _silence_all_but_rank_0(error)
         raise
-    from nnmpi.comm.mpi.world import mpi_world  # imports mpi4py.MPI, which must have been loaded by then
+    from nnmpi.comm.mpi.mpi_world import mpi_world  # imports mpi4py.MPI, which must have been loaded by then
 
     _limit_running_blas()
     world = mpi_world()

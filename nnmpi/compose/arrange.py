@@ -25,7 +25,6 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
-from nnmpi.comm.units import format_bytes
 from nnmpi.compose.layout import AUTO, NEVER, Layout
 from nnmpi.errors import DeviceError, LayoutError
 from nnmpi.memory.store import Store, make_store
@@ -45,6 +44,7 @@ from nnmpi.schedule.registry import name_of
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.placement import REPLICATED
+from nnmpi.units import format_bytes
 
 MOST_WITH_PIPELINE = 1  # the highest stage of ZeRO for the parts of a pipeline
 

@@ -25,7 +25,6 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
-from nnmpi.comm.units import format_bytes
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.options import GradientExchange
 from nnmpi.compose.replicas import data_parallel
@@ -67,6 +66,7 @@ from nnmpi.schedule.simulate import InstructionCosts, simulate
 from nnmpi.shard import split
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.units import format_bytes
 
 PASSES_KEPT = 20  # so many are enough for a mean, and old ones may be of another load of the machine
 

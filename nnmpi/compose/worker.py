@@ -33,7 +33,6 @@ from nnmpi.comm.algorithms.registry import NATIVE, SHARED
 from nnmpi.comm.gradients import Traffic, predict
 from nnmpi.comm.group import Group
 from nnmpi.comm.sharing.memory import SharedMemory
-from nnmpi.comm.units import format_bytes
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.exchanged import exchanged_elements
 from nnmpi.compose.layout import Layout
@@ -87,6 +86,7 @@ from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.parallel.zero.units import describe_stages, predict_bytes
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.timeline import COUNTER, Timeline, current, recording
+from nnmpi.units import format_bytes
 
 
 def check_equal(model: Module, arrangement: Arrangement, backend: Backend) -> None:

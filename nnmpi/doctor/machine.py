@@ -17,10 +17,10 @@ from nnmpi.backend.blas import find_older
 from nnmpi.comm.agreement import name_ranks
 from nnmpi.comm.describe import blas_pool, name_blas, read_cpu
 from nnmpi.comm.group import Group
-from nnmpi.comm.units import format_bytes
 from nnmpi.errors import counted
 from nnmpi.launcher import read_launch
 from nnmpi.threads import usable_cores
+from nnmpi.units import format_bytes
 from nnmpi.version import VERSION
 
 SHM = Path("/dev/shm")  # where MPI libraries have the memory that ranks share

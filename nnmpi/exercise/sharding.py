@@ -10,7 +10,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CommError, counted
 from nnmpi.exercise.exercise import Exercise, Function, WrongAnswer, call, compare
 from nnmpi.shard import split

@@ -18,7 +18,6 @@ from pathlib import Path
 import numpy as np
 
 from nnmpi.backend.record import numpy_backend
-from nnmpi.comm.units import format_bytes, format_seconds, parse_bytes
 from nnmpi.command import Parser, positive_count, say
 from nnmpi.errors import UsageError
 from nnmpi.memory.animation import compare, draw_slide
@@ -35,6 +34,7 @@ from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.pages.page import write_page
+from nnmpi.units import format_bytes, format_seconds, parse_bytes
 
 # Each with the shape of a sample; None for so many tokens.
 MODELS: dict[str, tuple[Callable[[], Module], tuple[int, ...] | None]] = {

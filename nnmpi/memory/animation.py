@@ -12,12 +12,12 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from nnmpi.comm.units import format_bytes, format_seconds
 from nnmpi.errors import UsageError
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import Act, Action, Costs, Plan, PlanState, keep_all, moved_bytes, signs, simulate
 from nnmpi.memory.swapping import swapping_plan
 from nnmpi.pages import svg
+from nnmpi.units import format_bytes, format_seconds
 
 MOST_LAYERS = 64  # that fit a page
 POINTS = 11  # budgets from the least to the most

@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.comm.units import format_bytes
 from nnmpi.errors import UsageError
 from nnmpi.memory.plan import Act, Action, Costs, Plan, keep_all, moved_bytes, simulate
+from nnmpi.units import format_bytes
 
 POINTS = 2048  # that a curve keeps at most; where it has more, the plan may be a little slower than the best
 KEEP, SWAP = -1, -2

@@ -24,7 +24,6 @@ from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.backend.recording import refuse_inside
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
-from nnmpi.comm.units import format_bytes
 from nnmpi.errors import GraphError, UsageError
 from nnmpi.memory.chain import (
     GatheredLayer,
@@ -61,6 +60,7 @@ from nnmpi.nn.module import Module
 from nnmpi.tensor.function import Function, recording
 from nnmpi.tensor.placement import TensorCut
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.units import format_bytes
 
 Head = Callable[[Tensor], Tensor]
 BETWEEN = (Act.DROP, Act.OUT, Act.AWAY, Act.IN)  # computes nothing

@@ -20,8 +20,8 @@ from nnmpi import clock
 from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend
 from nnmpi.backend.streams import Event
-from nnmpi.comm.units import format_bytes
 from nnmpi.errors import DataError, UsageError
+from nnmpi.units import format_bytes
 
 HOST = "host"
 ACTIVATIONS = "activations"

@@ -19,7 +19,7 @@ import numpy as np
 
 from nnmpi.backend.record import Backend
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import ALWAYS, NEVER, Layout
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.memory.ledger import ACTIVATIONS

@@ -28,9 +28,9 @@ from threadpoolctl import threadpool_limits
 from nnmpi import clock
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.record import Backend
-from nnmpi.comm.fit import OLD_DAYS
+from nnmpi.comm.fitting.fit import OLD_DAYS
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import Arrangement, arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.options import GradientExchange, Numerics

@@ -4,9 +4,9 @@ from collections.abc import Iterator, Mapping
 from textwrap import wrap
 from typing import Any
 
-from nnmpi.comm.units import format_bytes, format_seconds
 from nnmpi.memory.ledger import KINDS
 from nnmpi.planner.search import LayoutSearch, PlannedLayout
+from nnmpi.units import format_bytes, format_seconds
 
 WIDTH = 100
 TIMES = ("computing", "bubble", "messages", "update")

@@ -12,7 +12,7 @@ import numpy as np
 
 from nnmpi.backend.record import Backend
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain

@@ -16,13 +16,13 @@ from textwrap import wrap
 from typing import Any
 
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
-from nnmpi.comm.units import format_bytes, format_seconds
 from nnmpi.memory.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS, PARAMETERS, STATE
 from nnmpi.planner.described import DescribedLayer, DescribedShapes, describe_layers, grouped, profile_of
 from nnmpi.planner.machine import BYTES_PER_GBIT, PlannedNetwork
 from nnmpi.planner.price import LayoutPrice, Pricer
 from nnmpi.planner.search import PlannedLayout, search
 from nnmpi.planner.space import Candidate, candidates
+from nnmpi.units import format_bytes, format_seconds
 
 WIDTH = 100
 MOST_SHARED = (1, 2, 4, 8, 16)  # ranks of one replica's layers

@@ -21,12 +21,11 @@ import threadpoolctl
 from nnmpi import clock
 from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import on_root
-from nnmpi.comm.fit import cache_folder
+from nnmpi.comm.fitting.fit import cache_folder
 from nnmpi.comm.fitting.measure import find_fit
 from nnmpi.comm.fitting.measure import measure as measure_fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
-from nnmpi.comm.units import format_seconds
 from nnmpi.compose.worker import Worker
 from nnmpi.custom import custom_file
 from nnmpi.data.dataset import Samples
@@ -53,6 +52,7 @@ from nnmpi.train.folder import replace_durably
 from nnmpi.train.inputs import load_inputs, load_samples
 from nnmpi.train.products import Computing, choose_computing
 from nnmpi.train.signature import ModelSignature
+from nnmpi.units import format_seconds
 from nnmpi.version import VERSION
 
 Say = Callable[[str], None]

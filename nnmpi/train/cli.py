@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.shutdown import leaving_refused
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.comm.stall import LIMIT_S, WARNING_S
 from nnmpi.comm.start import start, watch_alone
 from nnmpi.command import HelpAsked, read_words

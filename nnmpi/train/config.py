@@ -17,12 +17,12 @@ from typing import Any, Literal, get_type_hints
 
 from nnmpi.comm.machine import Machine, parse_network
 from nnmpi.comm.stall import LIMIT_S, WARNING_S
-from nnmpi.comm.units import parse_bytes
 from nnmpi.command import Option, Switch, convert, options_of, suggest
 from nnmpi.custom import Custom, is_custom
 from nnmpi.errors import UsageError
 from nnmpi.synchrony.slowdown import Slowdown
 from nnmpi.synchrony.sync import DEFAULT_LOCAL_STEPS, DEFAULT_STALENESS, Sync
+from nnmpi.units import parse_bytes
 
 MODELS = ("mlp", "cnn", "resnet", "lstm", "gpt")
 LONG = 1e9  # more epochs, MiB or milliseconds than anybody uses; what is computed from them stays finite

@@ -35,7 +35,7 @@ from nnmpi.backend.mkl import LEAST, find_mkl, installed_mkl
 from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.describe import blas_pool, name_blas, read_cpu
-from nnmpi.comm.fit import cache_folder
+from nnmpi.comm.fitting.fit import cache_folder
 from nnmpi.comm.group import Group
 from nnmpi.command import Switch
 from nnmpi.data.dataset import Samples

@@ -15,7 +15,6 @@ from nnmpi.backend.kernels.lookup import jit, load
 from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
-from nnmpi.comm.units import format_duration
 from nnmpi.compose.runner import EvalReport
 from nnmpi.errors import CheckpointError, ShapeError, UsageError, counted
 from nnmpi.models.pretrained import read_size, save_pretrained
@@ -35,6 +34,7 @@ from nnmpi.train.loop import Loop
 from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics
 from nnmpi.train.products import choose_computing
 from nnmpi.train.run_state import RunState
+from nnmpi.units import format_duration
 
 
 def run(config: Config, group: Group, console: Console, words: Sequence[str] = ()) -> None:

@@ -18,7 +18,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import Arrangement, arrange
 from nnmpi.compose.inference import Inference
 from nnmpi.compose.layout import Layout

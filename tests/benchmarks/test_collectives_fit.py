@@ -8,7 +8,7 @@ import pytest
 from benchmarks.collectives import prediction
 from benchmarks.collectives.command import main
 from benchmarks.collectives.tables import read
-from nnmpi.comm.fit import Fit, default_file, load_fit, save_fit
+from nnmpi.comm.fitting.fit import Fit, default_file, load_fit, save_fit
 from nnmpi.comm.fitting.measure import facts
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Machine

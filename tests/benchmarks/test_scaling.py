@@ -9,8 +9,8 @@ import pytest
 from benchmarks.scaling.command import main
 from benchmarks.scaling.crossovers import best_by_ranks, crossovers, in_words
 from benchmarks.scaling.sweep import SimulatedTime, flat, rank_counts
-from nnmpi.comm.fit import save_fit
-from nnmpi.comm.units import format_seconds
+from nnmpi.comm.fitting.fit import save_fit
+from nnmpi.units import format_seconds
 from tests.comm.test_fit import make as make_fit
 
 ALPHA, BETA, GAMMA = 2e-6, 8e-11, 2e-11

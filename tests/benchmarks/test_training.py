@@ -38,7 +38,7 @@ from benchmarks.training.rows import best, ratios, speedups
 from benchmarks.training.team import Teams
 from benchmarks.training.trainer_llmc import ends, views
 from benchmarks.training.trainer_nnmpi import build
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import LaunchError
 from tests.harness.slow import BENCHMARK
 

@@ -9,11 +9,11 @@ import pytest
 from nnmpi.comm.__main__ import main
 from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.collective import as_collective
-from nnmpi.comm.fit import save_fit
+from nnmpi.comm.fitting.fit import save_fit
 from nnmpi.comm.render import compare, render
-from nnmpi.comm.units import format_seconds
 from nnmpi.custom import load_custom
 from nnmpi.errors import ScheduleError, UsageError
+from nnmpi.units import format_seconds
 from tests.comm.test_fit import make as make_fit
 
 

@@ -20,7 +20,7 @@ from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_A
 from nnmpi.comm.execution import Execution
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
-from nnmpi.comm.mpi.world import wrap
+from nnmpi.comm.mpi.mpi_world import wrap
 from nnmpi.comm.prove import prove, prove_steps
 from nnmpi.comm.simulate import simulate
 from nnmpi.comm.steps import Step

@@ -5,7 +5,7 @@ import pytest
 from nnmpi.comm import describe as words
 from nnmpi.comm.describe import blas_pool, describe, name_blas
 from nnmpi.comm.group import Group
-from nnmpi.comm.mpi.world import name_library
+from nnmpi.comm.mpi.mpi_world import name_library
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS
-from nnmpi.comm.fit import Fit, check_place, default_file, load_fit, save_fit
+from nnmpi.comm.fitting.fit import Fit, check_place, default_file, load_fit, save_fit
 from nnmpi.comm.fitting.measure import _kept, facts, find_fit, measure, time_calls
 from nnmpi.comm.fitting.report import describe_fit, find_eager_limit, predictions, segments
 from nnmpi.comm.group import Group

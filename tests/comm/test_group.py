@@ -8,7 +8,7 @@ import pytest
 from nnmpi.comm.communicator import decode_json, encode_json
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Link, Machine
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CommError, DtypeError, ShapeError, UsageError
 
 VALUES = [None, True, -3, 0.1, 2**70, "", "grüße, 世界 🌍", "\ud800 alone", [1, [2, {}]], {"a": {"b": [None]}}]

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 from nnmpi.comm.group import Group
-from nnmpi.comm.mpi.world import wrap
+from nnmpi.comm.mpi.mpi_world import wrap
 from nnmpi.comm.sharing.memory import SharedMemory
 from nnmpi.comm.sharing.shared_sum import SharedSum, own_slice
 from nnmpi.errors import CommError, ShapeError, UsageError

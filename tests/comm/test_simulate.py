@@ -14,8 +14,8 @@ from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, find_algorit
 from nnmpi.comm.collective import BROADCAST, Collective, Phase
 from nnmpi.comm.machine import Link, Machine, blocks
 from nnmpi.comm.simulate import CollectiveTimes, price, simulate
-from nnmpi.comm.simulation.links import Links
-from nnmpi.comm.simulation.rounds import in_rounds
+from nnmpi.comm.step_simulation.links import Links
+from nnmpi.comm.step_simulation.rounds import in_rounds
 from nnmpi.comm.steps import Step
 from nnmpi.errors import ScheduleError, UsageError
 from tests.comm.machines import machines

@@ -11,8 +11,8 @@ import pytest
 from nnmpi import clock
 from nnmpi.comm import stall
 from nnmpi.comm.group import Group
-from nnmpi.comm.mpi.world import LONGEST_S, mpi_world
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.mpi.mpi_world import LONGEST_S, mpi_world
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.comm.stall import Place, RankStatus, describe, describe_loss, find_place, is_over, processor_seconds
 
 WAITS = "a barrier of 4 ranks, called at mine.py:3 in run"
@@ -72,7 +72,7 @@ def look(module: str, work: Callable[[], None], waiter: object = None) -> Place:
     return find_place(thread.ident, "a barrier of 2 ranks", waiter)
 
 
-@pytest.mark.parametrize(("module", "waits"), [("nnmpi.comm.mpi.world", True), ("nnmpi.train.loop", False)])
+@pytest.mark.parametrize(("module", "waits"), [("nnmpi.comm.mpi.mpi_world", True), ("nnmpi.train.loop", False)])
 def test_a_rank_waits_while_it_is_in_a_call_of_comm(module: str, waits: bool) -> None:
     place = look(module, lambda: time.sleep(30))
     assert place.waits == waits
@@ -131,8 +131,8 @@ def test_a_waiter_that_is_still_being_made_is_passed_over() -> None:
         def waits_for(self) -> str:
             return "a message"
 
-    assert look("nnmpi.comm.mpi.world", lambda: time.sleep(30), Half()).words == "a barrier of 2 ranks"
-    assert look("nnmpi.comm.mpi.world", lambda: time.sleep(30), Whole()).words == "a message"
+    assert look("nnmpi.comm.mpi.mpi_world", lambda: time.sleep(30), Half()).words == "a barrier of 2 ranks"
+    assert look("nnmpi.comm.mpi.mpi_world", lambda: time.sleep(30), Whole()).words == "a message"
 
 
 def test_nothing_is_collected_while_a_stack_is_looked_at() -> None:
@@ -171,7 +171,7 @@ def test_what_is_polled_meanwhile_changes_nothing() -> None:
                 time.sleep(0.001)
                 time.sleep(0.002)
 
-    assert look("nnmpi.comm.mpi.world", Poller()).words == "a barrier of 2 ranks"
+    assert look("nnmpi.comm.mpi.mpi_world", Poller()).words == "a barrier of 2 ranks"
 
 
 # A rank that waits for a late one leaves the core alone, and has the sum when it comes.

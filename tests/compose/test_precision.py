@@ -12,7 +12,7 @@ from nnmpi import data, models, nn, optim
 from nnmpi.backend.array import Array
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import Layout

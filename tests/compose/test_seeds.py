@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.synchrony.sync import Sync
 from tests.compose.asynchronous_runs import EVERY_MODE, SEGMENTS, all_reduced, everything, make, name_of, train
 from tests.compose.small_runs import ROWS, build, weights

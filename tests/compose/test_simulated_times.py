@@ -9,7 +9,7 @@ from nnmpi import clock
 from nnmpi.comm.cost import parameter_server, ring_all_reduce
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Link, Machine
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.options import GradientExchange
 from nnmpi.compose.trainer import Progress, SegmentReport, Throttle, Trainer

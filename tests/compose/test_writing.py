@@ -9,7 +9,7 @@ import pytest
 from nnmpi import Tensor, models, nn
 from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.writing import Writer, choose_token, write

@@ -10,7 +10,7 @@ import pytest
 from nnmpi import models, optim
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker

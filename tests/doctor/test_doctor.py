@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.doctor.diagnosis import diagnose
 from nnmpi.doctor.machine import describe, find_faults, look
 from nnmpi.doctor.selftest import try_all

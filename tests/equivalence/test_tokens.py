@@ -11,7 +11,7 @@ import pytest
 
 from nnmpi import nn, ops, optim
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import Layout

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.command import HelpAsked
 from nnmpi.data.catalogue import load
 from nnmpi.data.text import load_text

@@ -28,7 +28,7 @@ from random import Random
 from typing import Any
 
 from nnmpi import clock
-from nnmpi.comm.simulated.world import SimulatedWorld
+from nnmpi.comm.simulated.simulated_world import SimulatedWorld
 
 Tree = dict[str, bytes | None]
 """Files by path below a place, with their content; folders with None. "" is the place itself."""

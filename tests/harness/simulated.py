@@ -29,7 +29,7 @@ from zlib import crc32
 import pytest
 
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from tests.harness import left_out
 
 FEW, MANY = (1, 2, 3, 4, 5, 6), (7, 8, 9, 12, 16, 33)

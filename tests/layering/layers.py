@@ -14,10 +14,11 @@ LAYERS: tuple[frozenset[str], ...] = (
             "custom",
             "pages",
             "reading",
+            "units",
             "version",
+            "aliases",
         }
-    )
-    | {"aliases"},
+    ),
     frozenset({"backend"}),
     frozenset({"tensor", "comm", "schedule", "synchrony", "optim", "data"}),
     frozenset({"ops", "mesh"}),
@@ -66,10 +67,10 @@ INHERITED = frozenset({"forward", "backward"})
 # Imports inside functions that are not of an optional library.
 LATE_IMPORTS = {
     ("nnmpi/backend/kernels/lookup.py", "nnmpi.backend.jit.kernels"): "it imports numba, which a user may not have",
-    ("nnmpi/comm/communicator.py", "nnmpi.comm.mpi.world"): "it imports mpi4py.MPI, for a communicator of mpi4py's",
+    ("nnmpi/comm/communicator.py", "nnmpi.comm.mpi.mpi_world"): "it imports mpi4py.MPI, for a communicator of mpi4py's",
     ("nnmpi/comm/mpi/library.py", "mpi4py"): "without an MPI library it raises, which becomes a sentence there",
     ("nnmpi/comm/mpi/library.py", "mpi4py.MPI"): "without an MPI library it raises, which becomes a sentence there",
-    ("nnmpi/comm/start.py", "nnmpi.comm.mpi.world"): "it imports mpi4py.MPI, which must have been loaded by then",
+    ("nnmpi/comm/start.py", "nnmpi.comm.mpi.mpi_world"): "it imports mpi4py.MPI, which must have been loaded by then",
     ("nnmpi/data/catalogue.py", "nnmpi.data.download"): "it imports Python's HTTP, for a tenth of all start-up time",
 }
 

@@ -9,7 +9,7 @@ import pytest
 
 from nnmpi import models
 from nnmpi.backend.record import numpy_backend
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import Layout
 from nnmpi.data.loader import Loader
 from nnmpi.errors import LayoutError, UsageError

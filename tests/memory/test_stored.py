@@ -8,7 +8,7 @@ import pytest
 
 import nnmpi
 from nnmpi import models, optim
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose import arrange as arranged
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout

@@ -7,7 +7,7 @@ import numpy as np
 
 from nnmpi import optim
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file, save_file
 
 from nnmpi import models, nn
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import DataError, UsageError

@@ -13,7 +13,7 @@ from nnmpi import nn, ops, optim
 from nnmpi.backend.array import namespace
 from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
-from nnmpi.comm.mpi.world import wrap
+from nnmpi.comm.mpi.mpi_world import wrap
 from nnmpi.errors import CommError, UsageError
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.averaging import Averaging, Gossip, LocalSGD

@@ -11,7 +11,7 @@ import nnmpi
 from nnmpi import Tensor, models, nn, ops, optim
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import run_simulation, simulate
+from nnmpi.comm.simulated.simulated_world import run_simulation, simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.options import GradientExchange, Numerics

@@ -8,7 +8,7 @@ import pytest
 from nnmpi import nn
 from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import Layout
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader

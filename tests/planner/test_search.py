@@ -10,7 +10,7 @@ import pytest
 from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker

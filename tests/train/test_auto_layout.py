@@ -12,9 +12,9 @@ import pytest
 from nnmpi import plan
 from nnmpi.backend.kernels.lookup import compiled_kernels
 from nnmpi.backend.record import numpy_backend
-from nnmpi.comm.fit import cache_folder
+from nnmpi.comm.fitting.fit import cache_folder
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError
 from nnmpi.plan import parse as parse_plan

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.report import gather
 from nnmpi.train.cli import main
 from nnmpi.train.curves import bars, draw, draw_staleness

@@ -12,7 +12,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.render import render
 from nnmpi.comm.simulate import price
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.comm.steps import Step
 from nnmpi.custom import is_custom, short_name
 from nnmpi.data.catalogue import load

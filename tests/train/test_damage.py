@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import UsageError
 from nnmpi.train.cli import main
 from tests.harness.damage import Findings, damage_data, damage_run, try_layouts, try_words

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi.comm.fit import save_fit
-from nnmpi.comm.mpi.world import mpi_world
+from nnmpi.comm.fitting.fit import save_fit
+from nnmpi.comm.mpi.mpi_world import mpi_world
 from tests.comm.test_fit import make as make_fit
 from tests.harness.slow import ONCE_MORE
 from tests.train.jobs import train

@@ -9,7 +9,7 @@ import pytest
 
 from nnmpi.comm import cost
 from nnmpi.comm.machine import Link, Machine
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import UsageError
 from nnmpi.train.cli import main
 from tests.train.jobs import train

@@ -10,7 +10,7 @@ import pytest
 
 import nnmpi
 from nnmpi import ops
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.losses import ERRORS, SumError
 from nnmpi.errors import DataError, NnmpiError, ShapeError, UsageError
 from nnmpi.evaluate import main as evaluate

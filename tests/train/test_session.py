@@ -11,8 +11,8 @@ from safetensors.numpy import load_file
 
 from nnmpi.backend.device_errors import expects_device
 from nnmpi.comm.group import Group
-from nnmpi.comm.mpi.world import MpiWorld
-from nnmpi.comm.simulated.world import PostponedWork
+from nnmpi.comm.mpi.mpi_world import MpiWorld
+from nnmpi.comm.simulated.simulated_world import PostponedWork
 from nnmpi.errors import CheckpointError, DeviceError, DivergenceError, UsageError
 from nnmpi.train.checkpoint_files import CheckpointWriter
 from nnmpi.train.cli import main

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import UsageError
 from nnmpi.train.cli import launch, main
 from nnmpi.train.loop import StopSignals

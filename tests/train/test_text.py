@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.data.tokenizer import load_tokenizer
 from nnmpi.errors import NnmpiError, UsageError
 from nnmpi.train.cli import main

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.generate import main, parse
 from nnmpi.models.pretrained import GPTSize, read_size

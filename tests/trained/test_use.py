@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CheckpointError, DataError, UsageError
 from nnmpi.evaluate import main as evaluate
 from nnmpi.export import main as export

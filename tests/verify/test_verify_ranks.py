@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.pipelined import Pipelined
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.parallel.sequence.ring import RingAttention

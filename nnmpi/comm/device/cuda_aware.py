@@ -3,7 +3,7 @@
 Asked in this order, on every rank, and all must say yes:
 
     1. the user: NNMPI_CUDA_AWARE=0 or 1 (auto, the default, asks on)
-    2. MPI itself (see `nnmpi.comm.mpi.world`)
+    2. MPI itself (see `nnmpi.comm.mpi.mpi_world`)
     3. no
 
 Even then a process of its own tries it first, on each node: if that dies, the answer is no.

@@ -1,1 +1,1 @@
-"""Making a fit of the machine at hand (measure), and telling it in words (report)."""
+"""The fitted cost model of the machine at hand: its numbers (fit), measured (measure), told in words (report)."""

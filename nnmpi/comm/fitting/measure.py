@@ -21,14 +21,14 @@ from nnmpi import clock
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.describe import read_cpu
 from nnmpi.comm.execution import Execution, NativeExecution, Pending
-from nnmpi.comm.fit import OLD_DAYS, Fit, default_file, load_fit
+from nnmpi.comm.fitting.fit import OLD_DAYS, Fit, default_file, load_fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine
 from nnmpi.comm.sharing.memory import SharedMemory
 from nnmpi.comm.sharing.shared_sum import SharedSum
 from nnmpi.comm.steps import Step
-from nnmpi.comm.units import parse_bytes
 from nnmpi.errors import DeviceError, UsageError
+from nnmpi.units import parse_bytes
 
 BUDGET_S = 24.0
 # Lengths of whole all-reduces: close together where one overtakes another, and where MPI changes its ways.

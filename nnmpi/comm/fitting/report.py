@@ -7,10 +7,10 @@ from itertools import pairwise
 import numpy as np
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS, NATIVE, SHARED
-from nnmpi.comm.fit import Fit
+from nnmpi.comm.fitting.fit import Fit
 from nnmpi.comm.machine import Curve
-from nnmpi.comm.units import format_bytes, format_seconds
 from nnmpi.errors import UsageError
+from nnmpi.units import format_bytes, format_seconds
 
 EXAMPLES = (4, 1024, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 

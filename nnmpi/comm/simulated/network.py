@@ -19,7 +19,7 @@ KB, 95 Mbit/s, steps of 500 ms. Of 10 steps of bsp each took 766 ms (simulated 7
 the other both ways bsp would take 671, and shared evenly both ways asp 702.
 
 Where the order of what happens is not that of the clocks (`scheduler`), what will leave meanwhile is not known when a
-message leaves. There they go one behind the other (`simulation.links`).
+message leaves. There they go one behind the other (`step_simulation.links`).
 """
 
 from collections import defaultdict, deque
@@ -32,7 +32,7 @@ from typing import TypeAlias
 from nnmpi.comm import cost
 from nnmpi.comm.machine import Link, Machine
 from nnmpi.comm.simulated.scheduler import Scheduler
-from nnmpi.comm.simulation.links import Links
+from nnmpi.comm.step_simulation.links import Links
 
 _ROUNDING = 1e-9  # of shares
 EAGER_BYTES = 4096  # Open MPI's limit between ranks of a node; its limits on networks are of that order

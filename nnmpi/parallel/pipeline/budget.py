@@ -12,12 +12,12 @@ the end of the chain took more memory, for a moment: so the dynamic programme is
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from nnmpi.comm.units import format_bytes
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import Act, Action, Costs, LayerCost, Plan, keep_all, simulate
 from nnmpi.parallel.pipeline.passed import InstructionBytes, StageBytes, most_bytes
 from nnmpi.schedule.instruction import Kind
 from nnmpi.schedule.schedule import Schedule
+from nnmpi.units import format_bytes
 
 _Found = tuple[float, int, dict[int, Plan]]  # a microbatch's seconds, a pass's bytes, and the plans
 

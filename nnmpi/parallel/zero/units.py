@@ -9,13 +9,13 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from nnmpi.comm.gradients import BUCKET_BYTES
-from nnmpi.comm.units import format_bytes
 from nnmpi.memory.stored import HOST_PIECE_BYTES, window_bytes
 from nnmpi.nn.chain import ChainLayer, ModelPart, Run, join_layers, open_chain
 from nnmpi.nn.module import Module
 from nnmpi.shard import buckets, part
 from nnmpi.tensor.flat import ALIGNMENT_BYTES
 from nnmpi.tensor.parameter import Parameter
+from nnmpi.units import format_bytes
 
 SHARED = -1  # the number of the unit of parameters that several units have
 UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}  # by stage: shorter units would be messages for nothing

@@ -19,8 +19,8 @@ from nnmpi.comm.device.cuda_aware import VARIABLE, Awareness, ask, detect
 from nnmpi.comm.device.transport import Devices
 from nnmpi.comm.execution import NativeExecution
 from nnmpi.comm.group import Group
-from nnmpi.comm.mpi import world as cuda
-from nnmpi.comm.mpi.world import mpi_world, wrap
+from nnmpi.comm.mpi import mpi_world as cuda
+from nnmpi.comm.mpi.mpi_world import mpi_world, wrap
 from nnmpi.errors import UsageError
 from tests.device.library import FOLDER, load
 

@@ -9,7 +9,7 @@ import pytest
 from nnmpi import clock
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Link, Machine
-from nnmpi.comm.simulated.world import run_simulation, simulate
+from nnmpi.comm.simulated.simulated_world import run_simulation, simulate
 from nnmpi.errors import UsageError
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 33]

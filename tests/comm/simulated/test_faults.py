@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.world import simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CommError
 from nnmpi.schedule.instruction import SENDS, TRANSFERS, Kind, parts
 from nnmpi.schedule.lower import add_transfers, fuse

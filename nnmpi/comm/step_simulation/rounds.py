@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnmpi.comm.machine import Curve, Machine
-from nnmpi.comm.simulation.costs import ChunkBytes
-from nnmpi.comm.simulation.links import Floats, Ints, Links
+from nnmpi.comm.step_simulation.costs import ChunkBytes
+from nnmpi.comm.step_simulation.links import Floats, Ints, Links
 from nnmpi.comm.steps import Chunks, Step
 
 _Kind = TypeVar("_Kind", bound=np.generic)

@@ -25,10 +25,10 @@ from nnmpi import clock
 from nnmpi.backend.memory import share_freed_memory
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
-from nnmpi.comm.simulated.comm import MessageBoard, SimulatedComm
 from nnmpi.comm.simulated.faults import Faults
 from nnmpi.comm.simulated.network import SimulatedNetwork
 from nnmpi.comm.simulated.scheduler import Scheduler, SimulatedRank, find_lines
+from nnmpi.comm.simulated.simulated_comm import MessageBoard, SimulatedComm
 from nnmpi.errors import CommError, UsageError
 
 T = TypeVar("T")

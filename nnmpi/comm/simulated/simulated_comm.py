@@ -36,7 +36,7 @@ from nnmpi.comm.world import PAGE_BYTES
 from nnmpi.errors import CommError
 
 if TYPE_CHECKING:
-    from nnmpi.comm.simulated.world import SimulatedWorld
+    from nnmpi.comm.simulated.simulated_world import SimulatedWorld
 
 LEAVES_AT_ONCE = 0.5  # the share of short messages that have left when they are sent, where the seed decides
 NAMED = 3  # requests that are named when a rank waits for many

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnmpi.comm.units import format_bytes, format_duration, format_seconds, parse_bytes
 from nnmpi.errors import UsageError
+from nnmpi.units import format_bytes, format_duration, format_seconds, parse_bytes
 
 
 @pytest.mark.parametrize(
