@@ -54,7 +54,27 @@ class Pending(Startable, Protocol):
         """Give back what MPI keeps for it; it cannot be started again."""
 
 
-class MessageRequest:
+class _Requests:
+    """Requests of one communicator that are polled and waited for together."""
+
+    __slots__ = ("_comm", "_requests")
+
+    def __init__(self, comm: Comm, requests: list[Request]) -> None:
+        self._comm, self._requests = comm, requests
+
+    def poll(self) -> bool:
+        """Return whether they are through, without waiting; messages move on while they are asked for."""
+        if self._requests and self._comm.test_all(self._requests):
+            self._requests = []
+        return not self._requests
+
+    def wait(self) -> Any:
+        """Return when they are through."""
+        self._comm.wait_all(self._requests)
+        self._requests = []
+
+
+class MessageRequest(_Requests):
     """Messages that were started: out of an array, to be changed when they have left, or into one, to be read then.
 
     Args:
@@ -63,21 +83,15 @@ class MessageRequest:
         array: that they are in, which stays until they are through.
     """
 
-    __slots__ = ("_comm", "_requests", "array")
+    __slots__ = ("array",)
 
     def __init__(self, comm: Comm, requests: list[Request], array: Any) -> None:
-        self._comm, self._requests, self.array = comm, requests, array
-
-    def poll(self) -> bool:
-        """Return whether they are through, without waiting."""
-        if self._requests and self._comm.test_all(self._requests):
-            self._requests = []
-        return not self._requests
+        super().__init__(comm, requests)
+        self.array = array
 
     def wait(self) -> Any:
         """Return the array when they are through."""
-        self._comm.wait_all(self._requests)
-        self._requests = []
+        super().wait()
         return self.array
 
     def cancel(self) -> None:
@@ -274,7 +288,7 @@ Blocking: TypeAlias = Callable[[], Any]
 """Does the same with the blocking call."""
 
 
-class NativeExecution:
+class NativeExecution(_Requests):
     """One of MPI's own collectives on one array, again and again.
 
     It works in place on the same layout as those made of steps: rank r's chunk is part r of `shard.split(n, size)`.
@@ -309,8 +323,7 @@ class NativeExecution:
         self._current = namespace(checked).cuda.get_current_stream if on_device else None
         more = (root,) if operation == BROADCAST.name else ()
         self._calls = tuple(_CALLS[operation](checked, comm, max_message_bytes, *more))
-        self._comm = comm
-        self._requests: list[Request] = []
+        super().__init__(comm, [])
 
     def start(self) -> None:
         """Start it. Leave the array alone until `poll` returns True or `wait` returns.
@@ -327,17 +340,6 @@ class NativeExecution:
             raise CommError("this native collective is still running; wait for it before the next start")
         self._requests = [begin() for begin, _ in self._calls]
         return None
-
-    def poll(self) -> bool:
-        """Return whether it is finished, without waiting; MPI moves on while it is asked."""
-        if self._requests and self._comm.test_all(self._requests):
-            self._requests = []
-        return not self._requests
-
-    def wait(self) -> None:
-        """Return when the array holds the result."""
-        self._comm.wait_all(self._requests)
-        self._requests = []
 
     def run(self) -> None:
         """Do it at once, with the blocking call: in Open MPI it takes half the time of a start and a wait.

@@ -9,7 +9,7 @@ import pytest
 
 import nnmpi
 
-MPI = [f"nnmpi.comm.mpi.{name}" for name in ("window", "world")]
+MPI = [f"nnmpi.comm.mpi.{name}" for name in ("window", "mpi_world")]
 OTHERS = ("nnmpi.backend.jit",)  # numba
 
 
