@@ -32,22 +32,22 @@ def check_gloo(nodes: int) -> None:
 def start_gloo(group: Group) -> None:
     """Make the process group of the same ranks. Collective."""
     with tempfile.TemporaryDirectory() as folder:
-        meeting = Path(group.share(folder)) / "gloo"
-        join(group.rank, group.size, f"file://{meeting}")
+        rendezvous = Path(group.share(folder)) / "gloo"
+        join(group.rank, group.size, f"file://{rendezvous}")
         group.barrier()  # rank 0's folder goes when all have met
 
 
-def join(rank: int, size: int, meeting: str) -> None:
+def join(rank: int, size: int, rendezvous: str) -> None:
     """Join the process group that meets at this address, with one thread in each rank.
 
     Args:
         rank: of this process.
         size: processes in the group.
-        meeting: an address that PyTorch understands: "env://", "file://...".
+        rendezvous: an address that PyTorch understands: "env://", "file://...".
     """
     os.environ.setdefault(INTERFACE, LOOPBACK)
     importlib.import_module("torch").set_num_threads(1)
-    _distributed().init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
+    _distributed().init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=size)
 
 
 def stop_gloo() -> None:

@@ -23,7 +23,7 @@ from nnmpi.launcher import read_launch
 def main(job):
     """Train an MLP for some steps."""
     launch, times = read_launch(os.environ), job["times"]
-    os.environ |= {INTERFACE: "eth0", "MASTER_ADDR": job["meeting"], "MASTER_PORT": "29400"}
+    os.environ |= {INTERFACE: "eth0", "MASTER_ADDR": job["master"], "MASTER_PORT": "29400"}
     join(launch.rank, launch.size, "env://")
     sizes = job["sizes"]
     layers = [layer for a, b in zip(sizes, sizes[1:], strict=False) for layer in (nn.Linear(a, b), nn.ReLU())]

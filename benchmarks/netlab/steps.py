@@ -106,8 +106,8 @@ class StepCase:
         hidden = [int(word) for word in self.options[self.options.index("--hidden") + 1 :]]
         sizes, rows = [64, *hidden, 10], self.batch_on(hosts) // hosts
         job = {"times": self.times_on(hosts), "sizes": sizes, "rows": rows, "steps": self.steps}
-        meeting = {"meeting": address_of("h0"), "out": str(folder / "begins")}
-        (folder / "job.json").write_text(json.dumps({**job, **meeting}))
+        addresses = {"master": address_of("h0"), "out": str(folder / "begins")}
+        (folder / "job.json").write_text(json.dumps({**job, **addresses}))
         return ["-m", "benchmarks.netlab.ddp", str(folder / "job.json")]
 
 

@@ -47,7 +47,7 @@ class TorchTrainer(Trainer):
         self._run: nn.Module = self._model
         if contestant.ranks > 1:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-            place = f"file://{folder / contestant.name.replace(' ', '-')}.meeting"
+            place = f"file://{folder / contestant.name.replace(' ', '-')}.rendezvous"
             torch.distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=contestant.ranks)
             if contestant.sharded:
                 shard(self._model, contestant.ranks)

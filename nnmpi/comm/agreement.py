@@ -1,4 +1,4 @@
-"""Agreement among ranks: all raise if one has failed, all have the same values, all meet at the same step.
+"""Agreement among ranks: all raise if one has failed, all have the same values, all check at the same step.
 
 Used where a rank can fail or differ alone: reading files, checking options, building models, saving. Without it the
 others would wait for ever in their next collective. Nothing here is called in the training step itself; there an
@@ -8,7 +8,7 @@ exception ends the job (see `nnmpi.comm.mpi.shutdown`).
                                   `on_root` for work that rank 0 does for all
                                   `CollectivePhase` for work in several steps with messages in between
     the same on every rank        `require_equal`, and `refuse_different` for values that were gathered already
-    meeting now and then          `PeriodicCheck`
+    a check every few steps       `PeriodicCheck`
 """
 
 import traceback
@@ -264,7 +264,7 @@ def _have(ranks: Sequence[int]) -> str:
     return "has" if len(ranks) == 1 else "have"
 
 
-# ---- meeting now and then ----
+# ---- a check every few steps ----
 
 
 UNTIMED_STEPS = 10  # between two checks where steps take no reproducible time

@@ -14,7 +14,7 @@ Read in this order:
     asynchronous         AsynchronousWorker: ranks that need not be in step, with its two runners:
     server_runner          gradients and weights go through parameter servers
     averaging_runner       every rank trains alone, and weights are averaged
-    segment              what asynchronous ranks count between two meetings, and exchange there
+    segment              what asynchronous ranks count between two synchronization points, and exchange there
 
 Which file to change:
 

@@ -263,7 +263,7 @@ class SegmentReport:
 
     Attributes:
         totals: over the batches that were done (fewer than asked for after a signal), and the samples of the gradients
-            that were used. Out of step the times are means over the workers, and `wall_s` lasts to the meeting.
+            that were used. Out of step the times are means over the workers, and `wall_s` lasts until all are there.
         signal: the number of the signal that ended it early, else 0.
 
     What only ranks out of step have to tell:

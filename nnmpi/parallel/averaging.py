@@ -114,7 +114,7 @@ class Averaging(ABC):
             where w is the mean (0 if it is 0). The same on all ranks.
         """
         weight = self._weight()
-        with timeline.span("meeting", "collective", timeline.REDUCE):
+        with timeline.span("synchronize", "collective", timeline.REDUCE):
             with keep_frozen(self.storage):
                 apart = average(self.storage.data, self.group, weight)
             for arrays in self.optimizer.slots().values():

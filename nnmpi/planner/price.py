@@ -283,8 +283,8 @@ class Pricer:
         if one.pp == 1:
             found += sum(self._said(each, one) for each in self.profile.exchanges((one.tp, one.sp), self._rows(one)))
         if one.ranks > 1 and not (one.has_whole_model and one.allreduce == AUTO):
-            meetings = 2 if one.zero or one.ranks > one.dp else 1  # loss and answers; the gradient's length, in parts
-            found += meetings * network.exchange("all-reduce", NATIVE, range(one.ranks), NUMBERS_BYTES)
+            exchanges = 2 if one.zero or one.ranks > one.dp else 1  # loss and answers; the gradient's length, in parts
+            found += exchanges * network.exchange("all-reduce", NATIVE, range(one.ranks), NUMBERS_BYTES)
         if one.pp > 1:
             part, ranks = self.shapes.part(one.tp, one.pp, one.virtual_stages), self._line(one)
             found += network.exchange("all-reduce", NATIVE, (ranks[0], ranks[-1]), part.tied_bytes)

@@ -156,7 +156,7 @@ class Grant:
 
 
 class ConsistencyController:
-    """Decides who may go on in a segment: the batches between two meetings of all ranks.
+    """Decides who may go on in a segment: the batches between two synchronization points of all ranks.
 
     Args:
         workers: how many there are, at least 1.

@@ -359,10 +359,10 @@ class SyncConfig:
             (
                 "--activation-memory",
                 parallel.activation_memory is not None,
-                "ranks that do not meet cannot plan together",
+                "ranks that are not in step cannot plan together",
             ),
             ("--offload-state", parallel.offload_state is not None, "each has updates of its own"),
-            ("--check-weights", parallel.check_weights, "workers' weights differ between two meetings"),
+            ("--check-weights", parallel.check_weights, "workers' weights differ between two synchronization points"),
             ("--allreduce", parallel.allreduce != plain.allreduce, "no gradients are summed by all-reduce"),
             ("--bucket-mb", parallel.bucket_mb is not None, "no gradients are summed by all-reduce"),
             ("--overlap", parallel.overlap != "auto", "no gradients are summed by all-reduce"),

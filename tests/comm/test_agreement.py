@@ -10,7 +10,7 @@ from nnmpi.errors import CheckpointError, CommError, DataError, LayoutError, Nnm
 from tests.harness.refusals import told
 
 
-class Meeting:
+class FakeGroup:
     """All ranks' outcomes collected first, then told to each: a group without MPI."""
 
     def __init__(self) -> None:
@@ -46,39 +46,39 @@ def kinds(errors: list[NnmpiError | None]) -> list[str]:
 
 
 def test_nobody_failed() -> None:
-    assert Meeting().outcome(None, None, None) == [None, None, None]
+    assert FakeGroup().outcome(None, None, None) == [None, None, None]
 
 
 def test_one_rank_failed_and_all_raise_its_kind() -> None:
-    assert kinds(Meeting().outcome(None, DataError("no file"), None)) == ["DataError: rank 1: no file"] * 3
+    assert kinds(FakeGroup().outcome(None, DataError("no file"), None)) == ["DataError: rank 1: no file"] * 3
 
 
 def test_exit_status_is_kept() -> None:
-    assert [error and error.exit_status for error in Meeting().outcome(None, UsageError("bad"))] == [2, 2]
+    assert [error and error.exit_status for error in FakeGroup().outcome(None, UsageError("bad"))] == [2, 2]
     special = DataError("own status")
     special.exit_status = 7
-    assert [error and error.exit_status for error in Meeting().outcome(None, special)] == [7, 7]
+    assert [error and error.exit_status for error in FakeGroup().outcome(None, special)] == [7, 7]
 
 
 def test_all_failed_alike_and_nobody_is_named() -> None:
-    assert kinds(Meeting().outcome(DataError("no file"), DataError("no file"))) == ["DataError: no file"] * 2
+    assert kinds(FakeGroup().outcome(DataError("no file"), DataError("no file"))) == ["DataError: no file"] * 2
 
 
 def test_several_failed_and_the_lowest_decides_the_kind() -> None:
-    found = kinds(Meeting().outcome(None, UsageError("a"), DataError("b"), UsageError("a"), UsageError("a")))
+    found = kinds(FakeGroup().outcome(None, UsageError("a"), DataError("b"), UsageError("a"), UsageError("a")))
     assert found == ["UsageError: ranks 1, 3-4: a; rank 2: b"] * 5
 
 
 def test_an_error_that_passed_an_agreement_passes_another_unchanged() -> None:
-    inner = Meeting().outcome(None, DataError("no file"))
-    assert kinds(Meeting().outcome(*inner)) == ["DataError: rank 1: no file"] * 2
+    inner = FakeGroup().outcome(None, DataError("no file"))
+    assert kinds(FakeGroup().outcome(*inner)) == ["DataError: rank 1: no file"] * 2
 
 
 def test_a_kind_from_elsewhere_is_raised_as_the_nearest_of_ours() -> None:
     class MyError(CheckpointError):
         pass
 
-    assert kinds(Meeting().outcome(None, MyError("odd"))) == ["CheckpointError: rank 1: odd"] * 2
+    assert kinds(FakeGroup().outcome(None, MyError("odd"))) == ["CheckpointError: rank 1: odd"] * 2
 
 
 def test_a_foreign_exception_shows_its_traceback_once() -> None:
@@ -88,7 +88,7 @@ def test_a_foreign_exception_shows_its_traceback_once() -> None:
         except KeyError as error:
             return error
 
-    for error in Meeting().outcome(None, fail(), ValueError()):
+    for error in FakeGroup().outcome(None, fail(), ValueError()):
         assert isinstance(error, CommError)
         text = str(error)
         assert text.startswith("rank 1: KeyError: 'missing'; rank 2: ValueError\n\nOn rank 1:\nTraceback")
@@ -97,7 +97,7 @@ def test_a_foreign_exception_shows_its_traceback_once() -> None:
 
 
 def test_an_exit_is_not_for_agreement() -> None:
-    with pytest.raises(SystemExit), agreed(Meeting()):
+    with pytest.raises(SystemExit), agreed(FakeGroup()):
         raise SystemExit(3)
 
 

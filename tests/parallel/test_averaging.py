@@ -117,7 +117,7 @@ def close(ours: Any, theirs: Any) -> bool:
 @pytest.mark.simulated
 @pytest.mark.parametrize("kind", SGD)
 def test_averaging_after_every_step_is_the_synchronous_run(group: Group, kind: str) -> None:
-    """Also the state, once the ranks have met; and the meeting leaves the weights alone, which are equal already."""
+    """Also the state, once the ranks have met; and the synchronization leaves the weights alone, which are equal already."""
     rows, steps = 4 * group.size, 5
     model = network()
     local = LocalSGD(group, model.storage, SGD[kind](model.storage), every=1)
@@ -185,7 +185,7 @@ def test_an_average_of_local_steps_is_that_of_runs_alone(group: Group) -> None:
 
 @pytest.mark.simulated
 @pytest.mark.parametrize("rows", ["equal", "unequal", "none"])
-def test_a_meeting_makes_one_of_all(group: Group, rows: str) -> None:
+def test_a_synchronization_makes_one_of_all(group: Group, rows: str) -> None:
     """Weights weighted by rows and state plainly, the same bits everywhere; and how far apart they were."""
     own = {"equal": [4] * group.size, "unequal": list(range(group.size)), "none": [0] * group.size}[rows]
     model = network()

@@ -47,13 +47,13 @@ class EventWait:
         self._event.synchronize()
 
 
-def start_meeting(comm: Comm, tag: int) -> MessageRequest:
-    """Let ranks wait for one another, by empty messages of one tag: every rank to every other one.
+def start_barrier(comm: Comm, tag: int) -> MessageRequest:
+    """Start a barrier, by empty messages of one tag: every rank to every other one.
 
     Between the same ranks and with the same tag they are paired in order, so that one may follow the other.
 
     Args:
-        comm: whose ranks meet.
+        comm: whose ranks wait for one another.
         tag: different for all that are under way at the same time.
     """
     nothing, others = np.empty(0, np.uint8), [other for other in range(comm.size) if other != comm.rank]

@@ -3,9 +3,9 @@
 Each rank has a buffer that the others have opened, and adds up one slice of all of them, in rank order:
 
                   slice 0     slice 1     slice 2
-    rank 0's    | a0        | a1        | a2        |       own array -> own buffer                            meet
-    rank 1's    | b0        | b1        | b2        |       rank r adds column r and writes it to its buffer    meet
-    rank 2's    | c0        | c1        | c2        |       every column from its rank's buffer -> own array    meet
+    rank 0's    | a0        | a1        | a2        |       own array -> own buffer                            barrier
+    rank 1's    | b0        | b1        | b2        |       rank r adds column r and writes it to its buffer    barrier
+    rank 2's    | c0        | c1        | c2        |       every column from its rank's buffer -> own array    barrier
 
 So all ranks have the same bits. What a rank has written is there for the others when its stream has been waited for and
 it has said so by a message. The memory comes straight from cudaMalloc: an address inside a pool's block could not be
@@ -21,7 +21,7 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.agreement import agreed, name_ranks
 from nnmpi.comm.communicator import Communicator
-from nnmpi.comm.device.coroutine import Awaited, CoroutineCollective, EventWait, start_meeting
+from nnmpi.comm.device.coroutine import Awaited, CoroutineCollective, EventWait, start_barrier
 from nnmpi.errors import DeviceError
 from nnmpi.shard import split
 
@@ -125,23 +125,23 @@ class IpcSum(CoroutineCollective):
         columns = [slice(column.start, column.stop) for column in split(part.size, self._size)]
         own = columns[self._rank]
         buffers[self._rank][...] = part
-        yield from self._meet()
+        yield from self._barrier()
         if part[own].size:
             total = buffers[0][own] + buffers[1][own]
             for other in buffers[2:]:
                 total += other[own]
             buffers[self._rank][own] = total
-        yield from self._meet()
+        yield from self._barrier()
         for buffer, column in zip(buffers, columns, strict=True):
             part[column] = buffer[column]
-        yield from self._meet()
+        yield from self._barrier()
 
-    def _meet(self) -> Iterator[Awaited]:
+    def _barrier(self) -> Iterator[Awaited]:
         """Wait for the device, and then for the other ranks to have done so too."""
         event = self._xp.cuda.Event(disable_timing=True)
         event.record(self._xp.cuda.get_current_stream())
         yield EventWait(event)
-        yield start_meeting(self._comm, self._tag)
+        yield start_barrier(self._comm, self._tag)
 
 
 def ipc_problem(group: Communicator, xp: ModuleType) -> str | None:

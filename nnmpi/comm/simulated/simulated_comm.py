@@ -1,8 +1,8 @@
 """The calls of `comm.world.Comm` in a simulated world.
 
 A message and its receive find one another by (communicator, from, to, tag), in the order of their starts. A short one
-is copied and has left; a long one goes when both ends have come to it. Collectives are meetings: each rank brings what
-it has to the n-th collective of its communicator, and the last one lets all go on.
+is copied and has left; a long one goes when both ends have come to it. To the n-th collective of a communicator
+each rank brings what it has, and the last one to come lets all go on.
 
     rank 0   allreduce #7 ......................|          #7 is the seventh collective of this communicator, on every
     rank 1            allreduce #7 .............|          rank; who brings another name, length or dtype is told so

@@ -19,14 +19,14 @@ from typing import Any, Generic, Protocol, TypeVar
 from nnmpi.errors import ScheduleError
 
 
-class Clock(Protocol):
-    """A moment: later and earlier are told apart."""
+class Moment(Protocol):
+    """A time in any measure, of which earlier and later are told apart."""
 
     def __lt__(self, other: Any, /) -> bool:
         """Whether this moment is before the other."""
 
 
-class Meeting(Protocol):
+class StepLike(Protocol):
     """What a rank does next, a `Step` or a `Transfer`: it ends when the ranks that it names have come to theirs."""
 
     @property
@@ -38,15 +38,15 @@ class Meeting(Protocol):
         """The rank that something comes from."""
 
 
-T = TypeVar("T", bound=Clock)
-M = TypeVar("M", bound=Meeting)
-M_contra = TypeVar("M_contra", bound=Meeting, contravariant=True)
+T = TypeVar("T", bound=Moment)
+S = TypeVar("S", bound=StepLike)
+S_contra = TypeVar("S_contra", bound=StepLike, contravariant=True)
 
 
-class Carrier(Protocol[M_contra, T]):
+class Carrier(Protocol[S_contra, T]):
     """Does what messages and sums do, and says how long they take."""
 
-    def carry(self, sender: int, receiver: int, out: M_contra, into: M_contra, ready: T) -> T:
+    def carry(self, sender: int, receiver: int, out: S_contra, into: S_contra, ready: T) -> T:
         """Take the messages of `out`, which `into` receives, from one rank to another.
 
         Args:
@@ -61,12 +61,12 @@ class Carrier(Protocol[M_contra, T]):
     def turn(self, ready: T) -> int:
         """Return a number by which messages that become ready are put in order; of equals the lower sender is first."""
 
-    def add(self, rank: int, step: M_contra, over: T) -> T:
+    def add(self, rank: int, step: S_contra, over: T) -> T:
         """Return when a rank has added what came in this step, whose messages had arrived at `over`."""
 
 
 @dataclass(slots=True)
-class RankState(Generic[M, T]):
+class RankState(Generic[S, T]):
     """How far one rank is.
 
     Attributes:
@@ -78,7 +78,7 @@ class RankState(Generic[M, T]):
         receiving: the rank from which messages still have to come.
     """
 
-    steps: Sequence[M]
+    steps: Sequence[S]
     clock: T
     over: T
     at: int = -1
@@ -86,7 +86,7 @@ class RankState(Generic[M, T]):
     receiving: int | None = None
 
     @property
-    def step(self) -> M | None:
+    def step(self) -> S | None:
         """The step in which it is, None at the end."""
         return self.steps[self.at] if self.at < len(self.steps) else None
 
@@ -104,7 +104,7 @@ class RankState(Generic[M, T]):
         return self.at < len(self.steps) and self.sending is None and self.receiving is None
 
 
-def run(steps: Sequence[Sequence[M]], clocks: Sequence[T], carrier: Carrier[M, T]) -> list[RankState[M, T]]:
+def run(steps: Sequence[Sequence[S]], clocks: Sequence[T], carrier: Carrier[S, T]) -> list[RankState[S, T]]:
     """Go on until nothing moves any more, and return how far each rank came.
 
     Args:
@@ -160,7 +160,7 @@ def run(steps: Sequence[Sequence[M]], clocks: Sequence[T], carrier: Carrier[M, T
     return states
 
 
-def finish(steps: Sequence[Sequence[M]], clocks: Sequence[T], carrier: Carrier[M, T]) -> list[T]:
+def finish(steps: Sequence[Sequence[S]], clocks: Sequence[T], carrier: Carrier[S, T]) -> list[T]:
     """Return when each rank has finished its steps.
 
     Args:

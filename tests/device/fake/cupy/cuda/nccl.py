@@ -35,7 +35,7 @@ NCCL_FLOAT64 = NCCL_DOUBLE = 8
 NCCL_BFLOAT16 = 9
 DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float16", "float32", "float64", "bfloat16")
 ID_BYTES = 128
-MEETING_LIMIT_S = 20.0
+RENDEZVOUS_LIMIT_S = 20.0
 
 
 class NcclError(RuntimeError):
@@ -140,7 +140,7 @@ class NcclCommunicator:
         folder.mkdir(exist_ok=True)
         (folder / f"{rank}.new").write_text(json.dumps(world_rank))
         (folder / f"{rank}.new").rename(folder / str(rank))
-        end = time.monotonic() + MEETING_LIMIT_S
+        end = time.monotonic() + RENDEZVOUS_LIMIT_S
         while not all((folder / str(each)).exists() for each in range(ndev)):
             if time.monotonic() > end:
                 raise NcclError(2, f"only {len(list(folder.iterdir()))} of {ndev} ranks came")
