@@ -12,7 +12,7 @@ from benchmarks.netlab.steps import CASES, StepCase, describe_network
 from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
 from nnmpi.nn.chain import open_chain
-from nnmpi.parallel.pipeline.profile import LinkCost
+from nnmpi.parallel.pipeline.profile import LayerProfile
 from nnmpi.planner.machine import PlannedNetwork
 from nnmpi.planner.price import Pricer
 from nnmpi.planner.profile import Profile, StepCost
@@ -108,14 +108,16 @@ def price_paced(case, hosts, link, group):
     one = Candidate(hosts // stages, stages, 1, 1, 0, parallel.pipeline, 1, parallel.microbatches or 1)
     one = replace(one, allreduce=parallel.allreduce or "auto")
     rows, width = one.rows(work.batch_size)[0], 4 * max(config.model.hidden)
-    sizes = [sum(p.size for _, m in link.members for p in m.parameters()) for link in open_chain(work.build())]
+    sizes = [sum(p.size for _, m in layer.members for p in m.parameters()) for layer in open_chain(work.build())]
     share = 1 / sum(size > 0 for size in sizes)  # layers without parameters take no time
     times = (whole_s * share, forward_s * stages * share, backward_s * stages * share / 2)
-    links = tuple(
-        LinkCost(str(i), times[0] * (size > 0), size, times[1] * (size > 0), rows * width, *[times[2] * (size > 0)] * 2)
+    layers = tuple(
+        LayerProfile(
+            str(i), times[0] * (size > 0), size, times[1] * (size > 0), rows * width, *[times[2] * (size > 0)] * 2
+        )
         for i, size in enumerate(sizes)
     )
-    profile = Profile({}, {(1, 1): {rows: StepCost(whole_s, 0.0, 0, unrecorded_s=whole_s)}}, {rows: links})
+    profile = Profile({}, {(1, 1): {rows: StepCost(whole_s, 0.0, 0, unrecorded_s=whole_s)}}, {rows: layers})
     across = Link.line(link["alpha_s"], link["beta_s_per_byte"])
     machine = Machine(across, across, blocks(hosts, 1), Curve.line(0.0, link["gamma_s_per_byte"]))
     network = PlannedNetwork("links of known rate", machine, hosts)

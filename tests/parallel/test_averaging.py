@@ -117,7 +117,7 @@ def close(ours: Any, theirs: Any) -> bool:
 @pytest.mark.simulated
 @pytest.mark.parametrize("kind", SGD)
 def test_averaging_after_every_step_is_the_synchronous_run(group: Group, kind: str) -> None:
-    """Also the state, once the ranks have met; and the synchronization leaves the weights alone, which are equal already."""
+    """Also the state, once the ranks have met; and that leaves the weights alone, which are equal already."""
     rows, steps = 4 * group.size, 5
     model = network()
     local = LocalSGD(group, model.storage, SGD[kind](model.storage), every=1)

@@ -64,7 +64,7 @@ def test_a_run_without_steps_can_be_drawn(tmp_path: Path) -> None:
 def test_what_is_drawn_of_a_step_is_what_is_printed_of_it(
     ranks: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On the page and in the picture; no part is left out, and together they are the step, but for the last synchronization."""
+    """On the page and in the picture; no part is left out, and together they are the step, but for the end."""
     axes = pytest.importorskip("matplotlib.axes").Axes
     drawn: dict[str, float] = {}
 
