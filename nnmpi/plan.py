@@ -27,7 +27,7 @@ from nnmpi.planner.search import plan
 from nnmpi.planner.shapes import ModelShapes
 from nnmpi.planner.survey import describe_survey, survey, survey_to_json
 from nnmpi.train.auto_layout import take_network, take_profile, time_layout, with_options, workload_of
-from nnmpi.train.build import check_samples
+from nnmpi.train.build import build_whole
 from nnmpi.train.cli import ask, start_ranks
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
@@ -182,9 +182,9 @@ def main(words: Sequence[str], group: Group) -> None:
     backend = take_backend(config.run.backend, group, local_rank)
     samples = _samples(asked, group, local_rank, console)
     with agreed(group):
-        check_samples(config.model.model, samples)
         check_compiled(config.run.jit == "on", backend)
-    config, computing = choose_computing(config, samples, backend, group)
+    model = build_whole(config, samples, backend, group)
+    config, computing = choose_computing(config, model, samples, backend, group)
     with computing.in_use():
         _plan(replace(asked, config=config), samples, ranks, group, backend, local_rank, console)
 

@@ -43,6 +43,7 @@ from nnmpi.train.build import (
     build_model,
     build_optimizer,
     build_trainer,
+    build_whole,
     find_layout,
     needs_arrangement,
 )
@@ -204,7 +205,8 @@ def choose(config: Config, group: Group, backend: Backend, local_rank: int, say:
     """
     begin = clock.now()
     train, _ = load_samples(config, group, local_rank, say)
-    config, computing = choose_computing(config, train, backend, group)
+    model = build_whole(config, train, backend, group)
+    config, computing = choose_computing(config, model, train, backend, group)
     with computing.in_use():
         return _choose(config, computing, train, group, backend, local_rank, say, begin)
 
@@ -277,7 +279,8 @@ def time_layout(config: Config, group: Group, backend: Backend, local_rank: int)
     if group.size > 1 and group.fit is None:
         group.fit = find_fit(group)
     wanted = layout if needs_arrangement(layout, mesh) else None
-    trainer = build_trainer(config, group, inputs, backend, None, wanted)
+    model = build_whole(config, inputs.train, backend, group)
+    trainer = build_trainer(config, model, group, inputs, backend, None, wanted)
     if not isinstance(trainer, Worker):
         raise UsageError("only layouts of ranks in step are raced")
     batches = (batch for epoch in numbers() for batch in inputs.train_loader.epoch(epoch))

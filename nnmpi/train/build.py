@@ -58,7 +58,9 @@ from nnmpi.train.config import (
 from nnmpi.train.device import explained
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.inputs import Inputs, load_inputs, text_source
+from nnmpi.train.products import Computing, choose_computing
 from nnmpi.train.run_state import Extent
+from nnmpi.train.signature import ModelSignature
 
 BYTES_PER_MIB = 2**20
 MS_PER_S = 1000
@@ -78,6 +80,7 @@ class RunContext:
         schedule: the learning rate as a function of the step.
         extent: how long the run is.
         folder: where it writes.
+        computing: what computes on the host.
     """
 
     config: Config
@@ -88,6 +91,7 @@ class RunContext:
     schedule: Schedule
     extent: Extent
     folder: RunFolder
+    computing: Computing
 
 
 def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int) -> Module:
@@ -288,8 +292,23 @@ def build_layout(config: ParallelConfig, optimizer: str = "adam", momentum: floa
     )
 
 
+def build_whole(config: Config, train: Samples, backend: Backend, group: Group) -> Module:
+    """Return the whole model for these samples, uninitialized. Collective.
+
+    Raises:
+        UsageError: on all ranks, when the model does not take them.
+        DeviceError: on all ranks, when one has not enough memory for it.
+    """
+    with agreed(group), explained(backend, TOO_LARGE):
+        check_samples(config.model.model, train)
+        model = build_model(config.model, train.sample_shape, ModelSignature.of(train, None).outputs)
+        check_vocabulary(model, train)
+    return model
+
+
 def build_trainer(
     config: Config,
+    model: Module,
     group: Group,
     inputs: Inputs,
     backend: Backend,
@@ -300,22 +319,18 @@ def build_trainer(
 
     Args:
         config: every option.
+        model: of `build_whole`; it is initialized here, or what this rank has of it.
         group: all ranks of the run.
-        inputs: the data, whose samples say what shape the model takes.
+        inputs: the data.
         backend: where this rank computes.
         algorithms: the all-reduce of each bucket, in the place of "auto", when a run goes on that had chosen them.
         layout: how the model is spread over the ranks; None for all of it on each.
 
     Raises:
-        UsageError: on all ranks, when the model does not take the data set's samples, and for what this number of ranks
-            cannot do.
+        UsageError: on all ranks, for what this number of ranks cannot do.
         DeviceError: on all ranks, when one has not enough memory for it.
     """
     options, sync = config.optimization, config.sync
-    with agreed(group), explained(backend, TOO_LARGE):
-        check_samples(config.model.model, inputs.train)
-        model = build_model(config.model, inputs.train.sample_shape, inputs.signature.outputs)
-        check_vocabulary(model, inputs.train)
     where = None
     if layout is not None:
         rows = -(-inputs.batch_size // inputs.train_loader.microbatches)
@@ -486,6 +501,7 @@ def set_up(
     last: LastCheckpoint | None,
     say: Callable[[str], None],
     local_rank: int,
+    computing: Computing | None,
 ) -> tuple[RunContext, list[str]]:
     """Load the data, build everything, and return it with notices to print. Collective.
 
@@ -494,6 +510,7 @@ def set_up(
         last: the checkpoint that the run goes on from: its choices of algorithms and cuts hold again.
         say: called with a sentence when a download begins.
         local_rank: this rank's number on its node.
+        computing: what computes, where that has been chosen; None to choose it.
 
     Raises:
         UsageError: on all ranks, for options that do not fit the data or the number of ranks.
@@ -512,8 +529,11 @@ def set_up(
     if cuts is not None and layout.split == MEASURED:  # measured again, they might fall elsewhere
         layout = replace(layout, split=cuts)
     wanted = layout if needs_arrangement(layout, mesh) else None
-    trainer = build_trainer(config, group, inputs, backend, algorithms, wanted)
-    return RunContext(config, group, backend, inputs, trainer, schedule, extent, folder), notices
+    model = build_whole(config, inputs.train, backend, group)
+    if computing is None:
+        config, computing = choose_computing(config, model, inputs.train, backend, group)
+    trainer = build_trainer(config, model, group, inputs, backend, algorithms, wanted)
+    return RunContext(config, group, backend, inputs, trainer, schedule, extent, folder, computing), notices
 
 
 def _take_fit(config: Config, group: Group) -> list[str]:

@@ -19,16 +19,14 @@ from nnmpi.train.build import RunContext, warmup_steps
 from nnmpi.train.config import Config, OptimizationConfig
 from nnmpi.train.device import describe_device
 from nnmpi.train.inputs import Inputs
-from nnmpi.train.products import Computing
 from nnmpi.train.run_state import Extent
 
 
-def header(context: RunContext, computing: Computing) -> list[str]:
+def header(context: RunContext) -> list[str]:
     """Return the header. Collective: the ranks tell their nodes.
 
     Args:
         context: what the run works with.
-        computing: what computes on the host.
     """
     config, group, backend, trainer = context.config, context.group, context.backend, context.trainer
     inputs, extent = context.inputs, context.extent
@@ -43,7 +41,7 @@ def header(context: RunContext, computing: Computing) -> list[str]:
         f"MPI: {group.comm.world.library}",
         f"backend: {backend.name} on {backend.device}, {_numbers(config)}{_kernels(config)}; "
         f"{'kernels of its own' if backend.is_device else blas()}",
-        *computing.lines,
+        *context.computing.lines,
         *describe_device(backend, group, config.run.precision, config.run.verbose),
         f"data: {train.name}, {len(train)} training and {len(test)} test {_samples(train)}{_partition(config)}",
         f"batches: {extent.train_batches} of {inputs.batch_size} in each of "

@@ -45,10 +45,8 @@ from nnmpi.nn.module import Module
 from nnmpi.planner.profile import default_file
 from nnmpi.reading import read_json
 from nnmpi.threads import VARIABLES, usable_cores
-from nnmpi.train.build import build_model
-from nnmpi.train.config import Config, RunConfig
+from nnmpi.train.config import Config, OptimizationConfig, RunConfig
 from nnmpi.train.folder import replace_durably
-from nnmpi.train.signature import ModelSignature
 
 ROWS, FEATURES, KINDS = 1024, 2048, 4  # the largest sizes that are timed, and how many kinds of matrices
 ROUNDS, LEAST_S = 5, 0.04  # of each product
@@ -108,11 +106,14 @@ class Computing:
             yield
 
 
-def choose_computing(config: Config, train: Samples, backend: Backend, group: Group) -> tuple[Config, Computing]:
+def choose_computing(
+    config: Config, model: Module, train: Samples, backend: Backend, group: Group
+) -> tuple[Config, Computing]:
     """Return what computes, and the configuration in which it is settled. Collective.
 
     Args:
         config: every option.
+        model: the whole one; values are not needed.
         train: the training set.
         backend: where this rank computes.
         group: all ranks of the run.
@@ -120,10 +121,9 @@ def choose_computing(config: Config, train: Samples, backend: Backend, group: Gr
     Raises:
         UsageError: on all ranks, where one is asked for that a rank does not have.
     """
-    config, kernels = choose_kernels(config, train, backend, group)
+    config, kernels = choose_kernels(config, model, train, backend, group)
     blas, wanted = BlasChoice(), config.optimization.batch_size
     if not backend.is_device:
-        model = build_model(config.model, train.sample_shape, ModelSignature.of(train, None).outputs)
         batch = len(train) if wanted == "full" else min(wanted, len(train))
         blas = choose_blas(config.run, model, batch * (train.sample_shape[0] if train.is_tokens else 1), group)
         config = replace(config, run=replace(config.run, blas=blas.name, blas_threads=blas.threads))
@@ -132,17 +132,14 @@ def choose_computing(config: Config, train: Samples, backend: Backend, group: Gr
     return config, Computing(blas, config.run.jit == "on", lines)
 
 
-def choose_kernels(config: Config, train: Samples, backend: Backend, group: Group) -> tuple[Config, str]:
+def choose_kernels(config: Config, model: Module, train: Samples, backend: Backend, group: Group) -> tuple[Config, str]:
     """Return the configuration with --jit on or off, the same on all ranks, and why, for the header. Collective.
 
     It hangs on what the words of the command say, and on which numba is installed; so a command that is repeated, or
     given to other ranks, has the same bits. A run that goes on finds "on" or "off" in its config.json.
 
     Args:
-        config: every option.
-        train: the training set.
-        backend: where this rank computes.
-        group: all ranks of the run.
+        config, model, train, backend, group: see `choose_computing`.
     """
     run = config.run
     if run.jit != "auto":
@@ -152,7 +149,7 @@ def choose_kernels(config: Config, train: Samples, backend: Backend, group: Grou
     chosen: Switch = "off"
     line = ""
     if len(versions) == 1 and versions != {""}:
-        work = multiplications(config, train)
+        work = multiplications(config.optimization, model, train)
         why = f"pays in runs of {PAYS:.0e} multiplications or more; this one has {work:.0e}"
         if work < PAYS:
             line = f"NumPy's; loading numba's, which are faster, {why}"
@@ -178,14 +175,13 @@ def _loads() -> bool:
     return True
 
 
-def multiplications(config: Config, train: Samples) -> float:
+def multiplications(options: OptimizationConfig, model: Module, train: Samples) -> float:
     """Return about how many multiplications all ways forward of a run have: its samples by the weights that each meets.
 
     A convolution's weights count for each pixel of a sample, as if nothing were pooled; of a language model all weights
     count for each token.
     """
-    options, shape = config.optimization, train.sample_shape
-    model = build_model(config.model, shape, ModelSignature.of(train, None).outputs)
+    shape = train.sample_shape
     places = shape[0] if train.is_tokens else 1
     pixels = prod(shape[:-1])
     weights = [each.declared for each in model.parameters() if len(each.declared) > 1]

@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import replace
 from math import isfinite, nan
 from shlex import quote
 from typing import Any
@@ -32,7 +31,6 @@ from nnmpi.train.header import header
 from nnmpi.train.log import Console, Reporter
 from nnmpi.train.loop import Loop
 from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics
-from nnmpi.train.products import choose_computing
 from nnmpi.train.run_state import RunState
 from nnmpi.units import format_duration
 
@@ -90,13 +88,10 @@ def _run(
             check_open(config.parallel, config.sync.rule.asynchronous, resuming)
         chosen = choose(config, group, backend, local_rank, console.say)
         config = chosen.config
-    context, notices = set_up(config, group, backend, folder, last, console.say, local_rank)
-    settled, computing = context.config, None if chosen is None else chosen.computing
-    if computing is None:
-        settled, computing = choose_computing(settled, context.inputs.train, backend, group)
-    context = replace(context, config=settled)
-    with computing.in_use():
-        lines = [*(() if chosen is None else chosen.lines), *header(context, computing), *notices]
+    computing = None if chosen is None else chosen.computing
+    context, notices = set_up(config, group, backend, folder, last, console.say, local_rank, computing)
+    with context.computing.in_use():
+        lines = [*(() if chosen is None else chosen.lines), *header(context), *notices]
     settled = settle(context)
     samples = len(context.inputs.train)
     state, restored = restore(context.trainer, last, folder, samples) if resuming else (RunState(samples=samples), [])
@@ -123,7 +118,7 @@ def _run(
             if group.is_root:
                 stack.enter_context(console.copied(folder.console))
             console.say(*lines, *restored)
-            stack.enter_context(computing.in_use())
+            stack.enter_context(context.computing.in_use())
             _train(context, state, console, chosen)
     except (UsageError, ShapeError):
         if group.is_root and not resuming and not folder.checkpoints.exists():

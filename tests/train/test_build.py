@@ -59,7 +59,8 @@ def test_the_worker_gets_its_options(group: Group, monkeypatch: pytest.MonkeyPat
     inputs = load_inputs(Config(), group, 0, lambda _: None, (0, 1))
 
     def options(config: Config) -> dict[str, Any]:
-        build.build_trainer(config, group, inputs, numpy_backend())
+        model = build.build_whole(config, inputs.train, numpy_backend(), group)
+        build.build_trainer(config, model, group, inputs, numpy_backend())
         return given
 
     plain = dict(options(Config()))

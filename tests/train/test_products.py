@@ -16,6 +16,7 @@ from nnmpi.comm.group import Group
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError
 from nnmpi.train import products
+from nnmpi.train.build import build_model
 from nnmpi.train.cli import main, parse
 from nnmpi.train.config import RunConfig
 from nnmpi.train.products import BlasChoice, choose_blas, choose_kernels, load_times, multiplications, sizes_of
@@ -177,17 +178,23 @@ def samples(count: int, *shape: int, tokens: bool = False) -> Dataset:
     return Dataset("nothing", x, np.zeros((count, *shape) if tokens else count, np.int64), 10)
 
 
+def work(words: list[str], train: Dataset) -> float:
+    """Return how much the run of a command multiplies."""
+    config = parse(words)
+    return multiplications(config.optimization, build_model(config.model, train.sample_shape, train.classes), train)
+
+
 def test_how_much_a_run_multiplies() -> None:
     """A convolution's weights once for each pixel, a language model's for each token; --max-steps may end it early."""
-    assert multiplications(parse(IRIS), samples(120, 4)) == (4 * 50 + 50 * 3 - 150 + 500) * 120 * 100
+    assert work(IRIS, samples(120, 4)) == (4 * 50 + 50 * 3 - 150 + 500) * 120 * 100
     images = samples(60000, 28, 28, 1)
-    whole = multiplications(parse(MNIST), images)
+    whole = work(MNIST, images)
     assert whole > 60000 * 784 * (9 * 32 + 9 * 32 * 64)
-    assert multiplications(parse([*MNIST, "--max-steps", "10"]), images) == whole * 640 / 60000
+    assert work([*MNIST, "--max-steps", "10"], images) == whole * 640 / 60000
     full = ["--batch-size", "full", "--max-steps", "10"]
-    assert multiplications(parse([*MNIST, *full]), images) == whole
+    assert work([*MNIST, *full], images) == whole
     gpt = ["--model", "gpt", "--layers", "1", "--features", "8", "--heads", "1", "--epochs", "1"]
-    short, long = (multiplications(parse(gpt), samples(5, length, tokens=True)) for length in (16, 32))
+    short, long = (work(gpt, samples(5, length, tokens=True)) for length in (16, 32))
     assert long > 2 * short
 
 
@@ -210,7 +217,9 @@ def test_when_numbas_kernels_compute(
     """Where it is installed and the run is long enough, or where it is asked for."""
     monkeypatch.setattr(products, "installed_numba", lambda: version)
     monkeypatch.setattr(products, "_loads", lambda: True)
-    config, line = choose_kernels(parse(words), samples(60000, 28, 28, 1), numpy_backend(), group)
+    config, line = choose_kernels(
+        parse(words), models.cnn((28, 28, 1), 10), samples(60000, 28, 28, 1), numpy_backend(), group
+    )
     assert config.run.jit == chosen
     assert line.startswith(said) and bool(line) == bool(said)
 
@@ -227,7 +236,9 @@ def test_one_rank_without_numba_is_enough(
         monkeypatch.setattr(products, "_loads", lambda: True)
         monkeypatch.setattr(products, name, lambda: next(answers))
     group.barrier()
-    config, line = choose_kernels(parse(MNIST), samples(60000, 28, 28, 1), numpy_backend(), group)
+    config, line = choose_kernels(
+        parse(MNIST), models.cnn((28, 28, 1), 10), samples(60000, 28, 28, 1), numpy_backend(), group
+    )
     assert (config.run.jit, line) == ("off", "")
 
 

@@ -14,6 +14,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.mpi_world import MpiWorld
 from nnmpi.comm.simulated.simulated_world import PostponedWork
 from nnmpi.errors import CheckpointError, DeviceError, DivergenceError, UsageError
+from nnmpi.train.build import build_model
 from nnmpi.train.checkpoint_files import CheckpointWriter
 from nnmpi.train.cli import main
 from nnmpi.train.folder import sha256
@@ -341,6 +342,14 @@ def test_a_model_without_memory_is_one_sentence(train: Train, monkeypatch: pytes
         train("")
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_builds_its_model_once(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is looked up of its matrices, and counted of its multiplications, is of the model that trains."""
+    built: list[Any] = []
+    monkeypatch.setattr("nnmpi.train.build.build_model", lambda *given: built.append(build_model(*given)) or built[-1])
+    train("--epochs 1")
+    assert len(built) == 1
 
 
 def test_by_default_checkpoints_take_little_of_the_time(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
