@@ -381,16 +381,13 @@ def describe_lines(lines: Lines) -> str:
 def find_lines() -> Lines:
     """Return where in the program this call was made: nnmpi's line next to it, and the caller's of nnmpi."""
     frame: FrameType | None = sys._getframe(1)
-    found: list[tuple[str, int]] = []
-    while frame is not None:
-        file = frame.f_code.co_filename
-        inside = file.startswith(PACKAGE_FOLDER)
-        if not file.startswith(OWN_FOLDER) and not (inside and found):
-            found.append((file, frame.f_lineno))
-        if not inside:
-            break
+    while frame is not None and frame.f_code.co_filename.startswith(OWN_FOLDER):
         frame = frame.f_back
-    return tuple(found)
+    within = frame
+    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
+        frame = frame.f_back
+    places = [within, frame] if within is not frame else [frame]
+    return tuple((each.f_code.co_filename, each.f_lineno) for each in places if each is not None)
 
 
 def _find_cycle(blamed: dict[int, list[int]]) -> list[int]:

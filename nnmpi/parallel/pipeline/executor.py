@@ -11,7 +11,7 @@ and every microbatch has buffers of its own.
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,13 @@ from nnmpi.schedule.registry import Generator, make
 from nnmpi.schedule.schedule import Schedule
 
 INFERENCE = "inference"
+
+
+@lru_cache(maxsize=64)  # all simulated ranks, and all replicas there, have the same one
+def _executable(name: Generator, ranks: int, microbatches: int, virtual: int) -> Schedule:
+    schedule = lower(make(name, ranks, microbatches, virtual))
+    check(schedule)
+    return schedule
 
 
 class GradientSink:
@@ -91,7 +98,6 @@ class Pipeline:
         self.sink, self.backend, self.label = sink, backend, label
         self.pace = Pace() if pace is None else pace
         self.messages = Messages(group, synchronous_sends)
-        self._schedules: dict[tuple[Generator, int], Schedule] = {}
         self._passes = 0
         boundaries = (
             {s for stage in stages for s in (stage - 1, stage) if 0 <= s < count - 1} if group.size > 1 else set()
@@ -104,13 +110,7 @@ class Pipeline:
         Raises:
             UsageError, ScheduleError: when the schedule cannot have so many, or is wrong.
         """
-        key = (name or self.schedule, microbatches)
-        if key not in self._schedules:
-            virtual = self.count // self.group.size
-            schedule = lower(make(key[0], self.group.size, microbatches, virtual))
-            check(schedule)
-            self._schedules[key] = schedule
-        return self._schedules[key]
+        return _executable(name or self.schedule, self.group.size, microbatches, self.count // self.group.size)
 
     def train(self, inputs: Sequence[Array], seeds: Sequence[Array]) -> PassReport:
         """Take microbatches forward and backward, as the schedule says; collective.
