@@ -13,7 +13,7 @@ from nnmpi import clock
 from nnmpi.backend.precision import use_precision
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.compose.writing import Writer, choose_token, write
+from nnmpi.compose.generation import TokenGenerator, choose_token, generate
 from nnmpi.data.tokenizer import Tokenizer
 from nnmpi.errors import UsageError
 from nnmpi.train.cli import ask
@@ -78,16 +78,18 @@ def main(words: Sequence[str], group: Group) -> None:
         raise UsageError(f"tokens come one by one, and {place.sp} ranks cannot share one's position; leave --sp out")
     begin = clock.now()
     run = place.open(folder, group, partial(_check_model, folder))
-    writer = Writer(run.where, run.backend, run.classes)
+    generator = TokenGenerator(run.where, run.backend, run.classes)
     context = None if run.config.model.model == "lstm" else run.signature.sample_shape[0]
     tokenizer, precision = run.tokenizer, run.config.run.precision
-    prompt, end = on_root(group, partial(_tokens, options.prompt, tokenizer, writer.vocabulary))
+    prompt, end = on_root(group, partial(_tokens, options.prompt, tokenizer, generator.vocabulary))
     draw = np.random.default_rng(options.seed)
     choose = partial(choose_token, draw=draw, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     ready = clock.now()
     written: list[int] = []
     with use_precision(precision):
-        for token in islice(write(writer, prompt, context, lambda logits: group.share(choose(logits))), options.tokens):
+        for token in islice(
+            generate(generator, prompt, context, lambda logits: group.share(choose(logits))), options.tokens
+        ):
             if token == end:
                 break
             written.append(token)
@@ -97,7 +99,7 @@ def main(words: Sequence[str], group: Group) -> None:
         f"{len(written)} tokens in {seconds:.2f} s, {len(written) / max(seconds, 1e-9):.0f} a second; "
         f"loading took {ready - begin:.2f} s"
     )
-    writer.release()
+    generator.release()
 
 
 def _check_model(folder: Path, config: Config) -> None:

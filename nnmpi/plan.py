@@ -20,7 +20,7 @@ from nnmpi.comm.group import Group
 from nnmpi.command import Option, options_of, read_words
 from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.errors import UsageError
-from nnmpi.planner.machine import PlannedNetwork, find_network
+from nnmpi.planner.network import PlannedNetwork, find_network
 from nnmpi.planner.price import Pricer
 from nnmpi.planner.report import describe, options, to_json
 from nnmpi.planner.search import plan
@@ -29,6 +29,7 @@ from nnmpi.planner.survey import describe_survey, survey, survey_to_json
 from nnmpi.train.auto_layout import take_network, take_profile, time_layout, with_options, workload_of
 from nnmpi.train.build import build_whole
 from nnmpi.train.cli import ask, start_ranks
+from nnmpi.train.computing import choose_computing
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
     Config,
@@ -43,7 +44,6 @@ from nnmpi.train.config import (
 from nnmpi.train.device import check_compiled, take_backend
 from nnmpi.train.inputs import load_samples, match_loss
 from nnmpi.train.log import Console
-from nnmpi.train.products import choose_computing
 from nnmpi.units import format_bytes, format_seconds, parse_bytes
 
 PROGRAM = "python -m nnmpi.plan"

@@ -23,8 +23,8 @@ from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE, SHARED
 from nnmpi.comm.choose import choose
 from nnmpi.comm.fitting.fit import Fit
 from nnmpi.comm.group import Group
-from nnmpi.comm.sharing.memory import SharedMemory
-from nnmpi.comm.sharing.shared_sum import SharedSum, own_slice
+from nnmpi.comm.shared_memory.memory import SharedMemory
+from nnmpi.comm.shared_memory.shared_sum import SharedSum, own_slice
 from nnmpi.errors import DeviceError, UsageError
 from nnmpi.optim.sgd import SGD
 from nnmpi.optim.storage import Arrays

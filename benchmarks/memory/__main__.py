@@ -22,8 +22,8 @@ from nnmpi.backend.record import numpy_backend
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.data.loader import Batch, Cut
-from nnmpi.memory.run import RecomputedModel
-from nnmpi.memory.stored import keep_state
+from nnmpi.memory.recompute import RecomputedModel
+from nnmpi.memory.state_offload import keep_state
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.units import parse_bytes
 

@@ -13,7 +13,7 @@ from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
 from nnmpi.nn.chain import open_chain
 from nnmpi.parallel.pipeline.profile import LayerProfile
-from nnmpi.planner.machine import PlannedNetwork
+from nnmpi.planner.network import PlannedNetwork
 from nnmpi.planner.price import Pricer
 from nnmpi.planner.profile import Profile, StepCost
 from nnmpi.planner.shapes import ModelShapes

@@ -32,8 +32,8 @@ from nnmpi.backend.gemm import BLAS_NAMES, NUMPY, use_blas  # noqa: E402
 from nnmpi.comm.group import Group  # noqa: E402
 from nnmpi.comm.simulated.simulated_world import simulate  # noqa: E402
 from nnmpi.compose.arrange import arrange  # noqa: E402
+from nnmpi.compose.generation import TokenGenerator, choose_token, generate  # noqa: E402
 from nnmpi.compose.layout import Layout  # noqa: E402
-from nnmpi.compose.writing import Writer, choose_token, write  # noqa: E402
 
 PROMPT = 16
 Way = Callable[[float], list[int]]
@@ -44,11 +44,11 @@ def nnmpis_way(name: str, tokens: int, group: Group) -> tuple[Way, list[np.ndarr
     case, backend = find(name), select("numpy")
     where = arrange(build(case), group, Layout(), np.zeros((1, 1), np.int64), "float32", backend)
     where.model.initialize(seed=0, dtype="float32", backend=backend)
-    writer = Writer(where, backend, case.classes)
+    generator = TokenGenerator(where, backend, case.classes)
 
     def way(temperature: float) -> list[int]:
         choose = partial(choose_token, draw=np.random.default_rng(0), temperature=temperature)
-        return list(islice(write(writer, range(PROMPT), case.sizes[4], choose), tokens))
+        return list(islice(generate(generator, range(PROMPT), case.sizes[4], choose), tokens))
 
     return way, [parameter.data for parameter in where.model.parameters()]
 

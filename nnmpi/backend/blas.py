@@ -6,7 +6,7 @@ all their users. Code for Haswell leaves half of an AVX-512 processor idle: on a
 Xeon (Sapphire Rapids or later) the product ran at 96 instead of 130. A Zen 4 core computes with half of such a vector
 at a time, and there Haswell's code is the faster one: 107 to 111 against 95 to 106. Steps of dense layers are 3 to 9 %
 shorter with it and those of a CNN, with smaller products, 16 % longer (docs/speed.md). So the train command takes it by
-the model (`train.products`): OpenBLAS can be told to choose again while it runs.
+the model (`train.computing`): OpenBLAS can be told to choose again while it runs.
 
     python -c "from nnmpi.backend.blas import find_older; print(find_older() or 'nothing to say')"
 """

@@ -18,7 +18,7 @@ Running them, from the bottom up:
     communicator         ranks that exchange small values: gather, share, barrier
     buffers              which arrays can be summed, and their bytes
     execution            running steps, or the world's own collectives, on an array
-    sharing/             memory that the ranks of a node share, and the sum through it
+    shared_memory/       memory that the ranks of a node share, and the sum through it
     device/              how arrays on a device travel
     group                what a strategy gets: ranks that sum arrays. Which of the above is used is decided here
     gradients            sums of gradients in buckets, while the backward pass runs

@@ -23,8 +23,8 @@ from nnmpi.comm.device.transport import Devices
 from nnmpi.comm.execution import MAX_MESSAGE_BYTES, Execution, NativeExecution, Pending
 from nnmpi.comm.fitting.fit import Fit
 from nnmpi.comm.prove import check_proof
-from nnmpi.comm.sharing.memory import SharedMemory
-from nnmpi.comm.sharing.shared_sum import SharedSum
+from nnmpi.comm.shared_memory.memory import SharedMemory
+from nnmpi.comm.shared_memory.shared_sum import SharedSum
 from nnmpi.comm.world import Comm
 from nnmpi.errors import DeviceError, DtypeError, ShapeError, UsageError
 

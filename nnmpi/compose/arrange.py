@@ -27,8 +27,8 @@ from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import AUTO, NEVER, Layout
 from nnmpi.errors import DeviceError, LayoutError
+from nnmpi.memory.state_offload import DEVICE_PIECE_BYTES, HOST_PIECE_BYTES, keep_state
 from nnmpi.memory.store import Store, make_store
-from nnmpi.memory.stored import DEVICE_PIECE_BYTES, HOST_PIECE_BYTES, keep_state
 from nnmpi.mesh import BoundMesh, Mesh
 from nnmpi.nn.chain import ChainLayer, ModelPart, cut_chain, kept_at, open_chain
 from nnmpi.nn.module import Buffer, Module

@@ -38,7 +38,7 @@ class Layout:
             optimizer state; None for any. Activations and the sums of reduction "fixed" come on top.
         state_arrays: how many arrays of each parameter's size the optimizer keeps, for the limit (Adam 2, SGD 0).
         activation_memory: bytes that a pass may take on each rank for its activations, some of which are then computed
-            again (see `memory.run`); None for any. Without a pipeline.
+            again (see `memory.recompute`); None for any. Without a pipeline.
         offload: where to activations may go and come back, if that is quicker: a folder for a file, or "host" for those
             of a device (see `memory.store`); None for nowhere.
         offload_state: what lies there for good, and comes when it is needed: "optimizer", its state, or "all", the

@@ -47,7 +47,7 @@ from nnmpi.data.loader import Batch
 from nnmpi.errors import UsageError
 from nnmpi.memory.chain import Value, plain
 from nnmpi.memory.plan import costs_to_json
-from nnmpi.memory.run import RecomputedModel, most_costs
+from nnmpi.memory.recompute import RecomputedModel, most_costs
 from nnmpi.nn.chain import whole_pieces
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.mode import current, evaluation, training

@@ -45,7 +45,7 @@ from nnmpi.data.loader import Batch, Cut
 from nnmpi.errors import UsageError
 from nnmpi.memory.chain import SharedOutWeights
 from nnmpi.memory.plan import Plan
-from nnmpi.memory.run import RecomputedModel
+from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store, make_store
 from nnmpi.nn.mode import evaluation, training
 from nnmpi.optim.clip import coefficient, global_norm, scale

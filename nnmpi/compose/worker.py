@@ -32,7 +32,7 @@ from nnmpi.comm.agreement import PeriodicCheck, require_equal
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED
 from nnmpi.comm.gradients import Traffic, predict
 from nnmpi.comm.group import Group
-from nnmpi.comm.sharing.memory import SharedMemory
+from nnmpi.comm.shared_memory.memory import SharedMemory
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.exchanged import exchanged_elements
 from nnmpi.compose.layout import Layout

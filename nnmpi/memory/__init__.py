@@ -1,16 +1,16 @@
 """Memory: what a pass through a model keeps for its way back, and how to keep less.
 
-plan        a plan is a list of actions: forward, keep, backward, drop, out, in; it is checked, priced and drawn here
-optimal     the plan of least time under a budget of bytes, by dynamic programming
-swapping    the plan in which layers also leave memory and come back, by search
-store       where things go that leave memory: a file, or from a device the host
-offload     what a layer keeps, taken out and brought back
-stored      an optimizer's state and weights that lie in a store, brought piece by piece to each update
-animation   plans for a page and for slides
-chain       a model as layers that run one by one
-measure     what each one takes
-run         a model that runs by a plan
-ledger      what of a rank's memory is for what: `nnmpi.memory.report()`
+plan                 a plan is a list of actions: forward, keep, backward, drop, out, in; checked, priced and drawn here
+optimal              the plan of least time under a budget of bytes, by dynamic programming
+swapping             the plan in which layers also leave memory and come back, by search
+animation            plans for a page and for slides
+chain                a model as layers that run one by one
+measure              what each one takes
+recompute            a model that runs by a plan
+store                where things go that leave memory: a file, or from a device the host
+activation_offload   what a layer keeps, taken out and brought back
+state_offload        an optimizer's state and weights that lie in a store, brought piece by piece to each update
+ledger               what of a rank's memory is for what: `nnmpi.memory.report()`
 
     forward = nnmpi.memory.RecomputedModel(model, budget=64 * 2**20)
 
@@ -18,6 +18,6 @@ Begin with plan; `python -m nnmpi.memory plan` shows some.
 """
 
 from nnmpi.memory.ledger import MemoryReport, report
-from nnmpi.memory.run import RecomputedModel
+from nnmpi.memory.recompute import RecomputedModel
 
 __all__ = ["MemoryReport", "RecomputedModel", "report"]

@@ -23,7 +23,7 @@ from nnmpi.errors import UsageError
 from nnmpi.memory.animation import compare, draw_slide
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import LayerCost, costs_from_json, costs_to_json, draw_plan, keep_all, simulate
-from nnmpi.memory.run import RecomputedModel
+from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store, make_store
 from nnmpi.memory.swapping import swapping_plan
 from nnmpi.models.cnn import cnn

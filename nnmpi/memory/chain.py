@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend
 from nnmpi.errors import UsageError
-from nnmpi.memory.offload import KeptArrays
+from nnmpi.memory.activation_offload import KeptArrays
 from nnmpi.nn.container import Pop, Sequential, Stash
 from nnmpi.nn.fuse import fuse
 from nnmpi.nn.mode import current, restore

@@ -15,8 +15,8 @@ from nnmpi import clock
 from nnmpi.backend.allocations import AllocationCount, counting
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.record import Backend
+from nnmpi.memory.activation_offload import KeptArrays
 from nnmpi.memory.chain import Layer, LayerGraph, Value, again, forward, parameters_of, unwatched
-from nnmpi.memory.offload import KeptArrays
 from nnmpi.memory.plan import LayerCost, moved_bytes
 from nnmpi.memory.store import BYTE_S, Store
 from nnmpi.tensor.parameter import Parameter

@@ -12,7 +12,7 @@ from nnmpi.backend.casting import to_float32
 from nnmpi.backend.precision import precision
 from nnmpi.comm.group import Group
 from nnmpi.errors import DivergenceError
-from nnmpi.memory.stored import in_memory
+from nnmpi.memory.state_offload import in_memory
 from nnmpi.nn.mode import observed
 from nnmpi.nn.module import Module
 from nnmpi.tensor.tensor import Tensor

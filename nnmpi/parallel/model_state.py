@@ -28,7 +28,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Rendezvous, rendezvous
 from nnmpi.comm.vector_collectives import all_gather_v
 from nnmpi.errors import CheckpointError, LayoutError, ShapeError
-from nnmpi.memory.stored import in_memory
+from nnmpi.memory.state_offload import in_memory
 from nnmpi.parallel.shard_map import ArraySpec, ShardMap, check_fit, describe, shard_maps
 from nnmpi.shard import Region
 

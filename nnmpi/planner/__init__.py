@@ -1,7 +1,7 @@
 """The planner: which layout of a model on a machine takes the least time for a step, by measured parts and exact bytes.
 
     profile    what a model's parts take on this machine: whole passes, layers, updates, and the bytes of each
-    machine    what messages cost: fitted here, said in a file, or a network by its name
+    network    what messages cost: fitted here, said in a file, or a network by its name
     shapes     where a model is cut, and what its ranks hold, without values
     space      every layout of so many ranks, and what cannot be, with the reason
     price      seconds and bytes of one layout, and a bound below which its seconds cannot be

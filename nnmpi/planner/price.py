@@ -23,7 +23,7 @@ from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, 
 from nnmpi.mesh import Mesh
 from nnmpi.parallel.zero.units import StateBytes
 from nnmpi.parallel.zero.window import BLOCK_BYTES
-from nnmpi.planner.machine import PlannedNetwork
+from nnmpi.planner.network import PlannedNetwork
 from nnmpi.planner.profile import Profile, Share
 from nnmpi.planner.shapes import CutModel
 from nnmpi.planner.space import Candidate

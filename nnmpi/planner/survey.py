@@ -18,7 +18,7 @@ from typing import Any
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
 from nnmpi.memory.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS, PARAMETERS, STATE
 from nnmpi.planner.described import DescribedLayer, DescribedShapes, describe_layers, grouped, profile_of
-from nnmpi.planner.machine import BYTES_PER_GBIT, PlannedNetwork
+from nnmpi.planner.network import BYTES_PER_GBIT, PlannedNetwork
 from nnmpi.planner.price import LayoutPrice, Pricer
 from nnmpi.planner.search import PlannedLayout, search
 from nnmpi.planner.space import Candidate, candidates

@@ -48,7 +48,7 @@ class FlatStorage:
         moves: how often the arrays were replaced by others.
         common: whether `data` is memory that other ranks write too (see `parallel.fused`).
         shared: whether a strategy has given these values to several ranks, or each a part; else a rank's are its own.
-        state_keeper: (data, grads, slots) -> what keeps the state of optimizers over it (see `memory.stored`); None
+        state_keeper: (data, grads, slots) -> what keeps the state of optimizers over it (`memory.state_offload`); None
             where they keep it themselves.
     """
 

@@ -31,7 +31,7 @@ from nnmpi.custom import custom_file
 from nnmpi.data.dataset import Samples
 from nnmpi.errors import UsageError
 from nnmpi.planner import report
-from nnmpi.planner.machine import PlannedNetwork
+from nnmpi.planner.network import PlannedNetwork
 from nnmpi.planner.price import Pricer
 from nnmpi.planner.profile import QUARTILE, Profile, Workload, default_file, load_profile, measure, shares_of
 from nnmpi.planner.search import plan
@@ -47,11 +47,11 @@ from nnmpi.train.build import (
     find_layout,
     needs_arrangement,
 )
+from nnmpi.train.computing import Computing, choose_computing
 from nnmpi.train.config import Config, ParallelConfig, to_json
 from nnmpi.train.device import explained
 from nnmpi.train.folder import replace_durably
 from nnmpi.train.inputs import load_inputs, load_samples
-from nnmpi.train.products import Computing, choose_computing
 from nnmpi.train.signature import ModelSignature
 from nnmpi.units import format_seconds
 from nnmpi.version import VERSION

@@ -46,6 +46,7 @@ from nnmpi.reading import read_json
 from nnmpi.schedule.simulate import InstructionCosts
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.train.checkpoint import LastCheckpoint
+from nnmpi.train.computing import Computing, choose_computing
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
     Config,
@@ -58,7 +59,6 @@ from nnmpi.train.config import (
 from nnmpi.train.device import explained
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.inputs import Inputs, load_inputs, text_source
-from nnmpi.train.products import Computing, choose_computing
 from nnmpi.train.run_state import Extent
 from nnmpi.train.signature import ModelSignature
 

@@ -12,7 +12,7 @@ from benchmarks.collectives.tables import read
 from benchmarks.collectives.timing import MpiRanks
 from nnmpi.comm.execution import Execution
 from nnmpi.comm.group import Group
-from nnmpi.comm.sharing.memory import SharedMemory
+from nnmpi.comm.shared_memory.memory import SharedMemory
 from nnmpi.errors import CommError, DeviceError, UsageError
 from tests.device.library import device_backend
 

@@ -12,7 +12,7 @@ import pytest
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi import window
 from nnmpi.comm.mpi.window import ENDLESS, MARGIN_BYTES, check_room, find_folder, free_bytes, window_bytes
-from nnmpi.comm.sharing.memory import SharedMemory
+from nnmpi.comm.shared_memory.memory import SharedMemory
 from nnmpi.comm.world import PAGE_BYTES
 from nnmpi.errors import DeviceError, ShapeError, UsageError
 

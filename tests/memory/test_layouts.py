@@ -16,7 +16,7 @@ from nnmpi.errors import LayoutError, UsageError
 from nnmpi.memory.ledger import ACTIVATIONS
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import Act
-from nnmpi.memory.run import RecomputedModel
+from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.swapping import swapping_plan
 from nnmpi.optim.adam import Adam
 from nnmpi.parallel.sequence.group import RING
@@ -59,7 +59,7 @@ def test_ranks_that_swap_give_the_same_bits(layout, monkeypatch, tmp_path):
         plans.append(swapping_plan(given, given.least, 1e12))
         return plans[-1]
 
-    monkeypatch.setattr("nnmpi.memory.run.swapping_plan", find)
+    monkeypatch.setattr("nnmpi.memory.recompute.swapping_plan", find)
     plain = simulate(lambda group: train(group, layout), 2)
     swapping = replace(layout, activation_memory=1, offload=str(tmp_path))
     found = simulate(lambda group: train(group, swapping), 2)

@@ -22,7 +22,7 @@ from nnmpi.nn.chain import ModelPart, open_chain
 from nnmpi.nn.module import Module
 from nnmpi.optim.adam import Adam
 from nnmpi.parallel.pipeline.profile import LayerProfile
-from nnmpi.planner.machine import PRESETS, PlannedNetwork, find_network
+from nnmpi.planner.network import PRESETS, PlannedNetwork, find_network
 from nnmpi.planner.price import Pricer
 from nnmpi.planner.profile import Profile, StepCost, Workload, between, row_counts, shares_of
 from nnmpi.planner.report import describe, options

@@ -19,11 +19,11 @@ from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError
 from nnmpi.plan import parse as parse_plan
 from nnmpi.planner import profile
-from nnmpi.train import auto_layout, products
+from nnmpi.train import auto_layout, computing
 from nnmpi.train.auto_layout import ChosenLayout, check_open, take_profile, workload_of
 from nnmpi.train.cli import main, parse
+from nnmpi.train.computing import BlasChoice, Computing
 from nnmpi.train.config import ParallelConfig, assemble
-from nnmpi.train.products import BlasChoice, Computing
 
 SMALL = ["--model", "mlp", "--hidden", "8", "--dataset", "iris", "--batch-size", "12", "--epochs", "1", "--quiet"]
 
@@ -156,7 +156,7 @@ def test_parts_are_measured_with_the_kernels_that_train(
 ) -> None:
     """By the plan command, and for a run whose layout is chosen."""
     pytest.importorskip("numba")
-    monkeypatch.setattr(products, "PAYS", 1.0)
+    monkeypatch.setattr(computing, "PAYS", 1.0)
 
     def measured(*_: Any) -> NoReturn:
         raise UsageError(f"compiled: {compiled_kernels() is not None}")

@@ -24,7 +24,7 @@ from nnmpi.comm.collective import ALL_GATHER, BROADCAST, REDUCE_SCATTER, ROOT
 from nnmpi.comm.device.copies import CopyStreams, PinnedBlock, copy_streams_of
 from nnmpi.comm.device.coroutine import Awaited, CoroutineCollective, EventWait
 from nnmpi.comm.execution import Pending
-from nnmpi.comm.sharing.memory import SharedMemory
+from nnmpi.comm.shared_memory.memory import SharedMemory
 from nnmpi.shard import split
 
 # A piece takes about 80 us over PCIe 5 and longer in MPI; shorter ones would cost more in calls than overlap saves.

@@ -25,7 +25,7 @@ from nnmpi.comm.device.nccl import Nccl, NcclCollective
 from nnmpi.comm.device.staged import PIECE_BYTES, Queue, SharedBlocks, Staged
 from nnmpi.comm.execution import NativeExecution, Pending
 from nnmpi.comm.fitting.fit import Fit
-from nnmpi.comm.sharing.memory import SharedMemory
+from nnmpi.comm.shared_memory.memory import SharedMemory
 from nnmpi.comm.world import Comm
 from nnmpi.errors import DeviceError, UsageError
 

@@ -24,8 +24,8 @@ from nnmpi.comm.execution import Execution, NativeExecution, Pending
 from nnmpi.comm.fitting.fit import OLD_DAYS, Fit, default_file, load_fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine
-from nnmpi.comm.sharing.memory import SharedMemory
-from nnmpi.comm.sharing.shared_sum import SharedSum
+from nnmpi.comm.shared_memory.memory import SharedMemory
+from nnmpi.comm.shared_memory.shared_sum import SharedSum
 from nnmpi.comm.steps import Step
 from nnmpi.errors import DeviceError, UsageError
 from nnmpi.units import parse_bytes

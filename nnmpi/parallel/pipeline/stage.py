@@ -16,7 +16,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.memory.chain import plain
-from nnmpi.memory.run import RecomputedModel
+from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.nn.chain import ChainLayer, join_layers, run_layers
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, pack, unpack
 from nnmpi.tensor.function import Function

@@ -28,8 +28,8 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
+from nnmpi.memory.state_offload import StoredArray
 from nnmpi.memory.store import Store
-from nnmpi.memory.stored import StoredArray
 from nnmpi.nn.module import Module
 from nnmpi.parallel.model_state import SharedOut
 from nnmpi.parallel.zero.units import SHARED, STAGES, UNIT_BYTES, cut_units

@@ -24,8 +24,8 @@ from nnmpi.comm.execution import MAX_MESSAGE_BYTES, Pending
 from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
 from nnmpi.errors import DeviceError, UsageError
+from nnmpi.memory.state_offload import StoredArray
 from nnmpi.memory.store import Store
-from nnmpi.memory.stored import StoredArray
 from nnmpi.nn.module import Module
 from nnmpi.parallel.zero.parts import PartedStorage
 from nnmpi.parallel.zero.units import SHARED

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from nnmpi.comm.gradients import BUCKET_BYTES
-from nnmpi.memory.stored import HOST_PIECE_BYTES, window_bytes
+from nnmpi.memory.state_offload import HOST_PIECE_BYTES, window_bytes
 from nnmpi.nn.chain import ChainLayer, ModelPart, Run, join_layers, open_chain
 from nnmpi.nn.module import Module
 from nnmpi.shard import buckets, part

@@ -11,7 +11,7 @@ from nnmpi import models, nn, ops
 from nnmpi.backend.allocations import counting
 from nnmpi.backend.record import numpy_backend
 from nnmpi.errors import GraphError, UsageError
-from nnmpi.memory.run import RecomputedModel
+from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.nn.compiled import compile
 from nnmpi.tensor.tensor import Tensor
 from tests.device.here import here

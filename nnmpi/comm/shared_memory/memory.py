@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.communicator import Communicator
-from nnmpi.comm.sharing.barriers import TIMEOUT_S, Barrier, Flags, Watch
+from nnmpi.comm.shared_memory.barriers import TIMEOUT_S, Barrier, Flags, Watch
 from nnmpi.comm.world import Comm, SharedPages
 from nnmpi.errors import DeviceError, ShapeError, UsageError
 

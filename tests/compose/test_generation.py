@@ -11,8 +11,8 @@ from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
+from nnmpi.compose.generation import TokenGenerator, choose_token, generate
 from nnmpi.compose.layout import Layout
-from nnmpi.compose.writing import Writer, choose_token, write
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.module import Module
 
@@ -45,9 +45,9 @@ def by_whole_passes(kind: str) -> list[int]:
 def main(group: Group, kind: str, layout: Layout) -> list[int]:
     where = arrange(build(kind), group, layout, np.zeros((1, 4), np.int64), "float64")
     where.model.initialize(1, "float64")
-    writer = Writer(where, numpy_backend(), TOKENS)
-    written = list(islice(write(writer, PROMPT, CONTEXT if kind == "gpt" else None, likeliest), COUNT))
-    writer.release()
+    generator = TokenGenerator(where, numpy_backend(), TOKENS)
+    written = list(islice(generate(generator, PROMPT, CONTEXT if kind == "gpt" else None, likeliest), COUNT))
+    generator.release()
     return written
 
 
@@ -102,11 +102,11 @@ def test_what_cannot_be_written() -> None:
     def prompts(group: Group) -> None:
         where = arrange(build("gpt"), group, Layout(), None, "float64")
         where.model.initialize(1, "float64")
-        writer = Writer(where, numpy_backend(), TOKENS)
+        generator = TokenGenerator(where, numpy_backend(), TOKENS)
         with pytest.raises(UsageError, match="the prompt has 10 tokens, but the model sees at most 9; shorten it"):
-            next(write(writer, [0] * 10, CONTEXT, likeliest))
+            next(generate(generator, [0] * 10, CONTEXT, likeliest))
         with pytest.raises(UsageError, match="the prompt is empty"):
-            next(write(writer, [], CONTEXT, likeliest))
+            next(generate(generator, [], CONTEXT, likeliest))
 
     simulate(prompts, 1)
 

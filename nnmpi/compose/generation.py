@@ -1,4 +1,4 @@
-"""Writing token by token with a model, wherever its parts lie: every rank takes part in every token.
+"""Text generation, token by token, with a model, wherever its parts lie: every rank takes part in every token.
 
     prompt  t0 t1 t2  --> all stages, once -->  logits of t2  --> t3 is drawn      layers keep what later tokens need
     t3                --> all stages       -->  logits of t3  --> t4               (see `nn.continued`)
@@ -23,7 +23,7 @@ from nnmpi.shard import part
 from nnmpi.tensor.tensor import Tensor
 
 
-class Writer:
+class TokenGenerator:
     """Gives the logits of the next token, again and again. Making one is collective.
 
     Args:
@@ -80,11 +80,13 @@ class Writer:
         return result
 
 
-def write(writer: Writer, prompt: Sequence[int], context: int | None, choose: Callable[[Array], int]) -> Iterator[int]:
+def generate(
+    generator: TokenGenerator, prompt: Sequence[int], context: int | None, choose: Callable[[Array], int]
+) -> Iterator[int]:
     """Yield one token after another, for ever. Collective.
 
     Args:
-        writer: whose model writes.
+        generator: whose model writes.
         prompt: what the text begins with.
         context: the most tokens that the model sees; None for any number.
         choose: (logits) -> token; the same on all ranks.
@@ -97,16 +99,16 @@ def write(writer: Writer, prompt: Sequence[int], context: int | None, choose: Ca
     if context is not None and len(prompt) > context:
         raise UsageError(f"the prompt has {len(prompt)} tokens, but the model sees at most {context}; shorten it")
     seen = list(prompt)
-    logits = writer.begin(seen)
+    logits = generator.begin(seen)
     while True:
         token = choose(logits)
         yield token
         seen.append(token)
         if context is not None and len(seen) > context:
             seen = seen[-max(1, context // 2) :]
-            logits = writer.begin(seen)
+            logits = generator.begin(seen)
         else:
-            logits = writer.go_on(token)
+            logits = generator.go_on(token)
 
 
 def choose_token(

@@ -25,6 +25,7 @@ from nnmpi.backend.recording import refuse_inside
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.errors import GraphError, UsageError
+from nnmpi.memory.activation_offload import KeptArrays
 from nnmpi.memory.chain import (
     GatheredLayer,
     Layer,
@@ -40,7 +41,6 @@ from nnmpi.memory.chain import (
     unwatched,
 )
 from nnmpi.memory.measure import measure
-from nnmpi.memory.offload import KeptArrays
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import (
     Act,

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.memory.test_offload import store_here
 
 import nnmpi
 from nnmpi import models, optim
@@ -17,11 +18,10 @@ from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
 from nnmpi.errors import DataError, DeviceError, UsageError
-from nnmpi.memory import stored
+from nnmpi.memory import state_offload
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS, PARAMETERS, STATE
+from nnmpi.memory.state_offload import StoredArray, in_memory, keep_state
 from nnmpi.memory.store import FileStore
-from nnmpi.memory.stored import StoredArray, in_memory, keep_state
-from tests.memory.test_offload import store_here
 from tests.parallel import test_zero
 
 ON_HOST = pytest.mark.host_only("a device's arrays go to the host's memory")
@@ -30,7 +30,7 @@ ON_HOST = pytest.mark.host_only("a device's arrays go to the host's memory")
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch):
     """Let pieces be so short that small arrays have many, and parameters lie across them."""
-    for module in (stored, arranged):
+    for module in (state_offload, arranged):
         monkeypatch.setattr(module, "HOST_PIECE_BYTES", 256)
         monkeypatch.setattr(module, "DEVICE_PIECE_BYTES", 256)
 

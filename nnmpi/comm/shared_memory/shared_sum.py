@@ -31,7 +31,7 @@ from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.buffers import DTYPES, Buffer, check_buffer
 from nnmpi.comm.execution import Execution, Startable
-from nnmpi.comm.sharing.memory import SharedMemory, WindowSlice
+from nnmpi.comm.shared_memory.memory import SharedMemory, WindowSlice
 from nnmpi.errors import CommError
 
 ALIGNMENT_BYTES = 64

@@ -15,11 +15,11 @@ from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError
-from nnmpi.train import products
+from nnmpi.train import computing
 from nnmpi.train.build import build_model
 from nnmpi.train.cli import main, parse
+from nnmpi.train.computing import BlasChoice, choose_blas, choose_kernels, load_times, multiplications, sizes_of
 from nnmpi.train.config import RunConfig
-from nnmpi.train.products import BlasChoice, choose_blas, choose_kernels, load_times, multiplications, sizes_of
 
 MODEL = models.mlp((784,), 10, (300, 200), "relu")
 
@@ -41,12 +41,12 @@ def timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, flo
         return found
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(products, "may_gain_by_avx2", lambda: False)
-    monkeypatch.setattr(products, "find_mkl", lambda: Path(__file__))
-    monkeypatch.setattr(products, "installed_mkl", Installed)
+    monkeypatch.setattr(computing, "may_gain_by_avx2", lambda: False)
+    monkeypatch.setattr(computing, "find_mkl", lambda: Path(__file__))
+    monkeypatch.setattr(computing, "installed_mkl", Installed)
     monkeypatch.setattr(gemm, "installed_mkl", Installed)
-    monkeypatch.setattr(products, "_time", time)
-    monkeypatch.setattr(products, "_threads", lambda *_: (0, ""))
+    monkeypatch.setattr(computing, "_time", time)
+    monkeypatch.setattr(computing, "_threads", lambda *_: (0, ""))
     return times
 
 
@@ -78,7 +78,7 @@ def test_timed_once_and_kept(timed: list[dict[str, float]], group: Group) -> Non
     assert first.name == "mkl"
     assert "mkl 1.2, 1.25 times as fast as" in first.line and first.line.endswith("(timed now)")
     assert choose(group).line == first.line.replace("timed now", "kept")
-    (file,) = products.cache_folder().glob("blas-*.json")  # type: ignore[union-attr]
+    (file,) = computing.cache_folder().glob("blas-*.json")  # type: ignore[union-attr]
     kept = json.loads(file.read_text())
     for damage in ("", "{", "[]", json.dumps(kept | {"seconds": {"numpy": 0.0, "mkl": 1.0}}),
                    json.dumps(kept | {"facts": {}})):  # fmt: skip
@@ -96,7 +96,7 @@ def test_little_gain_is_none(timed: list[dict[str, float]], group: Group) -> Non
 
 def test_without_a_cache_folder(timed: list[dict[str, float]], group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is timed each time."""
-    monkeypatch.setattr(products, "cache_folder", lambda: None)
+    monkeypatch.setattr(computing, "cache_folder", lambda: None)
     assert [choose(group).name for _ in range(2)] == ["mkl", "numpy"]
 
 
@@ -106,18 +106,18 @@ def test_where_there_is_no_choice(timed: list[dict[str, float]], group: Group, m
     assert choose_blas(RunConfig(), small, 64, group) == BlasChoice()
     assert choose(group, blas="numpy") == BlasChoice()
     assert choose(group, blas="mkl") == BlasChoice("mkl", 0, "mkl 1.2, as asked for")
-    monkeypatch.setattr(products, "find_mkl", lambda: None)
+    monkeypatch.setattr(computing, "find_mkl", lambda: None)
     assert choose(group) == BlasChoice()
 
 
 def test_code_for_avx2_takes_part(timed: list[dict[str, float]], group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the processor may gain by it, but for a model with convolutions; the fastest of all is taken."""
-    monkeypatch.setattr(products, "may_gain_by_avx2", lambda: True)
+    monkeypatch.setattr(computing, "may_gain_by_avx2", lambda: True)
     timed.append({"numpy": 2.1, "avx2": 2.0, "mkl": 2.05})
     chosen = choose(group)
     assert chosen.name == "avx2"
     assert chosen.line.startswith("OpenBLAS's code for AVX2, 1.05 times as fast as ")
-    assert products._candidates(models.cnn((28, 28, 1), 10)) == ["numpy", "mkl"]
+    assert computing._candidates(models.cnn((28, 28, 1), 10)) == ["numpy", "mkl"]
 
 
 def test_mkl_that_is_not_there(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,12 +136,12 @@ def test_threads_of_a_single_process(
     group: Group, monkeypatch: pytest.MonkeyPatch, several_s: float, threads: int
 ) -> None:
     """As many as were faster, where neither a launcher nor the environment nor an option says how many."""
-    for name in products.VARIABLES:
+    for name in computing.VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(products, "blas_pool", lambda _: {"internal_api": "own", "num_threads": 2})
-    monkeypatch.setattr(products, "usable_cores", lambda: (2, 2))
-    monkeypatch.setattr(products, "read_launch", lambda _: None)
-    monkeypatch.setattr(products, "_time", lambda *_: {"1": 1.0, "2": several_s})
+    monkeypatch.setattr(computing, "blas_pool", lambda _: {"internal_api": "own", "num_threads": 2})
+    monkeypatch.setattr(computing, "usable_cores", lambda: (2, 2))
+    monkeypatch.setattr(computing, "read_launch", lambda _: None)
+    monkeypatch.setattr(computing, "_time", lambda *_: {"1": 1.0, "2": several_s})
     choice = choose(group, blas="numpy")
     assert choice.threads == threads
     assert choice.line == ("2 threads, 2.00 times as fast as one" if threads == 2 else
@@ -159,10 +159,10 @@ def test_times_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     def multiply(xp: Any, a: Any, b: Any, out: Any) -> None:
         seen.append((a.shape, b.shape, out.shape))
 
-    monkeypatch.setattr(products, "gemm", multiply)
-    times = products._time({"1": "numpy", "2": "numpy"}, [(2, 3, 4, 5)], "float32", lambda: next(ticks), 0)
+    monkeypatch.setattr(computing, "gemm", multiply)
+    times = computing._time({"1": "numpy", "2": "numpy"}, [(2, 3, 4, 5)], "float32", lambda: next(ticks), 0)
     assert set(seen) == {((2, 3), (3, 4), (2, 4)), ((3, 2), (2, 4), (3, 4)), ((2, 4), (4, 3), (2, 3))}
-    assert len(seen) == 3 * 2 * products.ROUNDS
+    assert len(seen) == 3 * 2 * computing.ROUNDS
     assert times == {"1": 15, "2": 15}
 
 
@@ -215,8 +215,8 @@ def test_when_numbas_kernels_compute(
     group: Group, monkeypatch: pytest.MonkeyPatch, words: list[str], version: str, chosen: str, said: str
 ) -> None:
     """Where it is installed and the run is long enough, or where it is asked for."""
-    monkeypatch.setattr(products, "installed_numba", lambda: version)
-    monkeypatch.setattr(products, "_loads", lambda: True)
+    monkeypatch.setattr(computing, "installed_numba", lambda: version)
+    monkeypatch.setattr(computing, "_loads", lambda: True)
     config, line = choose_kernels(
         parse(words), models.cnn((28, 28, 1), 10), samples(60000, 28, 28, 1), numpy_backend(), group
     )
@@ -232,9 +232,9 @@ def test_one_rank_without_numba_is_enough(
     """All ranks take the same kernels: those that each of them has."""
     if group.is_root:
         answers = iter([has] * (group.size - 1) + [lacks])
-        monkeypatch.setattr(products, "installed_numba", lambda: "1.0")
-        monkeypatch.setattr(products, "_loads", lambda: True)
-        monkeypatch.setattr(products, name, lambda: next(answers))
+        monkeypatch.setattr(computing, "installed_numba", lambda: "1.0")
+        monkeypatch.setattr(computing, "_loads", lambda: True)
+        monkeypatch.setattr(computing, name, lambda: next(answers))
     group.barrier()
     config, line = choose_kernels(
         parse(MNIST), models.cnn((28, 28, 1), 10), samples(60000, 28, 28, 1), numpy_backend(), group
@@ -258,7 +258,7 @@ def test_a_choice_is_that_of_the_option_and_stays(
     main([*digits, str(tmp_path / "told"), "--jit"], group)
     main([*digits, str(tmp_path / "plain")], group)
     with monkeypatch.context() as patch:
-        patch.setattr(products, "PAYS", 1.0)
+        patch.setattr(computing, "PAYS", 1.0)
         main([*digits[:3], "2", *digits[4:], str(tmp_path / "own")], group)
     main(["--resume", str(tmp_path / "own"), "--max-steps", "4", "--quiet"], group)  # so short a run has NumPy's
     assert "kernels:     numba's, which are faster" in (tmp_path / "own" / "console.txt").read_text()

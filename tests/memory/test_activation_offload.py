@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.memory.test_run import CASES, case, one_pass
 
 from benchmarks.memory.throttled import ThrottledStore
 from nnmpi import nn
@@ -20,14 +21,13 @@ from nnmpi.errors import DataError, UsageError
 from nnmpi.memory import swapping
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import Act, Action, PlanState, draw_plan, parse_plan, simulate
-from nnmpi.memory.run import RecomputedModel
+from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import FileStore, make_store
 from nnmpi.memory.swapping import swapping_plan
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 from tests.device.here import here, on_device
 from tests.memory.test_plan import random_chain
-from tests.memory.test_run import CASES, case, one_pass
 
 
 def backend_here():
