@@ -10,7 +10,7 @@
 
 Each rank uses the sum of its slice right where it computed it, while it is in the cache, and does not send it to the
 other ranks. So it updates only its slice of the parameters, and needs only its slice of the optimizer's state. The new
-parameters are, bit for bit, those of a shared-memory all-reduce (`comm.shared_memory.shared_sum`) and an ordinary update.
+parameters are, bit for bit, those of a shared-memory all-reduce (`comm.shared_memory`) and an ordinary update.
 
 Clipping and the check for divergence need the length of the gradient before the update. Then it takes two passes:
 `reduce`, then `update`. `reduce` also adds up a few numbers, such as the loss, which need no message of their own. Over

@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.memory.test_run import CASES, case, one_pass
 
 from benchmarks.memory.throttled import ThrottledStore
 from nnmpi import nn
@@ -28,6 +27,7 @@ from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 from tests.device.here import here, on_device
 from tests.memory.test_plan import random_chain
+from tests.memory.test_recompute import CASES, case, one_pass
 
 
 def backend_here():

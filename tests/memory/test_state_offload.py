@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.memory.test_offload import store_here
 
 import nnmpi
 from nnmpi import models, optim
@@ -22,6 +21,7 @@ from nnmpi.memory import state_offload
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS, PARAMETERS, STATE
 from nnmpi.memory.state_offload import StoredArray, in_memory, keep_state
 from nnmpi.memory.store import FileStore
+from tests.memory.test_activation_offload import store_here
 from tests.parallel import test_zero
 
 ON_HOST = pytest.mark.host_only("a device's arrays go to the host's memory")
