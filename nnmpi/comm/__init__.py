@@ -23,7 +23,6 @@ Running them, from the bottom up:
     group                what a strategy gets: ranks that sum arrays. Which of the above is used is decided here
     gradients            sums of gradients in buckets, while the backward pass runs
     fixed_order          sums with the same bits on any number of ranks
-    vector_collectives   collectives of parts of any lengths
     point_to_point       messages between two ranks
 
 Beside them:

@@ -4,20 +4,23 @@ A strategy gets the group of its own axis and cannot see other ranks. Everything
 otherwise: all ranks of the group call it, in the same order.
 """
 
+from collections.abc import Sequence
 from contextlib import suppress
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
 
 from nnmpi import timeline
-from nnmpi.backend.array import is_array
+from nnmpi.backend.array import is_array, namespace
 from nnmpi.backend.precision import is_floating, is_low
 from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.algorithms.registry import AUTO, HIERARCHICAL, NATIVE, SHARED, How, find_algorithm, find_collective
-from nnmpi.comm.buffers import Buffer, as_bytes, check_any, check_contiguous, is_device, pieces
+from nnmpi.comm.buffers import Buffer, as_bytes, check_any, check_buffer, check_contiguous, is_device, pieces
 from nnmpi.comm.choose import Choice, choose
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
 from nnmpi.comm.communicator import Communicator
+from nnmpi.comm.device.copies import from_host, put, room_like, to_host
 from nnmpi.comm.device.coroutine import Widened
 from nnmpi.comm.device.transport import Devices
 from nnmpi.comm.execution import MAX_MESSAGE_BYTES, Execution, NativeExecution, Pending
@@ -286,6 +289,70 @@ class Group(Communicator):
         problem = "a collective needs the same array on every rank, but these differ"
         require_equal(self, [f"{_describe(array)} ({wrong})" if wrong else _describe(array)], problem)
         check_any(array)
+
+    # ---- parts of any lengths; device arrays go through host memory ----
+
+    def all_gather_v(self, own: Buffer, counts: Sequence[int]) -> list[Buffer]:
+        """Return every rank's part, in rank order, on every rank. Collective.
+
+            counts (3, 1, 2)       rank 0  a a a          a a a b c c     all ranks
+                                   rank 1  b       -->
+                                   rank 2  c c
+
+        Args:
+            own: (counts[rank],) this rank's part.
+            counts: every rank's length, the same on all ranks; a part may be empty.
+
+        Raises:
+            ShapeError: when this rank's part has another length, or is not 1-D and contiguous.
+        """
+        self._check_length(own, counts[self.rank])
+        everything = room_like(own, sum(counts))
+        sizes = [count * own.itemsize for count in counts]
+        self.comm.allgatherv(as_bytes(to_host(own)), as_bytes(everything), sizes)
+        stops = list(accumulate(counts))
+        whole = from_host(everything, namespace(own))
+        return [whole[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
+
+    def reduce_scatter_v(self, parts: Buffer, counts: Sequence[int]) -> Buffer:
+        """Return this rank's part of the sum over the ranks. Collective.
+
+        Args:
+            parts: (sum of counts,) what this rank adds to every rank's part, in rank order. float16 and bfloat16 are
+                added up in float32.
+            counts: every rank's length, the same on all ranks; a part may be empty.
+
+        Raises:
+            ShapeError: when `parts` has another length, or is not 1-D and contiguous.
+        """
+        self._check_length(parts, sum(counts))
+        if is_low(parts.dtype):
+            return self.reduce_scatter_v(parts.astype(np.float32), counts).astype(parts.dtype)
+        own = room_like(parts, counts[self.rank])
+        self.comm.reduce_scatter(to_host(parts), own, list(counts))
+        return from_host(own, namespace(parts))
+
+    def all_reduce_max(self, array: Buffer) -> None:
+        """Replace the array on every rank by its elementwise largest value over the ranks. Collective.
+
+        Args:
+            array: (n,) without NaN: MPI does not say what becomes of that. Not of 16-bit floating point.
+
+        Raises:
+            ShapeError: when it is not 1-D and contiguous.
+            DtypeError: for 16-bit floating point.
+        """
+        check_any(array)
+        host = to_host(array)
+        self.comm.allreduce_max(check_buffer(host))
+        put(host, array)
+
+    def _check_length(self, array: Buffer, length: int) -> None:
+        if check_any(array).size != length:
+            raise ShapeError(
+                f"rank {self.rank} of {self.size} has {array.size} elements, but {length} are agreed; give the array "
+                "the length that its counts say"
+            )
 
     # ---- values ----
 

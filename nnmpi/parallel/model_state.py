@@ -26,7 +26,6 @@ from nnmpi.comm.agreement import CollectivePhase, refuse_different
 from nnmpi.comm.algorithms.tree import tree_broadcast
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Rendezvous, rendezvous
-from nnmpi.comm.vector_collectives import all_gather_v
 from nnmpi.errors import CheckpointError, LayoutError, ShapeError
 from nnmpi.memory.state_offload import in_memory
 from nnmpi.parallel.shard_map import ArraySpec, ShardMap, check_fit, describe, shard_maps
@@ -62,7 +61,7 @@ class SharedOut:
         """Return the whole array, on every rank. Collective."""
         xp = namespace(self.own)
         own = xp.ascontiguousarray(in_memory(self.own))
-        whole: Array = xp.concatenate(all_gather_v(self.ranks, own, self.counts)).reshape(self.shape)
+        whole: Array = xp.concatenate(self.ranks.all_gather_v(own, self.counts)).reshape(self.shape)
         return whole
 
     def put(self, whole: Array) -> None:

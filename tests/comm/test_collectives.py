@@ -9,7 +9,6 @@ from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
 from nnmpi.comm.execution import Execution, NativeExecution
 from nnmpi.comm.group import Group
-from nnmpi.comm.vector_collectives import all_gather_v, all_reduce_max, reduce_scatter_v
 from nnmpi.errors import CommError, DtypeError, ShapeError, UsageError
 from nnmpi.shard import part
 from tests.harness.refusals import told
@@ -176,11 +175,11 @@ def lengths(group: Group) -> list[int]:
 def test_parts(group: Group, dtype: str) -> None:
     """Each rank's part comes to all, or the sum of all ranks' values for it to its owner; some are empty."""
     counts = lengths(group)
-    parts = all_gather_v(group, np.full(counts[group.rank], group.rank + 1, dtype), counts)
+    parts = group.all_gather_v(np.full(counts[group.rank], group.rank + 1, dtype), counts)
     right = all((part == rank + 1).all() and part.size == counts[rank] for rank, part in enumerate(parts))
     right = right and all(part.dtype == dtype for part in parts)
     numbers = np.arange(sum(counts)).astype(dtype)
-    own = reduce_scatter_v(group, numbers * (group.rank + 1), counts)
+    own = group.reduce_scatter_v(numbers * (group.rank + 1), counts)
     start, weight = sum(counts[: group.rank]), sum(range(1, group.size + 1))
     right = right and np.array_equal(own, weight * numbers[start : start + counts[group.rank]])
     assert all(group.gather(bool(right)))
@@ -190,7 +189,7 @@ def test_parts(group: Group, dtype: str) -> None:
 def test_largest(group: Group) -> None:
     """Element by element, also of infinities."""
     values = np.array([group.rank, -group.rank, -np.inf, np.inf if group.rank == 0 else 0.0])
-    all_reduce_max(group, values)
+    group.all_reduce_max(values)
     assert all(group.gather(values.tolist() == [group.size - 1, 0, -np.inf, np.inf]))
 
 
@@ -198,6 +197,6 @@ def test_largest(group: Group) -> None:
 def test_wrong_lengths(group: Group) -> None:
     """They are refused before anything is sent."""
     with pytest.raises(ShapeError, match="are agreed"):
-        all_gather_v(group, np.zeros(9), lengths(group))
+        group.all_gather_v(np.zeros(9), lengths(group))
     with pytest.raises(ShapeError, match="are agreed"):
-        reduce_scatter_v(group, np.zeros(sum(lengths(group)) + 1), lengths(group))
+        group.reduce_scatter_v(np.zeros(sum(lengths(group)) + 1), lengths(group))

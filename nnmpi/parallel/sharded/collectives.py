@@ -24,7 +24,6 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels.sums import row_sum
 from nnmpi.comm.group import Group
-from nnmpi.comm.vector_collectives import all_gather_v, reduce_scatter_v
 from nnmpi.errors import ShapeError
 from nnmpi.shard import Region
 from nnmpi.tensor.function import Function
@@ -89,7 +88,7 @@ class _Regions:
         if not getattr(own.flags, "writeable", True):  # a gradient that was broadcast
             own = own.copy()
         with span("all-gather", CATEGORY, REDUCE, {"bytes": whole.nbytes}):
-            parts = all_gather_v(self.group, own, self.counts)
+            parts = self.group.all_gather_v(own, self.counts)
         for region, values in zip(self.parts, parts, strict=True):
             region.put(whole, values)
         return whole
@@ -103,7 +102,7 @@ class _Regions:
         """Return this rank's part of the sum over the ranks."""
         flat = namespace(whole).concatenate([region.take(whole).reshape(-1) for region in self.parts])
         with span("reduce-scatter", CATEGORY, REDUCE, {"bytes": flat.nbytes}):
-            own = reduce_scatter_v(self.group, flat, self.counts)
+            own = self.group.reduce_scatter_v(flat, self.counts)
         return own.reshape(self.own.local_shape)
 
 

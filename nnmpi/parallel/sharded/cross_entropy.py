@@ -15,7 +15,6 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.device.copies import to_host
 from nnmpi.comm.group import Group
-from nnmpi.comm.vector_collectives import all_gather_v, all_reduce_max
 from nnmpi.errors import ShapeError
 from nnmpi.ops.loss import checked_labels
 from nnmpi.parallel.sharded.collectives import CATEGORY, sum_in_place
@@ -69,7 +68,7 @@ class PartCrossEntropy(Function):
         tops = rows.max(axis=1) if rows.shape[1] else xp.full(len(rows), -float("inf"), dtype=rows.dtype)
         result: Array = xp.ascontiguousarray(tops)
         with span("all-reduce (max)", CATEGORY, REDUCE, {"bytes": result.nbytes}):
-            all_reduce_max(self.group, result)
+            self.group.all_reduce_max(result)
         return result
 
     def _reduced(self, losses: Array, count: int, shape: tuple[int, ...]) -> Array:
@@ -136,7 +135,7 @@ def best_classes(logits: Array, group: Group, classes: int) -> Array:
     if rows.shape[1]:
         best = rows.argmax(axis=1)
         own[0], own[1] = rows[np.arange(len(rows)), best], best + part(classes, group.size, group.rank).start
-    parts = all_gather_v(group, own.reshape(-1), [own.size] * group.size)
+    parts = group.all_gather_v(own.reshape(-1), [own.size] * group.size)
     everyone = np.stack([values.reshape(own.shape) for values in parts])  # (rank, value or class, row)
     winner = everyone[:, 0].argmax(axis=0)
     picked: Array = everyone[winner, 1, np.arange(len(rows))].astype(np.int64).reshape(host.shape[:-1])
