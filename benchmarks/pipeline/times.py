@@ -19,11 +19,11 @@ from nnmpi import optim
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages
 from nnmpi.compose.arrange import arrange
+from nnmpi.compose.gradient_norm import gradient_norm
 from nnmpi.compose.layout import Layout
-from nnmpi.compose.norm import gradient_norm
 from nnmpi.compose.runner import StepReport
 from nnmpi.compose.worker import Worker
-from nnmpi.parallel.pipeline.passed import PassReport
+from nnmpi.parallel.pipeline.pass_report import PassReport
 from nnmpi.schedule.instruction import Instruction, Kind
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.registry import make

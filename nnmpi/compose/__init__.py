@@ -8,8 +8,9 @@ Read in this order:
     trainer              Trainer: train up to a point, evaluate, state, report, release; and what it tells
     worker               Worker: all ranks do every step together; a synchronous step from the batch to the update
     runner               what goes into a forward and backward pass and what comes out: DeviceBatch, Outcome, reports
-    replicas, pipelined  the two runners: a whole model (or shards of its layers), and stages of a pipeline
-    norm                 the length of a gradient of which each rank has a part
+    replica_runner,      the two runners: a whole model (or shards of its layers),
+    pipeline_runner        and stages of a pipeline
+    gradient_norm        the length of a gradient of which each rank has a part
     state                the arrays of a model that lies on many ranks, for checkpoints
     asynchronous         AsynchronousWorker: ranks that need not be in step, with its two runners:
     server_runner          gradients and weights go through parameter servers

@@ -18,7 +18,7 @@ from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.compose.averaging_runner import AveragingRunner
 from nnmpi.compose.options import DEFAULT_NUMERICS, Numerics, check_precision, refuse_scaling
-from nnmpi.compose.replicas import LocalGradient, evaluate_all
+from nnmpi.compose.replica_runner import LocalGradient, evaluate_all
 from nnmpi.compose.runner import EvalReport, SumLoss, check_loss, check_optimizer
 from nnmpi.compose.segment import StalenessSummary, average_buffers
 from nnmpi.compose.server_runner import ParameterServerRunner

@@ -8,7 +8,7 @@ gossip     worker 0   step | with 3 and 1 | step | with 3 and 1 |
 
 from nnmpi import clock, timeline
 from nnmpi.comm.agreement import PeriodicCheck
-from nnmpi.compose.replicas import LocalGradient
+from nnmpi.compose.replica_runner import LocalGradient
 from nnmpi.compose.segment import Tally, exchange, sent, sum_up
 from nnmpi.compose.state import optimizer_state
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment

@@ -2,7 +2,7 @@
 
     DeviceBatch         a part of a batch where the model lives, with its labels checked on the host
     DeferredScalars     loss, right answers and squares of a step, read from a device all at once at its end
-    Runner, Outcome     the interface that a Worker uses; `compose.replicas` and `compose.pipelined` implement it
+    Runner, Outcome     the interface that a Worker uses; `replica_runner` and `pipeline_runner` implement it
     StepReport          what a Worker says of a step; EvalReport: of an evaluation
     sum_cross_entropy   the default loss; score_of: what gives the score beside a loss
 
@@ -43,7 +43,7 @@ from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.data import DataParallel
-from nnmpi.parallel.pipeline.passed import PassReport
+from nnmpi.parallel.pipeline.pass_report import PassReport
 from nnmpi.parallel.sharded.cross_entropy import best_classes
 from nnmpi.parallel.sharded.cross_entropy import cross_entropy as sharded_cross_entropy
 from nnmpi.tensor.tensor import Tensor

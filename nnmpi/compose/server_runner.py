@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 
 from nnmpi import clock, timeline
-from nnmpi.compose.replicas import LocalGradient
+from nnmpi.compose.replica_runner import LocalGradient
 from nnmpi.compose.segment import Tally, exchange, sent, sum_up
 from nnmpi.compose.state import sharded_optimizer_state
 from nnmpi.compose.trainer import OnProgress, PollSignal, Progress, SegmentReport, Totals, Trainer, TrainingSegment

@@ -35,8 +35,8 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.shared_memory.memory import SharedMemory
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.exchanged import exchanged_elements
+from nnmpi.compose.gradient_norm import gradient_norm, note_squares, read_norm
 from nnmpi.compose.layout import Layout
-from nnmpi.compose.norm import gradient_norm, note_squares, read_norm
 from nnmpi.compose.options import (
     DEFAULT_EXCHANGE,
     DEFAULT_NUMERICS,
@@ -47,8 +47,8 @@ from nnmpi.compose.options import (
     check_precision,
     has_whole_model,
 )
-from nnmpi.compose.pipelined import Pipelined
-from nnmpi.compose.replicas import Replicas, evaluate_all
+from nnmpi.compose.pipeline_runner import PipelineRunner
+from nnmpi.compose.replica_runner import ReplicaRunner, evaluate_all
 from nnmpi.compose.runner import (
     EvalReport,
     Outcome,
@@ -292,8 +292,8 @@ class Worker(Trainer):
     def _make_runner(self, synchronous_sends: bool) -> Runner:
         where = self.arrangement
         if where is not None and where.stages:
-            return Pipelined(self, where, self.exchange, synchronous_sends)
-        return Replicas(self, self.exchange, is_summed=self.fused is None)
+            return PipelineRunner(self, where, self.exchange, synchronous_sends)
+        return ReplicaRunner(self, self.exchange, is_summed=self.fused is None)
 
     def _predict(self) -> float:
         """Return the seconds that a step's last sum is predicted to take, NaN without a fit.

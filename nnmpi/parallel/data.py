@@ -152,7 +152,7 @@ class DataParallel:
         """
         if samples > self.group.size:  # else it may be means that are averaged over the ranks
             _refuse_mean(loss_sum, samples)
-        # The gradient of the mean: also in `Pipelined._seeds` and `LocalGradient`, and of the loss in `Worker._report`.
+        # The gradient of the mean: so, too, `PipelineRunner._seeds` and `LocalGradient`; of the loss `Worker._report`.
         if seed is None or loss_sum.shape:
             seed = namespace(loss_sum.data).full(loss_sum.shape, scale / max(samples, 1))  # float64 until backward
         perform(self._begin, last)  # `perform` records the call, so that a compiled step repeats it each time

@@ -23,7 +23,7 @@ from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import ALWAYS, NEVER, Layout
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.memory.ledger import ACTIVATIONS
-from nnmpi.parallel.pipeline.passed import ENDS_FLIGHT, InstructionBytes, PassReport, StageBytes
+from nnmpi.parallel.pipeline.pass_report import ENDS_FLIGHT, InstructionBytes, PassReport, StageBytes
 from nnmpi.planner.profile import Workload, ready_worker
 from nnmpi.schedule.instruction import Instruction, Kind
 

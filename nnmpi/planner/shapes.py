@@ -17,7 +17,7 @@ from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain
 from nnmpi.nn.module import Module
-from nnmpi.parallel.pipeline.passed import StageBytes, most_bytes
+from nnmpi.parallel.pipeline.pass_report import StageBytes, most_bytes
 from nnmpi.parallel.zero.units import StateBytes, predict_bytes
 from nnmpi.planner.activations import measure_stages, measure_whole
 from nnmpi.planner.profile import LONGEST_S, Profile, Workload, between

@@ -3,8 +3,8 @@
 To read, in this order: tape (how gradients travel back), function (what an operation is), tensor (what users hold),
 then any operation: elementwise, arithmetic, reduce, matmul, shape, index. parameter and flat say where a model's values
 lie, variable what of a tensor the tape knows, operand what may stand beside what, convert how half precision is raised,
-replayed how a recorded step runs again. placement and cut: what a rank's part of a tensor is, and what may be done with
-it; not needed to understand the rest.
+recorded how an operation runs while a step is recorded. placement and cut: what a rank's part of a tensor is, and what
+may be done with it; not needed to understand the rest.
 
 To add an operation: a `Function` with forward and backward and a function that calls it, here or in `ops`; `check`
 compares its gradient with differences.

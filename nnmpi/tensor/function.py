@@ -39,7 +39,7 @@ from nnmpi.backend.array import Array, is_array, mixed_error, namespace
 from nnmpi.backend.recording import active
 from nnmpi.errors import DtypeError, GraphError
 from nnmpi.tensor.placement import Placement, aligned, is_cut
-from nnmpi.tensor.replayed import play
+from nnmpi.tensor.recorded import record_forward
 from nnmpi.tensor.tape import Tape, join
 from nnmpi.tensor.variable import Variable
 
@@ -156,7 +156,7 @@ class Function:
         self.xp = np if type(first.data) is np.ndarray else namespace(first.data)
         recorder = active()
         try:
-            data = self.forward(*values) if recorder is None else play(recorder, self, inputs, values)
+            data = self.forward(*values) if recorder is None else record_forward(recorder, self, inputs, values)
         except (AttributeError, TypeError) as error:
             mixed = mixed_error(values)
             if mixed is None:

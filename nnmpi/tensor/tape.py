@@ -19,7 +19,7 @@ import numpy as np
 from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.backend.recording import active, perform
 from nnmpi.errors import DtypeError, GraphError, ShapeError
-from nnmpi.tensor.replayed import play_back
+from nnmpi.tensor.recorded import record_backward
 from nnmpi.tensor.variable import Variable
 
 if TYPE_CHECKING:
@@ -155,7 +155,7 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                 elif recorder is None:
                     grads = node.backward(grad)
                 else:
-                    grads = play_back(recorder, node, grad)
+                    grads = record_backward(recorder, node, grad)
                 grad = None  # it goes before what it is passed on to takes memory
                 _pass_on(node, grads, xp)
                 if not (retain or (deferred is not None and deferred.holds(node))):

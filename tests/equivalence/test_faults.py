@@ -15,7 +15,7 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.layout import Layout
-from nnmpi.compose.pipelined import Pipelined
+from nnmpi.compose.pipeline_runner import PipelineRunner
 from nnmpi.errors import CommError
 from nnmpi.optim.clip import sum_of_squares
 from nnmpi.parallel.pipeline import boundary as boundary
@@ -72,13 +72,13 @@ def test_seeds_of_the_local_rows(group: Group, found: Callable[..., Found], monk
     """A mean over each replica's own rows, and the sum or mean of those."""
     if group.size == 1:
         return
-    right = Pipelined._seeds
+    right = PipelineRunner._seeds
 
-    def wrong(self: Pipelined, running: Any, scale: float) -> list[Array]:
+    def wrong(self: PipelineRunner, running: Any, scale: float) -> list[Array]:
         share = len(running.batch.y) / running.batch.global_rows
         return [seed / max(share, 1e-9) / self.arrangement.mesh.dp.size for seed in right(self, running, scale)]
 
-    monkeypatch.setattr(Pipelined, "_seeds", wrong)
+    monkeypatch.setattr(PipelineRunner, "_seeds", wrong)
     setup = SETUPS["mlp"]
     layout = pipeline(group, setup)
     lines = found(setup, layout)  # 29 rows are not the same number on each replica; with one replica nothing is wrong
@@ -112,11 +112,11 @@ def test_gradients_of_ties_that_are_not_added(
     if group.size == 1:
         return
 
-    def wrong(self: Pipelined) -> Any:
+    def wrong(self: PipelineRunner) -> Any:
         self.parallel.finish()
         return self.parallel.traffic
 
-    monkeypatch.setattr(Pipelined, "_finish", wrong)
+    monkeypatch.setattr(PipelineRunner, "_finish", wrong)
     setup = Setup(own.tied, microbatches=2)
     layout = spread(setup, (1, group.size, 1), "1f1b")
     assert any("3.weight's gradient" in line for line in found(setup, layout, check=False))
@@ -129,14 +129,14 @@ def test_ties_that_went_apart_are_seen_by_the_comparison_of_weights(
     """Two ranks that share a weight, one of which has changed it."""
     if group.size != 2:
         return
-    from_updates = Pipelined._finish
+    from_updates = PipelineRunner._finish
 
-    def wrong(self: Pipelined) -> Any:
+    def wrong(self: PipelineRunner) -> Any:
         traffic = from_updates(self)
         self.model.storage.grads[0][...] *= 1 + self.arrangement.mesh.pp.rank
         return traffic
 
-    monkeypatch.setattr(Pipelined, "_finish", wrong)
+    monkeypatch.setattr(PipelineRunner, "_finish", wrong)
     setup = Setup(own.tied, optimizer="sgd", microbatches=2)
     with pytest.raises(CommError, match="differ between the ranks of the stages that share it"):
         run(setup, group, spread(setup, (1, 2, 1), "1f1b"))
@@ -148,12 +148,12 @@ def test_statistics_that_are_updated_again(
     """By the forward that a recomputing stage repeats."""
     if group.size == 1:
         return
-    right = Pipelined._mode
+    right = PipelineRunner._mode
 
-    def wrong(self: Pipelined, running: Any, microbatch: int, again: bool) -> AbstractContextManager[None]:
+    def wrong(self: PipelineRunner, running: Any, microbatch: int, again: bool) -> AbstractContextManager[None]:
         return right(self, running, microbatch, False)
 
-    monkeypatch.setattr(Pipelined, "_mode", wrong)
+    monkeypatch.setattr(PipelineRunner, "_mode", wrong)
     setup = Setup(own.noisy, microbatches=2)
     lines = found(setup, pipeline(group, setup, recompute="always"))
     assert lines and all("running" in line or "evaluation" in line for line in lines)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import Act, Action, Costs, LayerCost, Plan, keep_all, simulate
-from nnmpi.parallel.pipeline.passed import InstructionBytes, StageBytes, most_bytes
+from nnmpi.parallel.pipeline.pass_report import InstructionBytes, StageBytes, most_bytes
 from nnmpi.schedule.instruction import Kind
 from nnmpi.schedule.schedule import Schedule
 from nnmpi.units import format_bytes

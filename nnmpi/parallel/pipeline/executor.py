@@ -24,7 +24,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages
 from nnmpi.parallel.pace import Pace
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoundary
-from nnmpi.parallel.pipeline.passed import InstructionBytes, PassReport
+from nnmpi.parallel.pipeline.pass_report import InstructionBytes, PassReport
 from nnmpi.parallel.pipeline.stage import Stage
 from nnmpi.schedule.check import check
 from nnmpi.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, parts

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nnmpi.tensor.function import Function
 
 
-def play(recorder: Recorder, node: Function, inputs: tuple[Any, ...], values: list[Any]) -> Array:
+def record_forward(recorder: Recorder, node: Function, inputs: tuple[Any, ...], values: list[Any]) -> Array:
     """Return the result of an operation's forward pass, after noting it for the replay.
 
     Args:
@@ -49,7 +49,7 @@ def play(recorder: Recorder, node: Function, inputs: tuple[Any, ...], values: li
     return place
 
 
-def play_back(recorder: Recorder, node: Function, grad: Array) -> tuple[Array | None, ...]:
+def record_backward(recorder: Recorder, node: Function, grad: Array) -> tuple[Array | None, ...]:
     """Return the gradients of an operation's inputs, after noting that for the replay.
 
     Args:

@@ -27,7 +27,7 @@ from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.options import GradientExchange
-from nnmpi.compose.replicas import data_parallel
+from nnmpi.compose.replica_runner import data_parallel
 from nnmpi.compose.runner import (
     LOSS,
     SCORE,
@@ -57,7 +57,7 @@ from nnmpi.parallel.fixed_reduction import FixedReduction
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays
 from nnmpi.parallel.pipeline.budget import StageCosts, StagePlans
 from nnmpi.parallel.pipeline.executor import GradientSink, Pipeline
-from nnmpi.parallel.pipeline.passed import PassReport
+from nnmpi.parallel.pipeline.pass_report import PassReport
 from nnmpi.parallel.pipeline.relay import GradientRelay
 from nnmpi.parallel.pipeline.stage import Stage
 from nnmpi.schedule.instruction import Instruction
@@ -71,7 +71,7 @@ from nnmpi.units import format_bytes
 PASSES_KEPT = 20  # so many are enough for a mean, and old ones may be of another load of the machine
 
 
-class Pipelined(GradientSink):
+class PipelineRunner(GradientSink):
     """Runs this rank's stages. Their passes are not recorded: they take turns in the order of a schedule.
 
     Args:

@@ -1,7 +1,7 @@
 """Forward, backward and evaluation of a model that this rank has from end to end (or its shards of every layer).
 
 ForwardBackward     microbatch after microbatch, forward and backward, replayed where that is safe. And evaluation
-Replicas            the runner of a Worker: gradients are summed over the replicas while backward goes on
+ReplicaRunner       the runner of a Worker: gradients are summed over the replicas while backward goes on
 LocalGradient       the gradient of one part of a batch for an asynchronous worker: no message is sent for it
 evaluate_all        loss and score over many batches, as means over the ranks
 """
@@ -23,7 +23,7 @@ from nnmpi.backend.recording import perform, refuse_inside
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
-from nnmpi.compose.norm import note_squares, read_norm
+from nnmpi.compose.gradient_norm import note_squares, read_norm
 from nnmpi.compose.options import GradientExchange
 from nnmpi.compose.replayed import ReplayedPass
 from nnmpi.compose.runner import (
@@ -472,7 +472,7 @@ def data_parallel(
     return DataParallel(model, replicas, *how, backend, is_summed and free, runs_backward, free, pace)
 
 
-class Replicas:
+class ReplicaRunner:
     """Runs a whole model, or this rank's shards of its layers.
 
     Args:
