@@ -32,6 +32,7 @@ from math import inf, isfinite
 from nnmpi.errors import UsageError
 
 Plan = tuple["Action", ...]
+COLUMNS = 100  # of a plan that is drawn, before its rows go on below
 
 
 class Act(Enum):
@@ -323,7 +324,7 @@ def signs(costs: Costs, plan: Plan) -> Iterator[str]:
             values.add(i + 1)
 
 
-def draw_plan(costs: Costs, plan: Plan, columns: int = 100) -> str:
+def draw_plan(costs: Costs, plan: Plan) -> str:
     """Return a plan as text: a row for each layer, a column for each action but `D`, and below the bytes as bars.
 
     F forward, K keep, B backward, small letters where a layer is gone through again; O, A and I as what was kept goes
@@ -339,8 +340,8 @@ def draw_plan(costs: Costs, plan: Plan, columns: int = 100) -> str:
     width = max(len(cost.name) for cost in costs)
     peaks = [price.peaks[i] for i in shown]
     lines = []
-    for start in range(0, len(shown), columns):
-        part = slice(start, start + columns)
+    for start in range(0, len(shown), COLUMNS):
+        part = slice(start, start + COLUMNS)
         lines += [f"{cost.name:>{width}} |{row[part]}" for cost, row in zip(costs, rows, strict=True)]
         lines.append(f"{'bytes':>{width}} |{_bars(peaks[part], price.peak)}")
         lines.append("")

@@ -19,9 +19,9 @@ def rectangle(x: float, y: float, width: float, height: float, fill: str, stroke
     return f'<rect x="{x:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height:.1f}" fill="{fill}" stroke="{stroke}"/>'
 
 
-def text(x: float, y: float, words: object, anchor: str = "start", fill: str = INK) -> str:
+def text(x: float, y: float, words: object, anchor: str = "start") -> str:
     """Return words at a place; anchor: "start", "middle" or "end"."""
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{fill}">{escape(str(words))}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" fill="{INK}">{escape(str(words))}</text>'
 
 
 def write_svg(file: Path, title: str, width: float, height: float, parts: list[str]) -> None:

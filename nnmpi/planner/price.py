@@ -274,7 +274,7 @@ class Pricer:
         part = own.parameters / (one.replicas if one.zero else 1)
         if one.allreduce == AUTO and one.has_whole_model:
             part /= one.dp
-        return self.profile.update_s() * part / max(whole, 1)
+        return self.profile.update_s * part / max(whole, 1)
 
     def _exposed(self, one: Candidate) -> float:
         """Return the seconds of the messages that nothing hides; those of a pipeline's pass are in the pass."""

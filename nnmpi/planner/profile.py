@@ -143,9 +143,10 @@ class Profile:
         known = self.steps[share].items()
         return between({r: cost.seconds if recorded else cost.unrecorded_s for r, cost in known}, rows)
 
-    def update_s(self, share: Share = (1, 1)) -> float:
-        """Return the seconds of an update of all that a rank of this share has."""
-        return min(cost.update_s for cost in self.steps[share].values())
+    @property
+    def update_s(self) -> float:
+        """The seconds of an update of the whole model."""
+        return min(cost.update_s for cost in self.steps[1, 1].values())
 
     def exchanges(self, share: Share, rows: int) -> tuple[tuple[str, int, int], ...]:
         """Return what the ranks of a share say to one another in a step, for any number of rows."""

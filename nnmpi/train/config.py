@@ -768,13 +768,13 @@ def to_json(section: Any) -> dict[str, Any]:
     return found
 
 
-def assemble(flat: Mapping[str, Any], origin: str = "options") -> Config:
+def assemble(flat: Mapping[str, Any]) -> Config:
     """Return the configuration with these values, and defaults for the rest.
 
     Raises:
         UsageError: for a name that is no option, a value of the wrong type or out of range.
     """
-    values = check(flat, origin)
+    values = check(flat, "options")
     sections = {
         name: section(**{each.name: values[each.name] for each in fields(section) if each.name in values})
         for name, section in get_type_hints(Config).items()

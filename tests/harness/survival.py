@@ -206,7 +206,7 @@ class _AnsweringHosts(Launcher):
         super().__init__("Open MPI", "mpirun")
         object.__setattr__(self, "machine", machine)
 
-    def answering(self, hosts: Sequence[str], environ: Any = None) -> list[str]:
+    def answering(self, hosts: Sequence[str]) -> list[str]:
         """Return at least one of the hosts, as the seed draws them."""
         draws = self.machine.draws  # type: ignore[attr-defined]
         return sorted(draws.sample(list(hosts), draws.choice((1, 2, 3, 3))))
