@@ -44,6 +44,11 @@ def is_dealt(test: pytest.Item) -> bool:
     return test.nodeid.removeprefix("tests/").startswith(DEALT)
 
 
+def is_contract(test: pytest.Item) -> bool:
+    """Return whether a test is of the contract of layouts itself."""
+    return test.nodeid.removeprefix("tests/").startswith(EVERYWHERE)
+
+
 def reason(test: pytest.Item, ranks: int, quick: bool, among: Sequence[int]) -> str:
     """Return why a test is left out, nothing if it is not.
 
@@ -57,7 +62,7 @@ def reason(test: pytest.Item, ranks: int, quick: bool, among: Sequence[int]) -> 
     if quick and slow is not None:
         return f"slow: {slow.args[0]}"
     place = test.nodeid.removeprefix("tests/")
-    dealt = is_dealt(test) and not (place.startswith(EVERYWHERE) and ranks > FEW)
+    dealt = is_dealt(test) and not (is_contract(test) and ranks > FEW)
     needed = test.get_closest_marker("needs_ranks")
     able = [each for each in among if needed is None or each in needed.args]
     if slow is not None:

@@ -16,7 +16,8 @@ So what one rank patches is patched for all.
 Numbers of ranks are 1 to 9, 12, 16 and 33. With --sizes K a test runs on K of them, told by its name, and on twice as
 many if it is about messages and collectives themselves and this is no quick run; `scripts/test` has K = 1. Without it a
 test runs on all of them, and on few ranks with several seeds. Whole trainings (`equivalence`), which take half a minute
-on 33 ranks, are dealt to at most 12; on the double of a device all is dealt to at most 4 but messages and collectives.
+on 33 ranks, are dealt to at most 8, the fewest with three axes of ranks, and the contract of layouts itself to at most
+12, the fewest with three that differ; on the double of a device all is dealt to at most 4 but messages and collectives.
 """
 
 import inspect
@@ -34,7 +35,8 @@ from tests.harness import left_out
 
 FEW, MANY = (1, 2, 3, 4, 5, 6), (7, 8, 9, 12, 16, 33)
 SEEDS = 3  # on each of the few, where nothing is left out
-MOST_DEALT, MOST_ON_DOUBLE = 12, 4  # ranks: of a whole training, and of nearly all on the double of a device
+MOST_DEALT, MOST_FOR_CONTRACT = 8, 12  # ranks of a whole training
+MOST_ON_DOUBLE = 4  # ranks of nearly all on the double of a device
 
 
 @dataclass(frozen=True)
@@ -106,8 +108,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     sizes: dict[str, list[int]] = {}
     on_host = config.getoption("--backend", default="numpy") == "numpy"
     for item, world in worlds:
-        limited = "equivalence" in item.path.parts if on_host else left_out.is_dealt(item)
-        if not limited or world.ranks <= (MOST_DEALT if on_host else MOST_ON_DOUBLE):
+        if world.ranks <= most_ranks(item, on_host):
             sizes.setdefault(_name(item, world), []).append(world.ranks)
     others = set()
     for item, world in worlds:
@@ -124,6 +125,15 @@ def _simulation(item: Any) -> Simulation | None:
     """Return the simulation that a test is to run in, if any."""
     world = item.callspec.params.get("group") if hasattr(item, "callspec") else None
     return world if isinstance(world, Simulation) else None
+
+
+def most_ranks(item: pytest.Item, on_host: bool) -> int:
+    """Return on how many ranks a test runs at most where tests are dealt out."""
+    if not on_host:
+        return MOST_ON_DOUBLE if left_out.is_dealt(item) else MANY[-1]
+    if not item.nodeid.startswith("tests/equivalence/"):
+        return MANY[-1]
+    return MOST_FOR_CONTRACT if left_out.is_contract(item) else MOST_DEALT
 
 
 def _name(item: pytest.Item, world: Simulation) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from tests.harness.left_out import options, reason
+from tests.harness.simulated import most_ranks
 
 
 def item(name: str, **marks: tuple[Any, ...]) -> Any:
@@ -38,6 +39,14 @@ def test_what_is_about_messages_runs_on_every_number_of_ranks() -> None:
 
 def test_the_contract_runs_on_many_ranks_too() -> None:
     assert not any(reason(item("equivalence/test_layouts.py::test_a"), size, True, [6, 8]) for size in (6, 8))
+
+
+@pytest.mark.parametrize(
+    ("name", "on_host", "on_double"),
+    [("equivalence/test_layouts.py", 12, 4), ("equivalence/test_modes.py", 8, 4), ("comm/test_group.py", 33, 33)],
+)
+def test_simulated_trainings_are_dealt_to_few_ranks(name: str, on_host: int, on_double: int) -> None:
+    assert (most_ranks(item(name), True), most_ranks(item(name), False)) == (on_host, on_double)
 
 
 def test_with_all_slow_tests_run_on_few_ranks() -> None:
