@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-POLL_S = 0.05
+POLL_S = 0.02
 TERM_S = 5.0
 
 # Open MPI: to run as root, with more ranks than cores, and, on one machine, without the second that its search for

@@ -100,9 +100,15 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Sharer(records.Claims(Path(place), name)), "nnmpi-sharer")
 
 
-def pytest_collection_finish() -> None:
-    """Let Python's search for cycles pass over what is there now: half a million objects, at each full collection."""
-    gc.freeze()
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Let Python's search for cycles pass over what is collected: half a million objects, at each full search."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _stderr(config: pytest.Config, folder: str | None, rank: int) -> int:
