@@ -43,7 +43,7 @@ from nnmpi.compose.runner import (
 from nnmpi.compose.trainer import Totals, Trainer
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.errors import UsageError
-from nnmpi.memory.chain import SharedOutWeights
+from nnmpi.memory.chain import ShardedWeights
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store, make_store
@@ -125,7 +125,7 @@ class ForwardBackward:
         backward: Backward,
         fixed: FixedReduction | None = None,
         alone: bool = False,
-        weights: SharedOutWeights | None = None,
+        weights: ShardedWeights | None = None,
     ) -> None:
         model, loss, evaluation_loss, backend = trainer.model, trainer.loss, trainer.evaluation_loss, trainer.backend
         self.model, self.backend, self.seed, self.fixed, self._weights = model, backend, trainer.seed, fixed, weights

@@ -7,7 +7,7 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.model_state import ModelState, SharedOut, StateEntry
+from nnmpi.parallel.model_state import ModelState, ShardedArray, StateEntry
 from nnmpi.parallel.server.shards import Shard, regions
 from nnmpi.parallel.zero.storage import ShardedStorage
 from nnmpi.tensor.flat import FlatStorage
@@ -30,7 +30,9 @@ def model_state(model: Module, group: Group, arrangement: Arrangement | None) ->
 def optimizer_state(model: Module, optimizer: Optimizer, group: Group, arrangement: Arrangement | None) -> ModelState:
     """Return the optimizer's arrays by "slot/full.parameter.name"."""
     parameters = dict(model.named_parameters())
-    views: Mapping[str, Array | SharedOut] = _parts(model.storage, optimizer.slots()) or slots(model.storage, optimizer)
+    views: Mapping[str, Array | ShardedArray] = _parts(model.storage, optimizer.slots()) or slots(
+        model.storage, optimizer
+    )
     entries = []
     for name, view in views.items():
         parameter = parameters[name.partition("/")[2]]
@@ -83,7 +85,7 @@ def slots(storage: FlatStorage, optimizer: Optimizer) -> dict[str, Array]:
     }
 
 
-def _parts(storage: FlatStorage, flats: Mapping[str, Sequence[Array]]) -> dict[str, SharedOut]:
+def _parts(storage: FlatStorage, flats: Mapping[str, Sequence[Array]]) -> dict[str, ShardedArray]:
     """Return this rank's parts of arrays that lie as the storage's, by "name/parameter"; none if all are whole."""
     if not isinstance(storage, ShardedStorage):
         return {}

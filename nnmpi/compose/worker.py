@@ -362,7 +362,7 @@ class Worker(Trainer):
             self._note_memory({ACTIVATIONS: self._recorded_bytes})
         if self._meter.needed:
             self._meter.shape = batch.x.shape if batch.length is None else (len(batch.x), batch.length)
-        (loss_sum, score_sum, targets), norm, traffic = self._meet(outcome)
+        (loss_sum, score_sum, targets), norm, traffic = self._sum_over_ranks(outcome)
         norm /= factor
         if targets != batch.global_targets:
             raise UsageError(
@@ -442,7 +442,7 @@ class Worker(Trainer):
             amounts = {**self.ledger.report().held, ACTIVATIONS: activations}
             timeline.add("memory", COUNTER, COUNTER, now, now, amounts)
 
-    def _meet(self, outcome: Outcome) -> tuple[list[float], float, Traffic]:
+    def _sum_over_ranks(self, outcome: Outcome) -> tuple[list[float], float, Traffic]:
         """Return all ranks' loss, right answers and targets, the gradient's length, and what was communicated."""
         traffic = outcome.traffic
         if self._meter.needed:

@@ -146,7 +146,7 @@ def again() -> Iterator[None]:
         restore(mode)
 
 
-class SharedOutWeights(Protocol):
+class ShardedWeights(Protocol):
     """A strategy in which a module's weights are there for a while (see `parallel.zero`)."""
 
     def gather_for(self, module: Module) -> None:
@@ -164,7 +164,7 @@ class GatheredLayer(Module):
         weights: who lets them come.
     """
 
-    def __init__(self, layer: Module, weights: SharedOutWeights) -> None:
+    def __init__(self, layer: Module, weights: ShardedWeights) -> None:
         self.layer, self._weights = layer, weights
 
     def forward(self, x: Tensor) -> Any:
@@ -177,7 +177,7 @@ class GatheredLayer(Module):
         self._weights.begin_backward(self.layer)
 
 
-def find_layers(model: Module, value: Value, weights: SharedOutWeights | None = None) -> list[int]:
+def find_layers(model: Module, value: Value, weights: ShardedWeights | None = None) -> list[int]:
     """Return how many pieces of a model go into each of its layers, given what comes to it.
 
     Args:

@@ -30,7 +30,7 @@ from nnmpi.memory.chain import (
     GatheredLayer,
     Layer,
     LayerGraph,
-    SharedOutWeights,
+    ShardedWeights,
     Value,
     again,
     find_layers,
@@ -208,7 +208,7 @@ class RecomputedModel:
         accumulates: bool = False,
         group: Group | None = None,
         store: Store | None = None,
-        weights: SharedOutWeights | None = None,
+        weights: ShardedWeights | None = None,
     ) -> None:
         self._weights = weights
         self.model, self.budget, self.accumulates, self.store = model, budget, accumulates, store

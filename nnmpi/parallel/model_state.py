@@ -33,7 +33,7 @@ from nnmpi.shard import Region
 
 
 @dataclass(frozen=True)
-class SharedOut:
+class ShardedArray:
     """An array of which each rank of a group has some elements, those of one range after the other's. See `zero`.
 
     It stands for the whole array in a `StateEntry`, is put together when its turn comes, and is gone afterwards.
@@ -88,7 +88,7 @@ class StateEntry:
     shape: tuple[int, ...]
     dtype: str
     region: Region | None
-    array: Array | SharedOut
+    array: Array | ShardedArray
     owned: bool
 
     def __post_init__(self) -> None:
@@ -102,7 +102,7 @@ class StateEntry:
             )
 
     @classmethod
-    def of(cls, name: str, array: Array | SharedOut, region: Region | None = None, owned: bool = True) -> StateEntry:
+    def of(cls, name: str, array: Array | ShardedArray, region: Region | None = None, owned: bool = True) -> StateEntry:
         """Return the entry of an array; the whole array's shape is the region's, its dtype the array's.
 
         Args:
@@ -148,7 +148,7 @@ class ModelState:
         with rendezvous(self._group) as channel:
             for name, shards in maps.items():
                 own = self._own.get(name)
-                own = own.gather() if isinstance(own, SharedOut) else in_memory(own)
+                own = own.gather() if isinstance(own, ShardedArray) else in_memory(own)
                 if self._group.is_root:
                     whole = _gather_array(shards, own, channel, phase)
                     phase.attempt(write, name, whole)
@@ -280,7 +280,7 @@ def _distribute(
     region: Region | None,
     holders: Sequence[int],
     whole: Array | None,
-    own: Array | SharedOut | None,
+    own: Array | ShardedArray | None,
     channel: Rendezvous,
     phase: CollectivePhase,
 ) -> None:
@@ -324,8 +324,8 @@ def _take(whole: Array, region: Region | None) -> Array:
     return np.asarray(whole if region is None else region.take(whole), order="C")
 
 
-def _write(own: Array | SharedOut, part: Array) -> None:
-    if isinstance(own, SharedOut):
+def _write(own: Array | ShardedArray, part: Array) -> None:
+    if isinstance(own, ShardedArray):
         own.put(part)
         return
     own[...] = namespace(own).asarray(part)

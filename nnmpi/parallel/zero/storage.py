@@ -4,7 +4,7 @@
     reduce(2)      its gradients are summed, and this rank's part of the sum is added to what it has
     finish_update  all ranks have what an update has written
 
-Through messages, or through memory that a node's ranks share (`window`). What lies where is in `parts`.
+Through messages, or through memory that a node's ranks share (`window`). What lies where is in `partitioned`.
 """
 
 from collections.abc import Callable
@@ -27,18 +27,19 @@ from nnmpi.errors import DeviceError, UsageError
 from nnmpi.memory.state_offload import StoredArray
 from nnmpi.memory.store import Store
 from nnmpi.nn.module import Module
-from nnmpi.parallel.zero.parts import PartedStorage
+from nnmpi.parallel.zero.partitioned import PartitionedStorage
 from nnmpi.parallel.zero.units import SHARED
 from nnmpi.parallel.zero.window import NodeArrays
 from nnmpi.shard import split
 
 
-class ShardedStorage(PartedStorage):
+class ShardedStorage(PartitionedStorage):
     """The parameters of a model, of which the ranks of a group keep parts. Give it to `Module.initialize`:
 
         model.initialize(seed=0, storage=sharded(model, group, stage=3))
 
-    An optimizer over it has the state of this rank's parts alone, and updates those. Arguments are `PartedStorage`'s.
+    An optimizer over it has the state of this rank's parts alone, and updates those. For the arguments see
+    `PartitionedStorage`.
 
     Attributes:
         sent_bytes: bytes of the arrays that were gathered and summed since the last `take_traffic`.
@@ -97,10 +98,10 @@ class ShardedStorage(PartedStorage):
                     span.parameter.grad = None
             for i, end in ends.items():
                 self._grads[i][end:] = 0
-            self._meet()
+            self._wait_for_others()
             for i in ends:
                 self._sum(i)
-            self._meet()
+            self._wait_for_others()
         self._seconds += clock.now() - begin
 
     def _sum(self, i: int) -> None:
@@ -129,7 +130,7 @@ class ShardedStorage(PartedStorage):
         elif arrived is not place:
             place[...] = arrived
 
-    def _meet(self) -> None:
+    def _wait_for_others(self) -> None:
         """With arrays in shared memory, wait for the others: nobody may read too early, or write too early again."""
         if self._window is not None:
             with timeline.span("other ranks", "waiting", timeline.WAITING):
@@ -223,7 +224,7 @@ class ShardedStorage(PartedStorage):
             raise UsageError("nothing puts the ranks' parts together; make a ShardedDataParallel of this model first")
         begin = clock.now()
         self._standing.clear()
-        self._meet()
+        self._wait_for_others()
         if self._window is not None and self.stage < 3:
             for i, whole in enumerate(self._data):
                 self._count(whole)

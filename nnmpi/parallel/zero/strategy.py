@@ -90,7 +90,7 @@ class ShardedDataParallel(DataParallel):
         check_same_model(group, model.storage)
         if not isinstance(model.storage, ShardedStorage):
             broadcast_state(model, group)
-            share_out(model, group, stage, unit_bytes)
+            shard_storage(model, group, stage, unit_bytes)
         super().__init__(model, group, backend=backend, sums_gradients=False, runs_backward=runs_backward, pace=pace)
         self.stage = self.storage.stage
         self._at = NO_PASS  # the unit whose gradients a backward pass computes
@@ -254,7 +254,7 @@ class ShardedDataParallel(DataParallel):
             self.model.forward = _refuse  # type: ignore[method-assign]
 
 
-def share_out(model: Module, ranks: Group, stage: int, unit_bytes: int | None = None) -> None:
+def shard_storage(model: Module, ranks: Group, stage: int, unit_bytes: int | None = None) -> None:
     """Let an initialized model lie in storage that is shared out: each rank keeps its part of what it has now."""
     old = model.storage
     values = {span.parameter.name: span.parameter.data for span in old.spans}

@@ -31,14 +31,14 @@ from nnmpi.errors import UsageError
 from nnmpi.memory.state_offload import StoredArray
 from nnmpi.memory.store import Store
 from nnmpi.nn.module import Module
-from nnmpi.parallel.model_state import SharedOut
+from nnmpi.parallel.model_state import ShardedArray
 from nnmpi.parallel.zero.units import SHARED, STAGES, UNIT_BYTES, cut_units
 from nnmpi.shard import part, split
 from nnmpi.tensor.flat import FlatStorage, Span
 from nnmpi.tensor.parameter import Parameter
 
 
-class PartedStorage(FlatStorage):
+class PartitionedStorage(FlatStorage):
     """The parameters of a model, of which the ranks of a group keep parts: what lies where.
 
     Args:
@@ -149,13 +149,13 @@ class PartedStorage(FlatStorage):
         at = min(max(first - own.start, 0), len(own))
         return slice(at, at + last - first), slice(first - span.start, last - span.start)
 
-    def parts(self, span: Span, flats: Sequence[Array]) -> SharedOut:
+    def parts(self, span: Span, flats: Sequence[Array]) -> ShardedArray:
         """Return a parameter's part of arrays that lie as `data` does, as what it is of the whole."""
         own, theirs = self._part(span)
         length = len(self._data[span.buffer])
         ends = [max(min(each.stop, span.stop), span.start) for each in split(length, self.ranks.size)]
         counts = [end - begin for begin, end in zip([span.start, *ends], ends, strict=False)]
-        return SharedOut(span.parameter.declared, flats[span.buffer][own], theirs, counts, self.ranks)
+        return ShardedArray(span.parameter.declared, flats[span.buffer][own], theirs, counts, self.ranks)
 
     def held(self) -> Iterator[tuple[Span, Array, Array | None]]:
         """See `FlatStorage.held`: of each parameter some elements in a row, maybe none."""
