@@ -25,7 +25,7 @@ from nnmpi.train.metrics import MetricsRecorder
 from nnmpi.train.run_state import RunState
 from tests.equivalence.reference import digits
 
-pytestmark = pytest.mark.simulated
+pytestmark = pytest.mark.simulated(max_size=12)  # whole trainings, of which those on 33 ranks took five seconds
 
 STEPS = 4  # two under each layout
 MODELS: dict[str, tuple[Callable[..., Module], dict[str, Any]]] = {
