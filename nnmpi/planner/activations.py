@@ -15,16 +15,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-import numpy as np
-
 from nnmpi.backend.record import Backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import ALWAYS, NEVER, Layout
-from nnmpi.data.loader import Batch, Cut
 from nnmpi.memory.ledger import ACTIVATIONS
 from nnmpi.parallel.pipeline.pass_report import ENDS_FLIGHT, InstructionBytes, PassReport, StageBytes
-from nnmpi.planner.profile import Workload, ready_worker
+from nnmpi.planner.profile import Workload, ready_worker, repeated_batch
 from nnmpi.schedule.instruction import Instruction, Kind
 
 
@@ -52,7 +49,7 @@ def measure_stages(
     layout = Layout(1, len(cuts), tp, schedule, split=split, recompute=ALWAYS if again else NEVER, sp=sp)
 
     def run(group: Group) -> tuple[tuple[int, ...], PassReport]:
-        worker, batch = ready_worker(workload, group, layout, rows, backend), _batch(workload, rows, 2)
+        worker, batch = ready_worker(workload, group, layout, rows, backend), repeated_batch(workload, rows, 2)
         for _ in range(2):
             passed = worker.step(batch).passed
         where = worker.arrangement
@@ -95,7 +92,7 @@ def measure_whole(
 
     def run(group: Group) -> int:
         layout = Layout(1, 1, share[0], sp=share[1]) if ranks > 1 else None
-        worker, batch = ready_worker(workload, group, layout, rows, backend), _batch(workload, rows, 1)
+        worker, batch = ready_worker(workload, group, layout, rows, backend), repeated_batch(workload, rows, 1)
         for _ in range(2 + recorded):  # the ledger measures the second one; the third one is recorded
             worker.step(batch)
         worker.release()
@@ -115,15 +112,3 @@ def _by_itself(
         if number == one.microbatch:
             return taken._replace(net=taken.net - message.held + message.alone)
     return taken
-
-
-def _batch(workload: Workload, rows: int, count: int) -> Batch:
-    """Return a batch of some microbatches, of samples that may come twice."""
-    samples, indices = workload.samples, np.arange(count * rows) % len(workload.samples)
-    length = None if samples.lengths is None else int(samples.lengths[indices].max())
-    x, y = samples.rows(indices, workload.dtype, length), samples.labels(indices, length)
-    y = y.astype(workload.dtype, copy=False) if y.dtype.kind == "f" else y
-    cuts = tuple(Cut(i * rows, (i + 1) * rows, i * rows, i) for i in range(count))
-    counts = samples.targets
-    targets = () if counts is None else tuple(int(counts[indices[c.start : c.stop]].sum()) for c in cuts)
-    return Batch(x, y, indices, cuts, count * rows, 0, 0, count, targets=targets, length=length)

@@ -250,12 +250,12 @@ class Pricer:
         return self.profile.layer(layer - 1, rows, "value_bytes") if layer else rows * self.workload.row_bytes
 
     def _ratio(self, share: Share, rows: int) -> float:
-        """Return how long a whole pass on these ranks takes, for each second of its layers one by one.
+        """Return how long a pass on ranks that share layers or positions takes, for each second of one without.
 
-        Stages do not replay what they have recorded, as whole replicas do: so it is that of a pass as it stands.
+        Stages do not replay what they have recorded, as whole replicas do: so both are passes as they stand.
         """
         if (share, rows) not in self._ratios:
-            alone_s = sum(self._layer_times(rows)[1])
+            alone_s = self.profile.seconds((1, 1), rows, recorded=False)
             self._ratios[share, rows] = self.profile.seconds(share, rows, recorded=False) / alone_s if alone_s else 1.0
         return self._ratios[share, rows]
 

@@ -1,10 +1,10 @@
 """What a model's parts take on this machine, measured once and kept: whole steps, layers, updates, bytes.
 
     whole steps    a Worker's, of one replica alone: seconds, activations, what layers that are shared out exchange
-    layers          of the chain, forward and backward, for the stages of a pipeline
+    layers         of the chain, forward and backward, as long as the stages of a pipeline take for them, loss and all
 
-All ranks measure at the same time, as they will compute at the same time: they compete for one memory. A replica whose
-layers or sequences are shared out runs on simulated ranks, where each has the processor time that it takes.
+All ranks measure at the same time, as they will compute at the same time: they compete for one memory. Replicas whose
+layers or sequences are shared out, and pipelines, run on simulated ranks: each has the processor time that it takes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
-from itertools import product
+from itertools import accumulate, chain, product
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -36,7 +36,7 @@ from nnmpi.compose.layout import Layout
 from nnmpi.compose.options import GradientExchange, Numerics
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Samples
-from nnmpi.data.loader import Loader
+from nnmpi.data.loader import Batch, Cut, Loader
 from nnmpi.errors import NnmpiError
 from nnmpi.memory.ledger import ACTIVATIONS
 from nnmpi.nn.chain import open_chain
@@ -46,10 +46,12 @@ from nnmpi.parallel.pipeline.profile import LayerProfile, profile
 from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.parallel.zero.units import STAGES
 from nnmpi.reading import read_json
+from nnmpi.schedule.instruction import Instruction, Kind
+from nnmpi.schedule.partition import partition
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.timeline import Timeline, recording
 
-FORMAT = 7
+FORMAT = 8
 MOST_SHARES = 8  # ranks of one replica's layers and positions that are measured; more are not looked at
 PARTS_PER_RANK = 8  # the smallest part of a batch that is measured is that of so many microbatches for each rank
 LONGEST_S = 0.5  # a step that would take longer is not measured, but told from those of fewer rows
@@ -57,6 +59,7 @@ MEASURE_S, LEAST_STEPS, MOST_STEPS = 0.15, 3, 30
 QUARTILE = 0.25  # what other programs disturb is above it
 ROUNDS = 3  # some time apart: what disturbs a machine for a second does not decide
 TIMES = ("seconds", "update_s", "unrecorded_s")  # of a `StepCost`
+STAGE_MICROBATCHES, STAGE_STEPS = 4, (2, 20)  # in each of its passes; the fewest and the most passes
 SMALL, LARGE = 0, -1  # which of the row counts replicas that are shared out are measured for
 
 Share = tuple[int, int]
@@ -208,7 +211,9 @@ def row_counts(batch_size: int, ranks: int) -> list[int]:
     return sorted({-(-batch_size // part) for part in parts})
 
 
-def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share], backend: Backend) -> Profile:
+def measure(
+    workload: Workload, group: Group, ranks: int, shares: Sequence[Share], backend: Backend, rounds: int | None = None
+) -> Profile:
     """Measure a workload with all ranks of a group at once; the slowest counts. Collective.
 
     Args:
@@ -217,12 +222,14 @@ def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share
         ranks: for so many ranks a layout is sought, which says how small parts of a batch may be.
         shares: (tp, sp) to measure besides (1, 1), as far as the model can be shared out so.
         backend: where this rank computes.
+        rounds: how often each is measured, of which the quickest counts; None for as often as what is kept.
     """
+    rounds = rounds or ROUNDS
     alone = group.split(group.rank)
     counts = row_counts(workload.batch_size, ranks)
     steps: dict[Share, dict[int, StepCost]] = {(1, 1): {}}
     layers: dict[int, tuple[LayerProfile, ...]] = {}
-    for number, rows in product(range(ROUNDS), counts):
+    for number, rows in product(range(rounds), counts):
         if number == 0 and group.max_floats([_expected(steps[1, 1], rows)])[0] > LONGEST_S:
             continue
         if number and rows not in layers:
@@ -236,7 +243,7 @@ def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share
         found = _measure_layers(workload, rows, backend)
         layers[rows] = tuple(map(_quicker, found, layers.get(rows, found)))
     measured = sorted(steps[1, 1])
-    zero_s = _measure_zero(alone, workload, measured[len(measured) // 2], backend) if ranks > 1 else {}
+    zero_s = _measure_zero(alone, workload, measured[len(measured) // 2], backend, rounds) if ranks > 1 else {}
     for share in shares:
         for rows in sorted({measured[SMALL], measured[LARGE]}):
             group.barrier()
@@ -245,7 +252,7 @@ def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share
                 steps.pop(share, None)
                 break
             steps.setdefault(share, {})[rows] = shared
-    contention = _measure_contention(group, alone, workload, measured[len(measured) // 2], backend)
+    contention = _measure_contention(group, alone, workload, measured[len(measured) // 2], backend, rounds)
     alone.free()
     own = Profile(dict(workload.key or {}), steps, layers, zero_s, contention).to_json()
     return _slowest([Profile.from_json(each) for each in group.gather(own)])
@@ -278,10 +285,85 @@ def _expected(known: Mapping[int, StepCost], rows: int) -> float:
 
 
 def _measure_layers(workload: Workload, rows: int, backend: Backend) -> tuple[LayerProfile, ...]:
+    """Return what layers take as a pipeline's stages compute them; the last one has the loss, too.
+
+    One by one, forwards are too short and backwards too long, and nobody computes the loss. So pipelines are run on
+    simulated ranks, and the layers of each of their stages get what it takes, in the proportions that they had.
+    """
     model = workload.build()
     sample = workload.samples.rows(np.arange(rows), workload.dtype)
     with use_precision(workload.precision):
-        return tuple(profile(model, open_chain(model), sample, workload.dtype, backend))
+        layers = tuple(profile(model, open_chain(model), sample, workload.dtype, backend))
+    if len(layers) == 1:
+        return layers
+    try:
+        for ends in (1, 0):  # first with the last layer alone, to find the part of the loss; then in even halves
+            seconds = [layer.seconds for layer in layers]
+            even = len(layers) - ends
+            split = [*map(len, partition(seconds[:even], min(2, even))), *[1] * ends]
+            times = _measure_stages(workload, split, rows, sum(seconds), backend)
+            last = list(accumulate(split))
+            stages = [layers[end - count : end] for end, count in zip(last, split, strict=True)]
+            layers = tuple(layer for stage, own in enumerate(stages) for layer in _as_stage(own, times, stage))
+    except NnmpiError:  # this model cannot be cut, or not here
+        pass
+    return layers
+
+
+def _as_stage(
+    layers: Sequence[LayerProfile], times: Mapping[tuple[Kind, int], float], stage: int
+) -> Sequence[LayerProfile]:
+    """Return the layers of a stage with its measured times, of which each layer has the part that it had before."""
+    kinds = {"forward_s": Kind.F, "backward_s": Kind.B, "input_s": Kind.I, "weights_s": Kind.W}
+    factor = dict.fromkeys(kinds, 1.0)
+    for name, kind in kinds.items():
+        before_s = sum(getattr(layer, name) for layer in layers)
+        if before_s and times.get((kind, stage)):
+            factor[name] = times[kind, stage] / before_s
+    return [
+        replace(
+            layer,
+            seconds=layer.forward_s * factor["forward_s"] + layer.backward_s * factor["backward_s"],
+            forward_s=layer.forward_s * factor["forward_s"],
+            input_s=layer.input_s * factor["input_s"],
+            weights_s=layer.weights_s * factor["weights_s"],
+        )
+        for layer in layers
+    ]
+
+
+def _measure_stages(
+    workload: Workload, split: Sequence[int], rows: int, expected_s: float, backend: Backend
+) -> dict[tuple[Kind, int], float]:
+    """Return the lower quartile of what each kind of instruction takes on each stage, measured on simulated ranks.
+
+    Args:
+        workload: the model and the data.
+        split: how many layers each stage has.
+        rows: of a microbatch.
+        expected_s: of a microbatch, about; says how often it is done.
+        backend: where it is computed.
+
+    Raises:
+        NnmpiError: for a model that cannot be cut so.
+    """
+    steps = int(np.clip(MEASURE_S / max(STAGE_MICROBATCHES * expected_s, 1e-9), *STAGE_STEPS))
+
+    def run(group: Group, schedule: str) -> list[tuple[Instruction, float]]:
+        layout = Layout(1, len(split), 1, schedule, split=split)
+        worker = ready_worker(workload, group, layout, rows, backend)
+        batch = repeated_batch(workload, rows, STAGE_MICROBATCHES)
+        passes = [worker.step(batch).passed for _ in range(1 + steps)][1:]
+        worker.release()
+        return [sample for passed in passes if passed is not None for sample in passed.samples]
+
+    found: dict[tuple[Kind, int], float] = {}
+    for schedule in ("zero-bubble", "1f1b"):  # whose forwards count
+        samples: dict[tuple[Kind, int], list[float]] = {}
+        for one, seconds in chain.from_iterable(simulate(partial(run, schedule=schedule), len(split))):
+            samples.setdefault((one.kind, one.stage), []).append(seconds)
+        found |= {place: float(np.quantile(times, QUARTILE)) for place, times in samples.items()}
+    return found
 
 
 def _measure_share(workload: Workload, share: Share, rows: int, backend: Backend) -> StepCost | None:
@@ -295,10 +377,12 @@ def _measure_share(workload: Workload, share: Share, rows: int, backend: Backend
     return replace(found[0], seconds=max(each.seconds for each in found))
 
 
-def _measure_contention(group: Group, alone: Group, workload: Workload, rows: int, backend: Backend) -> float:
+def _measure_contention(
+    group: Group, alone: Group, workload: Workload, rows: int, backend: Backend, rounds: int
+) -> float:
     """Return how many times as long a step takes while the other ranks compute, too, on rank 0. Collective."""
     seconds = []
-    for together in (True, False) * ROUNDS:
+    for together in (True, False) * rounds:
         group.barrier()
         cost = _measure_step(alone, workload, (1, 1), rows, backend) if together or group.is_root else None
         group.sum_floats([0.0], asleep=True)  # those who wait leave the processor to the others
@@ -307,10 +391,10 @@ def _measure_contention(group: Group, alone: Group, workload: Workload, rows: in
     return float(group.share(max(1.0, slow_s / quick_s) if group.is_root and quick_s > 0 else 1.0))
 
 
-def _measure_zero(group: Group, workload: Workload, rows: int, backend: Backend) -> dict[int, float]:
+def _measure_zero(group: Group, workload: Workload, rows: int, backend: Backend, rounds: int) -> dict[int, float]:
     """Return by stage what a step of one rank takes more than without ZeRO, by the least of several rounds."""
     least = dict.fromkeys((0, *STAGES), inf)
-    for _, zero in product(range(ROUNDS), tuple(least)):
+    for _, zero in product(range(rounds), tuple(least)):
         cost = _measure_step(group, workload, (1, 1), rows, backend, zero)
         least[zero] = min(least[zero], cost.seconds + cost.update_s)
     return {stage: max(0.0, least[stage] - least[0]) for stage in STAGES}
@@ -371,6 +455,18 @@ def ready_worker(workload: Workload, group: Group, layout: Layout | None, rows: 
         backend=backend,
         arrangement=where,
     )
+
+
+def repeated_batch(workload: Workload, rows: int, count: int) -> Batch:
+    """Return a batch of some microbatches, of samples that may come twice."""
+    samples, indices = workload.samples, np.arange(count * rows) % len(workload.samples)
+    length = None if samples.lengths is None else int(samples.lengths[indices].max())
+    x, y = samples.rows(indices, workload.dtype, length), samples.labels(indices, length)
+    y = y.astype(workload.dtype, copy=False) if y.dtype.kind == "f" else y
+    cuts = tuple(Cut(i * rows, (i + 1) * rows, i * rows, i) for i in range(count))
+    counts = samples.targets
+    targets = () if counts is None else tuple(int(counts[indices[c.start : c.stop]].sum()) for c in cuts)
+    return Batch(x, y, indices, cuts, count * rows, 0, 0, count, targets=targets, length=length)
 
 
 def _usual_s(group: Group, call: Callable[[], Any]) -> float:

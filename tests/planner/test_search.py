@@ -118,6 +118,11 @@ def test_a_pipeline_takes_as_long_as_passes_that_are_not_replayed() -> None:
     other = made(workload(), replace(times, steps=replayed, layers=halves), plain.network)
     stages, replicas = Candidate(pp=4, microbatches=4), Candidate(dp=4, allreduce="ring")
     in_halves = replace(stages, schedule="zero-bubble")
+    layers = {
+        rows: tuple(replace(layer, seconds=2 * layer.seconds) for layer in own) for rows, own in times.layers.items()
+    }
+    slow_stages = made(workload(), replace(times, layers=layers), plain.network)  # the layers' times are the stages'
+    assert slow_stages.price(stages).seconds > plain.price(stages).seconds
     assert other.price(stages).seconds == plain.price(stages).seconds
     assert other.price(replicas).computing_s == plain.price(replicas).computing_s / 2
     assert other.price(in_halves).seconds > plain.price(in_halves).seconds

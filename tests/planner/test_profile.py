@@ -1,0 +1,56 @@
+"""What is measured of a model's layers is what a pipeline's stages take, by times that are slept."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi import clock, nn
+from nnmpi.backend.record import numpy_backend
+from nnmpi.data.dataset import Dataset
+from nnmpi.nn.module import Module
+from nnmpi.ops.loss import cross_entropy
+from nnmpi.optim.sgd import SGD
+from nnmpi.parallel.pipeline.profile import LayerProfile
+from nnmpi.planner import profile
+from nnmpi.planner.profile import Workload
+from nnmpi.schedule.instruction import Kind
+from nnmpi.tensor.tensor import Tensor
+
+LAYER_S, LOSS_S = 0.02, 0.2
+
+
+class Slow(nn.Linear):
+    """A layer that takes its time."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        clock.sleep(LAYER_S)
+        return super().forward(x)
+
+
+def slow_loss(logits: Tensor, labels: Any) -> Tensor:
+    clock.sleep(LOSS_S)
+    return cross_entropy(logits, labels, reduction="sum")
+
+
+def test_the_last_layer_takes_the_time_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "MEASURE_S", 0.0)
+    samples = Dataset("made up", np.ones((4, 3), np.float32), np.zeros(4, np.int64), 3)
+
+    def build() -> Module:
+        return nn.Sequential(Slow(3, 3), Slow(3, 3), Slow(3, 3))
+
+    work = Workload(build, lambda s: SGD(s, 0.1), lambda where: {"loss": slow_loss}, samples, 4, 0)
+    *others, last = profile._measure_layers(work, 2, numpy_backend())
+    assert last.forward_s > LAYER_S + LOSS_S
+    assert all(LAYER_S < layer.forward_s < LOSS_S for layer in others)
+
+
+def test_layers_share_what_their_stage_took() -> None:
+    layers = [LayerProfile("a", 4.0, 1, 1.0, 8, 1.0, 1.0), LayerProfile("b", 8.0, 1, 3.0, 8, 1.0, 3.0)]
+    times = {(Kind.F, 1): 8.0, (Kind.B, 1): 4.0, (Kind.I, 1): 6.0, (Kind.W, 1): 2.0, (Kind.F, 0): 99.0}
+    first, second = profile._as_stage(layers, times, 1)
+    assert (first.forward_s, first.backward_s, first.input_s, first.weights_s) == (2.0, 1.5, 3.0, 0.5)
+    assert (second.forward_s, second.backward_s, second.input_s, second.weights_s) == (6.0, 2.5, 3.0, 1.5)
+    assert first.value_bytes == 8
+    assert list(profile._as_stage(layers, {}, 0)) == layers  # what was not measured stays
