@@ -10,14 +10,14 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout
 
 from benchmarks.plan.edge import show_edges  # noqa: E402
-from benchmarks.plan.paced import price_links, show_world, tau  # noqa: E402
+from benchmarks.plan.paced import paired, price_links, show_world, tau  # noqa: E402
 from benchmarks.plan.plots import draw  # noqa: E402
 from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
 from nnmpi.backend.record import numpy_backend  # noqa: E402
 from nnmpi.comm.start import start  # noqa: E402
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS  # noqa: E402
 from nnmpi.planner.price import Pricer  # noqa: E402
-from nnmpi.planner.profile import ROUNDS  # noqa: E402
+from nnmpi.planner.profile import ROUNDS, measure, shares_of  # noqa: E402
 from nnmpi.planner.report import layout_to_json, options  # noqa: E402
 from nnmpi.planner.search import plan  # noqa: E402
 from nnmpi.planner.shapes import ModelShapes  # noqa: E402
@@ -47,7 +47,7 @@ def spread(planned, wanted):
     return [one for one in planned if id(one) in chosen]
 
 
-def run(words, group, wanted, say):
+def run(words, group, wanted, rounds, say):
     """Measure one model's layouts; return everything as JSON values. Collective."""
     backend, config = numpy_backend(), parse(words.split())
     train, _ = load_samples(config, group, group.rank, say)
@@ -56,16 +56,26 @@ def run(words, group, wanted, say):
     profiled_s = time.perf_counter() - begin
     network = take_network(group, say)
     group.fit = network.fit
-    everything = plan(Pricer(workload, profile, network, ModelShapes(workload, profile, backend)), kept=EVERY)
+    shapes = ModelShapes(workload, profile, backend)
+    everything = plan(Pricer(workload, profile, network, shapes), kept=EVERY)
     quick = plan(Pricer(workload, profile, network, ModelShapes(workload, profile, backend)))
-    rows: dict[Candidate, dict[str, Any]] = {}
-    for one in spread(everything.best, wanted) * ROUNDS:
-        timed = time_layout(with_options(config, options(one)), group, backend, group.rank)
-        row = {**layout_to_json(one), "took_s": timed.seconds, "bytes": timed.memory, "words": str(one.candidate)}
-        row["took_s"] = min(timed.seconds, rows.get(one.candidate, row)["took_s"])
-        rows[one.candidate] = row
+    chosen = spread(everything.best, wanted)
+    rows: dict[Candidate, dict[str, Any]] = {
+        one.candidate: {**layout_to_json(one), "words": str(one.candidate), "rounds": []} for one in chosen
+    }
+    for _ in range(rounds):
+        parts = measure(workload, group, group.size, shares_of(group.size), backend, rounds=1)
+        pricer = Pricer(workload, parts, network, shapes)  # cut as they run, by the layers' times of the start
+        for one in chosen:
+            timed = time_layout(with_options(config, options(one)), group, backend, group.rank)
+            row = rows[one.candidate]
+            row["bytes"] = timed.memory
+            row["rounds"].append({"step_s": pricer.price(one.candidate).seconds, "took_s": timed.seconds})
+        chosen.reverse()  # a machine that gets slower in each round is so for those at both ends
     for row in rows.values():
-        say(f"{row['words']}: {1e3 * row['step_s']:.3f} ms, took {1e3 * row['took_s']:.3f}")
+        row["took_s"] = min(each["took_s"] for each in row["rounds"])
+        row["off"] = paired(row["rounds"])
+        say(f"{row['words']}: {1e3 * row['step_s']:.3f} ms, took {1e3 * row['took_s']:.3f}; {100 * row['off']:+.1f} %")
     same = [a.candidate for a in quick.best] == [b.candidate for b in everything.best[: len(quick.best)]]
     return {
         "command": words,
@@ -84,6 +94,7 @@ def judge(found):
     """Return a line of figures about one model's layouts."""
     rows = found["rows"]
     errors = [abs(row["step_s"] / row["took_s"] - 1) for row in rows]
+    beside = [abs(row["off"]) for row in rows]
     fastest = min(row["took_s"] for row in rows)
     state = [kind for kind in KINDS if kind != ACTIVATIONS]
     state_off = max(abs(row["memory"].get(kind, 0) - row["bytes"][kind]) for row in rows for kind in state)
@@ -93,7 +104,7 @@ def judge(found):
         found["command"].split()[1],
         str(found["ranks"]),
         str(len(rows)),
-        f"{100 * sum(errors) / len(errors):.1f} / {100 * max(errors):.0f} %",
+        *(f"{100 * sum(off) / len(off):.1f} / {100 * max(off):.0f} %" for off in (errors, beside)),
         f"{tau([(row['step_s'], row['took_s']) for row in rows]):.2f}",
         f"{rows[0]['took_s'] / fastest:.3f}",
         f"{state_off} B",
@@ -108,6 +119,7 @@ TITLES = (
     "ranks",
     "layouts run",
     "step: mean / worst error",
+    "by parts measured in the same rounds",
     "tau",
     "regret",
     "state off",
@@ -123,6 +135,8 @@ def main():
     parser.add_argument("--check", action="store_true", help="a small model, few layouts")
     parser.add_argument("--only", default="", help=f"one of {', '.join(CASES)}")
     parser.add_argument("--layouts", type=int, default=24, help="how many are run of each model (24)")
+    text = f"how often each is run, and the parts measured beside it ({ROUNDS})"
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=text)
     parser.add_argument("--json", type=Path, help="write everything there, or add to what is there")
     parser.add_argument(
         "--draw", type=Path, help="measure nothing; draw what --json has, and the survey, into a folder"
@@ -151,7 +165,7 @@ def main():
     if given.edge is not None:
         return show_edges(given.edge, group, say)
     cases = [SMALL] if given.check else [words for name, words in CASES.items() if name.startswith(given.only)]
-    found = [run(words, group, 4 if given.check else given.layouts, say) for words in cases]
+    found = [run(words, group, 4 if given.check else given.layouts, given.rounds, say) for words in cases]
     if group.is_root:
         print("|", " | ".join(TITLES), "|")
         print("|" + "---|" * len(TITLES))

@@ -7,6 +7,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 
 from benchmarks.netlab.steps import CASES, StepCase, describe_network
 from nnmpi.backend.record import numpy_backend
@@ -60,6 +61,11 @@ def tau(pairs):
     count = len(pairs) * (len(pairs) - 1) / 2
     below = ((count - ties_x) * (count - ties_y)) ** 0.5
     return (agree - against) / below if below else 1.0
+
+
+def paired(rounds):
+    """Return by how much predictions are off, each beside what was measured in the same round: the median."""
+    return median(each["step_s"] / each["took_s"] for each in rounds) - 1
 
 
 def price_links(file, group):

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from benchmarks.plan.paced import paired
 from nnmpi import clock, nn
 from nnmpi.backend.record import numpy_backend
 from nnmpi.data.dataset import Dataset
@@ -54,3 +55,8 @@ def test_layers_share_what_their_stage_took() -> None:
     assert (second.forward_s, second.backward_s, second.input_s, second.weights_s) == (6.0, 2.5, 3.0, 1.5)
     assert first.value_bytes == 8
     assert list(profile._as_stage(layers, {}, 0)) == layers  # what was not measured stays
+
+
+def test_a_machine_that_changes_between_rounds_is_no_error() -> None:
+    rounds = [{"step_s": 1.1 * speed, "took_s": speed} for speed in (1.0, 7.0, 3.0)]
+    assert paired(rounds) == pytest.approx(0.1)
