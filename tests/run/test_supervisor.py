@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from nnmpi.errors import UsageError
 from nnmpi.run import supervisor
+from nnmpi.run.__main__ import main
 from nnmpi.run.launching import Launcher, find_launcher, given_hosts
 from nnmpi.run.supervisor import USAGE, GaveUp, SupervisedRun, Supervisor, without
 from tests.harness.job import run
@@ -173,17 +175,20 @@ def test_where_the_run_is_belongs_to_the_supervisor() -> None:
 def test_wrong_options_are_one_sentence(tmp_path: Path) -> None:
     """Of either command, before anything is started."""
     for words, told in {
-        "-n 0 -- --model mlp": "nnmpi: -n 0 is less than 1 rank",
-        "--restarts -1 -- --model mlp": "nnmpi: --restarts is -1; give 0 or more",
-        "--start-limit nan -- --model mlp": "nnmpi: --start-limit is nan; give a number of seconds",
-        "-n 2 --model mlp": "nnmpi: --model is not an option of python -m nnmpi.run; those of the train command stand",
-        "-n 2 -- --modle mlp": "nnmpi: --modle is not an option; did you mean --model",
-        "-n 3 -- --pp 2": "nnmpi: -n 3 is no multiple of the 2 ranks",
-        "-n 2 -- --simulate 4": "nnmpi: --simulate trains in one process",
+        "-n 0 -- --model mlp": "-n 0 is less than 1 rank",
+        "--restarts -1 -- --model mlp": "--restarts is -1; give 0 or more",
+        "--start-limit nan -- --model mlp": "--start-limit is nan; give a number of seconds",
+        "-n 2 --model mlp": "--model is not an option of python -m nnmpi.run; those of the train command stand",
+        "-n 2 -- --modle mlp": "--modle is not an option; did you mean --model",
+        "-n 3 -- --pp 2": "-n 3 is no multiple of the 2 ranks",
+        "-n 2 -- --simulate 4": "--simulate trains in one process",
     }.items():
-        ending = run([sys.executable, "-m", "nnmpi.run", *words.split()], tmp_path / "output", LIMIT_S)
-        assert ending.status == 2
-        assert ending.output.startswith(told) and ending.output.count("\n") == 1, ending.output
+        with pytest.raises(UsageError) as error:
+            main(words.split())
+        assert str(error.value).startswith(told) and "\n" not in str(error.value)
+    ending = run([sys.executable, "-m", "nnmpi.run", *words.split()], tmp_path / "output", LIMIT_S)
+    assert ending.status == 2
+    assert ending.output.startswith(f"nnmpi: {told}") and ending.output.count("\n") == 1, ending.output
 
 
 # ---- real jobs ----
