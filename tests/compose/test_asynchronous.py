@@ -26,7 +26,7 @@ from tests.compose.asynchronous_runs import (
 from tests.compose.small_runs import BATCHES, ROWS, build, optimizer_of, weights
 from tests.equivalence.reference import tolerance
 
-pytestmark = pytest.mark.simulated
+pytestmark = pytest.mark.simulated(max_size=16)  # whole trainings; test_seeds and push_pull have 33 ranks
 
 IN_STEP = (
     (Sync("bsp", servers=1), "sgd"),
