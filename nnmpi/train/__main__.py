@@ -3,10 +3,13 @@
 import gc
 import sys
 
-from nnmpi.backend.memory import keep_freed_memory
-from nnmpi.train.cli import launch
+gc.disable()  # an import leaves no cycles to collect
+
+from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
+from nnmpi.train.cli import launch  # noqa: E402
 
 if __name__ == "__main__":
     gc.freeze()  # what has been imported stays: no search for cycles need pass over it
+    gc.enable()
     keep_freed_memory()
     launch(sys.argv[1:])

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.shutdown import leaving_refused
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.comm.stall import LIMIT_S, WARNING_S
 from nnmpi.comm.start import start, watch_alone
 from nnmpi.command import HelpAsked, read_words
@@ -141,6 +140,8 @@ def start_ranks(
         return _on_mpi(words, program)
     if started is not None and started.size > 1:
         raise UsageError(f"--simulate runs all ranks in one process, and {started.name} has started {started.size}")
+    from nnmpi.comm.simulated.simulated_world import simulate  # of no use to ranks of MPI
+
     with around(), leaving_refused(alone=True):
         simulate(partial(program, words), **options)
     return None

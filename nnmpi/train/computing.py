@@ -19,7 +19,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from math import isfinite, prod
 from pathlib import Path
 from time import perf_counter, thread_time
@@ -42,7 +41,6 @@ from nnmpi.data.dataset import Samples
 from nnmpi.errors import NnmpiError, UsageError
 from nnmpi.launcher import read_launch
 from nnmpi.nn.module import Module
-from nnmpi.planner.profile import default_file
 from nnmpi.reading import read_json
 from nnmpi.threads import VARIABLES, usable_cores
 from nnmpi.train.config import Config, OptimizationConfig, RunConfig
@@ -160,6 +158,8 @@ def choose_kernels(config: Config, model: Module, train: Samples, backend: Backe
 
 def installed_numba() -> str:
     """Return the version of numba, without loading it; empty where it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version  # it brings email and more, so not to every start
+
     try:
         return version("numba")
     except PackageNotFoundError:
@@ -253,6 +253,8 @@ def sizes_of(model: Module, rows: int) -> list[Sizes]:
 
 def _fastest(names: Sequence[BlasName], sizes: Sequence[Sizes], dtype: str) -> tuple[BlasName, str]:
     """Return the name of the fastest BLAS, and a line on it: by the times that are kept, or by new ones."""
+    from nnmpi.planner.profile import default_file  # it brings the simulated world, which is not for every start
+
     cache, facts = cache_folder(), _facts(names, sizes, dtype)
     file = None if cache is None else default_file(facts, cache, "blas")
     times, when = (None if file is None else load_times(file, facts)), "kept"

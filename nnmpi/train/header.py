@@ -1,7 +1,6 @@
 """The lines above a run: what runs, on what, and what was chosen."""
 
 import platform
-from importlib.metadata import version
 
 import threadpoolctl
 
@@ -16,6 +15,7 @@ from nnmpi.errors import counted
 from nnmpi.nn.norm import BatchNorm
 from nnmpi.schedule.registry import name_of
 from nnmpi.train.build import RunContext, warmup_steps
+from nnmpi.train.computing import installed_numba
 from nnmpi.train.config import Config, OptimizationConfig
 from nnmpi.train.device import describe_device
 from nnmpi.train.inputs import Inputs
@@ -85,7 +85,7 @@ def _numbers(config: Config) -> str:
 
 def _kernels(config: Config) -> str:
     """Return whose kernels compute besides BLAS, if not the array library's alone."""
-    return f", kernels compiled by numba {version('numba')}" if config.run.jit == "on" else ""
+    return f", kernels compiled by numba {installed_numba()}" if config.run.jit == "on" else ""
 
 
 def blas() -> str:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from math import isfinite, nan
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,7 +19,6 @@ from nnmpi.errors import CheckpointError, ShapeError, UsageError, counted
 from nnmpi.models.pretrained import read_size, save_pretrained
 from nnmpi.parallel.pace import Pace
 from nnmpi.reading import read_json
-from nnmpi.train.auto_layout import ChosenLayout, check_open, choose
 from nnmpi.train.build import RunContext, dropout_of, set_up, settle
 from nnmpi.train.checkpoint import find, restore
 from nnmpi.train.checkpoint_files import MODEL_FILE, STATE_FILE, newest
@@ -33,6 +32,9 @@ from nnmpi.train.loop import Loop
 from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics
 from nnmpi.train.run_state import RunState
 from nnmpi.units import format_duration
+
+if TYPE_CHECKING:
+    from nnmpi.train.auto_layout import ChosenLayout
 
 
 def run(config: Config, group: Group, console: Console, words: Sequence[str] = ()) -> None:
@@ -84,6 +86,8 @@ def _run(
     last = find(folder, group) if resuming else None
     chosen = None
     if config.parallel.layout == "auto":
+        from nnmpi.train.auto_layout import check_open, choose  # the planner, which other starts do without
+
         with agreed(group):
             check_open(config.parallel, config.sync.rule.asynchronous, resuming)
         chosen = choose(config, group, backend, local_rank, console.say)
@@ -134,7 +138,7 @@ def _how_to_go_on(context: RunContext) -> str:
     return f"all {extent.epochs} epochs are done; more --epochs, such as {2 * extent.epochs}, go on"
 
 
-def _train(context: RunContext, state: RunState, console: Console, chosen: ChosenLayout | None = None) -> None:
+def _train(context: RunContext, state: RunState, console: Console, chosen: "ChosenLayout | None" = None) -> None:
     """Train from a state to the end, and leave everything behind that a run leaves. Collective.
 
     Args:

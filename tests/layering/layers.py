@@ -72,6 +72,10 @@ LATE_IMPORTS = {
     ("nnmpi/comm/mpi/library.py", "mpi4py.MPI"): "without an MPI library it raises, which becomes a sentence there",
     ("nnmpi/comm/start.py", "nnmpi.comm.mpi.mpi_world"): "it imports mpi4py.MPI, which must have been loaded by then",
     ("nnmpi/data/catalogue.py", "nnmpi.data.download"): "it imports Python's HTTP, for a tenth of all start-up time",
+    ("nnmpi/train/cli.py", "nnmpi.comm.simulated.simulated_world"): "of use with --simulate alone: 2 % of each start",
+    ("nnmpi/train/computing.py", "importlib.metadata"): "it imports Python's email; a run that goes on needs neither",
+    ("nnmpi/train/computing.py", "nnmpi.planner.profile"): "it imports the simulated world, where BLAS is to be chosen",
+    ("nnmpi/train/session.py", "nnmpi.train.auto_layout"): "the planner, of use with --layout auto alone",
 }
 
 # Where the command line is read and printing is done; besides the files that print an uncaught error at the end.

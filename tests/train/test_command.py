@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 from os import EX_DATAERR
 from pathlib import Path
 
@@ -16,6 +18,25 @@ def test_help_is_printed_once(tmp_path: Path) -> None:
     assert ending.status == 0
     assert ending.output.count("usage: python -m nnmpi.train") == 1
     assert list(tmp_path.iterdir()) == [tmp_path / "output"]
+
+
+def test_a_start_imports_what_each_run_needs_and_looks_for_no_cycles_meanwhile() -> None:
+    """Each restart costs as much again: the planner, simulated ranks and readers of metadata are a tenth of it."""
+    program = (
+        "import gc, runpy, sys\n"
+        "class Look:\n"
+        "    def find_spec(name, path, target=None):\n"
+        "        if name == 'nnmpi.train.cli': print('collects:', gc.isenabled())\n"
+        "sys.argv[1:] = ['--help']\n"
+        "sys.meta_path.insert(0, Look)\n"
+        "runpy.run_module('nnmpi.train', run_name='__main__')\n"
+        "print('collects:', gc.isenabled())\n"
+        "left_out = 'email', 'nnmpi.planner', 'nnmpi.comm.simulated.simulated_world'\n"
+        "print('too many:', [name for name in left_out if name in sys.modules])\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    found = [line for line in done.stdout.splitlines() if line.startswith(("collects:", "too many:"))]
+    assert found == ["collects: False", "collects: True", "too many: []"]
 
 
 @pytest.mark.parametrize(
@@ -143,9 +164,15 @@ def test_a_signal_saves_the_last_whole_step(
 
 
 def test_a_batch_that_all_ranks_refuse_is_one_sentence(tmp_path: Path) -> None:
-    """Open MPI's launcher complained of ranks that it could not reach, when one of them ended before the others."""
+    """Open MPI's launcher kills those who are not yet through when the first one ends, and may complain of them."""
     (tmp_path / "net.py").write_text(
+        "import atexit, os, pathlib, time\n"
         "from nnmpi import nn\n"
+        "def end_late():\n"
+        "    time.sleep(1.5)\n"
+        "    pathlib.Path('through').touch()\n"
+        "if os.environ['OMPI_COMM_WORLD_RANK' if 'OMPI_COMM_WORLD_RANK' in os.environ else 'PMI_RANK'] == '1':\n"
+        "    atexit.register(end_late)\n"
         "class Net(nn.Module):\n"
         "    def __init__(self): self.out = nn.Linear(64, 10)\n"
         "    def forward(self, x): return self.out(x.reshape(-1, 63))\n"
@@ -155,3 +182,4 @@ def test_a_batch_that_all_ranks_refuse_is_one_sentence(tmp_path: Path) -> None:
     assert ending.status == 1
     assert ending.output.count("does not fit") == 1
     assert "Traceback" not in ending.output and "ERROR" not in ending.output
+    assert (tmp_path / "through").exists()  # the other rank waited for it
