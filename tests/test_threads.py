@@ -70,11 +70,12 @@ def test_the_quota_of_a_container(text: str, expected: int, tmp_path: Path) -> N
 
 
 def test_importing_nnmpi_limits_numpy() -> None:
-    """The import sets the variables before it loads NumPy, whose BLAS then has one thread."""
+    """The import sets the variables before it loads NumPy, whose BLAS then has one thread; cycles are found after."""
     many = str(4 * (os.cpu_count() or 1))
     environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
     environ |= {"OMPI_COMM_WORLD_SIZE": many, "OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": many}
-    code = "import nnmpi, threadpoolctl; print([pool['num_threads'] for pool in threadpoolctl.threadpool_info()])"
+    code = "import gc, nnmpi, threadpoolctl\n"
+    code += "print([pool['num_threads'] for pool in threadpoolctl.threadpool_info()], gc.isenabled())"
     root = Path(__file__).parents[1]
     found = subprocess.run([sys.executable, "-c", code], env=environ, cwd=root, capture_output=True, text=True)
-    assert found.stdout.strip() == "[1]", found.stderr
+    assert found.stdout.strip() == "[1] True", found.stderr
