@@ -17,7 +17,7 @@ from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.compose.averaging_runner import AveragingRunner
-from nnmpi.compose.options import DEFAULT_NUMERICS, Numerics, check_precision, refuse_scaling
+from nnmpi.compose.options import DEFAULT_NUMERICS, Numerics, check_numerics, refuse_scaling
 from nnmpi.compose.replica_runner import LocalGradient, evaluate_all
 from nnmpi.compose.runner import EvalReport, SumLoss, check_loss, check_optimizer
 from nnmpi.compose.segment import StalenessSummary, average_buffers
@@ -113,7 +113,7 @@ class AsynchronousWorker(Trainer):
         check_optimizer(self.model, self.optimizer)
         if not self.sync.asynchronous:
             raise UsageError("a synchronous run without servers is done by nnmpi.Worker; give Sync another mode")
-        check_precision(self.precision, self.model, self.backend, self.group)
+        check_numerics(self.precision, self.clip, self.optimizer, self.model, self.backend, self.group)
         refuse_scaling(self.precision, f"with {self.sync.mode}")
         self.sync.check(self.group.size)
         check_free(self.model)

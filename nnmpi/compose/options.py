@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from nnmpi.compose.arrange import Arrangement
 from nnmpi.errors import UsageError
 from nnmpi.nn.chain import ModelPart
 from nnmpi.nn.module import Module
+from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.zero.storage import ShardedStorage
 
 
@@ -74,14 +76,25 @@ class Numerics:
 DEFAULT_EXCHANGE, DEFAULT_NUMERICS = GradientExchange(), Numerics()
 
 
-def check_precision(mode: str, model: Module, backend: Backend, group: Group) -> None:
-    """Refuse a precision that this model or backend cannot have; collective.
+def check_numerics(
+    mode: str, clip: float | None, optimizer: Optimizer, model: Module, backend: Backend, group: Group
+) -> None:
+    """Refuse ranks that would update in different ways, and a precision that they cannot have; collective.
+
+    Replicas of different optimizers go apart without a word, or wait for one another for ever. How groups of parameters
+    decay is not compared in a pipeline, whose stages have different ones.
 
     Raises:
-        UsageError: on all ranks, where they ask for different ones; for an unknown one, bf16 without ml_dtypes, tf32
-            without a device, and any but float32 for a model of float64.
+        UsageError: on all ranks, where they ask for different precisions, clipping or optimizers; for an unknown
+            precision, bf16 without ml_dtypes, tf32 without a device, and any but float32 for a model of float64.
     """
-    require_equal(group, [mode], "the ranks compute in different precisions", "give all the same", UsageError)
+    rule: dict[str, Any] = {name: each for name, each in vars(optimizer).items() if isinstance(each, int | float)}
+    rule |= {"clip": clip, "betas": getattr(optimizer, "betas", None)}
+    if not isinstance(model, ModelPart):
+        rule["weight decay"] = optimizer.weight_decay
+    names = [type(optimizer).__name__, *(f"{name} {each}" for name, each in rule.items() if not name.startswith("_"))]
+    problems = ("the ranks compute in different precisions", "the ranks' updates differ")
+    require_equal(group, [mode, *names], lambda number: problems[min(number, 1)], "give all the same", UsageError)
     if mode not in MODES:
         raise UsageError(f"precision {mode!r} is unknown; choose one of {', '.join(MODES)}")
     low_dtype(mode)

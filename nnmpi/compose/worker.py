@@ -43,8 +43,8 @@ from nnmpi.compose.options import (
     GradientExchange,
     Numerics,
     check_fused_update,
+    check_numerics,
     check_pairs,
-    check_precision,
     has_whole_model,
 )
 from nnmpi.compose.pipeline_runner import PipelineRunner
@@ -256,7 +256,7 @@ class Worker(Trainer):
         for each in (self.loss, self.evaluation_loss):
             check_loss(each, arrangement)
         self.exchange = exchange
-        check_precision(self.precision, model, self.backend, group)
+        check_numerics(self.precision, self.clip, optimizer, model, self.backend, group)
         self.scaling = LossScale() if self.precision == "fp16" else None
         self._sequence = None if arrangement is None else arrangement.sequence
         self._fixed = arrangement is not None and arrangement.layout.fixed

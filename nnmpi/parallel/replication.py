@@ -19,7 +19,7 @@ from nnmpi.tensor.parameter import Parameter
 
 
 def check_same_model(group: Group, storage: FlatStorage) -> None:
-    """Compare the names, shapes and dtypes of the parameters over all ranks; collective.
+    """Compare the names, shapes and dtypes of the parameters, and which are frozen, over all ranks; collective.
 
     Strategies do this before anything else. MPI would not notice: flat arrays are padded, so that those of different
     models may have the same length.
@@ -30,7 +30,8 @@ def check_same_model(group: Group, storage: FlatStorage) -> None:
     if group.size == 1:
         return
     dtypes = [str(array.dtype) for array in storage.data]
-    parameters = [f"{s.parameter.name} {s.parameter.shape} {dtypes[s.buffer]}" for s in storage.spans]
+    spans = [(span.parameter, dtypes[span.buffer]) for span in storage.spans]
+    parameters = [f"{p.name} {p.shape} {kind}{'' if p.requires_grad else ', frozen'}" for p, kind in spans]
     require_equal(group, parameters, "the ranks have different models", "build the same model on every rank")
 
 

@@ -11,12 +11,14 @@ from nnmpi import models, nn, ops, optim
 from nnmpi.backend.array import Array
 from nnmpi.comm.agreement import name_ranks
 from nnmpi.comm.group import Group
-from nnmpi.compose.options import GradientExchange
+from nnmpi.compose.asynchronous import AsynchronousWorker
+from nnmpi.compose.options import GradientExchange, Numerics
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.errors import CommError, UsageError
 from nnmpi.parallel.data import DataParallel
 from nnmpi.shard import part
+from nnmpi.synchrony.sync import Sync
 from nnmpi.tensor import Function, Tensor
 from tests.device.here import zeros
 from tests.worker_options import grouped
@@ -273,6 +275,57 @@ def test_module_that_was_put_in_after_the_initialization(group: Group) -> None:
     setting = Setting(group)
     setting.model.replace("3", nn.Linear(7, 3).initialize(dtype="float64"))
     setting.assert_refused(lambda: DataParallel(setting.model, group), UsageError, "'3.weight' is not in")
+
+
+@pytest.mark.simulated(min_size=2)
+@pytest.mark.parametrize("strategy", ["DataParallel", "Worker", pytest.param("fused", marks=HOST)])
+def test_a_parameter_frozen_on_one_rank(group: Group, strategy: str) -> None:
+    """That rank would keep its weights, and the others theirs."""
+    model = nn.Linear(3, 2).initialize(dtype="float64")
+    dict(model.named_parameters())["bias"].requires_grad = group.rank > 0
+
+    def make() -> object:
+        if strategy == "DataParallel":
+            return DataParallel(model, group)
+        fused = GradientExchange(fused_update=strategy == "fused")
+        return Worker(model, optim.SGD(model.storage, lr=0.1), group, exchange=fused)
+
+    Setting(group).assert_refused(make, CommError, "models: rank 0 has bias (2,) float64, frozen; ")
+
+
+UPDATES: dict[str, tuple[Callable[[Any, int], Any], str, str]] = {
+    "rule": (lambda model, rank: (optim.Adam if rank else optim.SGD)(model.storage, lr=0.1), "SGD", "Adam"),
+    "rate": (lambda model, rank: optim.SGD(model.storage, lr=0.1 + rank), "lr 0.1", "lr 1.1"),
+    "option": (lambda model, rank: optim.SGD(model.storage, 0.1, momentum=0.5 * rank), "momentum 0.0", "momentum 0.5"),
+    "betas": (
+        lambda model, rank: optim.Adam(model.storage, betas=(0.9, 0.5 * rank)),
+        "betas (0.9, 0.0)",
+        "betas (0.9, 0.5)",
+    ),
+    "decay": (
+        lambda model, rank: optim.SGD(model.storage, 0.1, weight_decay=0.5 * rank),
+        "weight decay (0.0,)",
+        "weight decay (0.5,)",
+    ),
+    "clip": (lambda model, rank: optim.SGD(model.storage, lr=0.1), "clip None", "clip 1.0"),
+}
+
+
+@pytest.mark.simulated(max_size=2, min_size=2)
+@pytest.mark.parametrize("what", UPDATES)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_different_updates(group: Group, what: str, asynchronous: bool) -> None:
+    """Replicas would go apart, or wait for one another."""
+    build, ours, theirs = UPDATES[what]
+    setting = Setting(group)
+    optimizer = build(setting.model, group.rank)
+    numerics = Numerics(clip=1.0 if what == "clip" and group.rank else None)
+    make = partial(AsynchronousWorker, sync=Sync("asp")) if asynchronous else Worker
+    setting.assert_refused(
+        lambda: make(setting.model, optimizer, group, numerics=numerics),
+        UsageError,
+        f"the ranks' updates differ: rank 0 has {ours}; rank 1 has {theirs}; give all the same",
+    )
 
 
 @pytest.mark.simulated
