@@ -6,7 +6,7 @@ Nothing here sums or moves arrays; `group.Group` does.
 import json
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 
@@ -39,6 +39,12 @@ class Communicator:
     def __repr__(self) -> str:
         """Return rank and size."""
         return f"{type(self).__name__}(rank {self.rank} of {self.size})"
+
+    def __reduce__(self) -> NoReturn:
+        raise CommError(
+            "a group of ranks is not copied or pickled, nor is a model that a Worker or a strategy works on; call its "
+            "release() first, or build the model again and use load_state"
+        )
 
     @property
     def is_root(self) -> bool:

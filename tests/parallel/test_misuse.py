@@ -1,5 +1,7 @@
 """Calls that would give wrong gradients without a word: each must be an error that says what to do."""
 
+import copy
+import pickle
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -15,7 +17,7 @@ from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.options import GradientExchange, Numerics
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch, Cut
-from nnmpi.errors import CommError, UsageError
+from nnmpi.errors import CommError, NnmpiError, UsageError
 from nnmpi.parallel.data import DataParallel
 from nnmpi.shard import part
 from nnmpi.synchrony.sync import Sync
@@ -326,6 +328,18 @@ def test_different_updates(group: Group, what: str, asynchronous: bool) -> None:
         UsageError,
         f"the ranks' updates differ: rank 0 has {ours}; rank 1 has {theirs}; give all the same",
     )
+
+
+@pytest.mark.simulated(min_size=2)
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
+def test_a_copy_of_a_model_at_work(group: Group, duplicate: Callable[[object], object]) -> None:
+    """Its parameters know the ranks, which cannot be copied."""
+    setting = Setting(group)
+    parallel = DataParallel(setting.model, group)
+    for each in (setting.model, group):
+        with pytest.raises(NnmpiError, match="build (it|the model) again and use load_state"):
+            duplicate(each)
+    parallel.release()
 
 
 @pytest.mark.simulated
