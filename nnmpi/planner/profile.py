@@ -59,7 +59,7 @@ MEASURE_S, LEAST_STEPS, MOST_STEPS = 0.15, 3, 30
 QUARTILE = 0.25  # what other programs disturb is above it
 ROUNDS = 3  # some time apart: what disturbs a machine for a second does not decide
 TIMES = ("seconds", "update_s", "unrecorded_s")  # of a `StepCost`
-STAGE_MICROBATCHES, STAGE_STEPS = 4, (2, 20)  # in each of its passes; the fewest and the most passes
+STAGE_MICROBATCHES, STAGE_STEPS = 4, (1, 12)  # of a pipeline: in each pass; the fewest and the most passes
 SMALL, LARGE = 0, -1  # which of the row counts replicas that are shared out are measured for
 
 Share = tuple[int, int]
@@ -242,6 +242,9 @@ def measure(
         group.barrier()
         found = _measure_layers(workload, rows, backend)
         layers[rows] = tuple(map(_quicker, found, layers.get(rows, found)))
+    for rows, alone_layers in layers.items():
+        group.barrier()
+        layers[rows] = _in_stages(workload, alone_layers, rows, backend)
     measured = sorted(steps[1, 1])
     zero_s = _measure_zero(alone, workload, measured[len(measured) // 2], backend, rounds) if ranks > 1 else {}
     for share in shares:
@@ -285,15 +288,20 @@ def _expected(known: Mapping[int, StepCost], rows: int) -> float:
 
 
 def _measure_layers(workload: Workload, rows: int, backend: Backend) -> tuple[LayerProfile, ...]:
+    model = workload.build()
+    sample = workload.samples.rows(np.arange(rows), workload.dtype)
+    with use_precision(workload.precision):
+        return tuple(profile(model, open_chain(model), sample, workload.dtype, backend))
+
+
+def _in_stages(
+    workload: Workload, layers: tuple[LayerProfile, ...], rows: int, backend: Backend
+) -> tuple[LayerProfile, ...]:
     """Return what layers take as a pipeline's stages compute them; the last one has the loss, too.
 
     One by one, forwards are too short and backwards too long, and nobody computes the loss. So pipelines are run on
     simulated ranks, and the layers of each of their stages get what it takes, in the proportions that they had.
     """
-    model = workload.build()
-    sample = workload.samples.rows(np.arange(rows), workload.dtype)
-    with use_precision(workload.precision):
-        layers = tuple(profile(model, open_chain(model), sample, workload.dtype, backend))
     if len(layers) == 1:
         return layers
     try:
@@ -347,7 +355,7 @@ def _measure_stages(
     Raises:
         NnmpiError: for a model that cannot be cut so.
     """
-    steps = int(np.clip(MEASURE_S / max(STAGE_MICROBATCHES * expected_s, 1e-9), *STAGE_STEPS))
+    steps = int(np.clip(MEASURE_S / 2 / max(STAGE_MICROBATCHES * expected_s, 1e-9), *STAGE_STEPS))
 
     def run(group: Group, schedule: str) -> list[tuple[Instruction, float]]:
         layout = Layout(1, len(split), 1, schedule, split=split)
