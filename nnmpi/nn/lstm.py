@@ -13,7 +13,7 @@ from nnmpi.nn.module import Module
 from nnmpi.ops.lstm import lstm
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.shape import concatenate, stack
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.tensor import Tensor, undivided
 
 State = tuple[Any, Any]
 
@@ -54,7 +54,7 @@ class LSTM(Module):
 
     @also(input_size="inputs", hidden_size="features", num_layers="layers")
     def __init__(
-        self, inputs: int, features: int, layers: int = 1, bidirectional: bool = False, dropout: float = 0.0
+        self, inputs: int, features: int, layers: int = 1, *, bidirectional: bool = False, dropout: float = 0.0
     ) -> None:
         if min(inputs, features, layers) < 1:
             raise UsageError(
@@ -80,7 +80,7 @@ class LSTM(Module):
             raise UsageError("an LSTM that begins in a state is called as h, state = lstm.with_state(x, state)")
         memory = current().memory
         if memory is None:
-            return self._run(x, None, lengths, ends=False)[0]
+            return undivided(self._run(x, None, lengths, ends=False)[0])
         before = memory.get(self.path)
         y, ends = self.with_state(x, before, lengths)
         if before is None or active() is None:
@@ -88,7 +88,7 @@ class LSTM(Module):
         else:  # replays look for it in the same place
             for place, end in zip(before, ends, strict=True):
                 perform(namespace(place.data).copyto, place.data, end.data)
-        return y
+        return undivided(y)
 
     def with_state(self, x: Tensor, state: State | None = None, lengths: Any = None) -> tuple[Tensor, State]:
         """Return the result, and the state in which each layer and direction ends.

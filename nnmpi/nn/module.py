@@ -93,8 +93,13 @@ class Module:
     storage: FlatStorage
 
     @also()
-    def __init__(self) -> None:
+    def __init__(self, *wrong: object) -> None:
         """Take no arguments."""
+        if wrong:
+            raise TypeError(
+                f"{type(self).__name__} takes no arguments; leave {wrong[0]!r} out: no operation changes a tensor in "
+                "place, and nn.Flatten() keeps the first axis"
+            )
 
     def forward(self, *inputs: Any) -> Any:
         """Compute the result. Subclasses define it."""

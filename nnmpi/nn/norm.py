@@ -24,12 +24,12 @@ class BatchNorm(Module):
 
     Args:
         channels: the length of the last axis.
-        momentum: the share of a batch in the running statistics (variance with divisor n - 1 there).
         eps: added to the variance.
+        momentum: the share of a batch in the running statistics (variance with divisor n - 1 there).
     """
 
     @also(num_features="channels")
-    def __init__(self, channels: int, momentum: float = 0.1, eps: float = 1e-5) -> None:
+    def __init__(self, channels: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
         if channels < 1 or not 0 <= momentum <= 1 or eps <= 0:
             raise UsageError(
                 f"batch normalization of {channels} channels with momentum {momentum} and eps {eps} does not work; "

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from nnmpi.aliases import also
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.kernels.lookup import kernels_for
@@ -151,6 +152,7 @@ class BinaryCrossEntropy(_Error):
         return to_x, xp.multiply(xp.negative(x), share) if self.needs[1] else None
 
 
+@also()
 def cross_entropy(
     logits: Tensor, labels: Any, reduction: str = "mean", ignore_index: int | None = None, label_smoothing: float = 0.0
 ) -> Tensor:
@@ -271,7 +273,7 @@ def binary_cross_entropy(logits: Tensor, target: Any, reduction: str = "mean") -
 
 
 def _check_reduction(reduction: str) -> None:
-    if reduction not in REDUCTIONS:
+    if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise UsageError(f"reduction {reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
 
 

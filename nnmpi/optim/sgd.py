@@ -40,6 +40,7 @@ class SGD(Optimizer):
         storage: Storage,
         lr: float,
         momentum: float = 0.0,
+        *,
         nesterov: bool = False,
         weight_decay: float | Mapping[str, float] = 0.0,
     ) -> None:

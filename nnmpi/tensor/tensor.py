@@ -10,8 +10,10 @@ A gradient in three lines:
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
+from dis import opmap
 from math import prod
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -296,12 +298,12 @@ class Tensor(Variable):
     @also()
     def max(self, axis: reduce.Axis = None, keepdims: bool = False) -> Tensor:
         """Return the largest element over axes. See `reduce.largest`."""
-        return reduce.largest(self, axis, keepdims)
+        return undivided(reduce.largest(self, axis, keepdims))
 
     @also()
     def min(self, axis: reduce.Axis = None, keepdims: bool = False) -> Tensor:
         """Return the smallest element over axes. See `reduce.smallest`."""
-        return reduce.smallest(self, axis, keepdims)
+        return undivided(reduce.smallest(self, axis, keepdims))
 
     @also(dim="axis", keepdim="keepdims")
     def argmax(self, axis: int | None = None, keepdims: bool = False) -> Any:
@@ -357,6 +359,27 @@ class Tensor(Variable):
     def flatten(self, start: int = 1) -> Tensor:
         """Return the tensor with the axes from `start` on made into one."""
         return shape.flatten(self, start)
+
+
+class Undivided(Tensor):
+    """A result that PyTorch gives in a pair with something else: the pair's two names are refused its rows."""
+
+    __slots__ = ()
+
+    def __iter__(self) -> Iterator[Tensor]:
+        caller = sys._getframe(1)
+        if caller.f_code.co_code[caller.f_lasti] == opmap["UNPACK_SEQUENCE"]:
+            raise UsageError(
+                "one tensor comes back and no pair: values = x.max(1), places = x.argmax(1); "
+                "h = lstm(x), or h, state = lstm.with_state(x)"
+            )
+        return super().__iter__()
+
+
+def undivided(x: Tensor) -> Tensor:
+    """Return the same tensor, whose rows are not given to names: `a, b = x` is an error, `for row in x` is not."""
+    x.__class__ = Undivided
+    return x
 
 
 def _values(x: Any) -> Any:

@@ -4,7 +4,7 @@ import re
 import runpy
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -115,6 +115,9 @@ def test_each_answer_names_what_there_is() -> None:
         (optim.SGD, "foreach"),
         (nn.BCEWithLogitsLoss, "pos_weight"),
         (nn.Embedding, "padding_idx"),
+        (nn.CrossEntropyLoss, "weight"),
+        (ops.cross_entropy, "weight"),
+        (optim.SGD, "dampening"),
     ):
         with pytest.raises(TypeError, match=re.escape(f"{make.__name__} has no argument {name!r}; {INSTEAD[name]}")):
             make(**{name: 1})
@@ -220,6 +223,8 @@ def test_arguments_of_pytorch_are_answered() -> None:
     optimizer = typed.optim.SGD(model.storage, lr=0.1)
     calls: dict[str, Callable[[], object]] = {
         "ReLU has no argument 'inplace'; leave it out": lambda: typed.nn.ReLU(inplace=True),
+        "ReLU takes no arguments; leave True out: no operation changes": lambda: typed.nn.ReLU(True),
+        "Flatten takes no arguments; leave 1 out": lambda: typed.nn.Flatten(1),
         "Dropout has no argument 'inplace'; leave it out": lambda: typed.nn.Dropout(0.1, inplace=True),
         "Tensor.max has no argument 'dim'; x.ndim; of max an axis: x.max(1) has the values": lambda: typed.Tensor(
             [[1.0]]
@@ -248,6 +253,32 @@ def test_arguments_of_pytorch_are_answered() -> None:
     for kernel, stride in ((4, 1), (3, 2)):
         with pytest.raises(UsageError, match='padding="same" needs an odd kernel and a stride of 1'):
             typed.nn.Conv2d(1, 3, kernel, stride, padding="same")
+
+
+def test_what_is_no_pair_is_not_unpacked() -> None:
+    """PyTorch's `h, _ = lstm(x)` of two samples would name the rows; to go over the rows is fine."""
+    x, lstm = nnmpi.Tensor(np.arange(12, dtype=np.float32).reshape(2, 3, 2)), nn.LSTM(2, 4).initialize()
+    for result in (lstm(x), x.max(1), x.min(axis=1)):
+        with pytest.raises(UsageError, match=r"no pair: values = x.max\(1\), .* h, state = lstm.with_state\(x\)"):
+            first, second = result
+        assert [row.shape for row in result] == [row.shape for row in [*result]] == [result.shape[1:]] * 2
+        (first, *rest) = result
+        assert first.shape == rest[0].shape == result.shape[1:]
+    first, second = x
+    _, (h, c) = lstm.with_state(x)
+    assert first.shape == second.shape == (3, 2) and h.shape == c.shape == (1, 2, 4)
+
+
+def test_places_of_arguments_are_those_of_pytorch() -> None:
+    """Or they have none: a number is not taken for something else."""
+    layer = nn.BatchNorm(4, 1e-3, 0.01)
+    assert (layer.eps, layer.momentum) == (1e-3, 0.01)
+    model, typed = nn.Linear(4, 3).initialize(), dict[str, Any](SGD=optim.SGD, LSTM=nn.LSTM)
+    for call in (lambda: typed["SGD"](model.storage, 0.1, 0.9, 1e-4), lambda: typed["LSTM"](4, 4, 1, True)):
+        with pytest.raises(TypeError, match="positional arguments"):
+            call()
+    with pytest.raises(UsageError, match=r"reduction array\(.* is unknown"):
+        ops.cross_entropy(nnmpi.Tensor([[1.0, 2.0]]), np.array([0]), cast(Any, np.ones(2)))
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def reordered(values):
 
 def twins(layers, bidirectional):
     """Return our LSTM, PyTorch's with the same weights, and the pairs of their parameters."""
-    ours = nn.LSTM(INPUTS, FEATURES, layers, bidirectional).initialize(0, "float64")
+    ours = nn.LSTM(INPUTS, FEATURES, layers, bidirectional=bidirectional).initialize(0, "float64")
     theirs = torch.nn.LSTM(INPUTS, FEATURES, layers, batch_first=True, bidirectional=bidirectional).double()
     pairs = []
     for number, part in enumerate(ours.layers):

@@ -121,7 +121,7 @@ def test_pools(options, normal):
 @pytest.mark.parametrize("momentum", [0.1, 0.5])
 def test_batch_norm(shape, momentum, normal):
     """Three batches in training, running statistics after each, then evaluation, with its gradients."""
-    layer = BatchNorm(4, momentum, eps=1e-3).initialize(dtype="float64")
+    layer = BatchNorm(4, 1e-3, momentum).initialize(dtype="float64")
     theirs = torch.nn.BatchNorm2d if len(shape) == 4 else torch.nn.BatchNorm1d
     reference = theirs(4, momentum=momentum, eps=1e-3, dtype=torch.float64)
     layout = images if len(shape) == 4 else same

@@ -37,7 +37,7 @@ def by_hand(weight, grads, lr, momentum, nesterov, decay):
 def test_follows_the_formulas(weights, grads, lr, momentum, nesterov, decay):
     nesterov = nesterov and momentum > 0
     data, grad = np.array(weights), np.zeros(len(weights))
-    optimizer = SGD(Arrays([data], [grad]), lr, momentum, nesterov, decay)
+    optimizer = SGD(Arrays([data], [grad]), lr, momentum, nesterov=nesterov, weight_decay=decay)
     for value in grads:
         grad[...] = value
         optimizer.step()
