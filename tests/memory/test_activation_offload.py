@@ -204,6 +204,11 @@ def test_the_time_of_a_step_is_the_predicted_one(bandwidth, tmp_path):
 
 
 @pytest.mark.usefixtures("brief")
+def _live():
+    """Return how many objects of nnmpi's classes there are; the double of a device keeps a log of its own."""
+    return sum(type(each).__module__.partition(".")[0] == "nnmpi" for each in gc.get_objects())
+
+
 def test_many_passes_leave_nothing_behind(tmp_path):
     """Neither objects nor places in the file; two passes at a time have a place each, and one may never go back."""
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Tanh()) for _ in range(4))).initialize(seed=0)
@@ -226,11 +231,11 @@ def test_many_passes_leave_nothing_behind(tmp_path):
     for ours, theirs in zip(twice, model.storage.grads, strict=True):
         np.testing.assert_array_equal(ours, Tensor(theirs).numpy())
     gc.collect()
-    before, places = len(gc.get_objects()), sum(map(len, store._free.values()))
+    before, places = _live(), sum(map(len, store._free.values()))
     for _ in range(200):
         forward(x).sum().backward()
     gc.collect()
-    assert len(gc.get_objects()) <= before + 50
+    assert _live() <= before
     assert sum(map(len, store._free.values())) == places
     forward.release()
 
