@@ -4,8 +4,8 @@ finished.json            it came to its end
 a lock on the folder     it still runs
 flight/rank-N.txt        it stood still, and where each rank was
 metrics.jsonl            how far it came; whether its loss was a number
-faults.jsonl             what its supervisor saw
-starts.jsonl             when it was started last: what is older is of an earlier start
+faults.jsonl             what its supervisor saw, and when
+starts.jsonl             when it was started last: what is older is of an earlier start; what each start took
 checkpoints/             what it can go on from
 """
 
@@ -23,6 +23,9 @@ from nnmpi.train.checkpoint_files import MODEL_FILE, STATE_FILE, load_checkpoint
 from nnmpi.train.cli import read_run
 from nnmpi.train.folder import FAULTS_FILE, FolderLock, RunFolder
 from nnmpi.train.log import describe_measures
+
+REACHED = ("process", "imports", "MPI", "data and model", "checkpoint")  # of a start, as starts.jsonl has them
+PARTS = ("launcher", *REACHED[1:], "first steps")
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,7 @@ def diagnose(path: Path) -> Diagnosis:
     reached = max((each["global_step"] for each in records), default=0)
     facts = (
         *_describe_starts(starts),
+        *_describe_restarts(restart_parts(folder)),
         f"metrics reach step {reached}" if records else "no metrics",
         f"last good checkpoint: step {step}, in {checkpoint}" if checkpoint else "no checkpoint that is whole",
         *notices,
@@ -174,6 +178,35 @@ def _describe_starts(starts: list[Any]) -> list[str]:
     last = starts[-1]
     where = f"{counted(last.get('ranks'), 'rank')} on {last.get('host')}"
     return [f"started {counted(len(starts), 'time')}, last at {last.get('time')}: {where}"]
+
+
+def restart_parts(folder: RunFolder) -> list[dict[str, float]]:
+    """Return, for each start that followed a fault, the seconds that its parts took, from the fault's end on.
+
+    The last part ends with the first line of metrics; one that did not come so far is left out.
+    """
+    records = [each["time"] for each in _metrics(folder) if isinstance(each.get("time"), float)]
+    ends = [each["ended"] for each in _lines(folder.path / FAULTS_FILE) if isinstance(each.get("ended"), float)]
+    found = []
+    for start in _lines(folder.starts):
+        reached = start.get("reached")
+        known = reached if isinstance(reached, dict) else {}
+        times = [at for at in map(known.get, REACHED) if isinstance(at, float)]
+        if len(times) < len(REACHED):
+            continue
+        before, after = [at for at in ends if at <= times[1]], [at for at in records if at >= times[-1]]
+        if before and after:
+            ended_s = max(before)  # the process's beginning is known to a hundredth of a second
+            times = [ended_s, max(ended_s, times[0]), *times[1:], min(after)]
+            found.append({name: end - begin for name, begin, end in zip(PARTS, times, times[1:], strict=False)})
+    return found
+
+
+def _describe_restarts(found: list[dict[str, float]]) -> list[str]:
+    if not found:
+        return []
+    means = [f"{name} {sum(each[name] for each in found) / len(found):.2f} s" for name in PARTS]
+    return [f"from a fault to training again, on average of {counted(len(found), 'start')}: {', '.join(means)}"]
 
 
 def _command(starts: list[Any], path: Path) -> str:

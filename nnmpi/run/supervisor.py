@@ -29,6 +29,7 @@ from shlex import quote
 from types import FrameType
 from typing import Any
 
+from nnmpi import clock
 from nnmpi.comm.mpi.shutdown import STALLED
 from nnmpi.errors import LaunchError, NnmpiError, counted
 from nnmpi.reading import read_json
@@ -202,7 +203,7 @@ class Supervisor:
         self._say(f"start {number}: {counted(ranks, 'rank')}{without}, into {folder}")
         begin_s, step = time.monotonic(), self._step()
         try:
-            job = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=self._environ(number))
+            job = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=self._environ())
         except OSError as error:
             raise LaunchError(f"{command[0]} cannot be started: {error.strerror or error}") from None
         try:
@@ -212,12 +213,12 @@ class Supervisor:
             job.wait()
         return StartEnd(status, words_of_end, max(step, self._step()), time.monotonic() - begin_s)
 
-    def _environ(self, number: int) -> dict[str, str]:
+    def _environ(self) -> dict[str, str]:
         """Return a start's environment. Where Python is told to keep no bytecode, a start is half compiling.
 
-        So the second start, after which there may be many, keeps it in a folder that this process removes.
+        So the first start keeps it for all that may follow, in a folder that this process removes.
         """
-        if number > 1 and os.environ.get("PYTHONDONTWRITEBYTECODE") and not self._bytecode:
+        if os.environ.get("PYTHONDONTWRITEBYTECODE") and not self._bytecode:
             with suppress(OSError):
                 self._bytecode = tempfile.mkdtemp(prefix="nnmpi-")
         kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": self._bytecode} if self._bytecode else {}
@@ -306,6 +307,7 @@ class Supervisor:
             "fault": outcome.words,
             "step": outcome.step,
             "seconds": round(outcome.seconds, 3),
+            "ended": round(clock.calendar(), 3),
         }
         if self._plan.folder.is_dir():
             with suppress(OSError), self._faults.open("a", encoding="utf-8") as stream:

@@ -5,7 +5,8 @@ runs/digits-cnn-20260101-120000/
   config.json         every option of the run
   metrics.jsonl       see metrics.py
   console.txt         what was printed
-  starts.jsonl        a line for each start of the run: its command, when, where, with which versions
+  starts.jsonl        a line for each start of the run: its command, when, where, with which versions, and when it had
+                      come to what
   finished.json       once each rank has come to its end: the last step, results, the weights' hash; else there is none
   faults.jsonl        what ended its starts, of a run under `python -m nnmpi.run`
   flight/             after a standstill: where each rank was, what it did last, and its stacks
@@ -24,7 +25,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -268,13 +269,14 @@ class RunFolder:
         with self._written():
             replace_durably(self.config, text.encode() + b"\n")
 
-    def note_start(self, words: Sequence[str], ranks: int, library: str) -> None:
+    def note_start(self, words: Sequence[str], ranks: int, library: str, reached: Mapping[str, float]) -> None:
         """Write down how the run was started, and link runs/latest to it. A disk that takes neither costs only that.
 
         Args:
             words: of the command line.
             ranks: how many there are.
             library: the MPI.
+            reached: what rank 0 has come to, and when, in seconds since the beginning of 1970.
         """
         versions = {"nnmpi": VERSION, "python": platform.python_version(), "numpy": numpy_version, "mpi": library}
         start = {
@@ -284,6 +286,7 @@ class RunFolder:
             "folder": str(Path.cwd()),
             "ranks": ranks,
             "versions": versions,
+            "reached": {name: round(at, 3) for name, at in reached.items()},
         }
         with suppress(OSError):
             with self.starts.open("a", encoding="utf-8") as stream:

@@ -1,7 +1,8 @@
 """One run from its configuration to its last line: set up, restore, train, print the result, draw the curves."""
 
 import json
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from math import isfinite, nan
 from shlex import quote
@@ -37,7 +38,13 @@ if TYPE_CHECKING:
     from nnmpi.train.auto_layout import ChosenLayout
 
 
-def run(config: Config, group: Group, console: Console, words: Sequence[str] = ()) -> None:
+def run(
+    config: Config,
+    group: Group,
+    console: Console,
+    words: Sequence[str] = (),
+    reached: Mapping[str, float] | None = None,
+) -> None:
     """Train with this configuration, in the folder `config.run.out`. Collective.
 
     Args:
@@ -45,6 +52,7 @@ def run(config: Config, group: Group, console: Console, words: Sequence[str] = (
         group: all ranks of the run.
         console: prints on rank 0.
         words: of the command line, to be written down.
+        reached: when this start has come to what, in seconds since the beginning of 1970, to be written down.
 
     Raises:
         UsageError: for a folder that is taken or cannot be written, and options that do not fit data or world.
@@ -68,7 +76,7 @@ def run(config: Config, group: Group, console: Console, words: Sequence[str] = (
     compiled = jit() if config.run.jit == "on" else nullcontext()  # a device has kernels of its own
     convolution = use_convolution(config.run.convolution)
     with explained(backend), np.errstate(all="ignore"), compiled, convolution, FolderLock(config.run.out) as lock:
-        _run(config, group, console, RunFolder(config.run.out), lock, backend, local_rank, words)
+        _run(config, group, console, RunFolder(config.run.out), lock, backend, local_rank, words, dict(reached or {}))
 
 
 def _run(
@@ -80,6 +88,7 @@ def _run(
     backend: Backend,
     local_rank: int,
     words: Sequence[str],
+    reached: dict[str, float],
 ) -> None:
     resuming = config.run.resume is not None
     on_root(group, lock.take if resuming else folder.check_free)
@@ -96,9 +105,11 @@ def _run(
     context, notices = set_up(config, group, backend, folder, last, console.say, local_rank, computing)
     with context.computing.in_use():
         lines = [*(() if chosen is None else chosen.lines), *header(context), *notices]
+    reached["data and model"] = time.time()
     settled = settle(context)
     samples = len(context.inputs.train)
     state, restored = restore(context.trainer, last, folder, samples) if resuming else (RunState(samples=samples), [])
+    reached["checkpoint"] = time.time()
     state.check(context.extent, folder.path)
     if resuming and group.is_root and not folder.finished.exists():
         restored.append(f"{folder.path} had not come to its end: it has no {folder.finished.name}")
@@ -110,7 +121,7 @@ def _run(
             folder.check_free()  # once more: another job may have come first
         folder.keep_tokenizer(context.inputs.tokenizer)
         folder.create(settled)
-        folder.note_start(words, group.size, group.comm.world.library)
+        folder.note_start(words, group.size, group.comm.world.library, reached)
         folder.finished.unlink(missing_ok=True)
         cut_metrics(folder.metrics, state.step)
 

@@ -110,6 +110,27 @@ ENDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
 }
 
 
+def test_what_a_restart_took_is_told_by_its_parts(finished: Path, tmp_path: Path) -> None:
+    """A start without a fault before it is none, and one that came to no line of metrics has no last part."""
+    run = shutil.copytree(finished, tmp_path / "run")
+    names = ("process", "imports", "MPI", "data and model", "checkpoint")
+    starts = [
+        dict(zip(names, times, strict=True)) for times in ((1.0, 2.0, 3.0, 4.0, 5.0), (20.5, 21.0, 21.25, 22.0, 22.5))
+    ]
+    starts.append(dict.fromkeys(names, 40.0))
+    write(
+        run / "starts.jsonl",
+        "\n".join(json.dumps({"reached": each}) for each in starts) + '\n{"reached": {"MPI": "x"}}',
+    )
+    write(run / "faults.jsonl", "\n".join(json.dumps({"ended": each}) for each in (20.0, 30.0)))
+    write(run / "metrics.jsonl", "\n".join(json.dumps({"global_step": 1, "time": each}) for each in (6.0, 24.5, 25.0)))
+    (line,) = [each for each in diagnose(run).facts if "to training again" in each]
+    assert line.endswith(
+        "on average of 1 start: launcher 0.50 s, imports 0.50 s, MPI 0.25 s, data and model 0.75 s, checkpoint 0.50 s, "
+        "first steps 2.00 s"
+    )
+
+
 @pytest.mark.parametrize(
     ("file", "text"),
     [
