@@ -97,7 +97,7 @@ def load_samples(config: Config, group: Group, local_rank: int, say: Callable[[s
             prepare(data.dataset, data.data_dir, report=say)
     with agreed(group):
         with _prefixed(where):
-            train, test = group.comm.world.once("data", lambda: _load(config, source))
+            train, test = group.comm.world.once(("data", repr(config)), lambda: _load(config, source))
             train, test = (match_loss(config.optimization.loss, each) for each in (train, test))
         if isinstance(train, Text):
             check_tokenizer(config, train.tokenizer)
@@ -135,7 +135,7 @@ def load_inputs(
         parts = count_microbatches(config, stages, batch_size)
         normalize: Normalize | None = None
         if data.normalize and isinstance(train, Dataset) and not train.is_tokens:
-            normalize = once("normalize", partial(Normalize.fit, train))
+            normalize = once(("normalize", repr(config)), partial(Normalize.fit, train))
         after: list[Transform] = [] if normalize is None else [normalize]
         changes = [*augmentations(data, train), *after]
 
@@ -198,7 +198,7 @@ def check_same_start(config: Config, group: Group, train: Samples, test: Samples
     if group.size == 1:
         return
     with agreed(group):
-        own = group.comm.world.once("start", partial(_describe_start, config, train, test))
+        own = group.comm.world.once(("start", repr(config)), partial(_describe_start, config, train, test))
     same_data, sizes = "give all nodes the same data", f"{where} is not the same on all ranks"
     require_equal(group, own[:1], "the ranks have different versions", "install the same ones on all nodes")
     require_equal(group, own[1:2], "the program's files differ", "let all nodes have the same", show=None)

@@ -7,6 +7,7 @@ import pytest
 
 from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.options import GradientExchange
 from nnmpi.errors import UsageError
 from nnmpi.optim.adam import Adam, AdamW
@@ -114,3 +115,16 @@ def test_the_run_is_as_long_as_epochs_or_steps_say(group: Group) -> None:
     assert build.build_extent(OptimizationConfig(epochs=3), inputs) == Extent(3, 135, 45, 12)
     assert build.build_extent(OptimizationConfig(epochs=3, max_steps=50), inputs).steps == 50
     assert build.build_extent(OptimizationConfig(epochs=3, max_steps=500), inputs).steps == 135
+
+
+def test_ranks_of_one_process_load_each_data_set_that_they_are_asked_for() -> None:
+    """They have one between them: that of the options given, not of those before."""
+
+    def program(group: Group) -> None:
+        iris, digits = (assemble({"dataset": name, "model": "mlp"}) for name in ("iris", "digits"))
+        first, second, third = (load_inputs(each, group, 0, lambda _: None, (0, 1)) for each in (iris, digits, iris))
+        assert (len(first.train), len(second.train)) == (120, 1438)
+        assert first.signature.sample_shape != second.signature.sample_shape
+        assert third.train is first.train
+
+    simulate(program, ranks=2)
