@@ -242,7 +242,7 @@ def measure(
         group.barrier()
         found = _measure_layers(workload, rows, backend)
         layers[rows] = tuple(map(_quicker, found, layers.get(rows, found)))
-    for rows, alone_layers in layers.items():
+    for rows, alone_layers in layers.items() if ranks > 1 else ():
         group.barrier()
         layers[rows] = _in_stages(workload, alone_layers, rows, backend)
     measured = sorted(steps[1, 1])
@@ -368,7 +368,9 @@ def _measure_stages(
     found: dict[tuple[Kind, int], float] = {}
     for schedule in ("zero-bubble", "1f1b"):  # whose forwards count
         samples: dict[tuple[Kind, int], list[float]] = {}
-        for one, seconds in chain.from_iterable(simulate(partial(run, schedule=schedule), len(split))):
+        with threadpool_limits(limits=1, user_api="blas"):  # simulated ranks take turns, each on one processor
+            measured = simulate(partial(run, schedule=schedule), len(split))
+        for one, seconds in chain.from_iterable(measured):
             samples.setdefault((one.kind, one.stage), []).append(seconds)
         found |= {place: float(np.quantile(times, QUARTILE)) for place, times in samples.items()}
     return found
