@@ -76,7 +76,8 @@ INSTEAD = _rows(
     ("backends", "set OMP_NUM_THREADS; the backend is chosen once, by initialize(backend=...)"),
     ("functional", "operations stand in nnmpi.ops: ops.relu(x), ops.cross_entropy(logits, labels)"),
     ("utils clip_grad_norm_",
-     "nnmpi.data.Loader deals batches; optim.clip_by_global_norm(model.storage.grads, 1.0) clips"),
+     "nnmpi.data.Loader deals batches; optim.clip_by_global_norm(model.storage.grads, 1.0) clips; "
+     "lstm(x, lengths) reads padded sequences"),
     ("DataLoader", "nnmpi.data.Loader"),
     ("TensorDataset", "nnmpi.data.Dataset(name, x, y, classes=10); with classes=0 quantities are predicted"),
     ("random_split", "nnmpi.data.split(dataset, 0.2, seed=0)"),
@@ -142,6 +143,7 @@ INSTEAD = _rows(
      "there is none; a layer of your own is a nn.Module"),
     ("Subset", "samples are chosen by arrays: nnmpi.data.Dataset(name, x[places], y[places], classes)"),
     ("topk sort argsort", "sort arrays: numpy.argsort(x.data)"),
+    ("attn_mask", "causal=True is the one mask there is; another is added by hand: ops.softmax(scores + mask) @ v"),
     ("batch_first", "leave it out: x is (batch, time, features), and h all that comes back, h = lstm(x); "
      "h, state = lstm.with_state(x, state) has the state"),
     ("drop_last", "leave it out: a short last batch counts by its samples"),

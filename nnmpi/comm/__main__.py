@@ -106,7 +106,7 @@ def _simulate(arguments: argparse.Namespace) -> str:
 def _cost(arguments: argparse.Namespace) -> str:
     """Print the course's table beside what the steps really cost."""
     rows = table(arguments.ranks, arguments.bytes, _machine(arguments))
-    lines = [f"N = {arguments.ranks} ranks, M = {format_bytes(arguments.bytes)}", ""]
+    lines = [f"N = {arguments.ranks} ranks, M = {format_bytes(arguments.bytes)} (in an all-gather of each rank)", ""]
     lines.append(f"{'operation':35} {'formula':30} {'course':>12} {'exact':>12}   why they differ")
     for row in rows:
         course = "" if row.course_s is None else format_seconds(row.course_s)

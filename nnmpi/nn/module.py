@@ -105,13 +105,13 @@ class Module:
         """Compute the result. Subclasses define it."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return forward's result; arrays among the inputs become tensors.
 
         Raises:
             DtypeError: for a list of numbers, whose dtype nobody has said.
         """
-        result = self.forward(*map(_input, inputs))
+        result = self.forward(*map(_input, inputs), **{name: _input(x) for name, x in named.items()})
         observe = current().observe
         if observe is not None:
             observe(self, result)

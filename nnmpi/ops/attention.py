@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from nnmpi.aliases import also
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels.attention import AttentionDropout, Heads
 from nnmpi.backend.kernels.base import Kernels
@@ -273,6 +274,7 @@ def attention(
     return with_kernels(kernels, PackedAttention(heads, causal, kernels, before), packed)
 
 
+@also(is_causal="causal")
 def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
     """Return softmax(q k^T / sqrt(features)) v, for each sequence and head.
 

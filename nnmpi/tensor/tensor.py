@@ -205,6 +205,11 @@ class Tensor(Variable):
     # An ndarray on the left would otherwise take the tensor apart element by element.
     __array_ufunc__ = None
 
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
+        if self.requires_grad and self.data.ndim:  # the graph would end there, and nobody be told
+            raise GraphError("a tensor that needs a gradient becomes an array by x.numpy(), or x.detach()")
+        return np.array(self.numpy(), dtype, copy=copy)
+
     def __add__(self, other: Any) -> Tensor:
         return arithmetic.add(self, other)
 
@@ -395,6 +400,8 @@ def _as_array(data: Any, dtype: Any) -> Array:
     if is_array(data) and not isinstance(data, np.generic):
         array: Array = data if dtype is None else data.astype(dtype, copy=False)
     else:
+        if isinstance(data, list | tuple) and any(isinstance(each, Variable) for each in data):
+            raise UsageError("a tensor is not made of tensors; nnmpi.tensor.stack and concatenate put them together")
         array = np.asarray(data, dtype=dtype)
         if dtype is None and array.dtype == np.float64 and not isinstance(data, np.generic):
             array = array.astype(np.float32)

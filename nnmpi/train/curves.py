@@ -130,7 +130,7 @@ PANELS = (
     Panel("Passes over the training data", "epochs", _trained("epoch")),
     Panel("Training speed", "samples per second", _trained("samples_per_second"), "samples_per_second.png"),
     Panel("Evaluation speed", "samples per second", _tested("samples_per_second")),
-    Panel("Evaluation speed", "batches per second", _tested("steps_per_second")),
+    Panel("Evaluation speed in batches", "batches per second", _tested("steps_per_second")),
     Panel("Runtime of an evaluation", "seconds", _tested("runtime")),
 )
 SECONDS = ("elapsed_s", "seconds")

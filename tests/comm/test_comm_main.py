@@ -75,6 +75,7 @@ def test_price_and_simulate_say_the_same_time() -> None:
 
 def test_the_table_has_the_course_and_the_steps() -> None:
     shown = main(["cost", "--ranks", "16", "--bytes", "64k", "--alpha", "1e-3", "--beta", "0"]).splitlines()
+    assert shown[0] == "N = 16 ranks, M = 64 KB (in an all-gather of each rank)"
     server = next(line for line in shown if line.startswith("parameter server"))
     assert "2 alpha + 2 (N-1) M beta" in server and " 2 ms " in server and " 30 ms " in server
     assert "one message after another" in server

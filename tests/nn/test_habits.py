@@ -12,7 +12,7 @@ import pytest
 import nnmpi
 from nnmpi import data, models, nn, ops, optim
 from nnmpi.aliases import INSTEAD
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.errors import GraphError, ShapeError, UsageError
 from nnmpi.train.cli import parse
 
 TREE = """\
@@ -250,6 +250,12 @@ def test_arguments_of_pytorch_are_answered() -> None:
         == typed.ops.avg_pool2d(image, kernel_size=2).shape
         == (2, 3, 3, 1)
     )
+    heads = np.random.default_rng(0).random((3, 1, 2, 4, 5), np.float32)
+    masked = typed.ops.scaled_dot_product_attention(*map(typed.Tensor, heads), is_causal=True).numpy()
+    assert np.allclose(masked[:, :, 0], heads[2][:, :, 0]) and not np.allclose(masked[:, :, 1], heads[2][:, :, 1])
+    x, lengths = heads[0, 0], np.array([4, 2])
+    lstm = typed.nn.LSTM(5, 3).initialize()
+    assert (lstm(x, lengths=lengths).numpy() == lstm(x, lengths).numpy()).all()
     for kernel, stride in ((4, 1), (3, 2)):
         with pytest.raises(UsageError, match='padding="same" needs an odd kernel and a stride of 1'):
             typed.nn.Conv2d(1, 3, kernel, stride, padding="same")
@@ -267,6 +273,19 @@ def test_what_is_no_pair_is_not_unpacked() -> None:
     first, second = x
     _, (h, c) = lstm.with_state(x)
     assert first.shape == second.shape == (3, 2) and h.shape == c.shape == (1, 2, 4)
+
+
+def test_numpy_reads_a_tensor() -> None:
+    """As numbers, not as an array of objects; where that would end a graph it is refused."""
+    x = nnmpi.Tensor([1.0, 2.0])
+    assert np.asarray(x).dtype == np.float32 and np.array(x, float).tolist() == [1.0, 2.0]
+    assert np.stack([x, x]).dtype == np.float32 and np.mean([x.sum(), x.max()]) == 2.5
+    x.requires_grad = True
+    assert np.array([x.sum(), x.sum()]).tolist() == [3.0, 3.0]
+    with pytest.raises(GraphError, match=r"becomes an array by x.numpy\(\)"):
+        np.stack([x, x])
+    with pytest.raises(UsageError, match=r"nnmpi.tensor.stack and concatenate"):
+        nnmpi.Tensor([x.sum(), x.sum()])
 
 
 def test_places_of_arguments_are_those_of_pytorch() -> None:
