@@ -58,11 +58,14 @@ class PooledBlock:
         }
 
     def __del__(self) -> None:
-        self.pool.returned.append(self.span)
+        pool, span = self.pool, self.span
+        pool.returned.append(span)
+        if pool.events:
+            pool.events[-1].append((span, 0))
 
 
-class MemoryPool:
-    """Chunks of memory, of which parts are in use.
+class ChunkParts:
+    """Which parts of chunks are in use, and which are free.
 
     A result gets the tightest part that is free, and of these the one that was given back last, whose lines may still
     be in the cache. What it does not need stays free, and parts that meet become one again. So a pass of fewer rows
@@ -71,39 +74,32 @@ class MemoryPool:
     Attributes:
         returned: parts over which there is no array any more, since the last result.
         size_bytes: of all chunks together.
+        chunks: how many there are.
     """
 
     def __init__(self) -> None:
         # A collection of garbage may give back at any time: nothing is joined there.
         self.returned: list[ChunkPart] = []
-        self.size_bytes = 0
-        self._chunks: list[Array] = []
+        self.size_bytes = self.chunks = 0
         self._free: list[ChunkPart] = []
 
-    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a C-contiguous array of any values, over memory of the pool unless it is short."""
-        bytes_needed = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        if bytes_needed < LEAST_BYTES:
-            return np.empty(shape, dtype)
-        span = self._take(-(-bytes_needed // LINE_BYTES) * LINE_BYTES)
-        block = self._chunks[span.chunk][span.start : span.stop]
-        array: Array = np.asarray(PooledBlock(self, span, block, shape, dtype))
-        return array if array.dtype == dtype else array.view(dtype)
-
-    def _take(self, count_bytes: int) -> ChunkPart:
+    def take(self, count_bytes: int) -> ChunkPart:
         """Return so many bytes that are free."""
         while self.returned:
             self._join(self.returned.pop(0))
         fitting = [span for span in self._free if span.stop - span.start >= count_bytes]
         if not fitting:
-            self._chunks.append(_aligned(count_bytes))
-            self.size_bytes += count_bytes
-            return ChunkPart(len(self._chunks) - 1, 0, count_bytes)
+            self._add_chunk(count_bytes)
+            return ChunkPart(self.chunks - 1, 0, count_bytes)
         chunk, start, stop = found = min(reversed(fitting), key=lambda span: span.stop - span.start)
         self._free.remove(found)
         if stop - start > count_bytes:
             self._free.append(ChunkPart(chunk, start + count_bytes, stop))
         return ChunkPart(chunk, start, start + count_bytes)
+
+    def _add_chunk(self, count_bytes: int) -> None:
+        self.size_bytes += count_bytes
+        self.chunks += 1
 
     def _join(self, span: ChunkPart) -> None:
         """Let a part be free, as one with those beside it."""
@@ -112,6 +108,41 @@ class MemoryPool:
                 self._free.remove(other)
                 span = ChunkPart(span.chunk, min(span.start, other.start), max(span.stop, other.stop))
         self._free.append(span)
+
+
+class MemoryPool(ChunkParts):
+    """The same, with memory.
+
+    Attributes:
+        events: if it is a list, what happens, since each `mark`: what was taken, with its bytes, or given back, with 0.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[list[tuple[ChunkPart, int]]] | None = None
+        self._chunks: list[Array] = []
+
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a C-contiguous array of any values, over memory of the pool unless it is short."""
+        bytes_needed = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+        if bytes_needed < LEAST_BYTES:
+            return np.empty(shape, dtype)
+        rounded = -(-bytes_needed // LINE_BYTES) * LINE_BYTES
+        span = self.take(rounded)
+        if self.events:
+            self.events[-1].append((span, rounded))
+        block = self._chunks[span.chunk][span.start : span.stop]
+        array: Array = np.asarray(PooledBlock(self, span, block, shape, dtype))
+        return array if array.dtype == dtype else array.view(dtype)
+
+    def mark(self) -> None:
+        """Begin a new list of events, if there are any wanted."""
+        if self.events is not None:
+            self.events.append([])
+
+    def _add_chunk(self, count_bytes: int) -> None:
+        self._chunks.append(_aligned(count_bytes))
+        super()._add_chunk(count_bytes)
 
 
 def alias(x: Any) -> Any:

@@ -19,14 +19,18 @@ from dataclasses import dataclass
 from functools import partial
 from math import nan
 from statistics import median
+from typing import Any
 
 from nnmpi import clock
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.memory_pool import MemoryPool
+from nnmpi.backend.recording import active, perform
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.options import GradientExchange
+from nnmpi.compose.replayed import ReplayedParts
 from nnmpi.compose.replica_runner import data_parallel
 from nnmpi.compose.runner import (
     LOSS,
@@ -72,7 +76,7 @@ PASSES_KEPT = 20  # so many are enough for a mean, and old ones may be of anothe
 
 
 class PipelineRunner(GradientSink):
-    """Runs this rank's stages. Their passes are not recorded: they take turns in the order of a schedule.
+    """Runs this rank's stages, in the order of a schedule; what they compute is replayed where that is safe.
 
     Args:
         trainer: whose model it is; its optimizer is used here only where every microbatch is an update.
@@ -86,7 +90,6 @@ class PipelineRunner(GradientSink):
     ) -> None:
         self.arrangement, self.optimizer, self.seed = arrangement, trainer.optimizer, trainer.seed
         self.backend = backend = trainer.backend
-        self.replays = self.held_bytes = 0
         layout, mesh = arrangement.layout, arrangement.mesh
         self.model: Module = arrangement.model
         self.updates = layout.asynchronous
@@ -98,6 +101,12 @@ class PipelineRunner(GradientSink):
         self._places = {stage: i for i, stage in enumerate(self._numbers)}
         self.fixed = FixedReduction(self.model, mesh.dp, _first_numbers(arrangement), backend) if layout.fixed else None
         self._losses = (trainer.loss, trainer.evaluation_loss)
+        self._training = ReplayedParts(self._train, self.model, trainer.loss)
+        # An update within a pass gives the weights another place. Else it is as with `ForwardBackward`.
+        can = not self.updates and not layout.fixed and layout.zero < 2 and layout.offload is None
+        self._can_replay = can and not backend.is_device and layout.activation_memory is None
+        self._report: PassReport | None = None
+        self._most_rows = 0
         self._score = score_of(trainer.loss, arrangement)
         self.scalars, self._check = DeferredScalars(backend), label_check(trainer.loss, arrangement.classes)
         self._batch: _Running | None = None
@@ -115,6 +124,7 @@ class PipelineRunner(GradientSink):
                 self._head if number == self._last else None,
                 self._recomputes,
                 None if arrangement.sequence is None else self._shared_sequences,
+                self._training.part,
             )
             for number, layers in arrangement.stages.items()
         }
@@ -145,12 +155,18 @@ class PipelineRunner(GradientSink):
             self._plan(batch, device_batch, step, self._budget)
             self._planned_rows = batch.global_rows
         self.scalars.clear()
-        running = self._batch = _Running(batch, device_batch, step, self._losses[0], self.scalars)
+        running = self._batch = _Running(batch, device_batch, step, self._losses[0], self.scalars, scale=scale)
         if self.fixed is not None:
             self.fixed.begin(batch.microbatches)
         self._waiting = self._holders()
         self._traffic = Traffic()
-        report = self.pipeline.train(running.inputs, self._seeds(running, scale)) if batch.cuts else None
+        self._report = None
+        if batch.cuts:
+            # Half a backward is done by what the graph knows. A short last batch would take memory of its own.
+            can = not self.pipeline.plan(len(batch.cuts)).has_halves and len(batch.y) >= self._most_rows
+            self._most_rows = max(self._most_rows, len(batch.y))
+            self._training.go((), running.kinds(), replays and self._can_replay and can)
+        report = self._report
         begin = clock.now()
         traffic = self._traffic if self.updates else self._finish()
         if self.fixed is not None:
@@ -158,6 +174,27 @@ class PipelineRunner(GradientSink):
         self._keep(report, running.staleness)
         targets = batch.own_targets if self._counts else 0
         return Outcome(partial(self._sums, batch), targets, traffic, report, tuple(running.staleness))
+
+    @property
+    def replays(self) -> int:
+        """How many passes were replayed so far."""
+        return self._training.replays
+
+    @property
+    def pool(self) -> MemoryPool:
+        """The memory of recorded passes."""
+        return self._training.pool
+
+    @property
+    def held_bytes(self) -> int:
+        """What recorded passes keep of memory between two steps."""
+        return self.pool.size_bytes
+
+    def _train(self, *_kinds: object) -> None:
+        """Take the batch through the pipeline and back. A replay does the same, but for what the stages compute."""
+        running = self._batch
+        assert running is not None
+        self._report = self.pipeline.train(running.inputs, self._seeds(running))
 
     def _plan(self, batch: Batch, device_batch: DeviceBatch, step: int, budget: int) -> None:
         """Measure the layers of this rank's stages with the longest microbatch, and choose their plans. Collective.
@@ -342,26 +379,40 @@ class PipelineRunner(GradientSink):
     def _head(self, result: Tensor, microbatch: int) -> Tensor:
         running = self._batch
         assert running is not None
-        device_batch = running.device_batch.rows(slice(*running.parts[microbatch]))
+        device_batch = running.part(microbatch)
         again = current().again and not running.is_measured
         if not again:
             self._check(device_batch, running.parts[microbatch][0], result)
-        loss = summed(running.loss, result, device_batch.y)
+        labels, recorder = device_batch.y, active()
+        if recorder is not None:
+            labels = recorder.copy(labels)
+            recorder.note(self._put_labels, labels, microbatch)
+        loss = summed(running.loss, result, labels)
         if not again:
-            score = self._score(result, device_batch)
-            if running.trains:
-                running.scalars.put((LOSS, microbatch), loss.data)
-                running.scalars.put((SCORE, microbatch), score)
-            elif self._counts:
-                running.scalars.add(LOSS, loss.data)
-                running.scalars.add(SCORE, score)
+            perform(self._note_numbers, microbatch, result.data, loss.data)
         return loss
+
+    def _put_labels(self, place: Array, microbatch: int) -> None:
+        assert self._batch is not None
+        place[...] = self._batch.part(microbatch).y
+
+    def _note_numbers(self, microbatch: int, result: Array, loss: Array) -> None:
+        """Note a microbatch's loss and score."""
+        running = self._batch
+        assert running is not None
+        score = self._score(Tensor(result), running.part(microbatch))
+        if running.trains:
+            running.scalars.put((LOSS, microbatch), loss)
+            running.scalars.put((SCORE, microbatch), score)
+        elif self._counts:
+            running.scalars.add(LOSS, loss)
+            running.scalars.add(SCORE, score)
 
     def _recomputes(self, microbatch: int) -> bool:
         running = self._batch
         return running is not None and self.arrangement.layout.recomputes(microbatch, len(running.inputs))
 
-    def _seeds(self, running: _Running, scale: float) -> list[Array]:
+    def _seeds(self, running: _Running) -> list[Array]:
         """Return the gradients of the microbatches' loss sums: scale / the targets that an update's mean is over.
 
         The division is that of `DataParallel.backward`; with pipedream an update is of one microbatch.
@@ -369,7 +420,7 @@ class PipelineRunner(GradientSink):
         batch = running.batch
         counts = [batch.targets[cut.number] if self.updates else batch.global_targets for cut in batch.cuts]
         xp = self.backend.xp
-        seeds = {count: xp.full((), scale / max(count, 1), "float64") for count in set(counts)}
+        seeds = {count: xp.full((), running.scale / max(count, 1), "float64") for count in set(counts)}
         return [seeds[count] for count in counts]  # `backward` converts them to the loss's dtype
 
     # ---- what the pipeline calls: see parallel.pipeline.executor.GradientSink ----
@@ -462,13 +513,23 @@ class _Running:
         parts: Sequence[tuple[int, int]] | None = None,
         trains: bool = True,
         is_measured: bool = False,
+        scale: float = 1.0,
     ) -> None:
         self.parts = [(cut.start, cut.stop) for cut in batch.cuts] if parts is None else parts
         self.batch, self.device_batch, self.step, self.loss, self.trains = batch, device_batch, step, loss, trains
-        self.scalars, self.is_measured = scalars, is_measured
+        self.scalars, self.is_measured, self.scale = scalars, is_measured, scale
         self.inputs = [device_batch.x[start:stop] for start, stop in self.parts]
         self.versions: dict[int, int] = {}
         self.staleness: list[int] = []
+
+    def part(self, microbatch: int) -> DeviceBatch:
+        """Return the rows of a microbatch."""
+        return self.device_batch.rows(slice(*self.parts[microbatch]))
+
+    def kinds(self) -> tuple[Any, ...]:
+        """Return what recordings of batches are told apart by."""
+        whole, rows = self.device_batch, tuple(stop - start for start, stop in self.parts)
+        return whole.length, whole.x.shape[1:], whole.x.dtype, whole.y.shape[1:], whole.y.dtype, rows
 
 
 def _numbers(arrangement: Arrangement) -> dict[int, list[int]]:

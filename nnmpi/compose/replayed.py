@@ -10,7 +10,7 @@ made of is looked at before each replay. With another layer, rate or array in th
 stands again, and recorded anew.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from operator import is_
 from typing import Any
@@ -18,14 +18,15 @@ from typing import Any
 from nnmpi.backend.array import Array
 from nnmpi.backend.gemm import other_blas
 from nnmpi.backend.kernels.lookup import setting
-from nnmpi.backend.memory_pool import MemoryPool
+from nnmpi.backend.memory_pool import MemoryPool, alias
 from nnmpi.backend.precision import precision
-from nnmpi.backend.recording import active
+from nnmpi.backend.recording import Call, Recorder, active
 from nnmpi.compose.losses import SumError
 from nnmpi.compose.runner import SumCrossEntropy, SumLoss
-from nnmpi.nn.compiled import MOST_RECORDINGS, Compiled
-from nnmpi.nn.mode import current
+from nnmpi.nn.compiled import MOST_RECORDINGS, Compiled, Recording, make
+from nnmpi.nn.mode import Mode, current
 from nnmpi.nn.module import Buffer, Module
+from nnmpi.parallel.pipeline.stage import Part, Work, as_it_stands
 
 OWN = "nnmpi"
 MOST_SHAPES = 256  # that are remembered: sentences may have any length
@@ -106,6 +107,71 @@ class ReplayedPass(Compiled):
             if len(now) != len(before) or not all(map(is_, now, before)):
                 return False
         return True
+
+
+class ReplayedParts(ReplayedPass):
+    """The same for a pass in parts, between which this rank sends, receives and waits: the stages of a pipeline.
+
+        recorded    F0 F1 B0 F2 B1 B2       each part notes its calls; all results share one memory: what a microbatch
+                                            has let go of, a later one takes
+        replayed    F0 F1 B0 F2 B1 B2       the same parts in the same order, as the schedule has it: so what lies in a
+                                            place when it is taken again is not needed any more, as in the recorded pass
+
+    What comes into a part, and what goes out, is copied: messages are not done when a part is.
+    """
+
+    _now: Part = staticmethod(as_it_stands)
+
+    def part(self, work: Work, arrays: Sequence[Array]) -> tuple[Sequence[Array], Any]:
+        """Return what work makes of some arrays, by the recording of this pass if there is one."""
+        return self._now(work, arrays)
+
+    def as_it_stands(self, inputs: tuple[Any, ...], part: Part = as_it_stands) -> Any:
+        """Do the pass, its parts as said."""
+        self._now = part
+        try:
+            return super().as_it_stands(inputs)
+        finally:
+            self._now = as_it_stands
+
+    def _note(self, recorder: Recorder, inputs: tuple[Any, ...]) -> Recording:
+        held = _RecordedParts(recorder, self.as_it_stands)
+        self.as_it_stands(inputs, held.note)
+        return held
+
+
+class _RecordedParts(Recording):
+    """The parts of a pass, in their order: where inputs go, the calls, where results lie, and what else there was."""
+
+    def __init__(self, recorder: Recorder, run: Callable[[tuple[Any, ...], Part], Any]) -> None:
+        super().__init__(recorder, [], None)
+        self._run = run
+        self._parts: list[tuple[list[Array], tuple[Call, ...], list[Array], Any]] = []
+
+    def note(self, work: Work, arrays: Sequence[Array]) -> tuple[Sequence[Array], Any]:
+        """Do a part, and note it."""
+        recorder = self.recorder
+        recorder.pool.mark()
+        first, places = len(recorder.calls), list(map(recorder.copy, arrays))
+        with recorder.running():
+            results, rest = work(*places)
+        recorder.loose.clear()  # gradients of what came in: they go out as copies
+        calls = tuple(recorder.calls[first:])
+        self._parts.append((list(map(alias, places)), calls, list(map(alias, results)), rest))
+        return [each.copy(order="K") for each in results], rest
+
+    def replay(self, inputs: tuple[Any, ...], mode: Mode) -> Any:
+        """Do the pass again, its parts by their calls."""
+        coming = iter(self._parts)
+
+        def again(_work: Work, arrays: Sequence[Array]) -> tuple[Sequence[Array], Any]:
+            places, calls, results, rest = next(coming)
+            for place, array in zip(places, arrays, strict=True):
+                place[...] = array
+            make(calls, current())
+            return [each.copy(order="K") for each in results], rest
+
+        return self._run(inputs, again)
 
 
 def _is_own_loss(loss: SumLoss) -> bool:

@@ -21,7 +21,7 @@ recording is held, which is more than a step takes that is not recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import update_wrapper
 from inspect import signature
 from threading import RLock
@@ -58,7 +58,7 @@ class Compiled:
     def __init__(self, step: Callable[..., Any], pool: MemoryPool | None = None) -> None:
         update_wrapper(self, step, updated=())
         self._step = step
-        self._held: dict[Any, _Recording] = {}
+        self._held: dict[Any, Recording] = {}
         self.pool = MemoryPool() if pool is None else pool
         self._lock = RLock()
         self.calls = 0
@@ -133,23 +133,26 @@ class Compiled:
         else:
             return_freed_memory()  # replays will not ask for it again, as they have the pool
         recorder = Recorder(self.pool)
-        places = [_place(x) for x in inputs]
         try:
-            with recorder.running():
-                result = self._step(*places)
-                outputs = _outputs(result)
+            held = self._note(recorder, inputs)
         finally:
             restore(mode)
             recorder.hand_out()
             if not is_full:
                 return_freed_memory()  # where results were before they were copied to the pool
-        held = _Recording(recorder, places, outputs)
         self._held[key] = held
         self.calls = len(recorder.calls)
         return held.results()
 
+    def _note(self, recorder: Recorder, inputs: tuple[Any, ...]) -> Recording:
+        """Do one step, and return what was noted of it."""
+        places = [_place(x) for x in inputs]
+        with recorder.running():
+            outputs = _outputs(self._step(*places))
+        return Recording(recorder, places, outputs)
 
-class _Recording:
+
+class Recording:
     """The calls of a step for inputs of certain shapes, where these are copied to, and what it returns."""
 
     def __init__(self, recorder: Recorder, places: list[Any], outputs: Any) -> None:
@@ -162,20 +165,29 @@ class _Recording:
         for i, place in self._places:
             x = inputs[i]
             place[...] = x.data if isinstance(x, Tensor) else x
-        try:
-            for call in self._calls:
-                call()
-        except IndexError as error:  # which operations do not see in a replay
-            raise ShapeError(f"an index within a compiled step does not fit: {error}") from None
-        finally:
-            restore(mode)
-            if self.recorder.loose:
-                self.recorder.hand_out()
+        make(self._calls, mode)
+        if self.recorder.loose:
+            self.recorder.hand_out()
         return self.results()
 
     def results(self) -> Any:
         """Return copies of the outputs."""
         return _mapped(_copied, self._outputs)
+
+
+def make(calls: Iterable[Call], mode: Mode) -> None:
+    """Make recorded calls again; what they change of the mode is forgotten.
+
+    Raises:
+        ShapeError: for an index that does not fit, which operations do not see in a replay.
+    """
+    try:
+        for call in calls:
+            call()
+    except IndexError as error:
+        raise ShapeError(f"an index within a compiled step does not fit: {error}") from None
+    finally:
+        restore(mode)
 
 
 def compile(step: Callable[..., Any]) -> Compiled:

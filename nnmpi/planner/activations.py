@@ -8,21 +8,30 @@
            '--'    ''    '-----            (see `parallel.pipeline.executor`, which does both)
 
 The first backward of a stage writes its gradients, later ones add to them, which takes more: hence two microbatches.
+
+Recorded passes keep their memory, and more of it, as what is free lies in pieces. What the same instructions take and
+give back while they are recorded, in the schedule's order, tells how much (`pass_report.recorded_bytes`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from typing import TypeAlias
 
+from nnmpi.backend.memory_pool import ChunkPart
 from nnmpi.backend.record import Backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import ALWAYS, NEVER, Layout
+from nnmpi.compose.pipeline_runner import PipelineRunner
 from nnmpi.memory.ledger import ACTIVATIONS
 from nnmpi.parallel.pipeline.pass_report import ENDS_FLIGHT, InstructionBytes, PassReport, StageBytes
 from nnmpi.planner.profile import Workload, ready_worker, repeated_batch
 from nnmpi.schedule.instruction import Instruction, Kind
+
+Recorded: TypeAlias = Mapping[tuple[Kind, int, bool], Sequence[int]]
 
 
 def measure_stages(
@@ -48,24 +57,53 @@ def measure_stages(
     schedule, split, (tp, sp) = "zero-bubble" if halves else "gpipe", [len(cut) for cut in cuts], share
     layout = Layout(1, len(cuts), tp, schedule, split=split, recompute=ALWAYS if again else NEVER, sp=sp)
 
-    def run(group: Group) -> tuple[tuple[int, ...], PassReport]:
+    def run(group: Group) -> tuple[tuple[int, ...], PassReport, Recorded]:
         worker, batch = ready_worker(workload, group, layout, rows, backend), repeated_batch(workload, rows, 2)
         for _ in range(2):
             passed = worker.step(batch).passed
-        where = worker.arrangement
+        where, runner = worker.arrangement, worker.runner
+        assert passed is not None and where is not None and isinstance(runner, PipelineRunner)
+        runner.pool.events = []
+        worker.step(batch)  # which is recorded, if any are
+        order = [one for one, _ in passed.samples]
         worker.release()
-        assert passed is not None and where is not None
-        return where.mesh.place[2:], passed
+        return where.mesh.place[2:], passed, _recorded(order, again, runner.pool.events)
 
-    everyones: dict[tuple[int, ...], list[PassReport]] = {}
-    for place, passed in simulate(run, len(cuts) * tp * sp, cpu_factor=0.0):
-        everyones.setdefault(place, []).append(passed)
+    everyones: dict[tuple[int, ...], list[tuple[PassReport, Recorded]]] = {}
+    for place, passed, recorded in simulate(run, len(cuts) * tp * sp, cpu_factor=0.0):
+        everyones.setdefault(place, []).append((passed, recorded))
     return tuple(map(_stage_bytes, everyones.values()))
 
 
-def _stage_bytes(passes: Sequence[PassReport]) -> StageBytes:
+def _recorded(order: Sequence[Instruction], again: bool, events: Sequence[Sequence[tuple[ChunkPart, int]]]) -> Recorded:
+    """Return `StageBytes.recorded` of a rank, given what was computed, and what each part of that took and gave back.
+
+    A backward has two parts where the forward comes again.
+    """
+    found: dict[tuple[Kind, int, bool], list[int]] = {}
+    numbers: dict[tuple[int, int | None], int] = {}
+    owner: dict[ChunkPart, tuple[tuple[int, int | None], int]] = {}
+    now: dict[tuple[int, int | None], list[int]] = {}
+    coming = iter(events)
+    for one in order:
+        key, flight = (one.kind, one.stage), (one.stage, one.microbatch)
+        unit = now[flight] = found.setdefault((*key, (*key, True) not in found), [])
+        for part in islice(coming, 1 + (again and one.kind is Kind.B)):
+            for span, nbytes in part:
+                if nbytes:
+                    owner[span] = flight, numbers.setdefault(flight, 0)
+                    numbers[flight] += 1
+                    unit.append(nbytes)
+                else:
+                    theirs, number = owner.pop(span)
+                    now[theirs].append(~number)
+    return found
+
+
+def _stage_bytes(found: Sequence[tuple[PassReport, Recorded]]) -> StageBytes:
     """Return what the stages' passes show."""
     units: dict[tuple[Kind, int, bool], InstructionBytes] = {}
+    passes = [passed for passed, _ in found]
     for passed in passes:
         seen = Counter[tuple[Kind, int]]()
         leaving: dict[int, tuple[int | None, InstructionBytes]] = {}
@@ -73,7 +111,8 @@ def _stage_bytes(passes: Sequence[PassReport]) -> StageBytes:
             units[one.kind, one.stage, not seen[one.kind, one.stage]] = _by_itself(one, taken, leaving)
             seen[one.kind, one.stage] += 1
     after = tuple(0 if passed.count is None else passed.count.peak for passed in passes)
-    return StageBytes(units, max(passed.begin_bytes for passed in passes), after)
+    recorded = {unit: events for _, each in found for unit, events in each.items()}
+    return StageBytes(units, max(passed.begin_bytes for passed in passes), after, recorded)
 
 
 def measure_whole(

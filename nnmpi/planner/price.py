@@ -217,6 +217,7 @@ class Pricer:
         said = sum(self._said(each, one) for each in self.profile.exchanges(share, rows)) / len(stages)
         forward = [sum(forwards[cut.start : cut.stop]) * ratio for cut in stages]
         backward = [sum(passes[cut.start : cut.stop]) * ratio - f for cut, f in zip(stages, forward, strict=True)]
+        forward = [f * self._slower(one) for f in forward]
         # Each of these receives from the one before and sends to the next one, but for the ends of the pipeline.
         ends = [END_S * ((i > 0) + (i + 1 < len(stages))) for i in range(len(stages))]
         forward = [f + said / 3 + end_s for f, end_s in zip(forward, ends, strict=True)]
@@ -250,14 +251,21 @@ class Pricer:
         return self.profile.layer(layer - 1, rows, "value_bytes") if layer else rows * self.workload.row_bytes
 
     def _ratio(self, share: Share, rows: int) -> float:
-        """Return how long a pass on ranks that share layers or positions takes, for each second of one without.
-
-        Stages do not replay what they have recorded, as whole replicas do: so both are passes as they stand.
-        """
+        """Return how long a pass on ranks that share layers or positions takes, for each second of one without."""
         if (share, rows) not in self._ratios:
-            alone_s = self.profile.seconds((1, 1), rows, recorded=False)
-            self._ratios[share, rows] = self.profile.seconds(share, rows, recorded=False) / alone_s if alone_s else 1.0
+            alone_s = self.profile.seconds((1, 1), rows)
+            self._ratios[share, rows] = self.profile.seconds(share, rows) / alone_s if alone_s else 1.0
         return self._ratios[share, rows]
+
+    def _slower(self, one: Candidate) -> float:
+        """Return how long a layout's forwards take, for each second of a replayed one.
+
+        Stages replay what they have recorded, unless their backwards are done in halves, which are measured so.
+        """
+        replayed_s = self.profile.seconds((1, 1), self._rows(one))
+        if one.schedule != "zero-bubble" or not replayed_s:
+            return 1.0
+        return max(1.0, self.profile.seconds((1, 1), self._rows(one), recorded=False) / replayed_s)
 
     def _layer_times(self, rows: int) -> tuple[list[float], ...]:
         """Return each layer's seconds: of a forward, of a forward and backward, of a backward's two halves."""

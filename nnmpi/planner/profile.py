@@ -111,7 +111,7 @@ class StepCost:
         update_s: of the update of all that a rank has.
         activations: the most bytes at any moment, or those that recordings keep.
         exchanges: (operation, bytes, how often) of what the ranks say to one another.
-        unrecorded_s: of the pass as it stands, as the stages of a pipeline compute.
+        unrecorded_s: of the pass as it stands, as stages compute that halve their backwards.
         unrecorded_bytes: the activations of such a pass, as ZeRO 2 and 3 do it.
     """
 
@@ -361,7 +361,7 @@ def _measure_stages(
         layout = Layout(1, len(split), 1, schedule, split=split)
         worker = ready_worker(workload, group, layout, rows, backend)
         batch = repeated_batch(workload, rows, STAGE_MICROBATCHES)
-        passes = [worker.step(batch).passed for _ in range(1 + steps)][1:]
+        passes = [worker.step(batch).passed for _ in range(3 + steps)][3:]  # the third one is recorded
         worker.release()
         return [sample for passed in passes if passed is not None for sample in passed.samples]
 

@@ -17,7 +17,7 @@ from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain
 from nnmpi.nn.module import Module
-from nnmpi.parallel.pipeline.pass_report import StageBytes, most_bytes
+from nnmpi.parallel.pipeline.pass_report import StageBytes, most_bytes, recorded_bytes
 from nnmpi.parallel.zero.units import StateBytes, predict_bytes
 from nnmpi.planner.activations import measure_stages, measure_whole
 from nnmpi.planner.profile import LONGEST_S, Profile, Workload, between
@@ -132,7 +132,8 @@ class ModelShapes:
         recomputes = [one.layout().recomputes(number, len(rows)) for number in range(len(rows))]
         stages = [self._of_stages(one, *each) for each in zip(rows, recomputes, strict=True)]
         everyones = list(zip(*stages, strict=True))  # of each microbatch, for each of those that share layers
-        return [max(most_bytes(schedule, rank, each) for each in everyones) for rank in range(one.pp)]
+        ways = (most_bytes, recorded_bytes)
+        return [max(way(schedule, rank, each) for each in everyones for way in ways) for rank in range(one.pp)]
 
     def _of_whole(self, share: tuple[int, int], rows: int, recorded: bool) -> int:
         measured, key = self.profile.steps[share].get(rows), (share, rows, recorded)

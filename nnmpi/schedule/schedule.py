@@ -7,6 +7,7 @@ Stage s lives on rank s % ranks. With as many stages as ranks each rank has one;
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import TypeAlias, TypeVar
 
 from nnmpi.errors import ScheduleError
@@ -18,7 +19,7 @@ Program: TypeAlias = tuple[Item, ...]
 N = TypeVar("N", int, float)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Schedule:
     """All ranks' programs.
 
@@ -54,10 +55,15 @@ class Schedule:
         """The number of stages that each rank has."""
         return self.stages // self.ranks
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """Whether anything goes backward."""
         return any(one.kind in BACKWARD for rank in range(self.ranks) for one in self.instructions(rank))
+
+    @cached_property
+    def has_halves(self) -> bool:
+        """Whether any backward is done in halves."""
+        return any(one.kind is Kind.I for rank in range(self.ranks) for one in self.instructions(rank))
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that a stage lives on."""

@@ -1,6 +1,7 @@
 """A Worker's replayed passes: bit for bit the passes as they stand, under every layout; and never of another model."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from itertools import islice
 from typing import Any
 
@@ -15,6 +16,8 @@ from nnmpi.compose.options import GradientExchange, Numerics
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
+from nnmpi.nn.chain import open_chain
+from nnmpi.shard import split
 from nnmpi.tensor.tensor import Tensor
 
 pytestmark = pytest.mark.host_only(
@@ -79,9 +82,9 @@ def train(
     where = arrange(make(), group, layout)
     where.model.initialize(seed=1, storage=where.storage)
     optimizer = optim.SGD(where.model.storage, lr=0.05, momentum=0.9)
-    micro = options.pop("microbatches", 1)
+    cuts = {"microbatches": options.pop("microbatches", 1), "whole": options.pop("whole", False)}
     worker = Worker(where.model, optimizer, group, arrangement=where, seed=3, **options)
-    loader = Loader(data(), BATCH, rank=where.data_rank, world=where.data_ranks, microbatches=micro, workers=0)
+    loader = Loader(data(), BATCH, rank=where.data_rank, world=where.data_ranks, workers=0, **cuts)
     seen = []
     for epoch in range(epochs):
         if change is not None:
@@ -93,6 +96,9 @@ def train(
                 with timeline.recording(timeline.Timeline()):
                     report = worker.step(batch)
             seen.append((report.loss, report.score, report.grad_norm))
+        with nullcontext() if replayed else timeline.recording(timeline.Timeline()):
+            evaluated = worker.evaluate(loader.epoch(epoch))
+        seen.append((evaluated.loss, evaluated.score, float(evaluated.samples)))
     left = [array.copy() for array in where.model.storage.data]
     left += [buffer.data.copy() for _, buffer in where.model.named_buffers()]
     replays = worker.runner.replays
@@ -134,6 +140,59 @@ def test_with_all_that_changes_a_step(group: Group, options: dict[str, Any]) -> 
     """The same for sums of microbatches, clipped and scaled gradients, sums under the backward pass."""
     kind = (lambda: models.mlp((4, 4, 1), 1, (5,)), yes_or_no) if "loss" in options else MODELS["mlp"]
     assert_equal(group, kind, Layout(dp=group.size), **options)
+
+
+def cut(make: Callable[[], nn.Module], stages: int) -> tuple[int, ...]:
+    """Return how many layers each stage has, of a chain that is long enough."""
+    return tuple(len(part) for part in split(len(open_chain(make())), stages))
+
+
+def pipelines(size: int, make: Callable[[], nn.Module]) -> Iterator[Layout]:
+    """Yield layouts of so many ranks with stages: schedules, what is computed again, what goes with it."""
+    layers = len(open_chain(make()))
+    if size <= layers:
+        plain = {"dp": 1, "pp": size, "split": cut(make, size)}
+        yield Layout(**plain)
+        yield Layout(**plain, schedule="gpipe", recompute="except-last")
+        yield Layout(**plain, recompute="always")
+    if 2 * size <= layers:
+        yield Layout(dp=1, pp=size, schedule="interleaved", virtual_stages=2, split=cut(make, 2 * size))
+    if size == 4:
+        yield Layout(dp=2, pp=2, zero=1, split=cut(make, 2))
+        if make in (MODELS["mlp"][0], MODELS["gpt"][0]):
+            yield Layout(dp=1, pp=2, tp=2, split=cut(make, 2))
+            yield Layout(dp=1, pp=2, sp=2, sp_attention="ring", split=cut(make, 2))
+
+
+@pytest.mark.simulated(min_size=2, max_size=4)
+@pytest.mark.parametrize("name", MODELS)
+def test_stages_replay_what_they_compute(group: Group, name: str) -> None:
+    """Running statistics, masks, a tied table; microbatches of several sizes."""
+    make, _ = MODELS[name]
+    for layout in pipelines(group.size, make):
+        if layout.sp == 1 or name == "gpt":
+            assert_equal(group, MODELS[name], layout, microbatches=6 if group.size == 3 else 4)
+
+
+@pytest.mark.simulated(min_size=2, max_size=3)
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"schedule": "zero-bubble"},
+        {"schedule": "pipedream"},
+        {"reduction": "fixed"},
+        {"activation_memory": 2**20},
+    ],
+    ids=["halves", "updates", "fixed", "plan"],
+)
+def test_stages_that_are_not_replayed(group: Group, layout: dict[str, Any]) -> None:
+    """Halves of a backward, weights that move within a pass, sums in a fixed order, plans."""
+    make, _ = MODELS["mlp"]
+    given = Layout(dp=1, pp=group.size, split=cut(make, group.size), **layout)
+    options: dict[str, Any] = {"microbatches": 4, "whole": layout.get("reduction") == "fixed"}
+    seen, _, count = train(group, MODELS["mlp"], given, True, **options)
+    assert count == 0
+    assert len(seen) == 4 * EPOCHS
 
 
 class Deciding(nn.Module):
@@ -181,7 +240,7 @@ def test_a_loss_of_ones_own_is_not_replayed(group: Group) -> None:
     """It may look into what it gets."""
     seen, _, count = train(group, MODELS["mlp"], Layout(), True, loss=lambda y, t: (y * y).sum() * float(y.data.size))
     assert count == 0
-    assert len(seen) == 3 * EPOCHS
+    assert len(seen) == 4 * EPOCHS
 
 
 def freeze(model: nn.Module, epoch: int) -> None:

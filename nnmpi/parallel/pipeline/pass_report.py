@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from nnmpi.backend.allocations import AllocationCount
+from nnmpi.backend.memory_pool import ChunkPart, ChunkParts
 from nnmpi.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, parts
 from nnmpi.schedule.schedule import Schedule
 
@@ -76,11 +77,14 @@ class StageBytes:
             goes to the next stage, and `alone` what of it nothing else keeps; of a backward likewise.
         begin: what there is of two microbatches before the first one.
         after: the most after the last one, on each stage's rank.
+        recorded: what the same instructions, where they are recorded, take of the recordings' memory: so many bytes,
+            or, negative, what is given back: ~i for the i-th that this microbatch took in this stage.
     """
 
     units: Mapping[tuple[Kind, int, bool], InstructionBytes]
     begin: int
     after: tuple[int, ...]
+    recorded: Mapping[tuple[Kind, int, bool], Sequence[int]] = field(default_factory=dict)
 
 
 def most_bytes(schedule: Schedule, rank: int, stages: Sequence[StageBytes]) -> int:
@@ -129,3 +133,20 @@ def most_bytes(schedule: Schedule, rank: int, stages: Sequence[StageBytes]) -> i
                     live += message.held - message.alone if number == one.microbatch else 0
             most = max(most, live)
     return max(most, *(stages[0].after[stage] for stage in schedule.stages_of(rank)))
+
+
+def recorded_bytes(schedule: Schedule, rank: int, stages: Sequence[StageBytes]) -> int:
+    """Return the memory of a rank's recorded pass, given the same as `most_bytes`; 0 where none is recorded."""
+    pool, done = ChunkParts(), set[tuple[Kind, int]]()
+    taken: dict[tuple[int, int], list[ChunkPart]] = {}
+    for one in schedule.instructions(rank):
+        if one.kind not in COMPUTE or one.microbatch is None:
+            continue
+        place, own = (one.kind, one.stage), taken.setdefault((one.stage, one.microbatch), [])
+        for event in stages[one.microbatch].recorded.get((*place, place not in done), ()):
+            if event < 0:
+                pool.returned.append(own[~event])
+            else:
+                own.append(pool.take(event))
+        done.add(place)
+    return pool.size_bytes

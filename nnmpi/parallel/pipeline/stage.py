@@ -9,12 +9,15 @@ A stage sends nothing and does not know the schedule: boundary and executor do.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.memory_pool import alias
+from nnmpi.backend.recording import active
 from nnmpi.memory.chain import plain
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.nn.chain import ChainLayer, join_layers, run_layers
@@ -26,18 +29,25 @@ from nnmpi.tensor.tensor import Tensor
 
 Head: TypeAlias = Callable[[Tensor, int], Tensor]
 Scope: TypeAlias = Callable[[int, bool], AbstractContextManager[None]]
+Work: TypeAlias = Callable[..., tuple[Sequence[Array], Any]]
+Part: TypeAlias = Callable[[Work, Sequence[Array]], tuple[Sequence[Array], Any]]
 
 
 @dataclass
 class _InFlight:
     """A microbatch between its forward and its backward: `ends` is None where they are to be computed again.
 
-    By a plan the end of a stage is here without its values.
+    By a plan the end of a stage is here without its values; in a replay nothing is.
     """
 
-    leaves: list[Tensor]
-    single: bool
-    ends: list[Tensor] | None
+    leaves: list[Tensor] = field(default_factory=list)
+    single: bool = True
+    ends: list[Tensor] | None = None
+
+
+def as_it_stands(work: Work, arrays: Sequence[Array]) -> tuple[Sequence[Array], Any]:
+    """Return what work makes of some arrays."""
+    return work(*arrays)
 
 
 class CommonRoot(Function):
@@ -68,6 +78,8 @@ class Stage:
         recompute: microbatch -> whether only its input is kept, and the rest computed again.
         shared: (tensor, enters) -> the tensor marked as a part of what other ranks share with this one, at the stage's
             beginning, and unmarked, at its end (see `parallel.sequence`); None where nothing is.
+        part: (work, arrays) -> what work makes of them: arrays, and what is the same each time; it may be recorded and
+            replayed (see `compose.replayed`).
 
     Attributes:
         planned: runs the layers by a plan, if there is one.
@@ -83,10 +95,12 @@ class Stage:
         head: Head | None = None,
         recompute: Callable[[int], bool] = lambda microbatch: False,
         shared: Callable[[Tensor, bool], Tensor] | None = None,
+        part: Part = as_it_stands,
     ) -> None:
         self.number, self.layers, self.head = number, tuple(layers), head
         self._joined = join_layers(layers)
         self._names, self._scope, self._recompute, self._shared = tuple(names), scope, recompute, shared
+        self._part = part
         self._in_flight: dict[int, _InFlight] = {}
         self._halves: dict[int, Deferred] = {}
         self.planned: RecomputedModel | None = None
@@ -116,21 +130,31 @@ class Stage:
         """
         if self.is_watched:
             self.entered = values
-        leaves = [Tensor(array, requires_grad=need) for array, need in zip(values.arrays, values.needs, strict=True)]
+        flight = _InFlight(single=values.single)
+        if keep:
+            self._in_flight[microbatch] = flight
+        with self._scope(microbatch, False):
+            arrays, (needs, single) = self._part(
+                partial(self._forward, flight, microbatch, values.needs, keep), values.arrays
+            )
+        return BoundaryArrays(tuple(arrays), needs, single)
+
+    def _forward(
+        self, flight: _InFlight, microbatch: int, needs: Sequence[bool], keep: bool, *arrays: Array
+    ) -> tuple[Sequence[Array], Any]:
+        """Return the ends' arrays; and which need a gradient, and whether they are a single tensor."""
+        leaves = [Tensor(array, requires_grad=need) for array, need in zip(arrays, needs, strict=True)]
         if keep and self.planned is not None:
             ends, single = [self._run_plan(self.planned, microbatch, leaves[0])], True
-            kept = [_without_values(end) for end in ends] if self.head is None else ends
-            self._in_flight[microbatch] = _InFlight(leaves, single, kept)
+            flight.leaves, flight.ends = leaves, ends
+            if self.head is None:
+                flight.ends = [_without_values(end) for end in ends]
         else:
-            ends, single = self._run(microbatch, leaves, values.single, again=False)
+            ends, single = self._run(microbatch, leaves, flight.single)
             if keep:
-                repeat = self._recompute(microbatch)
-                self._in_flight[microbatch] = _InFlight(leaves, values.single, None if repeat else ends)
-        return BoundaryArrays(
-            tuple(whole_values("the end of a stage", end) for end in ends),
-            tuple(end.requires_grad for end in ends),
-            single,
-        )
+                flight.leaves, flight.ends = leaves, None if self._recompute(microbatch) else ends
+        found = tuple(whole_values("the end of a stage", end) for end in ends)
+        return found, (tuple(end.requires_grad for end in ends), single)
 
     def backward(self, microbatch: int, grads: Sequence[Array], halves: bool = False) -> list[Array]:
         """Return the gradients of the inputs that need one, and add to the parameters' gradients.
@@ -142,9 +166,20 @@ class Stage:
                 none are: what the plan says is done in one go.
         """
         flight = self._in_flight.pop(microbatch)
-        ends = flight.ends
-        if ends is None:
-            ends, _ = self._run(microbatch, flight.leaves, flight.single, again=True)
+        if self.planned is None and self._recompute(microbatch):
+            with self._scope(microbatch, True):
+                self._part(partial(self._run_again, flight, microbatch), ())
+        found, _ = self._part(partial(self._go_back, flight, microbatch, halves), grads)
+        return list(found)
+
+    def _run_again(self, flight: _InFlight, microbatch: int) -> tuple[Sequence[Array], Any]:
+        flight.ends, _ = self._run(microbatch, flight.leaves, flight.single)
+        return (), None
+
+    def _go_back(self, flight: _InFlight, microbatch: int, halves: bool, *grads: Array) -> tuple[Sequence[Array], Any]:
+        """Return the leaves' gradients."""
+        ends, flight.ends = flight.ends, None
+        assert ends is not None
         deferred = Deferred() if halves and self.planned is None else None
         needing = [end for end in ends if end.requires_grad]
         if needing and self.planned is not None and self.head is None:
@@ -155,7 +190,10 @@ class Stage:
             CommonRoot(grads)(*needing).backward(np.zeros(()), deferred=deferred)
         if deferred is not None:
             self._halves[microbatch] = deferred
-        return [_take_grad(leaf) for leaf in flight.leaves if leaf.requires_grad]
+        found = [_take_grad(leaf) for leaf in flight.leaves if leaf.requires_grad]
+        for leaf in flight.leaves:
+            leaf.data = alias(leaf.data)  # a recording knows the leaf, and must not keep its values for it
+        return found, None
 
     def finish(self, microbatch: int) -> None:
         """Compute the parameters' gradients of a backward in halves."""
@@ -179,17 +217,18 @@ class Stage:
 
     def _run_plan(self, planned: RecomputedModel, microbatch: int, x: Tensor) -> Tensor:
         """Return the stage's end by the plan."""
-        with self._scope(microbatch, False):
-            return planned.run(*plain(self.begin(x)), lambda y: self.end(y, microbatch))
+        return planned.run(*plain(self.begin(x)), lambda y: self.end(y, microbatch))
 
-    def _run(self, microbatch: int, leaves: list[Tensor], single: bool, again: bool) -> tuple[list[Tensor], bool]:
-        with self._scope(microbatch, again):
-            x, kept = unpack([self.begin(leaf) for leaf in leaves], single, self._names)
-            x = run_layers(self.layers, self._joined, x, kept)
-            if self.head is not None:
-                return [self.end(x, microbatch)], True
-            ends, single = pack(x, kept, self.number)
-            return [self.end(each, microbatch) for each in ends], single
+    def _run(self, microbatch: int, leaves: list[Tensor], single: bool) -> tuple[list[Tensor], bool]:
+        recorder = active()
+        if recorder is not None:
+            recorder.made.update(leaves)  # what comes in is as if computed here: other values each time
+        x, kept = unpack([self.begin(leaf) for leaf in leaves], single, self._names)
+        x = run_layers(self.layers, self._joined, x, kept)
+        if self.head is not None:
+            return [self.end(x, microbatch)], True
+        ends, single = pack(x, kept, self.number)
+        return [self.end(each, microbatch) for each in ends], single
 
 
 def _without_values(end: Tensor) -> Tensor:
