@@ -74,7 +74,8 @@ def _start() -> tuple[Group, Shutdown]:
     if world.comm.size > 1:
         launch = read_launch(os.environ)
         alone = launch is not None and launch.local_size == world.comm.size
-        world.watchdog = Watchdog(group, world.operations, world.comm.world, alone)
+        lingers = alone and launch is not None and launch.name.startswith("Open MPI")
+        world.watchdog = Watchdog(group, world.operations, world.comm.world, alone, lingers)
         shutdown.farewell = world.watchdog.leave
     return group, shutdown
 

@@ -23,6 +23,7 @@ from nnmpi.comm.mpi.library import (
     stays_on_one_node,
 )
 from nnmpi.comm.mpi.shutdown import Shutdown, WatchedExit, read_code, watch_exit
+from nnmpi.comm.mpi.watchdog import has_ended
 from nnmpi.comm.world import World
 from nnmpi.errors import DataError, LaunchError, UsageError
 from nnmpi.launcher import Launch
@@ -43,6 +44,7 @@ DIES = """
 import sys, time
 from collections import deque
 from types import SimpleNamespace
+from nnmpi.comm.mpi import watchdog
 from nnmpi.comm.mpi.watchdog import Watchdog
 
 class Pair:
@@ -54,8 +56,10 @@ class Pair:
         return Pair.told
 
 world = SimpleNamespace(step=3, waiter=None)
-root, other = [Watchdog(Pair(rank), deque(), world, True) for rank in (0, 1)]
 said = []
+watchdog.has_ended = lambda process: sys.argv[2] == "ended"
+Watchdog._go_at_once = lambda self: self.rank or said.append("at once")
+root, other = [Watchdog(Pair(rank), deque(), world, True, sys.argv[3] == "lingers") for rank in (0, 1)]
 root._say, other._say = said.append, lambda text: None  # the connection ends for the other one, too
 for _ in range(2):  # the first word may be of the start, which went on while it was looked at
     root._heard.pop(1, None)
@@ -67,6 +71,7 @@ for line in other._lines.values():
     line.link.shutdown(2)
 while 1 not in root._gone or (sys.argv[1] == "dies" and not said):
     time.sleep(0.01)
+time.sleep(2 * watchdog.ENDING_S)
 print("gone", *said)
 """
 
@@ -112,12 +117,32 @@ def test_a_wrong_limit_is_refused(limit: str) -> None:
         read_start_limit({"NNMPI_START_LIMIT_S": limit})
 
 
-@pytest.mark.parametrize("how", ["dies", "leaves"])
-def test_a_rank_whose_connection_ends_without_a_word_is_told(how: str) -> None:
-    ending = run(DIES, how)
+@pytest.mark.parametrize(
+    ("how", "process", "launcher"),
+    [
+        ("dies", "ended", "lingers"),
+        ("dies", "ended", "ends all at once"),
+        ("dies", "goes on", "lingers"),  # its connection alone is lost
+        ("leaves", "ended", "lingers"),
+    ],
+)
+def test_a_rank_whose_connection_ends_without_a_word_is_told(how: str, process: str, launcher: str) -> None:
+    """Open MPI's launcher gives the others half a second: where the rank has surely died, they end by themselves."""
+    ending = run(DIES, how, process, launcher)
     said = " rank 1 has gone, killed or by an exit of its own; it was last heard of at "
     assert ending.stdout.startswith("gone" + said * (how == "dies")), ending
     assert (said in ending.stdout) == (how == "dies"), ending.stdout
+    hurries = (how, process, launcher) == ("dies", "ended", "lingers")
+    assert ("at once" in ending.stdout) == hurries, ending.stdout
+
+
+def test_a_process_that_was_killed_has_ended_before_it_is_waited_for() -> None:
+    with subprocess.Popen(["sleep", "100"]) as process:
+        assert not has_ended(process.pid)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert has_ended(process.pid)
+    assert has_ended(process.pid)
 
 
 # Noticing an uncaught `sys.exit`; what it does to a job of several ranks is in test_start.

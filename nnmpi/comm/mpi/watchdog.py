@@ -7,6 +7,7 @@ It needs neither MPI nor the main thread, which may be stuck in it: the ranks' t
                       warning_s after a rank began to wait     rank 0 says once who is missing and where all others are
                       limit_s                                  <--- end ----- each leaves a record of its flight
     rank 2 is killed: its connection ends without a farewell          at once: rank 0 says so, and ends the job
+                                                            <--- lost ---- Open MPI's launcher would take half a second
 
 Without an answer of rank 0 a rank that has waited for so long does by itself what rank 0 would have done.
 """
@@ -41,6 +42,8 @@ SILENT_S, SILENT_PERIODS = 3.0, 3  # whichever is longer, until it is told that 
 LOST_S = 0.5  # of a wait after a rank has died: it will not come
 WORK_S = 1e-3  # of processor time between two looks: who has it at one place computes, or takes a slow download
 CONNECT_S = 5.0
+TOLD_S = 0.05  # for what was said to go out; Open MPI's launcher, which forwards it, looks for ends at 0.25 s
+ENDING_S = 0.2  # from the end of a process's connections to its own
 RECORD_S = 1.5  # for all to write their records
 STAGGER_S = 0.35  # between two ranks that cannot ask rank 0
 MOST_LINE_BYTES = 1 << 14
@@ -60,6 +63,7 @@ class Watchdog:
         operations: the last calls to the world.
         world: of all ranks, which knows the step of training and what waits.
         alone: whether all ranks are on one node, as far as rank 0 knows.
+        lingers: whether a launcher on this node ends the job after a rank's death, but gives the others time for that.
 
     Attributes:
         warning_s: after so long in one wait of a rank it is told who is missing, if no such wait has ended well before.
@@ -67,7 +71,7 @@ class Watchdog:
         folder: of the run, for the records; None for none.
     """
 
-    def __init__(self, group: Communicator, operations: Operations, world: World, alone: bool) -> None:
+    def __init__(self, group: Communicator, operations: Operations, world: World, alone: bool, lingers: bool) -> None:
         self.warning_s, self.limit_s = WARNING_S, 0.0
         self.folder: Path | None = None
         self.rank, self.size = group.rank, group.size
@@ -84,10 +88,14 @@ class Watchdog:
         self._gone: set[int] = set()  # ranks that have come to their end
         self._lost = ""  # what is to be said of a rank that has died
         self._leaves = False
+        self._lingers = lingers
+        self._processes: dict[int, int] = {}  # of the ranks that have been heard
         self._lines: dict[socket.socket, _Line] = {}
         server = socket.create_server(("127.0.0.1" if alone else "", 0)) if self.rank == 0 else None
-        own = None if server is None else [server.getsockname()[1], secrets.token_hex(16), _addresses(alone)]
-        port, self._token, addresses = group.share(own)
+        own = (
+            None if server is None else [server.getsockname()[1], secrets.token_hex(16), _addresses(alone), os.getpid()]
+        )
+        port, self._token, addresses, self._processes[0] = group.share(own)
         work = self._serve if server is not None else self._report
         arguments = (server,) if server is not None else (port, addresses)
         threading.Thread(target=work, args=arguments, name="nnmpi-watchdog", daemon=True).start()
@@ -165,6 +173,7 @@ class Watchdog:
             if "leaves" in message:
                 self._gone.add(line.rank)
                 continue
+            self._processes[line.rank] = message["process"]
             self._longest_s = max(self._longest_s, message["longest_s"])
             self._heard[line.rank] = (time.monotonic(), RankStatus(**message["status"]))
             with contextlib.suppress(OSError):
@@ -198,6 +207,11 @@ class Watchdog:
             return
         self._lost = describe_loss(rank, self._heard[rank][1], (0, self.status()))
         self._say(self._lost)
+        if self._hurries(rank):
+            for line in self._lines.values():
+                with contextlib.suppress(OSError):
+                    line.send({"lost": True})
+            self._go_at_once()
 
     def _end_all(self, lines: list[_Line], why: str) -> NoReturn:
         for line in lines:
@@ -221,7 +235,8 @@ class Watchdog:
             if time.monotonic() - until_s > self._silent_s:  # this process itself was stopped
                 heard_s, self._mark = time.monotonic(), None
             status = self.status()
-            told = {"token": self._token, "rank": self.rank, "longest_s": self._longest_s, "status": status.to_json()}
+            told = {"token": self._token, "rank": self.rank, "process": os.getpid()}
+            told |= {"longest_s": self._longest_s, "status": status.to_json()}
             with contextlib.suppress(OSError):
                 line.send(told)
             until_s = time.monotonic() + self._period_s
@@ -237,6 +252,8 @@ class Watchdog:
                     return self._go_on_without_root(status)
                 if any("leaves" in message for message in messages):
                     return None
+                if any("lost" in message for message in messages):
+                    self._go_at_once()
                 if any("end" in message for message in messages):
                     self._end("", 4 * RECORD_S)
                 heard_s = time.monotonic() if messages else heard_s
@@ -247,6 +264,8 @@ class Watchdog:
         lost = describe_loss(0, None, (self.rank, last))
         if self.rank == 1 and not self._leaves:
             self._say(lost)
+        if self._hurries(0) and not self._leaves:
+            self._go_at_once()
         while not self._leaves:
             if self.status().waits_s >= LOST_S:
                 time.sleep(STAGGER_S * (self.rank - 1))
@@ -286,6 +305,20 @@ class Watchdog:
             time.sleep(rest_s)
         leave(STALLED)
 
+    def _hurries(self, rank: int) -> bool:
+        """Return whether a rank has surely died, and the launcher would be slow to end the others for it."""
+        if not self._lingers or rank not in self._processes:
+            return False
+        until_s = time.monotonic() + ENDING_S
+        while not (ended := has_ended(self._processes[rank])) and time.monotonic() < until_s:
+            time.sleep(ENDING_S / 100)
+        return ended
+
+    def _go_at_once(self) -> NoReturn:
+        """End this process of a job that its launcher is ending: what it told goes out before."""
+        time.sleep(TOLD_S)
+        leave(STALLED)
+
     def _record(self, text: str) -> None:
         """Write where this rank is, what it did last, and the stacks of its threads."""
         if self.folder is None:
@@ -303,6 +336,15 @@ class Watchdog:
             stream.write("\n")
             stream.flush()
             faulthandler.dump_traceback(stream, all_threads=True)
+
+
+def has_ended(process: int) -> bool:
+    """Return whether a process of this node has ended; no where the system does not say."""
+    if not Path("/proc/self/stat").exists():
+        return False
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    return True
 
 
 class _Line:
