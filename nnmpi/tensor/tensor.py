@@ -383,7 +383,8 @@ class Undivided(Tensor):
 
 def undivided(x: Tensor) -> Tensor:
     """Return the same tensor, whose rows are not given to names: `a, b = x` is an error, `for row in x` is not."""
-    x.__class__ = Undivided
+    if type(x) is Tensor:  # one that is cut over ranks has a class already
+        x.__class__ = Undivided
     return x
 
 
