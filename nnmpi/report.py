@@ -81,7 +81,8 @@ def gather(run: Path) -> dict[str, Any]:
         records = read_metrics(folder.metrics)
         console = folder.console.read_text(errors="replace") if folder.console.is_file() else ""
         starts = folder.starts.read_text(errors="replace").splitlines() if folder.starts.is_file() else []
-        commands = [shlex.join(parse_json(line)["command"]) for line in starts]
+        began = [parse_json(line) for line in starts]
+        commands = [f"{shlex.join(each['command'])}    # ranks: {each['ranks']}" for each in began]
         kinds = [each["kind"] for each in records]
     except (OSError, ValueError, TypeError, LookupError) as error:  # the last two: of other JSON than a run writes
         raise UsageError(f"{run}: the metrics of the run cannot be read: {error}") from None

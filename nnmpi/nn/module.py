@@ -117,6 +117,11 @@ class Module:
             observe(self, result)
         return result
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if is_array(value) and isinstance(self.__dict__.get(name), Parameter):  # which nothing would train any more
+            raise UsageError(f"{name} is a parameter; its values are written by {name}.data[...] = values")
+        super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
         # reached only for what is not there
         if name == "storage":

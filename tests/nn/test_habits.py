@@ -288,6 +288,17 @@ def test_numpy_reads_a_tensor() -> None:
         nnmpi.Tensor([x.sum(), x.sum()])
 
 
+def test_a_parameter_is_not_replaced_by_an_array() -> None:
+    """Which would compute, and not be trained."""
+    layer: Any = nn.Linear(2, 3)
+    with pytest.raises(UsageError, match=r"written by weight.data\[...\] = values"):
+        layer.weight = np.zeros((2, 3), np.float32)
+    layer.initialize().weight.data[...] = 0
+    layer.scale = np.ones(3)
+    layer.scale = np.zeros(3)  # no parameter
+    assert (layer(np.ones((1, 2), np.float32)).numpy() == layer.bias.data).all() and not layer.scale.any()
+
+
 def test_places_of_arguments_are_those_of_pytorch() -> None:
     """Or they have none: a number is not taken for something else."""
     layer = nn.BatchNorm(4, 1e-3, 0.01)

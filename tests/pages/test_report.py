@@ -67,7 +67,7 @@ def test_the_numbers_are_the_runs(run: Path) -> None:
     assert found["memory"] == {"parameters": 1024, "optimizer": 3072, "peak": 4096}
     assert found["staleness"] == {"width": 1, "heights": [[1, 1, 1]], "mean": 1.0, "max": 2}
     assert sorted(found["options"]) == [["--hidden", "3 4"], ["--lr", "0.25"], ["--model", "mlp"]]
-    assert found["commands"] == ["python -m nnmpi.train --out 'my run'"]
+    assert found["commands"] == ["python -m nnmpi.train --out 'my run'    # ranks: 2"]
 
 
 @pytest.mark.parametrize(
