@@ -70,7 +70,8 @@ class Killer:
             if ranks:
                 self.at_s = float("inf")
                 self.left -= 1
-                saved_s = (self.folder / "checkpoints" / "latest").stat().st_mtime
+                latest = self.folder / "checkpoints" / "latest"
+                saved_s = (latest if latest.exists() else self.folder / "starts.jsonl").stat().st_mtime
                 self.killed.append((time.time(), time.time() - saved_s))
                 os.kill(self.draws.choice(sorted(ranks.values())), signal.SIGKILL)
 

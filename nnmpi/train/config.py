@@ -656,7 +656,8 @@ class RunConfig:
     eval_steps: int = 0
     """Steps between two evaluations, besides --eval-every; 0: none."""
     save_every: int | None = None
-    """Epochs between two checkpoints; 0: only at the end (default: as many as take at most 1 % of the time)."""
+    """Epochs between two checkpoints; 0: only at the end (default: as many as take at most 1 % of the time, or
+    more where a supervised run is often interrupted)."""
     save_steps: int = 0
     """Steps between two checkpoints, besides --save-every; 0: none."""
     trace: bool = False

@@ -28,6 +28,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from types import TracebackType
 
@@ -37,6 +38,7 @@ from nnmpi.custom import short_name
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.models.pretrained import CONFIG
+from nnmpi.reading import parse_json, read_text
 from nnmpi.train.config import Config, flatten
 from nnmpi.version import VERSION
 
@@ -91,6 +93,7 @@ TIMES_FILE = "times.json"
 FINISHED_FILE = "finished.json"
 FAULTS_FILE = "faults.jsonl"
 POLL_S = 0.1
+LEAST_S = 1.0  # between two faults: a start takes as long
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # no mistake in the command: another start may find it mended
 
 
@@ -295,6 +298,16 @@ class RunFolder:
                 temporary = RUNS / f".{LATEST_RUN}.{os.getpid()}"
                 temporary.symlink_to(self.path.name)
                 temporary.replace(RUNS / LATEST_RUN)
+
+    def between_faults_s(self) -> float:
+        """Return the seconds from a start to its fault, on average, as the run's supervisor has seen them.
+
+        `math.inf` where it has seen none, or what it wrote cannot be read.
+        """
+        with suppress(OSError, ValueError, KeyError, TypeError):
+            found = [float(parse_json(line)["seconds"]) for line in read_text(self.path / FAULTS_FILE).splitlines()]
+            return max(LEAST_S, sum(found) / len(found)) if found else inf
+        return inf
 
     def withdraw(self) -> None:
         """Remove what a new run has written that is refused in its first step, so that a better one can begin here."""
