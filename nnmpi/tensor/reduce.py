@@ -10,11 +10,13 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.casting import to_float32
 from nnmpi.backend.kernels.sums import sum_over
 from nnmpi.backend.precision import precision
-from nnmpi.errors import ShapeError
+from nnmpi.errors import ShapeError, UsageError
 from nnmpi.tensor.convert import in_float32
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import require_floating
@@ -23,16 +25,19 @@ from nnmpi.tensor.placement import Placement, uncut
 if TYPE_CHECKING:
     from nnmpi.tensor.tensor import Tensor
 
-Axis: TypeAlias = int | tuple[int, ...] | None
+Axis: TypeAlias = int | tuple[int, ...] | list[int] | None
 
 
-def _axes(axis: Axis, ndim: int) -> tuple[int, ...]:
+def _axes(axis: Axis, ndim: int, keepdims: bool) -> tuple[int, ...]:
     """Return the axes as non-negative numbers.
 
     Raises:
         ShapeError: for an axis that the array does not have, or one named twice.
+        UsageError: where a second axis stands in the place of keepdims.
     """
-    given = tuple(range(ndim)) if axis is None else axis if isinstance(axis, tuple) else (axis,)
+    if keepdims is not False and keepdims is not True and not isinstance(keepdims, np.bool_):
+        raise UsageError(f"keepdims is True or False, not {keepdims!r}; several axes are a tuple, such as (0, 1)")
+    given = tuple(range(ndim)) if axis is None else tuple(axis) if isinstance(axis, tuple | list) else (axis,)
     if any(not -ndim <= i < ndim for i in given) or len({i % ndim for i in given}) != len(given):
         raise ShapeError(f"axis {axis} does not fit an array of {ndim} dimensions")
     return tuple(i % ndim for i in given)
@@ -174,7 +179,7 @@ def total(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
         axis: one axis or several, all of them by default.
         keepdims: whether the axes stay, with length 1.
     """
-    return in_float32(Sum(_axes(axis, x.data.ndim), keepdims), x, narrow=_narrow())
+    return in_float32(Sum(_axes(axis, x.data.ndim, keepdims), keepdims), x, narrow=_narrow())
 
 
 def mean(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
@@ -183,7 +188,7 @@ def mean(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
     Raises:
         ShapeError: when there is nothing to average.
     """
-    return in_float32(Mean(_axes(axis, x.data.ndim), keepdims), require_floating("mean", x), narrow=_narrow())
+    return in_float32(Mean(_axes(axis, x.data.ndim, keepdims), keepdims), require_floating("mean", x), narrow=_narrow())
 
 
 def variance(x: Tensor, axis: Axis = None, keepdims: bool = False, correction: int = 0) -> Tensor:
@@ -196,18 +201,20 @@ def variance(x: Tensor, axis: Axis = None, keepdims: bool = False, correction: i
         ShapeError: when there are not more elements than `correction`.
     """
     return in_float32(
-        Variance(_axes(axis, x.data.ndim), keepdims, correction), require_floating("variance", x), narrow=_narrow()
+        Variance(_axes(axis, x.data.ndim, keepdims), keepdims, correction),
+        require_floating("variance", x),
+        narrow=_narrow(),
     )
 
 
 def largest(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the largest element over the given axes; ties share the gradient evenly. Arguments: see `total`."""
-    return in_float32(Largest(_axes(axis, x.data.ndim), keepdims, largest=True), x)
+    return in_float32(Largest(_axes(axis, x.data.ndim, keepdims), keepdims, largest=True), x)
 
 
 def smallest(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
     """Return the smallest element over the given axes; ties share the gradient evenly. Arguments: see `total`."""
-    return in_float32(Largest(_axes(axis, x.data.ndim), keepdims, largest=False), x)
+    return in_float32(Largest(_axes(axis, x.data.ndim, keepdims), keepdims, largest=False), x)
 
 
 def argmax(x: Tensor, axis: int | None = None, keepdims: bool = False) -> Any:

@@ -99,6 +99,15 @@ def test_equality_is_identity():
     assert len({x, y, x}) == 2
 
 
+def test_a_second_axis_is_no_keepdims():
+    """x.sum(0, 1) was the sum over the first axis, with the axis kept."""
+    x = Tensor([[1.0, 2.0]])
+    for method in (x.sum, x.mean, x.var, x.max, x.min):
+        with pytest.raises(UsageError, match=r"keepdims is True or False, not 1; several axes are a tuple"):
+            method(0, 1)
+    assert x.sum(0, True).shape == x.sum(0, np.True_).shape == (1, 2)
+
+
 def test_methods_are_the_functions():
     """Every method gives what NumPy gives."""
     a = np.array([[1.0, 2.0, 4.0], [3.0, 0.5, 6.0]])
@@ -107,6 +116,7 @@ def test_methods_are_the_functions():
         (x.sum(), a.sum()),
         (x.sum(0, keepdims=True), a.sum(0, keepdims=True)),
         (x.mean(axis=(0, 1)), a.mean()),
+        (x.sum([0, 1]), a.sum()),
         (x.var(1, correction=1), a.var(1, ddof=1)),
         (x.max(-1), a.max(-1)),
         (x.min(0), a.min(0)),
