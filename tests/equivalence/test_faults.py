@@ -74,9 +74,9 @@ def test_seeds_of_the_local_rows(group: Group, found: Callable[..., Found], monk
         return
     right = PipelineRunner._seeds
 
-    def wrong(self: PipelineRunner, running: Any, scale: float) -> list[Array]:
+    def wrong(self: PipelineRunner, running: Any) -> list[Array]:
         share = len(running.batch.y) / running.batch.global_rows
-        return [seed / max(share, 1e-9) / self.arrangement.mesh.dp.size for seed in right(self, running, scale)]
+        return [np.asarray(seed / max(share, 1e-9) / self.arrangement.mesh.dp.size) for seed in right(self, running)]
 
     monkeypatch.setattr(PipelineRunner, "_seeds", wrong)
     setup = SETUPS["mlp"]

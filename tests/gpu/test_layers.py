@@ -148,7 +148,7 @@ PLAIN: Mapping[str, Callable[[Tensor], Any]] = {
     "detach": lambda x: x.detach().numpy(),
 }
 ELSEWHERE = {"__init__", "__hash__", "__module__", "__slots__", "__doc__", "__array_ufunc__", "blank", "backward"}
-ELSEWHERE |= {"__getattr__", "__setitem__", "__qualname__", "__firstlineno__", "__static_attributes__"}
+ELSEWHERE |= {"__getattr__", "__array__", "__setitem__", "__qualname__", "__firstlineno__", "__static_attributes__"}
 
 
 @pytest.mark.parametrize("mode", [FLOAT64, FLOAT32])

@@ -206,7 +206,7 @@ def test_the_time_of_a_step_is_the_predicted_one(bandwidth, tmp_path):
 @pytest.mark.usefixtures("brief")
 def _live():
     """Return how many objects of nnmpi's classes there are; the double of a device keeps a log of its own."""
-    return sum(type(each).__module__.partition(".")[0] == "nnmpi" for each in gc.get_objects())
+    return sum(str(type(each).__module__).startswith("nnmpi.") for each in gc.get_objects())
 
 
 def test_many_passes_leave_nothing_behind(tmp_path):

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
@@ -77,7 +78,7 @@ def test_a_fault_is_found(group: Group, capsys: pytest.CaptureFixture[str], monk
     if group.size == 1:
         return
     right = PipelineRunner._seeds
-    monkeypatch.setattr(PipelineRunner, "_seeds", lambda *args: [2 * seed for seed in right(*args)])
+    monkeypatch.setattr(PipelineRunner, "_seeds", lambda *args: [np.asarray(2 * seed) for seed in right(*args)])
     words = f"--model mlp --hidden 12 8 7 6 5 --pp {group.size} --steps 2"
     assert not main(words.split(), group)
     if group.is_root:
