@@ -79,7 +79,7 @@ def test_activations_are_those_of_the_ranks_to_the_byte(name: str, one: Candidat
         batch = next(iter(Loader(data, ROWS, shuffle=False, microbatches=one.microbatches, workers=0, **mine).epoch(0)))
         for _ in range(4):  # one is counted, one recorded, one replayed, where they are
             worker.step(batch)
-        assert (worker.runner.replays > 0) is (one.schedule != "zero-bubble")
+        assert (worker.runner.replays > 0) is (one.schedule != "zero-bubble" and not worker.backend.is_device)
         worker.release()
         return where.mesh.place.p, worker.ledger.report().peaks[ACTIVATIONS]
 
