@@ -10,8 +10,6 @@ from dataclasses import replace
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-import numpy as np
-
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.casting import to_float32
 from nnmpi.backend.kernels.sums import sum_over
@@ -35,7 +33,7 @@ def _axes(axis: Axis, ndim: int, keepdims: bool) -> tuple[int, ...]:
         ShapeError: for an axis that the array does not have, or one named twice.
         UsageError: where a second axis stands in the place of keepdims.
     """
-    if keepdims is not False and keepdims is not True and not isinstance(keepdims, np.bool_):
+    if not isinstance(keepdims, bool):
         raise UsageError(f"keepdims is True or False, not {keepdims!r}; several axes are a tuple, such as (0, 1)")
     given = tuple(range(ndim)) if axis is None else tuple(axis) if isinstance(axis, tuple | list) else (axis,)
     if any(not -ndim <= i < ndim for i in given) or len({i % ndim for i in given}) != len(given):
