@@ -26,7 +26,7 @@ from nnmpi.planner.report import describe, options, to_json
 from nnmpi.planner.search import plan
 from nnmpi.planner.shapes import ModelShapes
 from nnmpi.planner.survey import describe_survey, survey, survey_to_json
-from nnmpi.train.auto_layout import take_network, take_profile, time_layout, with_options, workload_of
+from nnmpi.train.auto_layout import race, take_network, take_profile, with_options, workload_of
 from nnmpi.train.build import build_whole
 from nnmpi.train.cli import ask, start_ranks
 from nnmpi.train.computing import choose_computing
@@ -211,7 +211,7 @@ def _plan(
     found, lines, layouts, command = on_root(group, look)
     if machine.race:
         tried = [with_options(asked.config, each) for each in layouts[: machine.race]]
-        raced = [time_layout(config, group, backend, local_rank).seconds for config in tried]
+        raced = race(tried, group, backend, local_rank)
         best = min(range(len(raced)), key=raced.__getitem__)
         found["raced_s"] = raced
         lines.append("")

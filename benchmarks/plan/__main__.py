@@ -4,6 +4,7 @@ import argparse
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,15 @@ from nnmpi.planner.report import layout_to_json, options  # noqa: E402
 from nnmpi.planner.search import plan  # noqa: E402
 from nnmpi.planner.shapes import ModelShapes  # noqa: E402
 from nnmpi.planner.space import Candidate  # noqa: E402
-from nnmpi.train.auto_layout import take_network, take_profile, time_layout, with_options, workload_of  # noqa: E402
+from nnmpi.train.auto_layout import (  # noqa: E402
+    RACERS,
+    choose,
+    take_network,
+    take_profile,
+    time_layout,
+    with_options,
+    workload_of,
+)
 from nnmpi.train.cli import parse  # noqa: E402
 from nnmpi.train.inputs import load_samples  # noqa: E402
 from nnmpi.units import parse_bytes  # noqa: E402
@@ -38,12 +47,12 @@ EVERY = 10**6
 
 
 def spread(planned, wanted):
-    """Return so many of the layouts: the best one, all without a pipeline, and of pipelines from all places."""
+    """Return so many of the layouts: those that may race, all without a pipeline, and of pipelines from all places."""
     plain = [one for one in planned if one.candidate.pp == 1]
     others = [one for one in planned if one.candidate.pp > 1]
     left = max(wanted - len(plain), 2)
     step = max(1, len(others) // left)
-    chosen = {id(one) for one in [planned[0], *plain, *others[::step][:left]]}
+    chosen = {id(one) for one in [*planned[:RACERS], *plain, *others[::step][:left]]}
     return [one for one in planned if id(one) in chosen]
 
 
@@ -76,6 +85,8 @@ def run(words, group, wanted, rounds, say):
         row["took_s"] = min(each["took_s"] for each in row["rounds"])
         row["off"] = paired(row["rounds"])
         say(f"{row['words']}: {1e3 * row['step_s']:.3f} ms, took {1e3 * row['took_s']:.3f}; {100 * row['off']:+.1f} %")
+    auto = choose(replace(config, parallel=replace(config.parallel, layout="auto")), group, backend, group.rank, say)
+    won = next(one for one in chosen if with_options(config, options(one)).parallel == auto.config.parallel)
     same = [a.candidate for a in quick.best] == [b.candidate for b in everything.best[: len(quick.best)]]
     return {
         "command": words,
@@ -86,6 +97,7 @@ def run(words, group, wanted, rounds, say):
         "all_priced_s": everything.seconds,
         "same_as_all": same,
         "profile_s": profiled_s,
+        "auto_took_s": rows[won.candidate]["took_s"],
         "rows": list(rows.values()),
     }
 
@@ -106,7 +118,7 @@ def judge(found):
         str(len(rows)),
         *(f"{100 * sum(off) / len(off):.1f} / {100 * max(off):.0f} %" for off in (errors, beside)),
         f"{tau([(row['step_s'], row['took_s']) for row in rows]):.2f}",
-        f"{rows[0]['took_s'] / fastest:.3f}",
+        f"{rows[0]['took_s'] / fastest:.3f} / {found['auto_took_s'] / fastest:.3f}",
         f"{state_off} B",
         f"{100 * max(plain, default=0):.2f} / {100 * max(kept_off):.0f} %",
         f"{found['priced']} of {found['layouts']} in {found['search_s']:.2f} s",
@@ -121,7 +133,7 @@ TITLES = (
     "step: mean / worst error",
     "by parts measured in the same rounds",
     "tau",
-    "regret",
+    "regret: predicted to be the best / --layout auto",
     "state off",
     "activations off: whole replicas / all",
     "priced",

@@ -51,7 +51,7 @@ from nnmpi.schedule.partition import partition
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.timeline import Timeline, recording
 
-FORMAT = 9
+FORMAT = 10
 MOST_SHARES = 8  # ranks of one replica's layers and positions that are measured; more are not looked at
 PARTS_PER_RANK = 8  # the smallest part of a batch that is measured is that of so many microbatches for each rank
 LONGEST_S = 0.5  # a step that would take longer is not measured, but told from those of fewer rows
@@ -133,6 +133,7 @@ class Profile:
         layers: by rows, in the order of the chain.
         zero_s: by stage of ZeRO, how many seconds more a step of one rank takes: its own work, without messages.
         contention: how many times as long a rank computes while all others compute, too, as while they wait.
+        raced: by the words of a layout, the seconds of a step as it ran, of those that have raced.
     """
 
     facts: Mapping[str, Any]
@@ -140,6 +141,7 @@ class Profile:
     layers: Mapping[int, tuple[LayerProfile, ...]]
     zero_s: Mapping[int, float] = field(default_factory=dict)
     contention: float = 1.0
+    raced: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, share: Share, rows: int, recorded: bool = True) -> float:
         """Return a step's seconds for any number of rows, on straight lines between what was measured."""
@@ -170,6 +172,7 @@ class Profile:
             "contention": self.contention,
             "zero_s": [[stage, seconds] for stage, seconds in self.zero_s.items()],
             "layers": [[rows, [asdict(layer) for layer in layers]] for rows, layers in self.layers.items()],
+            "raced": dict(self.raced),
         }
 
     @classmethod
@@ -189,7 +192,8 @@ class Profile:
         if (1, 1) not in steps or not layers:
             raise ValueError("it has no times of a whole step, or none of layers")
         zero_s = {int(stage): float(seconds) for stage, seconds in value["zero_s"]}
-        return cls(dict(value["facts"]), steps, layers, zero_s, float(value["contention"]))
+        raced = {str(words): float(seconds) for words, seconds in value["raced"].items()}
+        return cls(dict(value["facts"]), steps, layers, zero_s, float(value["contention"]), raced)
 
 
 def between(known: Mapping[int, float], at: int) -> float:

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import count as numbers
 from itertools import islice
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -60,6 +61,8 @@ Say = Callable[[str], None]
 FIT_S = 6.0  # for a fit that is made on the way; `python -m nnmpi.comm fit` takes its time
 DOUBTFUL = 1.5  # times as long as it takes, a step was predicted from what a busy machine did
 RACE_S, LEAST_STEPS, MOST_STEPS, WARM_UP_STEPS = 1.0, 5, 60, 3
+RACERS, WITHIN = 5, 1.3  # layouts race where nobody says how many: so many, if predicted within this of the best
+RACE_ROUNDS, BEHIND = 3, 1.15  # what is so far behind after a round does not run in the next
 
 
 @dataclass(frozen=True)
@@ -152,19 +155,19 @@ def take_profile(workload: Workload, group: Group, ranks: int, backend: Backend,
     say("measuring the model's parts, which is done once and kept")
     with explained(backend, "the model's parts are measured here, and do not fit ({}); give a smaller model or batch"):
         found = measure(workload, group, ranks, shares_of(ranks), backend)
-
-    def keep() -> None:
-        if file is None:
-            return say("the profile is not kept: this user has no home folder; name one in $XDG_CACHE_HOME")
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            replace_durably(file, json.dumps(found.to_json()).encode())
-        except OSError as error:
-            say(f"the profile cannot be kept: {error}")
-        return None
-
-    on_root(group, keep)
+    on_root(group, lambda: _keep(file, found, say))
     return workload, found
+
+
+def _keep(file: Path | None, found: Profile, say: Say) -> None:
+    if file is None:
+        return say("the profile is not kept: this user has no home folder; name one in $XDG_CACHE_HOME")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        replace_durably(file, json.dumps(found.to_json()).encode())
+    except OSError as error:
+        say(f"the profile cannot be kept: {error}")
+    return None
 
 
 def profile_file(workload: Workload) -> Path | None:
@@ -223,26 +226,33 @@ def _choose(
 ) -> ChosenLayout:
     workload, profile = take_profile(workload_of(config, train), group, group.size, backend, say)
     network = take_network(group, say)
-    wanted = max(config.parallel.race, 1)
+    wanted = config.parallel.race
 
     def look() -> list[Any]:
         pricer = Pricer(workload, profile, network, ModelShapes(workload, profile, backend))
-        found = plan(pricer, config.parallel.memory_limit_bytes, wanted)
+        found = plan(pricer, config.parallel.memory_limit_bytes, RACERS if wanted is None else max(wanted, 1))
         first = [[vars(one.candidate), report.options(one), one.price.seconds] for one in found.best]
         return [first, found.looked_at, found.priced]
 
     first, looked_at, priced = on_root(group, look)
     tried = [(Candidate(**values), options, seconds) for values, options, seconds in first]
+    if wanted is None:
+        tried = [one for one in tried if one[2] <= WITHIN * tried[0][2]]
     lines = [f"planner: {looked_at} layouts, {priced} of them priced; messages {network.name}"]
     best = 0
-    if config.parallel.race and len(tried) > 1:
-        times = [
-            time_layout(with_options(config, options), group, backend, local_rank).seconds for _, options, _ in tried
-        ]
-        best = min(range(len(times)), key=times.__getitem__)
+    if wanted != 0 and len(tried) > 1:
+        names = [str(candidate) for candidate, _, _ in tried]
+        kept = all(name in profile.raced for name in names)
+        if not kept:
+            say(f"racing {len(tried)} layouts for some steps each, which is done once and kept")
+            times = race([with_options(config, options) for _, options, _ in tried], group, backend, local_rank)
+            profile = replace(profile, raced=dict(zip(names, times, strict=True)))
+            on_root(group, lambda: _keep(profile_file(workload), profile, say))
+        best = min(range(len(names)), key=lambda i: profile.raced[names[i]])
         lines += [
-            f"race: {candidate}: predicted {format_seconds(s, 3)}, took {format_seconds(took, 3)}"
-            for (candidate, _, s), took in zip(tried, times, strict=True)
+            f"race{' (kept)' if kept else ''}: {name}: predicted {format_seconds(predicted_s, 3)}, "
+            f"took {format_seconds(profile.raced[name], 3)}"
+            for name, (_, _, predicted_s) in zip(names, tried, strict=True)
         ]
     candidate, options, seconds = tried[best]
     took_s = format_seconds(clock.now() - begin, 2)
@@ -250,9 +260,26 @@ def _choose(
     return ChosenLayout(with_options(config, options), computing, tuple(lines), seconds, profile_file(workload))
 
 
+def race(layouts: Sequence[Config], group: Group, backend: Backend, local_rank: int) -> list[float]:
+    """Return the seconds of a step of each layout, the least of some rounds. Collective.
+
+    They run in turns, forwards and backwards, as the machine's speed may change meanwhile. What is far behind after a
+    round is out, and has the time that it took until then.
+    """
+    times = [inf] * len(layouts)
+    running = list(range(len(layouts)))
+    for _ in range(RACE_ROUNDS):
+        for i in running:
+            times[i] = min(times[i], time_layout(layouts[i], group, backend, local_rank).seconds)
+        running = [i for i in reversed(running) if times[i] <= BEHIND * min(times)]
+        if len(running) == 1:
+            break
+    return times
+
+
 def with_options(config: Config, options: Mapping[str, Any]) -> Config:
     """Return a configuration with the options of a layout, and none left open."""
-    return replace(config, parallel=replace(config.parallel, **options, layout="given", race=0))
+    return replace(config, parallel=replace(config.parallel, **options, layout="given", race=None))
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from nnmpi.errors import UsageError
 from nnmpi.plan import parse as parse_plan
 from nnmpi.planner import profile
 from nnmpi.train import auto_layout, computing
-from nnmpi.train.auto_layout import ChosenLayout, check_open, take_profile, workload_of
+from nnmpi.train.auto_layout import ChosenLayout, TimedLayout, check_open, choose, take_profile, workload_of
 from nnmpi.train.cli import main, parse
 from nnmpi.train.computing import BlasChoice, Computing
-from nnmpi.train.config import ParallelConfig, assemble
+from nnmpi.train.config import Config, ParallelConfig, assemble
 
 SMALL = ["--model", "mlp", "--hidden", "8", "--dataset", "iris", "--batch-size", "12", "--epochs", "1", "--quiet"]
 
@@ -46,12 +46,53 @@ def test_a_run_goes_with_the_layout_that_was_chosen(group: Group, tmp_path: Path
     main([*SMALL, "--layout", "auto", "--race", "2", "--out", str(out)], group)
     group.barrier()  # the first rank prints last
     console = (out / "console.txt").read_text()
+    assert ("race: " in console) == (group.size > 1)
     assert "planner: " in console
     assert "chosen: " in console
     assert "step predicted " in console
     kept = json.loads((out / "config.json").read_text())
     assert kept["layout"] == "given"
     assert kept["dp"] * kept["pp"] * kept["tp"] * kept["sp"] == group.size
+
+
+def test_the_layouts_that_may_be_the_best_race_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quickest is taken, whatever was predicted; what it took is kept for the next run."""
+    ran: list[Config] = []
+
+    def time_layout(config: Config, group: Group, *_: Any) -> TimedLayout:
+        if group.is_root:
+            ran.append(config)
+        return TimedLayout(group.share(1.0 / len(ran)), {})
+
+    monkeypatch.setattr(auto_layout, "time_layout", time_layout)
+    monkeypatch.setattr(auto_layout, "WITHIN", 1e9)
+
+    def chosen(*words: str) -> ChosenLayout:
+        config = parse([*SMALL, "--layout", "auto", *words])
+        return simulate(lambda group: choose(config, group, numpy_backend(), group.rank, lambda _: None), 2)[0]
+
+    first, count = chosen(), len(ran)
+    assert len({str(each) for each in ran}) == auto_layout.RACERS
+    assert first.config == ran[-1]
+    again = chosen()
+    assert (again.config, len(ran)) == (first.config, count)
+    assert sum("race (kept): " in line for line in again.lines) == auto_layout.RACERS
+    assert not any("race" in line for line in chosen("--race", "0").lines)
+
+
+def test_a_race_goes_in_turns_without_those_that_are_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout that is disturbed once is not lost by it."""
+    took = {"a": [2.0, 1.0, 1.2], "b": [9.0], "c": [1.9, 1.1, 1.3]}
+    ran: list[str] = []
+
+    def time_layout(config: str, *_: Any) -> TimedLayout:
+        ran.append(config)
+        return TimedLayout(took[config][ran.count(config) - 1], {})
+
+    monkeypatch.setattr(auto_layout, "time_layout", time_layout)
+    nobody: Any = None
+    assert auto_layout.race(list("abc"), nobody, nobody, 0) == [1.0, 9.0, 1.1]  # type: ignore[arg-type]
+    assert ran == ["a", "b", "c", "c", "a", "a", "c"]
 
 
 def test_options_that_say_a_layout_are_refused() -> None:
