@@ -242,21 +242,22 @@ def _choose(
     best = 0
     if wanted != 0 and len(tried) > 1:
         names = [str(candidate) for candidate, _, _ in tried]
-        kept = all(name in profile.raced for name in names)
+        kept = names[0] in profile.raced  # others may come and go with each fit of messages
         if not kept:
             say(f"racing {len(tried)} layouts for some steps each, which is done once and kept")
             times = race([with_options(config, options) for _, options, _ in tried], group, backend, local_rank)
             profile = replace(profile, raced=dict(zip(names, times, strict=True)))
             on_root(group, lambda: _keep(profile_file(workload), profile, say))
-        best = min(range(len(names)), key=lambda i: profile.raced[names[i]])
+        raced = [(profile.raced[name], i) for i, name in enumerate(names) if name in profile.raced]
+        _, best = min(raced)
         lines += [
-            f"race{' (kept)' if kept else ''}: {name}: predicted {format_seconds(predicted_s, 3)}, "
-            f"took {format_seconds(profile.raced[name], 3)}"
-            for name, (_, _, predicted_s) in zip(names, tried, strict=True)
+            f"race{' (kept)' if kept else ''}: {names[i]}: predicted {format_seconds(tried[i][2], 3)}, "
+            f"took {format_seconds(took_s, 3)}"
+            for took_s, i in raced
         ]
     candidate, options, seconds = tried[best]
-    took_s = format_seconds(clock.now() - begin, 2)
-    lines.append(f"chosen: {candidate}; a step is predicted to take {format_seconds(seconds, 3)} (found in {took_s})")
+    found_s = format_seconds(clock.now() - begin, 2)
+    lines.append(f"chosen: {candidate}; a step is predicted to take {format_seconds(seconds, 3)} (found in {found_s})")
     return ChosenLayout(with_options(config, options), computing, tuple(lines), seconds, profile_file(workload))
 
 

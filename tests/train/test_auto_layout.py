@@ -14,11 +14,13 @@ from nnmpi.backend.kernels.lookup import compiled_kernels
 from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.fitting.fit import cache_folder
 from nnmpi.comm.group import Group
+from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError
 from nnmpi.plan import parse as parse_plan
 from nnmpi.planner import profile
+from nnmpi.planner.network import PlannedNetwork
 from nnmpi.train import auto_layout, computing
 from nnmpi.train.auto_layout import ChosenLayout, TimedLayout, check_open, choose, take_profile, workload_of
 from nnmpi.train.cli import main, parse
@@ -62,10 +64,12 @@ def test_the_layouts_that_may_be_the_best_race_once(monkeypatch: pytest.MonkeyPa
     def time_layout(config: Config, group: Group, *_: Any) -> TimedLayout:
         if group.is_root:
             ran.append(config)
-        return TimedLayout(group.share(1.0 / len(ran)), {})
+        return TimedLayout(1.0 / group.share(len(ran)), {})
 
     monkeypatch.setattr(auto_layout, "time_layout", time_layout)
     monkeypatch.setattr(auto_layout, "WITHIN", 1e9)
+    network = PlannedNetwork("told", Machine.uniform(1e-5, 1e-9), 2)
+    monkeypatch.setattr(auto_layout, "take_network", lambda *_: network)
 
     def chosen(*words: str) -> ChosenLayout:
         config = parse([*SMALL, "--layout", "auto", *words])
