@@ -24,15 +24,17 @@ from nnmpi.planner.search import plan  # noqa: E402
 from nnmpi.planner.shapes import ModelShapes  # noqa: E402
 from nnmpi.planner.space import Candidate  # noqa: E402
 from nnmpi.train.auto_layout import (  # noqa: E402
-    RACERS,
     choose,
+    kind_of,
     take_network,
     take_profile,
     time_layout,
     with_options,
     workload_of,
 )
+from nnmpi.train.build import build_whole  # noqa: E402
 from nnmpi.train.cli import parse  # noqa: E402
+from nnmpi.train.computing import choose_computing  # noqa: E402
 from nnmpi.train.inputs import load_samples  # noqa: E402
 from nnmpi.units import parse_bytes  # noqa: E402
 
@@ -47,19 +49,27 @@ EVERY = 10**6
 
 
 def spread(planned, wanted):
-    """Return so many of the layouts: those that may race, all without a pipeline, and of pipelines from all places."""
+    """Return so many of the layouts: the best of each kind, all without a pipeline, of pipelines from all places."""
     plain = [one for one in planned if one.candidate.pp == 1]
     others = [one for one in planned if one.candidate.pp > 1]
     left = max(wanted - len(plain), 2)
     step = max(1, len(others) // left)
-    chosen = {id(one) for one in [*planned[:RACERS], *plain, *others[::step][:left]]}
+    best = {kind_of(one.candidate): one for one in reversed(planned)}.values()
+    chosen = {id(one) for one in [*best, *plain, *others[::step][:left]]}
     return [one for one in planned if id(one) in chosen]
 
 
 def run(words, group, wanted, rounds, say):
-    """Measure one model's layouts; return everything as JSON values. Collective."""
+    """Measure one model's layouts with the kernels and BLAS of a run; return everything as JSON values. Collective."""
     backend, config = numpy_backend(), parse(words.split())
     train, _ = load_samples(config, group, group.rank, say)
+    config, computing = choose_computing(config, build_whole(config, train, backend, group), train, backend, group)
+    with computing.in_use():
+        return {"command": words, **measure_layouts(config, train, backend, group, wanted, rounds, say)}
+
+
+def measure_layouts(config, train, backend, group, wanted, rounds, say):
+    """Measure the layouts of a run; return everything as JSON values. Collective."""
     begin = time.perf_counter()
     workload, profile = take_profile(workload_of(config, train), group, group.size, backend, say)
     profiled_s = time.perf_counter() - begin
@@ -89,7 +99,6 @@ def run(words, group, wanted, rounds, say):
     won = next(one for one in chosen if with_options(config, options(one)).parallel == auto.config.parallel)
     same = [a.candidate for a in quick.best] == [b.candidate for b in everything.best[: len(quick.best)]]
     return {
-        "command": words,
         "ranks": group.size,
         "layouts": everything.looked_at,
         "priced": quick.priced,

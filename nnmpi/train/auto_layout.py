@@ -22,6 +22,7 @@ import threadpoolctl
 from nnmpi import clock
 from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import on_root
+from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.fitting.fit import cache_folder
 from nnmpi.comm.fitting.measure import find_fit
 from nnmpi.comm.fitting.measure import measure as measure_fit
@@ -61,7 +62,8 @@ Say = Callable[[str], None]
 FIT_S = 6.0  # for a fit that is made on the way; `python -m nnmpi.comm fit` takes its time
 DOUBTFUL = 1.5  # times as long as it takes, a step was predicted from what a busy machine did
 RACE_S, LEAST_STEPS, MOST_STEPS, WARM_UP_STEPS = 1.0, 5, 60, 3
-RACERS, WITHIN = 5, 1.3  # layouts race where nobody says how many: so many, if predicted within this of the best
+RACERS, WITHIN = 5, 1.3  # layouts race where nobody says how many: so many, if predicted within this of the best,
+OUT_OF = 25  # of so many best ones: of those alike, only the first
 RACE_ROUNDS, BEHIND = 3, 1.15  # what is so far behind after a round does not run in the next
 
 
@@ -230,14 +232,15 @@ def _choose(
 
     def look() -> list[Any]:
         pricer = Pricer(workload, profile, network, ModelShapes(workload, profile, backend))
-        found = plan(pricer, config.parallel.memory_limit_bytes, RACERS if wanted is None else max(wanted, 1))
+        found = plan(pricer, config.parallel.memory_limit_bytes, OUT_OF if wanted is None else max(wanted, 1))
         first = [[vars(one.candidate), report.options(one), one.price.seconds] for one in found.best]
         return [first, found.looked_at, found.priced]
 
     first, looked_at, priced = on_root(group, look)
     tried = [(Candidate(**values), options, seconds) for values, options, seconds in first]
     if wanted is None:
-        tried = [one for one in tried if one[2] <= WITHIN * tried[0][2]]
+        within = [one for one in reversed(tried) if one[2] <= WITHIN * tried[0][2]]
+        tried = sorted({kind_of(one[0]): one for one in within}.values(), key=lambda one: one[2])[:RACERS]
     lines = [f"planner: {looked_at} layouts, {priced} of them priced; messages {network.name}"]
     best = 0
     if wanted != 0 and len(tried) > 1:
@@ -259,6 +262,11 @@ def _choose(
     found_s = format_seconds(clock.now() - begin, 2)
     lines.append(f"chosen: {candidate}; a step is predicted to take {format_seconds(seconds, 3)} (found in {found_s})")
     return ChosenLayout(with_options(config, options), computing, tuple(lines), seconds, profile_file(workload))
+
+
+def kind_of(layout: Candidate) -> tuple[Any, ...]:
+    """Return what prices of layouts that are alike have in common, and so their errors."""
+    return layout.axes, layout.zero, layout.allreduce == AUTO
 
 
 def race(layouts: Sequence[Config], group: Group, backend: Backend, local_rank: int) -> list[float]:

@@ -78,8 +78,9 @@ class ParallelConfig:
     """auto: the layout that is predicted to take the least time for a step, as python -m nnmpi.plan finds it, within
     --memory-limit; the options below that say a layout are then left out."""
     race: int | None = None
-    """For --layout auto: run so many of the best layouts for some steps, and take the fastest (default: those predicted
-    to take up to 1.3 times as long as the best, at most 5; 0: none). What they took is kept for the next run."""
+    """For --layout auto: run so many of the best layouts for some steps, and take the fastest (default: the best of
+    each kind, if predicted to take up to 1.3 times as long as the best of all, at most 5; 0: none). What they took is
+    kept for the next run."""
     dp: int | Literal["auto"] = "auto"
     """Replicas that share each batch; dp x pp x tp x sp must be the number of MPI ranks; auto is what is missing."""
     pp: int | Literal["auto"] = "auto"
