@@ -8,8 +8,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-from docutils import nodes
-
 import nnmpi
 from nnmpi.comm.__main__ import main as draw_collective
 from nnmpi.memory.__main__ import main as draw_plan
@@ -113,6 +111,8 @@ def shorten(
 
 def name_files(app: Any, tree: Any) -> None:
     """Name the files of a shown difference as they are in the checkout."""
+    from docutils import nodes  # here, so that tests load this file without Sphinx
+
     for block in tree.findall(nodes.literal_block):
         if block.get("language") == "udiff":
             text = block.astext().replace(f"{app.srcdir}/", "")
@@ -128,7 +128,7 @@ def write_pages(app: Any) -> None:
     draw_schedule([*words, "--html", str(folder / "1f1b.html")])
     draw_schedule([*words, "--message-ms", "0.3", "--trace", str(folder / "pipeline.json")])
     report([str(folder / "pipeline.json")])
-    draw_plan(["plan", "--links", "8", "--bandwidth", "2MiB", "--html", str(folder / "plan.html")])
+    draw_plan(["plan", "--layers", "8", "--bandwidth", "2MiB", "--html", str(folder / "plan.html")])
 
 
 def setup(app: Any) -> None:

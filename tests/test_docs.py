@@ -12,6 +12,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -178,3 +179,9 @@ def test_ci_runs_what_the_readme_says() -> None:
     ):
         assert command in given and f"{command} || status=1" in run
     assert "scripts/test --backend fake --ranks 2 --quick --jobs 2" in given & run
+
+
+def test_the_pages_that_run_are_written(tmp_path: Path) -> None:
+    """A renamed option ended the building of all pages, which only CI does."""
+    runpy.run_path(str(ROOT / "docs" / "conf.py"))["write_pages"](SimpleNamespace(outdir=tmp_path))
+    assert {file.name for file in (tmp_path / "pages").glob("*.html")} >= {"ring.html", "1f1b.html", "plan.html"}
