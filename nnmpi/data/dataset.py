@@ -201,7 +201,7 @@ class Dataset:
     def lengths(self) -> None:
         """All samples have the same shape."""
 
-    @property
+    @cached_property
     def identity(self) -> str:
         """A hash of samples and labels, with what they are multiplied by."""
         found = hashlib.sha256(f"{self.x.dtype} {self.x.shape} {self.y.shape} {self.classes} {self.scale}".encode())

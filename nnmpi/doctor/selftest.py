@@ -141,9 +141,9 @@ def _try_checkpoint(group: Group) -> None:
         _train(whole, samples, 0, STEPS)
         _train(first, samples, 0, half)
         with MetricsRecorder(None, 0) as recorder, Saver(folder, recorder, group, keep=1) as saver:
-            saver.save(first, RunState(step=half, samples=len(samples)))
+            saver.save(first, RunState(step=half))
             saver.wait()
-        restore(second, find(folder, group), folder, len(samples))
+        restore(second, find(folder, group), folder, RunState())
         _train(second, samples, half, STEPS)
         arrays = [{**each.model.state(), **each.state()[1].to_dict(everywhere=True)} for each in (whole, second)]
         same = all(np.array_equal(arrays[0][name], arrays[1][name]) for name in arrays[0])

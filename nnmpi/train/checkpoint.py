@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from nnmpi.comm.world import BackgroundWork
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.state import model_state
 from nnmpi.compose.trainer import Trainer
-from nnmpi.errors import CheckpointError, counted
+from nnmpi.errors import CheckpointError, DataError, counted
 from nnmpi.mesh import AXES, Coordinates, Mesh
 from nnmpi.nn.module import Module
 from nnmpi.parallel.shard_map import ArraySpec
@@ -245,7 +245,7 @@ def find(folder: RunFolder, group: Group, writes: bool = True, best: bool = Fals
 
 
 def restore(
-    trainer: Trainer, last: LastCheckpoint | None, folder: RunFolder, samples: int
+    trainer: Trainer, last: LastCheckpoint | None, folder: RunFolder, first: RunState
 ) -> tuple[RunState, list[str]]:
     """Give the trainer what `find` found; return the state, and lines to print. Collective.
 
@@ -253,19 +253,23 @@ def restore(
         trainer: which gets the arrays; without a checkpoint it stays as it is.
         last: what was found; None stands for a run that has no checkpoint yet, and begins.
         folder: of the run, for the message.
-        samples: rows of the training set.
+        first: the state of a run that begins, which says what its data are.
 
     Raises:
-        CheckpointError: on all ranks, when it does not fit the model or the data; nothing is changed then.
+        CheckpointError: on all ranks, when it does not fit the model; nothing is changed then.
+        DataError: on all ranks, for other data than it was begun with.
     """
     if last is None:
-        return RunState(samples=samples), [f"{folder.path} has no checkpoint yet: starting at the beginning"]
-    if last.values["samples"] != samples:
-        raise CheckpointError(
-            f"{last.folder} is of a run with {last.values['samples']} training samples, but the data set now gives "
-            f"{samples}; resume with the data that it began with, or start a new run with another --out"
-        )
+        return first, [f"{folder.path} has no checkpoint yet: starting at the beginning"]
     state = RunState.from_json(last.values)
+    if (state.samples, state.data or first.data) != (first.samples, first.data):
+        had, has = f"a run with {state.samples} training samples", f"the data set now gives {first.samples}"
+        if state.samples == first.samples:
+            had, has = "a run on other data", "the samples or labels have changed since, as many as they are"
+        raise DataError(
+            f"{last.folder} is of {had}, but {has}; resume with the data that it began with, or start a new run with "
+            "another --out"
+        )
     arrays = trainer.state()
     sources = [_source(None)] * 2
     if last.checkpoint is not None:
@@ -275,7 +279,7 @@ def restore(
     for each, source in zip(arrays, sources, strict=True):
         each.scatter(*source)
     trainer.load_scalars(last.values["optimizer"])
-    return state, [*last.notices, *_moved(last, trainer)]
+    return replace(state, data=first.data), [*last.notices, *_moved(last, trainer)]
 
 
 def load_weights(model: Module, group: Group, where: Arrangement, last: LastCheckpoint) -> None:

@@ -55,6 +55,11 @@ class Inputs:
         return self.train.is_tokens or self.signature.predicts == "quantities"
 
     @property
+    def identity(self) -> str:
+        """What tells these samples and labels from others: a hash of each set."""
+        return f"{self.train.identity} {self.test.identity}"
+
+    @property
     def variances(self) -> tuple[float, float] | None:
         """The variance of the quantities in the training and the test set; None where classes are predicted."""
         sets = [each for each in (self.train, self.test) if isinstance(each, Dataset) and each.predicts == "quantities"]

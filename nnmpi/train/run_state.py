@@ -48,6 +48,7 @@ class RunState:
             many steps it was; 0 for none.
         elapsed_s: seconds of training, evaluating and saving, over all parts of a resumed run.
         samples: rows of the training set, which `batch` counts in.
+        data: what tells the data from others, see `Inputs.identity`; empty in checkpoints of older versions.
     """
 
     step: int = 0
@@ -59,6 +60,7 @@ class RunState:
     best_step: int = 0
     elapsed_s: float = 0.0
     samples: int = 0
+    data: str = ""
 
     def after(self, totals: Totals, window: Totals) -> RunState:
         """Return the state after the steps that have these sums, with those since the last line of metrics."""
@@ -100,7 +102,7 @@ class RunState:
             CheckpointError: when a value is missing.
         """
         try:
-            plain = {name: values[name] for name in cls.__dataclass_fields__}
+            plain = {name: {**_LATER, **values}[name] for name in cls.__dataclass_fields__}
             totals = {name: Totals.from_json(plain[name]) for name in ("window", "in_epoch")}
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"the checkpoint's state.json lacks a value: {error}") from None
@@ -120,6 +122,7 @@ def check_stored(values: Mapping[str, Any], file: Path) -> None:
     Raises:
         CheckpointError: for a value that is missing or of another kind.
     """
+    values = {**_LATER, **values}
     for name, kind in _KINDS.items():
         if name not in values:
             raise CheckpointError(f"{file} lacks {name}, {kind.words}; {_WAY}")
@@ -163,6 +166,7 @@ def _is_optimizer(value: Any) -> bool:
 
 
 _WAY = "remove the folder with that file to go on from an older checkpoint"
+_LATER = {"data": ""}  # what checkpoints of older versions lack
 _COUNT = _Kind("a whole number from 0 on", _is_count)
 _NUMBER = _Kind("a number", _is_number)
 _SUMS = _Kind("sums by name", _is_sum)
@@ -170,6 +174,7 @@ _KINDS = {
     **dict.fromkeys(("step", "epoch", "batch", "best_step", "samples"), _COUNT),
     **dict.fromkeys(("best", "elapsed_s"), _NUMBER),
     **dict.fromkeys(("window", "in_epoch"), _SUMS),
+    "data": _Kind("a text", lambda value: isinstance(value, str)),
     "optimizer": _Kind('numbers by name with "steps"', _is_optimizer),
     "ranks": _Kind("a whole number from 1 on", lambda value: _is_count(value) and value > 0),
     "layout": _Kind("whole numbers from 1 on for dp, pp, tp and sp", _is_layout),

@@ -107,8 +107,8 @@ def _run(
         lines = [*(() if chosen is None else chosen.lines), *header(context), *notices]
     reached["data and model"] = time.time()
     settled = settle(context)
-    samples = len(context.inputs.train)
-    state, restored = restore(context.trainer, last, folder, samples) if resuming else (RunState(samples=samples), [])
+    first = RunState(samples=len(context.inputs.train), data=context.inputs.identity)
+    state, restored = restore(context.trainer, last, folder, first) if resuming else (first, [])
     reached["checkpoint"] = time.time()
     state.check(context.extent, folder.path)
     if resuming and group.is_root and not folder.finished.exists():

@@ -87,7 +87,7 @@ def test_a_worker_gets_back_what_it_had(group: Group, tmp_path: Path) -> None:
     kept = find(folder, group)
     assert kept is not None
     assert (kept.checkpoint is not None) == group.is_root
-    state, notices = restore(other, kept, folder, samples=9)
+    state, notices = restore(other, kept, folder, RunState(samples=9))
     assert (state.step, other.optimizer.steps) == (4, steps)
     assert notices == [f"resuming from {folder.checkpoints / 'step-00000004'}"]
     assert all(group.gather(equal(arrays_of(other), expected)))
@@ -117,7 +117,7 @@ def test_sharded_heads_and_interleaved_stages_are_read_by_any_layout_and_seriall
         expected = everything(writes)
         for other, ranks in ((layouts[step % len(layouts)], group), (Layout(), alone)):
             reads = worker_of(other, ranks, seed=1)
-            restore(reads, find(folder, ranks), folder, samples=9)
+            restore(reads, find(folder, ranks), folder, RunState(samples=9))
             assert all(group.gather(all(map(equal, everything(reads), expected)))), f"{layout} by {other}"
 
 
@@ -149,7 +149,7 @@ def test_nothing_is_changed_by_a_checkpoint_that_does_not_fit(
     save_at(make_worker(group), folder, group, step=4)
     worker = make_worker(group, **options)  # type: ignore[arg-type]
     before, kept = fill(worker, -9.0), find(folder, group)
-    found = text_on_all(group, lambda: restore(worker, kept, folder, samples=9), CheckpointError)
+    found = text_on_all(group, lambda: restore(worker, kept, folder, RunState(samples=9)), CheckpointError)
     assert text in found and str(folder.checkpoints / "step-00000004") in found
     assert all(group.gather(equal(arrays_of(worker), before)))
 
@@ -235,7 +235,7 @@ def test_without_a_checkpoint_a_run_starts_at_the_beginning(group: Group, tmp_pa
     folder = RunFolder(shared(group, tmp_path))
     kept = find(folder, group)
     assert kept is None
-    state, notices = restore(make_worker(group), kept, folder, samples=9)
+    state, notices = restore(make_worker(group), kept, folder, RunState(samples=9))
     assert state == RunState(samples=9)
     assert notices == [f"{folder.path} has no checkpoint yet: starting at the beginning"]
 
@@ -271,7 +271,7 @@ def test_other_layouts_are_told(group: Group, tmp_path: Path) -> None:
             del state["sha256"]
             file.write_text(json.dumps({**state, "sha256": module.digest(state)}))
         group.barrier()
-        _, notices = restore(make_worker(group), find(folder, group), folder, samples=9)
+        _, notices = restore(make_worker(group), find(folder, group), folder, RunState(samples=9))
         assert notices[1:] == [f"{words}: equal up to rounding"]
 
 

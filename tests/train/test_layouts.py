@@ -87,7 +87,7 @@ class Job:
 
     def restore(self, folder: RunFolder) -> list[str]:
         """Read the last checkpoint, and return what there is to say."""
-        return restore(self.worker, find(folder, self.group), folder, samples=9)[1]
+        return restore(self.worker, find(folder, self.group), folder, RunState(samples=9))[1]
 
     def close(self) -> None:
         """Give the groups back."""

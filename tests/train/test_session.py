@@ -13,9 +13,9 @@ from nnmpi.backend.device_errors import expects_device
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.mpi_world import MpiWorld
 from nnmpi.comm.simulated.simulated_world import PostponedWork
-from nnmpi.errors import CheckpointError, DeviceError, DivergenceError, UsageError
+from nnmpi.errors import CheckpointError, DataError, DeviceError, DivergenceError, UsageError
 from nnmpi.train.build import build_model
-from nnmpi.train.checkpoint_files import CheckpointWriter
+from nnmpi.train.checkpoint_files import STATE_FILE, CheckpointWriter, digest
 from nnmpi.train.cli import main
 from nnmpi.train.folder import RunFolder, sha256
 from nnmpi.train.metrics import read_metrics
@@ -392,17 +392,54 @@ def test_divergence_keeps_earlier_checkpoints(train: Train, tmp_path: Path) -> N
     assert (tmp_path / "run0" / "checkpoints" / "latest").exists()
 
 
-def test_a_run_does_not_go_on_with_data_of_another_length(train: Train, group: Group, tmp_path: Path) -> None:
-    def write(rows: int) -> None:
-        np.savez(tmp_path / "grown.npz", x=np.arange(2 * rows).reshape(rows, 2), y=np.arange(rows) % 2)
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"rows": 40}, "of a run with 80 training samples, but the data set now gives 32; resume with the data"),
+        ({"feature": 9.0}, "of a run on other data, but the samples or labels have changed since, as many as they are"),
+        ({"label": 1}, "of a run on other data, but the samples or labels have changed since"),
+    ],
+    ids=["length", "a feature", "a label"],
+)
+def test_a_run_does_not_go_on_with_other_data(
+    train: Train, group: Group, tmp_path: Path, change: dict[str, float], says: str
+) -> None:
+    def write(rows: float = 100, feature: float = 0.0, label: float = 0) -> None:
+        x, y = np.arange(2.0 * rows).reshape(-1, 2), np.arange(rows, dtype=int) % 2
+        x[0, 0], y[0] = feature, label
+        np.savez(tmp_path / "changed.npz", x=x, y=y)
 
-    write(100)
-    run = train("--model mlp --dataset grown.npz --batch-size 10 --max-steps 7")  # stops at batch 7 of 8
-    write(40)
-    with pytest.raises(
-        CheckpointError, match="of a run with 80 training samples, but the data set now gives 32; resume"
-    ):
+    write()
+    run = train("--model mlp --dataset changed.npz --batch-size 10 --max-steps 7")  # stops at batch 7 of 8
+    before = (run / "metrics.jsonl").read_bytes()
+    write(**change)
+    with pytest.raises(DataError, match=says):
         main(["--resume", str(run), "--max-steps", "9"], group)
+    assert (run / "metrics.jsonl").read_bytes() == before
+    write()
+    main(["--resume", str(run), "--max-steps", "9"], group)
+
+
+def test_a_run_does_not_go_on_with_another_text(train: Train, group: Group, tmp_path: Path) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("the cat saw a dog. " * 40)
+    run = train(f"--model gpt --dataset {text} --context 8 --layers 1 --features 8 --heads 1 --max-steps 2")
+    text.write_text("the dog saw a cat. " * 40)  # the same characters
+    with pytest.raises(DataError, match="of a run on other data"):
+        main(["--resume", str(run), "--max-steps", "3"], group)
+
+
+def test_a_run_of_a_version_that_did_not_keep_what_its_data_were_goes_on(
+    train: Train, group: Group, tmp_path: Path
+) -> None:
+    run = train("--max-steps 2")
+    files = run / "checkpoints" / "step-00000002" / STATE_FILE
+    values = json.loads(files.read_text())
+    known = values.pop("data")
+    del values["sha256"]
+    files.write_text(json.dumps({**values, "sha256": digest(values)}))
+    main(["--resume", str(run), "--max-steps", "3"], group)
+    assert json.loads((run / "checkpoints" / "step-00000003" / STATE_FILE).read_text())["data"] == known
 
 
 def test_a_finished_run_is_told_again_and_goes_on_with_more_epochs(

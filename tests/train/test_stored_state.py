@@ -69,7 +69,7 @@ def test_a_value_of_another_kind_is_named(name: str, value: Any, words: str) -> 
     assert str(caught.value).endswith("; remove the folder with that file to go on from an older checkpoint")
 
 
-@pytest.mark.parametrize("name", sorted(GOOD))
+@pytest.mark.parametrize("name", sorted(GOOD.keys() - {"data"}))
 def test_a_value_that_is_missing_is_named(name: str) -> None:
     values = {key: value for key, value in GOOD.items() if key != name}
     with pytest.raises(CheckpointError, match=rf"^run/state\.json lacks {name}, "):
