@@ -15,9 +15,9 @@ So what one rank patches is patched for all.
 
 Numbers of ranks are 1 to 9, 12, 16 and 33. With --sizes K a test runs on K of them, told by its name, and on twice as
 many if it is about messages and collectives themselves and this is no quick run; `scripts/test` has K = 1. Without it a
-test runs on all of them, and on few ranks with several seeds. Whole trainings (`equivalence`), which take half a minute
-on 33 ranks, are dealt to at most 8, the fewest with three axes of ranks, and the contract of layouts itself to at most
-12, the fewest with three that differ; on the double of a device all is dealt to at most 4 but messages and collectives.
+test runs on all of them, and on few ranks with several seeds. What is no test of messages and collectives themselves
+is dealt to at most 12, the fewest with three axes of ranks that differ, and whole trainings (`equivalence`) but the
+contract of layouts itself to at most 8, the fewest with three; on the double of a device to at most 4.
 """
 
 import inspect
@@ -35,8 +35,9 @@ from tests.harness import left_out
 
 FEW, MANY = (1, 2, 3, 4, 5, 6), (7, 8, 9, 12, 16, 33)
 SEEDS = 3  # on each of the few, where nothing is left out
-MOST_DEALT, MOST_FOR_CONTRACT = 8, 12  # ranks of a whole training
-MOST_ON_DOUBLE = 4  # ranks of nearly all on the double of a device
+MOST_DEALT = 12  # ranks of what is no test of messages and collectives themselves
+MOST_OF_A_TRAINING = 8
+MOST_ON_DOUBLE = 4
 
 
 @dataclass(frozen=True)
@@ -129,11 +130,12 @@ def _simulation(item: Any) -> Simulation | None:
 
 def most_ranks(item: pytest.Item, on_host: bool) -> int:
     """Return on how many ranks a test runs at most where tests are dealt out."""
-    if not on_host:
-        return MOST_ON_DOUBLE if left_out.is_dealt(item) else MANY[-1]
-    if not item.nodeid.startswith("tests/equivalence/"):
+    if not left_out.is_dealt(item):
         return MANY[-1]
-    return MOST_FOR_CONTRACT if left_out.is_contract(item) else MOST_DEALT
+    if not on_host:
+        return MOST_ON_DOUBLE
+    is_training = item.nodeid.startswith("tests/equivalence/") and not left_out.is_contract(item)
+    return MOST_OF_A_TRAINING if is_training else MOST_DEALT
 
 
 def _name(item: pytest.Item, world: Simulation) -> str:

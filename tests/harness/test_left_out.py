@@ -43,7 +43,12 @@ def test_the_contract_runs_on_many_ranks_too() -> None:
 
 @pytest.mark.parametrize(
     ("name", "on_host", "on_double"),
-    [("equivalence/test_layouts.py", 12, 4), ("equivalence/test_modes.py", 8, 4), ("comm/test_group.py", 33, 33)],
+    [
+        ("equivalence/test_layouts.py", 12, 4),
+        ("equivalence/test_modes.py", 8, 4),
+        ("parallel/test_data.py", 12, 4),
+        ("comm/test_group.py", 33, 33),
+    ],
 )
 def test_simulated_trainings_are_dealt_to_few_ranks(name: str, on_host: int, on_double: int) -> None:
     assert (most_ranks(item(name), True), most_ranks(item(name), False)) == (on_host, on_double)
