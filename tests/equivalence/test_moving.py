@@ -38,6 +38,16 @@ def arrays(worker: Worker) -> dict[str, Array]:
     return model.to_dict() | {f"optimizer {name}": array for name, array in optimizer.to_dict().items()}
 
 
+def serial(
+    setup: Setup, group: Group, alone: Group, layout: Layout | None = None
+) -> tuple[list[float], dict[str, Array]]:
+    """Return the losses of the run of one rank, and its last arrays on rank 0, which does it."""
+    if not group.is_root:
+        return group.share(None), {}
+    worker = build(setup, alone, layout)
+    return group.share(steps(setup, worker, 0, STEPS)), arrays(worker)
+
+
 def move(old: Worker, new: Worker) -> None:
     """Give one worker's state to another, through the whole arrays on rank 0."""
     for mine, theirs in zip(old.state(), new.state(), strict=True):
@@ -51,9 +61,7 @@ def move(old: Worker, new: Worker) -> None:
 def test_any_layout_goes_on_where_any_other_stopped(group: Group, alone: Group, name: str) -> None:
     """Each kind of layout is once the first and once the second; the second starts with other weights."""
     setup = SETUPS[name]
-    serial = build(setup, alone)
-    losses = steps(setup, serial, 0, STEPS)
-    expected = arrays(serial)
+    losses, expected = serial(setup, group, alone)
     limit = tolerance(setup.dtype, STEPS, setup.optimizer)
     chosen = kinds(group.size, setup)
     for first, second in zip(chosen, chosen[1:] + chosen[:1], strict=True):
@@ -75,8 +83,7 @@ def test_any_layout_goes_on_where_any_other_stopped(group: Group, alone: Group, 
 
 def test_under_fixed_sums_it_goes_on_with_the_same_bits(group: Group, alone: Group) -> None:
     setup = replace(SETUPS["noisy"], microbatches=3, dtype="float32")
-    serial = build(setup, alone, Layout(reduction="fixed"))
-    losses = steps(setup, serial, 0, STEPS)
+    losses, _ = serial(setup, group, alone, Layout(reduction="fixed"))
     chosen = [spread(setup, mesh, "gpipe", reduction="fixed") for mesh in meshes(group.size) if mesh[2] == 1]
     for first, second in zip(chosen, chosen[1:] + chosen[:1], strict=True):
         before, after = build(setup, group, first), build(setup, group, second)
