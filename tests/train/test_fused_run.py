@@ -1,20 +1,22 @@
 """Runs with the fused update, or a fit: the same weights as through shared sums, also when they are resumed."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from nnmpi.comm.fitting.fit import save_fit
+from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.mpi_world import mpi_world
 from tests.comm.test_fit import make as make_fit
 from tests.harness.slow import ONCE_MORE
-from tests.train.jobs import train
+from tests.train.jobs import train as start
 from tests.train.test_resume import last_checkpoint
 
 pytestmark = pytest.mark.timeout(300)
 
-WORDS = "--model mlp --dropout 0.2 --batch-size 20 --optimizer adamw --schedule constant"
+WORDS = "--backend numpy --model mlp --dropout 0.2 --batch-size 20 --optimizer adamw --schedule constant"
 
 
 def checkpoint(run: Path) -> list[bytes]:
@@ -22,26 +24,33 @@ def checkpoint(run: Path) -> list[bytes]:
     return [(last_checkpoint(run) / f"{name}.safetensors").read_bytes() for name in ("model", "optimizer")]
 
 
-@pytest.mark.slow(ONCE_MORE)
-def test_it_ends_with_the_weights_of_shared_sums_and_goes_on_where_it_was(tmp_path: Path) -> None:
-    ending = train(tmp_path, f"{WORDS} --max-steps 6 --fused-update --out fused", ranks=2)
-    assert ending.status == 0
-    assert "fused with the update, through shared memory" in ending.output
-    assert train(tmp_path, f"{WORDS} --max-steps 6 --allreduce shared --out plain", ranks=2).status == 0
-    assert checkpoint(tmp_path / "fused") == checkpoint(tmp_path / "plain")
-    assert train(tmp_path, f"{WORDS} --max-steps 4 --fused-update --out broken", ranks=2).status == 0
-    assert train(tmp_path, "--resume broken --max-steps 6", ranks=2).status == 0
-    assert checkpoint(tmp_path / "broken") == checkpoint(tmp_path / "fused")
+@pytest.mark.mpi(min_size=2)
+def test_it_ends_with_the_weights_of_shared_sums_and_goes_on_where_it_was(
+    group: Group, train: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fused = train(f"{WORDS} --max-steps 6 --fused-update")
+    said = capsys.readouterr().out
+    plain = train(f"{WORDS} --max-steps 6 --allreduce shared")
+    broken = train(f"{WORDS} --max-steps 4 --fused-update")
+    train(f"--resume {broken} --max-steps 6")
+    if group.is_root:  # whose folders they are
+        assert "fused with the update, through shared memory" in said
+        assert checkpoint(fused) == checkpoint(plain)
+        assert checkpoint(broken) == checkpoint(fused)
 
 
-def test_a_run_goes_on_with_the_fused_update_and_without_it(tmp_path: Path) -> None:
+@pytest.mark.mpi(min_size=2)
+def test_a_run_goes_on_with_the_fused_update_and_without_it(
+    group: Group, train: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
     """The all-reduces chosen in a checkpoint are nothing to a fused update, nor is their lack to an ordinary run."""
-    words = f"{WORDS} --dataset iris"
-    assert train(tmp_path, f"{words} --max-steps 4 --out plain", ranks=2).status == 0
-    on = train(tmp_path, "--resume plain --max-steps 6 --fused-update", ranks=2)
-    assert on.status == 0 and "fused with the update" in on.output
-    off = train(tmp_path, "--resume plain --max-steps 8 --no-fused-update", ranks=2)
-    assert off.status == 0 and "fused with the update" not in off.output
+    run = train(f"{WORDS} --dataset iris --max-steps 4 --no-fused-update")
+    train(f"--resume {run} --max-steps 6 --fused-update")
+    on = capsys.readouterr().out
+    train(f"--resume {run} --max-steps 8 --no-fused-update")
+    off = capsys.readouterr().out
+    assert ("fused with the update" in on) == group.is_root
+    assert "fused with the update" not in off
 
 
 @pytest.mark.slow(ONCE_MORE)
@@ -51,7 +60,7 @@ def test_a_run_with_a_fit_goes_on_with_other_ranks(tmp_path: Path) -> None:
     machine = replace(fit.machine, across=None, nodes=None)
     save_fit(replace(fit, facts=facts, machine=machine), tmp_path / "fit.json")
     words = f"{WORDS} --dataset iris --fit fit.json"
-    first = train(tmp_path, f"{words} --max-steps 2 --out run", ranks=2)
+    first = start(tmp_path, f"{words} --max-steps 2 --out run", ranks=2)
     assert first.status == 0 and "fitted to Head Node with 2 ranks" in first.output
-    more = train(tmp_path, "--resume run --max-steps 4", ranks=3)
+    more = start(tmp_path, "--resume run --max-steps 4", ranks=3)
     assert more.status == 0 and "going on without a fit: the fit fit.json was made with 2 ranks" in more.output

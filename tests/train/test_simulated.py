@@ -17,15 +17,14 @@ from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import UsageError
 from nnmpi.train.cli import launch, main
 from nnmpi.train.loop import StopSignals
-from tests.harness.slow import once_more
 from tests.train.jobs import train
 
-SHORT = "--max-steps 12 --batch-size 30 --log-every 4 --backend numpy"  # as the jobs have, in every suite
+SHORT = "--max-steps 12 --batch-size 30 --log-every 4 --backend numpy"
 LAYOUTS = {
     "ring": (3, "--allreduce ring"),
-    "tree": (5, "--allreduce tree"),
+    "tree": (6, "--allreduce tree"),
     "parameter server": (3, "--allreduce ps"),
-    "halving-doubling": (5, "--allreduce halving-doubling --dtype float64"),
+    "halving-doubling": (6, "--allreduce halving-doubling --dtype float64"),
     "shared": (3, "--allreduce shared --dtype float64"),
     "fused": (3, ""),
     "1f1b": (4, "--pp 4 --split 3,3,3,3"),
@@ -36,9 +35,8 @@ LAYOUTS = {
     "ssp": (4, "--sync ssp --staleness 0 --servers 2"),
     "local": (3, "--sync local --local-steps 5"),
     "gossip": (4, "--sync gossip"),
-    "random pairs": (5, "--sync gossip --neighbours random"),
+    "random pairs": (6, "--sync gossip --neighbours random"),
 }
-QUICK = ("ring", "zero-bubble", "ssp", "local")
 
 
 def simulated(folder: Path, words: str, ranks: int, seed: int = 0, cpu_factor: float = 1.0) -> Path:
@@ -54,15 +52,20 @@ def weights(run: Path) -> str:
     return hashlib.sha256(b"".join(file.read_bytes() for file in sorted(last.glob("*.safetensors")))).hexdigest()
 
 
-@pytest.mark.parametrize("name", [once_more(name, slow=name not in QUICK) for name in LAYOUTS])
-def test_the_bytes_are_those_of_a_run_under_mpirun(name: str, tmp_path: Path) -> None:
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.needs_ranks(LAYOUTS[name][0])) for name in LAYOUTS]
+)
+def test_the_bytes_are_those_of_a_run_under_mpirun(group: Group, tmp_path: Path, name: str) -> None:
     """Weights and the optimizer's state at the end, whatever the seed."""
     ranks, words = LAYOUTS[name]
-    job = train(tmp_path, f"{SHORT} {words} --out job", ranks)
-    assert job.status == 0, job.output
-    expected = weights(tmp_path / "job")
-    for seed in range(2):
-        assert weights(simulated(tmp_path, f"{SHORT} {words}", ranks, seed)) == expected
+    if group.size != ranks:
+        return
+    job = Path(group.share(str(tmp_path / "job")))
+    main([*SHORT.split(), *words.split(), "--out", str(job)], group)
+    found = [group.is_root and weights(simulated(tmp_path, f"{SHORT} {words}", ranks, seed)) for seed in range(2)]
+    group.barrier()
+    assert not group.is_root or found == [weights(job)] * 2
 
 
 @pytest.mark.parametrize("words", ["--sync asp", "--sync ssp --staleness 4 --servers 2", "--servers 1 --backup 1"])
