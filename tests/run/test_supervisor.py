@@ -9,20 +9,23 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from os import EX_DATAERR
 from pathlib import Path
 
 import pytest
 
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.doctor.diagnosis import restart_parts
 from nnmpi.errors import UsageError
 from nnmpi.run import supervisor
 from nnmpi.run.__main__ import main
 from nnmpi.run.launching import Launcher, find_launcher, given_hosts
 from nnmpi.run.supervisor import USAGE, GaveUp, SupervisedRun, Supervisor, without
+from nnmpi.train.cli import main as train_command
 from nnmpi.train.folder import RunFolder
 from tests.harness.job import run
-from tests.train.jobs import LIMIT_S, lines, send, train
+from tests.train.jobs import LIMIT_S, lines, send
 from tests.train.test_resume import last_checkpoint
 
 # What stands for mpirun: it writes its words down, and then does what the next line of a list says.
@@ -200,9 +203,9 @@ FIXED = "--backend numpy --model mlp --dataset iris --batch-size 50 --hidden 16 
 
 @pytest.mark.timeout(300)
 def test_killed_at_random_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
-    """On three ranks, any of which may be killed, against a run on two."""
+    """On three ranks, any of which may be killed, against a run on one."""
     words = f"{FIXED} --epochs 30 --save-steps 5 --log-every 2 --eval-every 0"
-    assert train(tmp_path, f"{words} --out whole", ranks=2).status == 0
+    simulate(partial(train_command, f"{words} --out {tmp_path / 'whole'}".split()), 1)
     broken, draws, kills = tmp_path / "broken", random.Random(3), [4, 20]
 
     def disturb() -> bool:

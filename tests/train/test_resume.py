@@ -4,6 +4,7 @@ import json
 import random
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
 from tests.harness.slow import ONCE_MORE
 from tests.train.jobs import lines, once, send, train
@@ -38,6 +41,20 @@ def assert_same_end(one: Path, other: Path) -> None:
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (last_checkpoint(one) / name).read_bytes() == (last_checkpoint(other) / name).read_bytes(), name
     assert without_times(one) == without_times(other)
+
+
+def simulated(words: str, ranks: int) -> None:
+    """Run the command on simulated ranks, in this process: what a checkpoint holds is the same."""
+    simulate(partial(main, f"--backend numpy {words}".split()), ranks)
+
+
+def assert_near(one: Path, other: Path, *names: str) -> None:
+    """Compare the last checkpoints' files, whose sums were taken in other orders."""
+    for name in names:
+        ours, theirs = (load_file(last_checkpoint(run) / f"{name}.safetensors") for run in (one, other))
+        assert ours.keys() == theirs.keys()
+        for key, array in ours.items():
+            np.testing.assert_allclose(theirs[key], array, rtol=1e-9, atol=1e-12, err_msg=key)
 
 
 @pytest.mark.slow(ONCE_MORE)
@@ -90,35 +107,29 @@ def test_running_statistics_and_the_place_in_an_epoch_are_restored(tmp_path: Pat
     assert (state["step"], state["epoch"], state["batch"], state["seed"]) == (6, 0, 6, 0)
 
 
-def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--model mlp --dataset iris --dtype float64 --batch-size 25 --dropout 0.1 --schedule constant"
-    assert train(tmp_path, f"{words} --max-steps 12 --out whole").status == 0
-    assert train(tmp_path, f"{words} --max-steps 7 --out moved", ranks=2).status == 0
-    ending = train(tmp_path, "--resume moved --max-steps 12", ranks=3)
-    assert ending.status == 0
-    assert "the run had 2 ranks and goes on with 3: equal up to rounding" in ending.output
-    one, other = (load_file(last_checkpoint(tmp_path / run) / "model.safetensors") for run in ("whole", "moved"))
-    assert one.keys() == other.keys()
-    for name, array in one.items():
-        np.testing.assert_allclose(other[name], array, rtol=1e-9, atol=1e-12, err_msg=name)
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    simulated(f"{words} --max-steps 12 --out {whole}", 1)
+    simulated(f"{words} --max-steps 7 --out {moved}", 2)
+    simulated(f"--resume {moved} --max-steps 12", 3)
+    assert "the run had 2 ranks and goes on with 3: equal up to rounding" in capsys.readouterr().out
+    assert_near(whole, moved, "model")
 
 
-def test_a_checkpoint_resumes_under_another_layout(tmp_path: Path) -> None:
+def test_a_checkpoint_resumes_under_another_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = "--model mlp --dataset iris --dtype float64 --batch-size 25 --optimizer adamw --schedule constant"
-    assert train(tmp_path, f"{words} --max-steps 9 --out whole").status == 0
+    whole, moved = tmp_path / "whole", tmp_path / "moved"
+    simulated(f"{words} --max-steps 9 --out {whole}", 1)
     pipeline = (
         "--pp 2 --pipeline interleaved --virtual-stages 2"  # which stay among its options, and do nothing without
     )
-    assert train(tmp_path, f"{words} --max-steps 3 {pipeline} --out moved", ranks=2).status == 0
-    ending = train(tmp_path, "--resume moved --max-steps 6 --pp 1 --tp 2", ranks=2)
-    assert ending.status == 0
-    assert "the run had dp 1 x pp 2 x tp 1 and goes on with dp 1 x pp 1 x tp 2: equal up to rounding" in ending.output
-    assert train(tmp_path, "--resume moved --max-steps 9 --tp 1").status == 0
-    for name in ("model.safetensors", "optimizer.safetensors"):
-        one, other = (load_file(last_checkpoint(tmp_path / run) / name) for run in ("whole", "moved"))
-        assert one.keys() == other.keys()
-        for key, array in one.items():
-            np.testing.assert_allclose(other[key], array, rtol=1e-9, atol=1e-12, err_msg=key)
+    simulated(f"{words} --max-steps 3 {pipeline} --out {moved}", 2)
+    simulated(f"--resume {moved} --max-steps 6 --pp 1 --tp 2", 2)
+    told = "the run had dp 1 x pp 2 x tp 1 and goes on with dp 1 x pp 1 x tp 2: equal up to rounding"
+    assert told in capsys.readouterr().out
+    simulated(f"--resume {moved} --max-steps 9 --tp 1", 1)
+    assert_near(whole, moved, "model", "optimizer")
 
 
 def test_a_damaged_checkpoint_is_passed_over_with_a_notice(tmp_path: Path) -> None:
