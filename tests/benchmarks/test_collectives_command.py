@@ -94,18 +94,11 @@ def test_an_interruption_leaves_the_rows_so_far(tmp_path: Path, only_ranks: bool
         assert ending.output.count("interrupted; ") == 1
 
 
-@pytest.mark.parametrize(
-    ("words", "sentence"),
-    [
-        ("--algorithms native,rig", "--algorithms 'rig' is unknown; the names are all, native, "),
-        ("--min 1m --max 4k", "--min 1 MB is more than --max 4 KB"),
-        ("--json missing/a.json", "--json missing/a.json cannot be written: No such file or directory"),
-    ],
-)
-def test_wrong_use_is_one_sentence_and_status_2(tmp_path: Path, words: str, sentence: str) -> None:
-    ending = bench(tmp_path, words, ranks=2)
+def test_wrong_use_is_one_sentence_and_status_2(tmp_path: Path) -> None:
+    """Of what only the job finds; for words alone see below."""
+    ending = bench(tmp_path, "--json missing/a.json", ranks=2)
     assert ending.status == 2, ending.output
-    assert ending.output.count(sentence) == 1
+    assert ending.output.count("--json missing/a.json cannot be written: No such file or directory") == 1
     assert "Traceback" not in ending.output
     assert "avg us" not in ending.output
 
