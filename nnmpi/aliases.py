@@ -7,26 +7,32 @@ total(x, dim=1)      # total(x, axis=1)
 x.unsqueeze(0)       # AttributeError: Tensor has no attribute 'unsqueeze'; write x[None], x[:, None] ...
 from nnmpi.nn import functional  # ModuleNotFoundError: nnmpi.nn has no part 'functional'; operations stand in ...
 nn.ReLU(inplace=True)  # TypeError: ReLU has no argument 'inplace'; leave it out: no operation ...
+numpy.max(x)         # x.max(axis=None, out=None): None for an argument of PyTorch's or NumPy's says nothing
 """
 
 from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import signature
+from math import inf
 from types import MappingProxyType, ModuleType
 from typing import Any, NoReturn, TypeVar, cast
+
+from nnmpi.errors import counted
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 def also(**ours: str) -> Callable[[F], F]:
-    """Let a function take arguments by other names, too, and answer for those of PyTorch's that it has not.
+    """Let a function take arguments by other names, too, and answer for those that it has not.
 
     Args:
         ours: by their name elsewhere, what they are called here.
     """
 
     def decorate(function: F) -> F:
-        answered = INSTEAD.keys() - signature(function).parameters.keys() - ours.keys()
+        parameters = signature(function).parameters
+        by_place = [name for name, each in parameters.items() if each.kind is each.POSITIONAL_OR_KEYWORD]
+        most = inf if any(each.kind is each.VAR_POSITIONAL for each in parameters.values()) else len(by_place)
 
         @wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:
@@ -35,10 +41,25 @@ def also(**ours: str) -> Callable[[F], F]:
                     if ours[theirs] in kwargs:
                         raise TypeError(f"{function.__qualname__} got {theirs} and {ours[theirs]}, which are one thing")
                     kwargs[ours[theirs]] = kwargs.pop(theirs)
-                for theirs in answered & kwargs.keys():
-                    name = type(args[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
-                    raise TypeError(f"{name} has no argument {theirs!r}; {INSTEAD[theirs]}")
+                for theirs in kwargs.keys() - parameters.keys():
+                    if theirs not in INSTEAD or kwargs.pop(theirs) is not None:
+                        raise refused(theirs, *args)
+            if len(args) > most:
+                raise refused("", *args)
             return function(*args, **kwargs)
+
+        def refused(theirs: str, *args: Any) -> TypeError:
+            """Return the error for an argument that there is not, by its name, or by its place where that is empty."""
+            name = type(args[0]).__name__ if function.__name__ == "__init__" else function.__qualname__
+            if theirs in INSTEAD:
+                return TypeError(f"{name} has no argument {theirs!r}; {INSTEAD[theirs]}")
+            places = [each for each in by_place if each != "self"]
+            names = [each for each, found in parameters.items() if found.kind is found.KEYWORD_ONLY]
+            by_name = f" and {', '.join(names)} by name" if names else ""
+            if theirs:
+                return TypeError(f"{name} has no argument {theirs!r}; it takes {', '.join(places) or 'none'}{by_name}")
+            taken = f"{counted(len(places), 'positional argument')}, {', '.join(places)}{',' * bool(names)}{by_name}"
+            return TypeError(f"{name} takes {taken}; leave the others out")
 
         return cast(F, called)
 
@@ -54,7 +75,7 @@ INSTEAD = _rows(
     ("zeros ones full empty eye rand randn randint arange linspace from_numpy as_tensor zeros_like ones_like tril triu "
      "new_zeros new_ones new_tensor new_full",
      "make it with NumPy: nnmpi.Tensor(numpy.zeros((2, 3), 'float32'))"),
-    ("float32 float64 float16 bfloat16 int64 long int float double half type",
+    ("float32 float64 float16 bfloat16 int64 long int float double half type dtype",
      "dtypes have NumPy's names: x.astype('float32'), model.initialize(dtype='float64')"),
     ("to cuda device pin_memory non_blocking",
      "the backend is chosen once, by initialize(backend=...), and the dtype by initialize(dtype=...)"),
@@ -92,18 +113,27 @@ INSTEAD = _rows(
     ("GRU RNN", "there is nn.LSTM"),
     ("LogSoftmax NLLLoss", "nn.CrossEntropyLoss takes what comes before the softmax; ops.log_softmax(x)"),
     ("pos_weight", "ops.binary_cross_entropy(x, y, reduction='none') gives each one's loss, to be weighted and summed"),
-    ("weight", "layers without parameters have none; to weigh classes, "
+    ("weight", "to weigh classes, "
      "losses = ops.cross_entropy(x, y, reduction='none'), (losses * weight[y]).sum() / weight[y].sum()"),
     ("padding_idx", "leave it out; with ignore_index the loss leaves out what is padding"),
     ("strict", "leave it out: a state has all names of the model, and no others"),
     ("nll_loss", "ops.cross_entropy(x, labels): of a log_softmax, and of what comes before it, the same number"),
     ("dropout1d dropout2d Dropout1d Dropout2d Dropout3d AlphaDropout", "nn.Dropout(p), which drops single elements"),
-    ("smooth_l1_loss mse_loss l1_loss binary_cross_entropy_with_logits",
-     "ops.huber(x, y), ops.mse(x, y), ops.mae(x, y), ops.binary_cross_entropy(x, y)"),
+    ("mse_loss", "ops.mse(x, y, reduction='mean')"),
+    ("l1_loss", "ops.mae(x, y, reduction='mean')"),
+    ("smooth_l1_loss huber_loss", "ops.huber(x, y, reduction='mean', delta=1.0)"),
+    ("binary_cross_entropy_with_logits", "ops.binary_cross_entropy(x, y), which takes what comes before the sigmoid"),
+    ("size_average reduce", "reduction is 'mean', 'sum' or 'none'"),
     ("BCELoss", "nn.BCEWithLogitsLoss takes what comes before the sigmoid"),
     ("SmoothL1Loss", "nn.HuberLoss"),
-    ("AdaptiveAvgPool2d", "nn.GlobalAvgPool2d()"),
-    ("SyncBatchNorm", "nn.BatchNorm, which takes the statistics of the global batch"),
+    ("AdaptiveAvgPool2d adaptive_avg_pool2d", "to one pixel: nn.GlobalAvgPool2d(), x.mean((1, 2))"),
+    ("ceil_mode", "leave it out: rows and columns that no window covers count for nothing, and nnmpi.tensor.pad(x, "
+     "[(0, 0), (0, 1), (0, 1), (0, 0)]) adds a row and a column"),
+    ("padding_mode", "leave it out: the border of images is 0"),
+    ("bias affine elementwise_affine", "leave it out: the layer has a weight and a bias; one that is not wanted "
+     "is kept at 0: layer.bias.data[...] = 0, layer.bias.requires_grad = False (of an LSTM, lstm.layers[0].bias)"),
+    ("track_running_stats", "leave it out: outside of nn.training() the running statistics are used"),
+    ("SyncBatchNorm BatchNorm3d", "nn.BatchNorm, for any shape, which takes the statistics of the global batch"),
     ("GroupNorm InstanceNorm2d RMSNorm", "there are nn.LayerNorm and nn.BatchNorm"),
     ("normal_ uniform_ constant_ zeros_ ones_ trunc_normal_ xavier_uniform_ xavier_normal_ kaiming_uniform_ "
      "kaiming_normal_",
@@ -118,6 +148,10 @@ INSTEAD = _rows(
     ("stack where squeeze", "it is a function: nnmpi.tensor.stack([x, y]), where(condition, x, y), squeeze(x, axis)"),
     ("sum mean max min argmax exp log sqrt tanh reshape transpose permute flatten var",
      "it is a method: x.sum(axis), x.flatten(1)"),
+    ("argmin", "(-x).argmax(axis)"),
+    ("unbiased", "x.var(axis, correction=1) divides by n - 1"),
+    ("out", "leave it out: an operation makes a new tensor"),
+    ("any all nonzero", "ask the array: x.numpy().any(), x.numpy().all()"),
     ("matmul mm bmm dot einsum", "x @ y"),
     ("t mT", "x.T, or x.transpose(0, 2, 1)"),
     ("dim indices values", "x.ndim; of max an axis: x.max(1) has the values, x.argmax(1) their places"),
@@ -132,18 +166,22 @@ INSTEAD = _rows(
     ("chunk split", "write slices: x[:, :4]"),
     ("gather", "nnmpi.tensor.take_along_axis(x, indices, axis)"),
     ("view_as", "x.reshape(y.shape)"),
-    ("clone contiguous inplace", "leave it out: no operation changes a tensor in place"),
+    ("clone copy contiguous inplace", "leave it out: no operation changes a tensor in place"),
     ("set_to_none", "leave it out: zero_grad always forgets the gradients"),
-    ("start_dim", "leave it out: nn.Flatten() keeps the first axis"),
+    ("start_dim end_dim", "leave it out: nn.Flatten() keeps the first axis"),
     ("multinomial randperm normal bernoulli", "draw with NumPy: numpy.random.default_rng(0).choice(n, p=p)"),
     ("pad", "it is a function: nnmpi.tensor.pad(x, ...)"),
-    ("interpolate normalize cumsum prod round logsumexp",
+    ("interpolate normalize cumsum prod round logsumexp elu softplus kl_div cosine_similarity unfold",
      "there is none; write it with what there is, or as a nnmpi.tensor.Function with its derivative"),
     ("ConvTranspose2d Conv1d Conv3d Softplus ELU PReLU ReLU6 Hardswish Upsample PixelShuffle Unfold KLDivLoss",
      "there is none; a layer of your own is a nn.Module"),
+    ("MNIST FashionMNIST CIFAR10 datasets", "train, test = nnmpi.data.load('cifar10')"),
+    ("transforms ToTensor", "images are arrays already; nnmpi.data.Loader(..., transform=) takes "
+     "data.Normalize(mean, std), data.Flip(), data.Shift(2), and several in data.Compose"),
     ("Subset", "samples are chosen by arrays: nnmpi.data.Dataset(name, x[places], y[places], classes)"),
     ("topk sort argsort", "sort arrays: numpy.argsort(x.data)"),
     ("attn_mask", "causal=True is the one mask there is; another is added by hand: ops.softmax(scores + mask) @ v"),
+    ("dropout_p", "leave it out: nn.CausalSelfAttention(features, heads, dropout=0.1) drops probabilities"),
     ("batch_first", "leave it out: x is (batch, time, features), and h all that comes back, h = lstm(x); "
      "h, state = lstm.with_state(x, state) has the state"),
     ("drop_last", "leave it out: a short last batch counts by its samples"),
@@ -151,7 +189,7 @@ INSTEAD = _rows(
      "nnmpi.data.Loader deals samples by seed and epoch: rank= and world=, shuffle=, transform="),
     ("add_ sub_ mul_ div_ zero_ fill_ copy_ clamp_",
      "no operation changes a tensor in place; write x = x + 1, or to x.data"),
-    ("requires_grad_", "Tensor(x, requires_grad=True); parameter.requires_grad = False"),
+    ("requires_grad requires_grad_", "Tensor(x, requires_grad=True); parameter.requires_grad = False"),
     ("train", "leave it out; with dropout or batch normalization the loss is computed within "
      "a block: with nn.training(step=optimizer.steps)"),
     ("eval training", "outside of nn.training() models evaluate; leave it out; nn.current().training tells"),

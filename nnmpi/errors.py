@@ -4,6 +4,7 @@
 65 (EX_DATAERR) for one that the same command meets again.
 """
 
+from operator import index
 from os import EX_DATAERR  # 65; `python -m nnmpi.run` tries what ends with it once more, and then gives up
 
 
@@ -28,6 +29,21 @@ class UsageError(NnmpiError, ValueError):
     """A wrong option, value or combination of them, found before any work is done."""
 
     exit_status = 2
+
+
+def whole(name: str, value: object, least: int = 1) -> int:
+    """Return a whole number that is not below `least`; an error calls it `name`.
+
+    Raises:
+        UsageError: for a smaller number, one with a fraction, and what is no number.
+    """
+    try:
+        number = index(value)  # type: ignore[arg-type]
+    except TypeError:
+        number = least - 1
+    if number < least:
+        raise UsageError(f"{name} is {value!r}; give a whole number of at least {least}")
+    return number
 
 
 class LayoutError(UsageError):

@@ -10,9 +10,10 @@ from typing import Any, Literal, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, is_array
 from nnmpi.backend.random import stream
 from nnmpi.errors import DataError, UsageError
+from nnmpi.errors import whole as whole_number
 
 Predicts: TypeAlias = Literal["classes", "yes-or-no", "quantities"]
 Wanted: TypeAlias = Literal["classes", "quantities", "any"]  # of what stands in a file
@@ -106,6 +107,12 @@ class Dataset:
     class_names: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
+        if not is_array(self.x) or not is_array(self.y):
+            raise DataError(
+                f"{self.name}: samples are a {type(self.x).__name__} and labels a {type(self.y).__name__}; "
+                "give arrays, numpy.asarray(x, 'float32') and numpy.asarray(y)"
+            )
+        whole_number("classes", self.classes, 0)
         whole = self.y.dtype == np.int64
         if (self.x.dtype != np.float32 and self.x.dtype.kind not in "iu") or not (whole or self.y.dtype == np.float32):
             raise DataError(

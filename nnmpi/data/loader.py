@@ -18,6 +18,7 @@ from nnmpi.data.prefetch import Prefetch
 from nnmpi.data.sampler import PARTITIONS, batches_per_epoch, by_length, order, own_rows, own_samples, rows
 from nnmpi.data.transform import Transform, can_split, split_transform
 from nnmpi.errors import ShapeError, UsageError
+from nnmpi.errors import whole as whole_number
 from nnmpi.shard import split
 
 # A part of a batch that is not larger takes less time to make than to hand over from a thread. Measured on 2 cores, one
@@ -147,12 +148,9 @@ class Loader:
         workers: int | None = None,
         prefetch: int = 2,
     ) -> None:
-        if batch_size < 1:
-            raise UsageError(f"batch size {batch_size} is not possible; give 1 or more")
+        batch_size, microbatches = whole_number("batch_size", batch_size), whole_number("microbatches", microbatches)
         if not 0 <= rank < world:
             raise UsageError(f"rank {rank} of {world} ranks does not exist")
-        if microbatches < 1:
-            raise UsageError(f"{microbatches} microbatches are not possible; give 1 or more")
         if partition not in PARTITIONS:
             raise UsageError(f"the partition {partition!r} does not exist; choose from: {', '.join(PARTITIONS)}")
         if whole and partition != "none":

@@ -4,7 +4,7 @@ from typing import Literal
 
 from nnmpi.aliases import also
 from nnmpi.backend.windows import Pair, pair
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, whole
 from nnmpi.nn.init import fan_in
 from nnmpi.nn.module import Module
 from nnmpi.ops.conv.conv2d import conv2d
@@ -40,7 +40,9 @@ class Conv2d(Module):
         bias: bool = True,
         init: Initializer | None = None,
     ) -> None:
-        if inputs < 1 or outputs < 1 or groups < 1 or inputs % groups or outputs % groups:
+        inputs, outputs = whole("Conv2d's inputs", inputs), whole("Conv2d's outputs", outputs)
+        groups = whole("Conv2d's groups", groups)
+        if inputs % groups or outputs % groups:
             raise UsageError(
                 f"a convolution of {inputs} to {outputs} channels in {groups} groups does not work; "
                 "groups must divide both numbers of channels"

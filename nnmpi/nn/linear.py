@@ -3,7 +3,7 @@
 from typing import Any
 
 from nnmpi.aliases import also
-from nnmpi.errors import UsageError
+from nnmpi.errors import whole
 from nnmpi.nn.init import Normal, fan_in
 from nnmpi.nn.module import Module
 from nnmpi.ops.embedding import embedding
@@ -31,8 +31,7 @@ class Linear(Module):
         init: Initializer | None = None,
         bias_init: Initializer | None = None,
     ) -> None:
-        if inputs < 1 or outputs < 1:
-            raise UsageError(f"a linear layer needs at least 1 input and 1 output, not {inputs} and {outputs}")
+        inputs, outputs = whole("Linear's inputs", inputs), whole("Linear's outputs", outputs)
         self.weight = Parameter((inputs, outputs), init or fan_in(inputs))
         self.bias = Parameter((outputs,), bias_init or fan_in(inputs)) if bias else None
 
@@ -56,8 +55,7 @@ class Embedding(Module):
 
     @also(num_embeddings="entries", embedding_dim="features")
     def __init__(self, entries: int, features: int, init: Initializer | None = None) -> None:
-        if entries < 1 or features < 1:
-            raise UsageError(f"an embedding needs at least 1 entry and 1 feature, not {entries} and {features}")
+        entries, features = whole("Embedding's entries", entries), whole("Embedding's features", features)
         self.weight = Parameter((entries, features), init or Normal(1.0))
 
     @property

@@ -5,7 +5,7 @@ from typing import Any
 from nnmpi.aliases import also
 from nnmpi.backend.array import namespace
 from nnmpi.backend.recording import active, perform
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, whole
 from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.init import fan_in
 from nnmpi.nn.mode import current
@@ -56,10 +56,8 @@ class LSTM(Module):
     def __init__(
         self, inputs: int, features: int, layers: int = 1, *, bidirectional: bool = False, dropout: float = 0.0
     ) -> None:
-        if min(inputs, features, layers) < 1:
-            raise UsageError(
-                f"an LSTM needs at least 1 input, feature and layer, not {inputs}, {features} and {layers}"
-            )
+        inputs, features = whole("LSTM's inputs", inputs), whole("LSTM's features", features)
+        layers = whole("LSTM's layers", layers)
         self.features = features
         self.directions = 2 if bidirectional else 1
         self.layers = [

@@ -1,11 +1,10 @@
 """Normalization layers: over the batch and over the features."""
 
 from collections.abc import Callable
-from math import prod
 
 from nnmpi.aliases import also
 from nnmpi.backend.array import Array, namespace
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.errors import ShapeError, UsageError, whole
 from nnmpi.nn.init import Constant
 from nnmpi.nn.mode import current, warn_later
 from nnmpi.nn.module import Buffer, Module
@@ -30,10 +29,10 @@ class BatchNorm(Module):
 
     @also(num_features="channels")
     def __init__(self, channels: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
-        if channels < 1 or not 0 <= momentum <= 1 or eps <= 0:
+        channels = whole("BatchNorm's channels", channels)
+        if momentum is None or not 0 <= momentum <= 1 or eps <= 0:
             raise UsageError(
-                f"batch normalization of {channels} channels with momentum {momentum} and eps {eps} does not work; "
-                "channels must be at least 1, the momentum in 0..1, eps above 0"
+                f"BatchNorm's momentum is {momentum} and its eps {eps}; give a momentum in 0..1 and an eps above 0"
             )
         self.momentum, self.eps = float(momentum), float(eps)
         self.weight = Parameter((channels,), Constant(1.0))
@@ -105,9 +104,10 @@ class LayerNorm(Module):
 
     @also(normalized_shape="features")
     def __init__(self, features: int | tuple[int, ...], eps: float = 1e-5) -> None:
-        shape = (features,) if isinstance(features, int) else tuple(features)
-        if not shape or prod(shape) < 1 or eps <= 0:
-            raise UsageError(f"layer normalization over {features} with eps {eps} does not work")
+        lengths = features if isinstance(features, tuple | list) else (features,)
+        shape = tuple(whole("LayerNorm's features", length) for length in lengths)
+        if not shape or eps <= 0:
+            raise UsageError(f"LayerNorm's features are {shape} and its eps {eps}; give a length and an eps above 0")
         self.eps = eps
         self.weight = Parameter(shape, Constant(1.0))
         self.bias = Parameter(shape, Constant(0.0))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from nnmpi.aliases import also
 from nnmpi.backend.array import Array, zero
 from nnmpi.tensor.convert import in_float32
 from nnmpi.tensor.elementwise import tanh as tanh
@@ -101,21 +102,25 @@ def _sigmoid(xp: Any, x: Array) -> Any:
     return small
 
 
+@also(input="x")
 def relu(x: Tensor) -> Tensor:
     """Return max(x, 0), elementwise."""
     return in_float32(Relu(), require_floating("relu", x))
 
 
+@also(input="x", negative_slope="slope")
 def leaky_relu(x: Tensor, slope: float = 0.01) -> Tensor:
     """Return x where it is positive and slope * x elsewhere."""
     return in_float32(LeakyRelu(float(slope)), require_floating("leaky_relu", x))
 
 
+@also(input="x")
 def sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + e^-x), elementwise, without overflow."""
     return in_float32(SigmoidFunction(), require_floating("sigmoid", x))
 
 
+@also(input="x")
 def silu(x: Tensor) -> Tensor:
     """Return x * sigmoid(x), elementwise: SiLU, also called swish (Elfwing, Uchibe and Doya, 2017)."""
     return in_float32(Silu(), require_floating("silu", x))

@@ -274,8 +274,8 @@ def attention(
     return with_kernels(kernels, PackedAttention(heads, causal, kernels, before), packed)
 
 
-@also(is_causal="causal")
-def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool = False) -> Tensor:
+@also(query="q", key="k", value="v", is_causal="causal")
+def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
     """Return softmax(q k^T / sqrt(features)) v, for each sequence and head.
 
     Vaswani et al., "Attention is all you need", 2017.

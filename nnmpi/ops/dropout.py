@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from nnmpi.aliases import also
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.kernels.lookup import kernels_for
@@ -64,8 +65,13 @@ def _places(part: Region) -> Array:
     return places
 
 
+@also(p="rate", input="x")
 def dropout(
-    x: Tensor, rate: float, key: Key | Callable[[], Place], first_row: int = 0, columns: Array | None = None
+    x: Tensor,
+    rate: float = 0.5,
+    key: Key | Callable[[], Place] | None = None,
+    first_row: int = 0,
+    columns: Array | None = None,
 ) -> Tensor:
     """Return x with each element dropped with probability `rate`, the others divided by 1 - rate.
 
@@ -74,16 +80,22 @@ def dropout(
     Args:
         x: (rows, ...); a row is a sample.
         key: two 32-bit numbers (`backend.random.key_pair`): another pair for every step and layer. Or what returns
-            them and the first row; it is asked in every pass, also when a compiled step is replayed.
+            them and the first row; it is asked in every pass, also when a compiled step is replayed. Layers of
+            `nn.Dropout` have one.
         first_row: the place in the global batch of x's first row.
         columns: (elements of a row,) uint32; their places in a whole row, where x has only a part of each.
 
     Raises:
-        UsageError: when the rate is not in [0, 1).
+        UsageError: when the rate is not in [0, 1), or there is no key.
         ShapeError: when there is not one place for each element of a row.
     """
     if not 0 <= rate < 1:
         raise UsageError(f"dropout's rate is a probability in [0, 1), not {rate}")
+    if not callable(key) and not isinstance(key, tuple):
+        raise UsageError(
+            f"dropout needs a key, from which the mask is drawn, not {key}; a layer brings its own: "
+            f"self.drop = nn.Dropout({rate}) in __init__, self.drop(x) in forward"
+        )
     if columns is not None and columns.shape != (prod(x.shape[1:]),):
         raise ShapeError(f"dropout of rows of shape {x.shape[1:]} got the places of {columns.size} elements")
     place = key if callable(key) else lambda: (key, first_row)

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.aliases import also
-from nnmpi.backend.array import Array, namespace
+from nnmpi.aliases import INSTEAD, also
+from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.kernels.lookup import kernels_for
 from nnmpi.backend.kernels.sums import sum_of_squares
@@ -152,7 +152,7 @@ class BinaryCrossEntropy(_Error):
         return to_x, xp.multiply(xp.negative(x), share) if self.needs[1] else None
 
 
-@also()
+@also(input="logits", target="labels")
 def cross_entropy(
     logits: Tensor, labels: Any, reduction: str = "mean", ignore_index: int | None = None, label_smoothing: float = 0.0
 ) -> Tensor:
@@ -173,9 +173,9 @@ def cross_entropy(
         DtypeError: when the labels are not integers.
         UsageError: for an unknown reduction or a smoothing outside [0, 1).
     """
+    kernels = kernels_for(require_floating("cross_entropy", logits).data)
     classes = logits.shape[-1] if logits.ndim else 0
     values = checked_labels(logits, labels, classes, reduction, ignore_index, label_smoothing)
-    kernels = kernels_for(require_floating("cross_entropy", logits).data)
     function = CrossEntropy(reduction, ignore_index, float(label_smoothing), kernels)
     return with_kernels(kernels, function, logits, values, narrow=False)
 
@@ -190,7 +190,7 @@ def checked_labels(
 
     Errors are those of `cross_entropy`.
     """
-    _check_reduction(reduction)
+    check_reduction(reduction)
     if not 0 <= label_smoothing < 1:
         raise UsageError(f"label_smoothing is a share in [0, 1), not {label_smoothing}")
     given = whole_values("cross_entropy", labels)
@@ -207,6 +207,7 @@ def checked_labels(
     return values
 
 
+@also(input="x")
 def mse(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """Return the squared error (x - target)^2: its mean over all elements, its sum, or each one.
 
@@ -220,19 +221,21 @@ def mse(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
         DtypeError: when the dtypes differ.
         UsageError: for an unknown reduction.
     """
-    _check_reduction(reduction)
+    check_reduction(reduction)
     return in_float32(SquaredError(reduction), require_floating("mse", x), _target("mse", x, target), narrow=False)
 
 
+@also(input="x")
 def mae(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """Return the absolute error |x - target|: its mean over all elements, its sum, or each one (PyTorch's l1_loss).
 
     Args and errors are those of `mse`.
     """
-    _check_reduction(reduction)
+    check_reduction(reduction)
     return in_float32(AbsoluteError(reduction), require_floating("mae", x), _target("mae", x, target), narrow=False)
 
 
+@also(input="x")
 def huber(x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0) -> Tensor:
     """Return Huber's error: half the square where |x - target| <= delta, else a straight line of slope delta.
 
@@ -245,13 +248,14 @@ def huber(x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0) -
     Raises:
         UsageError: for another delta; see also `mse`.
     """
-    _check_reduction(reduction)
+    check_reduction(reduction)
     if not delta > 0:
         raise UsageError(f"delta is {delta}; give a number above 0")
     function = Huber(reduction, float(delta))
     return in_float32(function, require_floating("huber", x), _target("huber", x, target), narrow=False)
 
 
+@also(input="logits")
 def binary_cross_entropy(logits: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """Return the cross-entropy between sigmoid(logits) and targets in [0, 1], computed from the logits.
 
@@ -265,14 +269,20 @@ def binary_cross_entropy(logits: Tensor, target: Any, reduction: str = "mean") -
         DtypeError: when the dtypes differ.
         UsageError: for an unknown reduction.
     """
-    _check_reduction(reduction)
+    check_reduction(reduction)
+    require_floating("binary_cross_entropy", logits)
     target = _target("binary_cross_entropy", logits, target)
-    return in_float32(
-        BinaryCrossEntropy(reduction), require_floating("binary_cross_entropy", logits), target, narrow=False
-    )
+    return in_float32(BinaryCrossEntropy(reduction), logits, target, narrow=False)
 
 
-def _check_reduction(reduction: str) -> None:
+def check_reduction(reduction: str) -> None:
+    """Refuse what is no reduction.
+
+    Raises:
+        UsageError: naming those that there are; for an array, what weighs classes.
+    """
+    if is_array(reduction):
+        raise UsageError(f"reduction is one of {', '.join(REDUCTIONS)}, and no array; {INSTEAD['weight']}")
     if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise UsageError(f"reduction {reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
 

@@ -62,7 +62,7 @@ class AvgPool2dFunction(Pool2dFunction):
         return (self.kernels.avg_pool_grad(self.xp, grad, self.saved, self.over),)
 
 
-@also(kernel_size="kernel")
+@also(input="x", kernel_size="kernel")
 def max_pool2d(x: Tensor, kernel: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> Tensor:
     """Return the largest element of each window, (batch, out_height, out_width, channels).
 
@@ -79,7 +79,7 @@ def max_pool2d(x: Tensor, kernel: int | Pair, stride: int | Pair | None = None, 
     return pooled(MaxPool2dFunction, x, _checked("max_pool2d", x, kernel, stride, padding))
 
 
-@also(kernel_size="kernel")
+@also(input="x", kernel_size="kernel")
 def avg_pool2d(x: Tensor, kernel: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> Tensor:
     """Return the mean of each window, (batch, out_height, out_width, channels); the border counts as zeros.
 

@@ -71,7 +71,7 @@ class LogSoftmax(Function):
         return (xp.subtract(grad, share, out=share),)
 
 
-@also(dim="axis")
+@also(input="x", dim="axis")
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """Return e^x / sum(e^x) along `axis`: positive numbers that add up to 1.
 
@@ -84,7 +84,7 @@ def softmax(x: Tensor, axis: int = -1) -> Tensor:
     return with_kernels(kernels, function, x) if axis % x.ndim == x.ndim - 1 else in_float32(function, x)
 
 
-@also(dim="axis")
+@also(input="x", dim="axis")
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
     """Return the logarithm of softmax along `axis`, computed without overflow or log of 0.
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from nnmpi.errors import UsageError, counted
+from nnmpi.errors import UsageError, counted, whole
 from nnmpi.synchrony.neighbours import NEIGHBOURS, RING
 
 MODES = ("bsp", "asp", "ssp", "local", "gossip")
@@ -49,10 +49,10 @@ class Sync:
         """Check that the settings make sense by themselves."""
         _choose("mode", self.mode, MODES)
         _choose("neighbours", self.neighbours, NEIGHBOURS)
-        _at_least("staleness", self.staleness, 0)
-        _at_least("local_steps", self.local_steps, 1)
-        _at_least("servers", self.servers, 0)
-        _at_least("backup", self.backup, 0)
+        whole("staleness", self.staleness, 0)
+        whole("local_steps", self.local_steps, 1)
+        whole("servers", self.servers, 0)
+        whole("backup", self.backup, 0)
         self._check_used(f"staleness {self.staleness}", self.staleness != DEFAULT_STALENESS, "ssp")
         self._check_used(f"local_steps {self.local_steps}", self.local_steps != DEFAULT_LOCAL_STEPS, "local")
         self._check_used(f"neighbours {self.neighbours}", self.neighbours != RING, "gossip")
@@ -158,8 +158,3 @@ class Sync:
 def _choose(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise UsageError(f"{name} {value!r} does not exist; choose from: {', '.join(choices)}")
-
-
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise UsageError(f"{name} is {value}; give at least {least}")

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nnmpi.aliases import missing
+from nnmpi.aliases import also, missing
 from nnmpi.backend.array import Array
 from nnmpi.backend.recording import active
 from nnmpi.errors import ShapeError, UninitializedError
@@ -48,6 +48,7 @@ class Parameter(Tensor):
 
     guard: Callable[[], None] | None
 
+    @also()
     def __init__(
         self, shape: tuple[int, ...] | Array, init: Initializer | None = None, region: Region | None = None
     ) -> None:

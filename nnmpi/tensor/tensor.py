@@ -295,7 +295,7 @@ class Tensor(Variable):
         """Return the mean over axes. See `reduce.mean`."""
         return reduce.mean(self, axis, keepdims)
 
-    @also(dim="axis", keepdim="keepdims")
+    @also(dim="axis", keepdim="keepdims", ddof="correction")
     def var(self, axis: reduce.Axis = None, keepdims: bool = False, correction: int = 0) -> Tensor:
         """Return the variance over axes. See `reduce.variance`."""
         return reduce.variance(self, axis, keepdims, correction)
@@ -332,6 +332,7 @@ class Tensor(Variable):
         """Return the hyperbolic tangent of the elements."""
         return elementwise.tanh(self)
 
+    @also(min="low", max="high")
     def clip(self, low: float | None = None, high: float | None = None) -> Tensor:
         """Return the elements kept between two bounds. See `elementwise.clip`."""
         return elementwise.clip(self, low, high)

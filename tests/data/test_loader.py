@@ -196,11 +196,11 @@ def test_transform_that_changes_rows_or_dtype_is_refused() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"batch_size": 0}, "batch size 0"),
+        ({"batch_size": 0}, "batch_size is 0"),
         ({"rank": 2, "world": 2}, "rank 2 of 2 ranks"),
         ({"rank": -1}, "rank -1 of 1"),
         ({"workers": -1}, "-1 loader threads"),
-        ({"microbatches": 0}, "0 microbatches"),
+        ({"microbatches": 0}, "microbatches is 0"),
         ({"prefetch": 0}, "0 batches ahead"),
         ({"dtype": "int64"}, "cannot be given as int64"),
     ],

@@ -12,7 +12,7 @@ import pytest
 import nnmpi
 from nnmpi import data, models, nn, ops, optim
 from nnmpi.aliases import INSTEAD
-from nnmpi.errors import GraphError, ShapeError, UsageError
+from nnmpi.errors import DataError, GraphError, ShapeError, UsageError
 from nnmpi.train.cli import parse
 
 TREE = """\
@@ -236,10 +236,59 @@ def test_arguments_of_pytorch_are_answered() -> None:
         "Module.zero_grad has no argument 'set_to_none'; leave": lambda: model.zero_grad(set_to_none=True),
         "Loader has no argument 'pin_memory'; the backend": lambda: typed.data.Loader(None, 4, pin_memory=True),
         "nnmpi.tensor is a package; nnmpi.Tensor(values) makes a tensor": lambda: typed.tensor([1.0]),
+        "LSTM has no argument 'bias'; leave it out: the layer has": lambda: typed.nn.LSTM(3, 4, bias=False),
+        "LSTM has no argument 'proj_size'; it takes inputs, features, layers and bidirectional": lambda: typed.nn.LSTM(
+            3, 4, proj_size=2
+        ),
+        "BatchNorm has no argument 'affine'; leave it out: the layer": lambda: typed.nn.BatchNorm2d(3, affine=False),
+        "MaxPool2d has no argument 'ceil_mode'; leave it": lambda: typed.nn.MaxPool2d(2, ceil_mode=True),
+        "LeakyReLU takes 1 positional argument, slope; leave the others": lambda: typed.nn.LeakyReLU(0.1, True),
+        "Conv2d has no argument 'padding_mode'; leave it": lambda: typed.nn.Conv2d(1, 1, 3, padding_mode="reflect"),
+        "relu has no argument 'inplace'; leave it out": lambda: typed.ops.relu(x, inplace=True),
+        "dropout has no argument 'training'; outside of nn.training()": lambda: typed.ops.dropout(
+            x, 0.1, training=True
+        ),
+        "scaled_dot_product_attention takes 3 positional arguments, q, k, v, and causal by name": lambda: (
+            typed.ops.scaled_dot_product_attention(*[typed.Tensor(heads[0])] * 3, np.ones((4, 4), bool))
+        ),
+        "scaled_dot_product_attention has no argument 'attn_mask'; causal=True is": lambda: (
+            typed.ops.scaled_dot_product_attention(*[typed.Tensor(heads[0])] * 3, attn_mask=np.ones((4, 4), bool))
+        ),
+        "sum has no argument 'out'; leave it out": lambda: np.sum(x, out=np.ones(())),  # type: ignore[call-overload]
+        "sum has no argument 'axes'; it takes axis, keepdims": lambda: typed.Tensor([1.0]).sum(axes=None),
     }
+    heads, x = np.random.default_rng(0).random((3, 1, 2, 4, 5), np.float32), nnmpi.Tensor([1.0, 2.0])
     for sentence, call in calls.items():
         with pytest.raises(TypeError, match=re.escape(sentence)):
             call()
+    wrong: dict[str, Callable[[], object]] = {
+        "Linear's inputs is '3'; give a whole number of at least 1": lambda: typed.nn.Linear("3", 4),
+        "Linear's outputs is 4.0; give a whole number of at least 1": lambda: typed.nn.Linear(3, 4.0),
+        "Embedding's entries is 0; give": lambda: typed.nn.Embedding(0, 4),
+        "Conv2d's inputs is '3'; give": lambda: typed.nn.Conv2d("3", 4, 3),
+        "LSTM's layers is 1.0; give": lambda: typed.nn.LSTM(3, 4, 1.0),
+        "BatchNorm's channels is '3'; give": lambda: typed.nn.BatchNorm2d("3"),
+        "BatchNorm's momentum is None and": lambda: typed.nn.BatchNorm2d(3, momentum=None),
+        "LayerNorm's features is 0; give": lambda: typed.nn.LayerNorm([2, 0]),
+        "batch_size is '4'; give a whole number of at least 1": lambda: typed.data.Loader(None, "4"),
+        "classes is '2'; give a whole number of at least 0": lambda: typed.data.Dataset("a", heads[0], heads[0], "2"),
+        "betas are 0.9; give two numbers such as (0.9, 0.999)": lambda: typed.optim.Adam(model.storage, betas=0.9),
+        "dropout needs a key, from which the mask is drawn, not None; a layer brings its own: self.drop": lambda: (
+            typed.ops.dropout(x, p=0.1)
+        ),
+        "reduction is one of mean, sum, none, and no array; to weigh": lambda: typed.nn.CrossEntropyLoss(np.ones(3)),
+        "reduction 'average' is unknown": lambda: typed.nn.MSELoss("average"),
+    }
+    for sentence, call in wrong.items():
+        with pytest.raises(UsageError, match=re.escape(sentence)):
+            call()
+    with pytest.raises(DataError, match=r"a: samples are a list and labels a list; give arrays"):
+        typed.data.Dataset("a", [[1.0]], [1], 2)
+    for loss in (ops.cross_entropy, ops.binary_cross_entropy):
+        with pytest.raises(GraphError, match=r"needs a Tensor, not ndarray; wrap the array in nnmpi.Tensor"):
+            loss(cast(Any, np.ones((2, 3))), np.array([0, 1]))
+    row, label = nnmpi.Tensor([[1.0, 2.0]]), np.array([1])
+    assert typed.ops.cross_entropy(input=row, target=label, weight=None).item() == ops.cross_entropy(row, label).item()
     with pytest.raises(UsageError, match=r"h, state = lstm.with_state\(x, state\)"):
         typed.nn.LSTM(4, 4).initialize()(np.ones((2, 3, 4), np.float32), (None, None))
     image = nnmpi.Tensor(np.ones((2, 7, 6, 1), np.float32))
@@ -250,12 +299,11 @@ def test_arguments_of_pytorch_are_answered() -> None:
         == typed.ops.avg_pool2d(image, kernel_size=2).shape
         == (2, 3, 3, 1)
     )
-    heads = np.random.default_rng(0).random((3, 1, 2, 4, 5), np.float32)
     masked = typed.ops.scaled_dot_product_attention(*map(typed.Tensor, heads), is_causal=True).numpy()
     assert np.allclose(masked[:, :, 0], heads[2][:, :, 0]) and not np.allclose(masked[:, :, 1], heads[2][:, :, 1])
-    x, lengths = heads[0, 0], np.array([4, 2])
+    rows, lengths = heads[0, 0], np.array([4, 2])
     lstm = typed.nn.LSTM(5, 3).initialize()
-    assert (lstm(x, lengths=lengths).numpy() == lstm(x, lengths).numpy()).all()
+    assert (lstm(rows, lengths=lengths).numpy() == lstm(rows, lengths).numpy()).all()
     for kernel, stride in ((4, 1), (3, 2)):
         with pytest.raises(UsageError, match='padding="same" needs an odd kernel and a stride of 1'):
             typed.nn.Conv2d(1, 3, kernel, stride, padding="same")
@@ -281,6 +329,9 @@ def test_numpy_reads_a_tensor() -> None:
     assert np.asarray(x).dtype == np.float32 and np.array(x, float).tolist() == [1.0, 2.0]
     assert np.stack([x, x]).dtype == np.float32 and np.mean([x.sum(), x.max()]) == 2.5
     x.requires_grad = True
+    for ours, theirs in ((x.max(), np.max(x)), (x.min(0), np.min(x, axis=0)), (x.mean(), np.mean(x))):  # type: ignore[call-overload]
+        assert isinstance(theirs, nnmpi.Tensor) and theirs.item() == ours.item() and theirs.requires_grad
+    assert np.argmax(x) == 1 and np.var(x, ddof=1).item() == 0.5 and np.clip(x, 0, 1).requires_grad  # type: ignore[call-overload]
     assert np.array([x.sum(), x.sum()]).tolist() == [3.0, 3.0]
     with pytest.raises(GraphError, match=r"becomes an array by x.numpy\(\)"):
         np.stack([x, x])
@@ -304,10 +355,10 @@ def test_places_of_arguments_are_those_of_pytorch() -> None:
     layer = nn.BatchNorm(4, 1e-3, 0.01)
     assert (layer.eps, layer.momentum) == (1e-3, 0.01)
     model, typed = nn.Linear(4, 3).initialize(), dict[str, Any](SGD=optim.SGD, LSTM=nn.LSTM)
-    for call in (lambda: typed["SGD"](model.storage, 0.1, 0.9, 1e-4), lambda: typed["LSTM"](4, 4, 1, True)):
+    for call in (lambda: typed["SGD"](model.storage, 0.1, 0.9, 1e-4), lambda: typed["LSTM"](4, 4, 1, False)):
         with pytest.raises(TypeError, match="positional arguments"):
             call()
-    with pytest.raises(UsageError, match=r"reduction array\(.* is unknown"):
+    with pytest.raises(UsageError, match="reduction is one of mean, sum, none, and no array"):
         ops.cross_entropy(nnmpi.Tensor([[1.0, 2.0]]), np.array([0]), cast(Any, np.ones(2)))
 
 

@@ -143,7 +143,7 @@ def scaled_dot_product_attention(draw: Draw) -> Case:
     keys, causal = draw(st.integers(1, 4)), draw(st.booleans())
     queries = keys if causal else draw(st.integers(0, 3))
     sizes = [(*leading, queries, features), (*leading, keys, features), (*leading, keys, values)]
-    return Case(lambda q, k, v: ops.scaled_dot_product_attention(q, k, v, causal), arrays(draw, anywhere, sizes))
+    return Case(lambda q, k, v: ops.scaled_dot_product_attention(q, k, v, causal=causal), arrays(draw, anywhere, sizes))
 
 
 def cross_entropy(draw: Draw) -> Case:

@@ -243,7 +243,9 @@ def zeros(*shape, dtype="float64"):
             "same batch and heads",
         ),
         (
-            lambda: ops.scaled_dot_product_attention(zeros(2, 1, 3, 4), zeros(2, 1, 5, 4), zeros(2, 1, 5, 4), True),
+            lambda: ops.scaled_dot_product_attention(
+                zeros(2, 1, 3, 4), zeros(2, 1, 5, 4), zeros(2, 1, 5, 4), causal=True
+            ),
             ShapeError,
             "as many queries as keys",
         ),

@@ -25,9 +25,9 @@ BASE = "--model mlp --dataset iris --dtype float64 --batch-size 25"
     [
         ("--sync asp --servers 2", "servers 2 on 1 rank: every server is a rank of its own; give at most 1"),
         ("--sync asp --servers 0", "--servers is 0; give a whole number, 1 or more"),
-        ("--sync ssp --staleness -1", "staleness is -1; give at least 0"),
+        ("--sync ssp --staleness -1", "staleness is -1; give a whole number of at least 0"),
         ("--sync ssp --staleness x", "--staleness is x; it must be a whole number"),
-        ("--sync local --local-steps 0", "local_steps is 0; give at least 1"),
+        ("--sync local --local-steps 0", "local_steps is 0; give a whole number of at least 1"),
         ("--sync asp --straggler rank=2,factor=3", "a straggler has the rank 2, which is none of the workers"),
         ("--straggler rank=2,factor=3", "a straggler has the rank 2, which is none of the workers"),
         ("--sync asp --straggler rank=0,factor=0.5", "a straggler has the factor 0.5; give a finite number of at"),
