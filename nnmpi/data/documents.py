@@ -92,10 +92,11 @@ def _chunks(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def _last_cut(text: str) -> int:
-    """Return where the last line begins that is not empty and begins with no space; 0 for nowhere."""
+    """Return where the last line begins that begins with no space, behind one that ends with none; 0 for nowhere."""
     at = len(text)
     while (at := text.rfind("\n", 0, at)) >= 0:
-        if at + 1 < len(text) and not text[at + 1].isspace():
+        before = text[max(at - 2, 0) : at].removesuffix("\r")  # behind "\n\n" GPT-2's pattern looks at what comes next
+        if at + 1 < len(text) and not text[at + 1].isspace() and not before[-1:].isspace():
             return at + 1
     return 0
 
@@ -147,10 +148,12 @@ def _table_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, list[
 
 
 def _check_columns(where: str, there: Collection[str], columns: Sequence[str]) -> None:
-    """Refuse columns that are not there."""
+    """Refuse columns that are not there, or more than once."""
     for column in columns:
         if column not in there:
             raise UsageError(f"{where} has no column {column!r}; its columns are: {', '.join(there)}")
+        if list(there).count(column) > 1:
+            raise UsageError(f"{where} has several columns {column!r}; give each another name")
 
 
 def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
@@ -168,4 +171,7 @@ def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, list[s
         wrong = next((column for column in columns if not isinstance(row[column], str)), None)
         if wrong is not None:
             raise DataError(f"{path}, line {number}: column {wrong!r} is no text")
-        yield f"line {number}", [row[column] for column in columns]
+        cells = [row[column] for column in columns]
+        if any("\ud800" <= letter <= "\udfff" for letter in set("".join(cells))):  # JSON can say half a character
+            raise DataError(f"{path}, line {number}: not Unicode text (half of a surrogate pair); write the character out")
+        yield f"line {number}", cells

@@ -110,8 +110,11 @@ class ByteTokenizer:
     identity = BYTES
 
     def encode(self, text: str) -> list[int]:
-        """Return the bytes."""
-        return list(text.encode())
+        """Return the bytes; see `Tokenizer`."""
+        try:
+            return list(text.encode())
+        except UnicodeEncodeError as error:
+            raise UsageError(f"{text[error.start]!r} is half of a character, and no text in UTF-8 has it") from None
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text; bytes that are no UTF-8 become the replacement character."""
@@ -215,6 +218,11 @@ class LibraryTokenizer:
             raise DataError(f"{vocabulary} and {merges}: not a vocabulary and its merges ({error})") from error
         made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
         made.decoder = library.decoders.ByteLevel()
+        numbers = made.get_vocab()
+        lost = set(library.pre_tokenizers.ByteLevel.alphabet()) - numbers.keys()
+        if lost or len(set(numbers.values())) < len(numbers):  # the library would leave out what it does not find
+            wrong = f"{len(lost)} of the 256 bytes have no token" if lost else "two tokens have one number"
+            raise DataError(f"{vocabulary}: not the vocabulary of a GPT-2 ({wrong}); get it again")
         if made.token_to_id(ENDS[0]) is not None:
             made.add_special_tokens([ENDS[0]])
         return cls(made)
@@ -226,8 +234,11 @@ class LibraryTokenizer:
         return largest + 1
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens that the library finds."""
-        tokens: list[int] = self._made.encode(text, add_special_tokens=False).ids
+        """Return the tokens that the library finds; see `Tokenizer`."""
+        try:
+            tokens: list[int] = self._made.encode(text, add_special_tokens=False).ids
+        except Exception as error:  # see `of_file`
+            raise UsageError(f"the tokenizer {self.name} has no tokens for the text ({error})") from None
         return tokens
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -150,12 +150,13 @@ def test_tokens_are_made_once_for_a_text_and_its_tokenizer(txt: Path, cache: Pat
 
 def test_a_corpus_is_read_in_pieces_that_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nnmpi.data.documents.CHUNK_BYTES", 7)
-    text = "é line\r\n  two\n\nthree ünd\n" * 5 + "the last"
+    text = "é line\r\n  two\n\nthree ünd\nfour\n" * 5 + "the last"
     path = write(tmp_path / "a.txt", "\ufeff" + text)
     pieces = list(read_documents(path))
     assert len(pieces) > 5 and [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
     assert "".join(piece for piece, _ in pieces) == text.replace("\r\n", "\n")
     assert all(not piece[0].isspace() for piece, _ in pieces)
+    assert not any(piece.endswith("\n\n") for piece, _ in pieces)  # at an end GPT-2 has one token for the two
     lines = [line for line, _ in read_documents(path, lines=True)]
     assert lines == [line for line in text.replace("\r", "").split("\n") if line]
 
@@ -188,11 +189,13 @@ def test_damaged_tokens_are_named(txt: Path) -> None:
         ("a.csv", b"a,b\n1\n", ("b",), "line 2: 1 cells, and the first line has 2"),
         ("a.csv", b"a,b\n1,\n", ("b",), "line 2: the document is empty"),
         ("a.csv", b"a,b\n", ("b",), "there are no rows"),
+        ("a.csv", b"b,b\n1,2\n", ("b",), "has several columns 'b'; give each another name"),
         ("a.csv", b'a,b\n1,"x', ("b",), "not CSV"),
         ("a.jsonl", b"{}\n", (), "line 1 has no column 'text'"),
         ("a.jsonl", b"[1]\n", (), "line 1: not a JSON object"),
         ("a.jsonl", b"{\n", (), "line 1: not JSON"),
         ("a.jsonl", b'{"text": 3}', (), "line 1: column 'text' is no text"),
+        ("a.jsonl", rb'{"text": "a \ud800 b"}', (), "line 1: not Unicode text .half of a surrogate pair.; write the"),
         ("a.txt.gz", b"not gz", (), "not a whole gz file"),
     ],
 )

@@ -1,6 +1,7 @@
 """Tokenizers: there and back, saved and read again."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,31 @@ def test_gpt2s_merges_are_applied(pairs: Path) -> None:
     assert made.vocabulary_size == 260 and made.end == 259
     assert made.encode("an and") == [256, 258]
     assert made.encode("sand and") == [*made.encode("s"), 257, 258]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda vocabulary: vocabulary.pop("H"), "1 of the 256 bytes have no token"),
+        (lambda vocabulary: vocabulary.update(e=vocabulary["t"]), "two tokens have one number"),
+    ],
+)
+def test_a_vocabulary_that_would_lose_letters_is_refused(
+    pairs: Path, change: Callable[[dict[str, int]], object], words: str
+) -> None:
+    """The library leaves them out, or takes others for them, and says nothing."""
+    vocabulary = json.loads((pairs / "vocab.json").read_text())
+    change(vocabulary)
+    (pairs / "vocab.json").write_text(json.dumps(vocabulary))
+    with pytest.raises(DataError, match=rf"vocab\.json: not the vocabulary of a GPT-2 \({words}"):
+        load_tokenizer(pairs)
+
+
+def test_half_a_character_is_no_text(pairs: Path) -> None:
+    """A command line that is not UTF-8 has such."""
+    for each in tokenizers(pairs):
+        with pytest.raises(UsageError, match=r"\\udcff|no tokens for the text"):
+            each.encode("a\udcff")
 
 
 def test_a_tokenizer_without_an_end_gets_one() -> None:
