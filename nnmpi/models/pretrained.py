@@ -11,6 +11,7 @@ The files that OpenAI's weights are published in leave "transformer." out, and h
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ def read_size(folder: Path) -> GPTSize:
     """Return how large the model in a folder is.
 
     Raises:
-        DataError: when config.json cannot be read, is of no GPT-2, or of one that `models.gpt` is not.
+        DataError: when config.json cannot be read, is of no GPT-2, or of one that `models.gpt` is not; and when the
+            weights have other layers.
     """
     file, found = _read_config(folder)
     for name, value in FIXED.items():
@@ -74,13 +76,16 @@ def read_size(folder: Path) -> GPTSize:
     sizes: list[int] = []
     for name in names:
         size = found.get(name)
-        if not isinstance(size, int) or size < 1:
+        if type(size) is not int or size < 1:
             raise DataError(f"{file}: {name} is {size!r}; it must be a whole number, 1 or more")
         sizes.append(size)
     inner = found.get("n_inner")
     if inner not in (None, 4 * sizes[2]):
         raise DataError(f"{file}: n_inner is {inner}; only 4 n_embd, {4 * sizes[2]}, can be read")
-    return GPTSize(*sizes)
+    size = GPTSize(*sizes)
+    with _stored(folder) as (weights, stored):  # before anybody makes so many layers
+        _check_names(weights, set(stored.keys()), size.layers)
+    return size
 
 
 def read_dropout(folder: Path) -> float:
@@ -110,29 +115,25 @@ def load_pretrained(model: Module, folder: Path) -> None:
     Raises:
         DataError: when the file cannot be read, or names or shapes differ; the sentence says which. Nothing is changed.
     """
-    file = folder / WEIGHTS
     layers = read_size(folder).layers
-    try:
-        with safe_open(file, "numpy") as stored:
-            names = _check_names(file, set(stored.keys()), layers)
-            parameters = list(model.named_parameters())
-            for name, parameter in parameters:
-                source = stored.get_slice(names[name])
-                shape = tuple(source.get_shape())
-                wanted = parameter.shape if parameter.region is None else parameter.region.shape
-                if shape != wanted or source.get_dtype() not in DTYPES:
-                    raise DataError(
-                        f"{file}: {names[name]} is {source.get_dtype()} {shape}, but the model needs {wanted}, in "
-                        f"one of {', '.join(DTYPES)}"
-                    )
-            spans = {id(span.parameter): span for span in model.storage.spans}
-            for name, parameter in parameters:
-                whole = stored.get_tensor(names[name])
-                part = whole if parameter.region is None else parameter.region.take(whole)
-                values = namespace(parameter.data).asarray(part.astype(parameter.data.dtype))
-                model.storage.write(spans[id(parameter)], values)
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"{file} cannot be read ({error})") from None
+    with _stored(folder) as (file, stored):
+        names = _check_names(file, set(stored.keys()), layers)
+        parameters = list(model.named_parameters())
+        for name, parameter in parameters:
+            source = stored.get_slice(names[name])
+            shape = tuple(source.get_shape())
+            wanted = parameter.shape if parameter.region is None else parameter.region.shape
+            if shape != wanted or source.get_dtype() not in DTYPES:
+                raise DataError(
+                    f"{file}: {names[name]} is {source.get_dtype()} {shape}, but the model needs {wanted}, in "
+                    f"one of {', '.join(DTYPES)}"
+                )
+        spans = {id(span.parameter): span for span in model.storage.spans}
+        for name, parameter in parameters:
+            whole = stored.get_tensor(names[name])
+            part = whole if parameter.region is None else parameter.region.take(whole)
+            values = namespace(parameter.data).asarray(part.astype(parameter.data.dtype))
+            model.storage.write(spans[id(parameter)], values)
 
 
 def save_pretrained(
@@ -192,6 +193,21 @@ def _read_config(folder: Path) -> tuple[Path, dict[str, Any]]:
     return file, found
 
 
+@contextmanager
+def _stored(folder: Path) -> Iterator[tuple[Path, Any]]:
+    """Give where the weights are, and the open file.
+
+    Raises:
+        DataError: when it cannot be read.
+    """
+    file = folder / WEIGHTS
+    try:
+        with safe_open(file, "numpy") as stored:
+            yield file, stored
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"{file} cannot be read ({error})") from None
+
+
 def _names(layers: int) -> Iterator[tuple[str, str]]:
     """Yield each parameter's name here, and in the file without its prefix."""
     yield "0.tokens.weight", "wte.weight"
@@ -211,7 +227,8 @@ def _check_names(file: Path, found: set[str], layers: int) -> dict[str, str]:
         DataError: for names that are missing, or unknown.
     """
     prefix = PREFIX if any(name.startswith(PREFIX) for name in found) else ""
-    names = {ours: prefix + theirs for ours, theirs in _names(layers)}
+    there = sum(name.endswith("ln_1.weight") for name in found)  # blocks: config.json may say any number of them
+    names = {ours: prefix + theirs for ours, theirs in _names(min(layers, there + 1))}
     missing = sorted(set(names.values()) - found)
     unknown = sorted(name for name in found - set(names.values()) if not name.endswith(IDLE))
     if missing or unknown:
