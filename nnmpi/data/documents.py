@@ -173,5 +173,7 @@ def _json_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, list[s
             raise DataError(f"{path}, line {number}: column {wrong!r} is no text")
         cells = [row[column] for column in columns]
         if any("\ud800" <= letter <= "\udfff" for letter in set("".join(cells))):  # JSON can say half a character
-            raise DataError(f"{path}, line {number}: not Unicode text (half of a surrogate pair); write the character out")
+            raise DataError(
+                f"{path}, line {number}: not Unicode text (half of a surrogate pair); write the character out"
+            )
         yield f"line {number}", cells
