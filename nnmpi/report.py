@@ -18,13 +18,13 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from nnmpi.command import Parser, say
+from nnmpi.command import HelpAsked, Parser, say
 from nnmpi.compose.trainer import PARTS
-from nnmpi.errors import UsageError
+from nnmpi.errors import NnmpiError, UsageError
 from nnmpi.pages.page import write_page
 from nnmpi.reading import check_ordinary, parse_json
 from nnmpi.timeline import COMPUTE, WAITING
-from nnmpi.train.cli import read_run
+from nnmpi.train.cli import read_given, read_run
 from nnmpi.train.config import all_options
 from nnmpi.train.curves import OVER_TIME, PANELS, Panel, bars, check_can_draw, draw
 from nnmpi.train.folder import RunFolder
@@ -96,7 +96,7 @@ def gather(run: Path) -> dict[str, Any]:
         "times": {label: mean for key, label in PARTS.items() if (mean := _mean(trained, key))},
         "memory": {key.removeprefix(_MEMORY): n for key, n in (trained or [{}])[-1].items() if key.startswith(_MEMORY)},
         "staleness": {"width": width, "heights": heights, "mean": stale.mean(), "max": stale.largest()},
-        "options": _changed(options),
+        **_options(options, began),
         "commands": commands,
     }
 
@@ -132,14 +132,33 @@ def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float:
     return sum(values) / len(values) if values else 0.0
 
 
-def _changed(options: Mapping[str, Any]) -> list[list[str]]:
-    """Return the options that are not the defaults."""
+def _options(options: Mapping[str, Any], began: Sequence[Mapping[str, Any]]) -> dict[str, list[list[str]]]:
+    """Return the options that the commands gave, and those that the run has chosen: others that are no defaults.
+
+    Where the commands are not known, or the files that they named cannot be read any more, all count as given.
+
+    Args:
+        options: the run's.
+        began: its starts.
+    """
+
+    def text(value: Any) -> str:
+        return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
+
     known = all_options()
-    return [
-        [known[name].flag, " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)]
-        for name, value in options.items()
-        if name in known and value != known[name].default
-    ]
+    changed = {name: text(value) for name, value in options.items() if name in known and value != known[name].default}
+    found: dict[str, Any] = {}
+    try:
+        for start in began:
+            found |= read_given(start["command"][3:], Path(str(start.get("folder", ""))))
+        given = {name: text(value) for name, value in found.items()} if began else changed
+    except (NnmpiError, HelpAsked):
+        given = changed
+    chosen = {name: value for name, value in changed.items() if given.get(name) != value}
+    return {
+        title: [[known[name].flag, value] for name, value in some.items()]
+        for title, some in (("options", given), ("chosen", chosen))
+    }
 
 
 # ---- traces ----

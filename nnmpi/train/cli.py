@@ -217,15 +217,26 @@ def parse(words: Sequence[str]) -> Config:
         HelpAsked: for -h or --help.
         UsageError: for wrong names, values or combinations, a file that cannot be read, or a run that is not there.
     """
-    given = read_words(words, list(all_options().values()), PROGRAM, DESCRIPTION)
-    in_file = read_file(given["config"]) if given.get("config") else {}
+    given = read_given(words)
     resumed = read_run(given["resume"], f"--resume {given['resume']}") if given.get("resume") else {}
-    stronger = in_file | given
-    outdated = {detail for name, details in DETAILS.items() if name in stronger for detail in details}
+    outdated = {detail for name, details in DETAILS.items() if name in given for detail in details}
     kept = {name: value for name, value in resumed.items() if name not in outdated}
-    config = assemble(kept | stronger)
+    config = assemble(kept | given)
     _refuse_changes(config, resumed)
     return config
+
+
+def read_given(words: Sequence[str], folder: Path = Path()) -> dict[str, Any]:
+    """Return the options on a command line, and in the file that it names, by name.
+
+    Args:
+        words: of the command line, without the program.
+        folder: where the command was given.
+
+    Errors are those of `parse`.
+    """
+    given = read_words(words, list(all_options().values()), PROGRAM, DESCRIPTION)
+    return (read_file(folder / given["config"]) if given.get("config") else {}) | given
 
 
 def read_run(folder: Path, named: str) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from tests.pages.browser import look
 
 pytestmark = [pytest.mark.host_only("pages are text"), pytest.mark.timeout(200)]  # Chromium may be slow
 WORKER = {"worker": 0, "steps": 3, "mean": 1.0, "max": 2, "histogram": [[0, 1], [1, 1], [2, 1]]}
+COMMAND = ["python", "-m", "nnmpi.train", "--model", "mlp", "--hidden", "3", "4", "--config", "lr.toml"]
 CONSOLE = """\
 layout:      dp 2, 2 ranks on 1 node (here)
 MPI:         simulated
@@ -27,7 +28,7 @@ def run(tmp_path: Path) -> Path:
     """A run's folder with four steps, two evaluations, and a gradient that is two updates old."""
     folder = tmp_path / "my-run"
     folder.mkdir()
-    options = flatten(assemble({"model": "mlp", "lr": 0.25, "hidden": [3, 4]}))
+    options = flatten(assemble({"model": "mlp", "lr": 0.25, "hidden": [3, 4], "jit": "on", "dp": 2}))
     (folder / "config.json").write_text(json.dumps(options))
     memory = {"memory_parameters": 1024, "memory_optimizer": 3072, "memory_peak": 4096}
     records = [
@@ -42,9 +43,8 @@ def run(tmp_path: Path) -> Path:
     records.append({"kind": "staleness", "global_step": 4, "mean": 1.0, "max": 2, "workers": [WORKER]})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records) + '{"kind": "tr')
     (folder / "console.txt").write_text(CONSOLE)
-    (folder / "starts.jsonl").write_text(
-        json.dumps({"command": ["python", "-m", "nnmpi.train", "--out", "my run"], "ranks": 2}) + "\n"
-    )
+    (folder / "starts.jsonl").write_text(json.dumps({"command": COMMAND, "ranks": 2, "folder": str(tmp_path)}) + "\n")
+    (tmp_path / "lr.toml").write_text("lr = 0.25\njit = 'auto'\n")
     return folder
 
 
@@ -66,8 +66,13 @@ def test_the_numbers_are_the_runs(run: Path) -> None:
     assert found["times"] == pytest.approx({"compute": 0.003, "synchronisation": 0.001})
     assert found["memory"] == {"parameters": 1024, "optimizer": 3072, "peak": 4096}
     assert found["staleness"] == {"width": 1, "heights": [[1, 1, 1]], "mean": 1.0, "max": 2}
-    assert sorted(found["options"]) == [["--hidden", "3 4"], ["--lr", "0.25"], ["--model", "mlp"]]
-    assert found["commands"] == ["python -m nnmpi.train --out 'my run'    # ranks: 2"]
+    given = [["--lr", "0.25"], ["--jit", "auto"], ["--model", "mlp"], ["--hidden", "3 4"], ["--config", "lr.toml"]]
+    assert sorted(found["options"]) == sorted(given)
+    assert sorted(found["chosen"]) == [["--dp", "2"], ["--jit", "on"]]
+    assert found["commands"] == ["python -m nnmpi.train --model mlp --hidden 3 4 --config lr.toml    # ranks: 2"]
+    (run.parent / "lr.toml").unlink()
+    found = gather(run)
+    assert ["--dp", "2"] in found["options"] and not found["chosen"]
 
 
 @pytest.mark.parametrize(
@@ -88,7 +93,9 @@ def test_the_page_shows_them(run: Path, tmp_path: Path, width: str, dark: bool) 
     title, headings, rows, lines, fills = look((run / "report.html").read_text(), script, tmp_path, width, dark)["told"]
     assert title == ["run my-run"]
     assert {"What it was", "Where a step's time went", "Memory of rank 0: at most 4 KB", "Loss"} <= set(headings)
-    assert "Staleness: 1 on average, at most 2" in headings
+    assert {"Staleness: 1 on average, at most 2", "Options that were given", "Options that the run has chosen"} <= {
+        *headings
+    }
     assert "layoutdp 2, 2 ranks on 1 node (here)" in rows and "at the endloss 0.5, accuracy 75.00 %, 4 s" in rows
     assert "compute3 ms, 75 %" in rows and "optimizer3 KB" in rows and "--lr0.25" in rows
     assert lines >= 8 and fills == 4
@@ -103,7 +110,7 @@ def test_a_run_without_steps_has_a_page_and_no_run_has_none(tmp_path: Path) -> N
     (tmp_path / "metrics.jsonl").write_text("")
     main([str(tmp_path), "--out", str(tmp_path / "page.html")])
     found = look((tmp_path / "page.html").read_text(), 'return { headings: texts("h2") };', tmp_path)
-    assert found["headings"] == ["What it was", "Options that are not the defaults", "Commands"]
+    assert found["headings"] == ["What it was", "Commands"]
 
 
 def trace(folder: Path) -> Path:
