@@ -20,7 +20,7 @@ def per_step(sync: Sync, workers: int, nbytes: int) -> tuple[float, float]:
     """Return the messages and the bytes of a step of all workers, over all ranks.
 
     Args:
-        sync: the way of synchronisation.
+        sync: the way of synchronization.
         workers: N.
         nbytes: M, the bytes of the weights.
     """

@@ -83,7 +83,7 @@ def predict(sync: Sync, costs: StepCosts, batches: float) -> float:
     """Return the seconds that so many batches' worth of gradients take.
 
     Args:
-        sync: the way of synchronisation.
+        sync: the way of synchronization.
         costs: of steps and messages.
         batches: K.
     """

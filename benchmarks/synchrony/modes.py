@@ -1,4 +1,4 @@
-"""The ways of synchronisation that are compared, and who is slow in a run."""
+"""The ways of synchronization that are compared, and who is slow in a run."""
 
 from __future__ import annotations
 

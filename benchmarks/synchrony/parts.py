@@ -39,7 +39,7 @@ TRAFFIC_STEPS = 16
 
 
 def times(check: bool, data_dir: Path | None) -> dict[str, Any]:
-    """Simulate every way of synchronisation with equal and with slow workers."""
+    """Simulate every way of synchronization with equal and with slow workers."""
     recipe = _recipe(check, data_dir)
     cases = [
         SimulatedRun(sync, workers, stragglers(slow, workers), recipe, PACE_S, NETWORK, {"mode": name, "slow": slow})

@@ -65,7 +65,7 @@ class MeasuredRun:
     Args:
         group: the ranks, one worker each.
         recipe: what is trained.
-        sync: the way of synchronisation.
+        sync: the way of synchronization.
         throttle: how long a step takes at least, and who is slow.
         data: of the recipe.
     """

@@ -1,4 +1,4 @@
-"""What is trained, and how: data, network and optimizer, the same for every way of synchronisation."""
+"""What is trained, and how: data, network and optimizer, the same for every way of synchronization."""
 
 from dataclasses import dataclass
 from pathlib import Path

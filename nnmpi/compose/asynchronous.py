@@ -8,7 +8,7 @@ Gradients and weights go through servers, or every rank trains alone and average
         print(worker.evaluate(test_loader.epoch(0)).accuracy, segment.staleness.mean())
 
 Every rank runs the same calls. Between two of them all ranks have the same weights, so that evaluations and checkpoints
-are those of any other run; within `run` each goes on as soon as its way of synchronisation lets it.
+are those of any other run; within `run` each goes on as soon as its way of synchronization lets it.
 """
 
 from collections.abc import Iterable
@@ -53,7 +53,7 @@ class AsynchronousWorker(Trainer):
 
     Raises:
         UsageError: for an optimizer of other arrays than the model's, a model that has a strategy already, a loss with
-            `reduction="mean"`, and a way of synchronisation that this number of ranks cannot have.
+            `reduction="mean"`, and a way of synchronization that this number of ranks cannot have.
     """
 
     def __init__(

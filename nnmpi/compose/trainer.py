@@ -99,7 +99,7 @@ class Throttle:
 PARTS = {  # of a step's time: what is printed, recorded and drawn of it
     "compute_s": "compute",
     "wait_s": "waiting for stages",
-    "sync_s": "synchronisation",
+    "sync_s": "synchronization",
     "input_s": "input",
 }
 

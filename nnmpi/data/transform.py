@@ -2,7 +2,7 @@
 
 A transform is called with (x, indices, epoch, seed) and returns new rows. What it draws for a sample depends on
 (seed, epoch, index of the sample) alone, so the sample looks the same on whichever rank, in whichever batch, it is.
-Augment before normalising: Shift fills with 0, which is black only in images that are not centred yet.
+Augment before normalizing: Shift fills with 0, which is black only in images that are not centred yet.
 """
 
 import hashlib
@@ -96,7 +96,7 @@ class Normalize:
 
     @classmethod
     def fit(cls, train: Dataset) -> "Normalize":
-        """Return the normalisation that gives the training samples mean 0 and standard deviation 1.
+        """Return the normalization that gives the training samples mean 0 and standard deviation 1.
 
         Over all pixels of a channel for images (n, height, width, channels), over the samples for each feature
         otherwise; computed in float64, in two passes. What does not vary is only centred (std 1).

@@ -27,7 +27,7 @@ class Adam(Optimizer):
         betas: what m and v keep of their past in one update, each in [0, 1).
         eps: at least 0, added to the root so that tiny gradients do not give huge updates; with 0, an element whose
             gradients were all 0 becomes NaN.
-        weight_decay: L2 regularisation, added to the gradient: one number, or a number by group name; groups left
+        weight_decay: L2 regularization, added to the gradient: one number, or a number by group name; groups left
             out are not decayed.
 
     Raises:

@@ -354,7 +354,7 @@ class Optimizer(ABC):
 
 
 def decayed_gradient(block: BufferBlock) -> Array:
-    """Return gradient + decay * data (L2 regularisation), in the block's first scratch array if there is decay."""
+    """Return gradient + decay * data (L2 regularization), in the block's first scratch array if there is decay."""
     if block.decay == 0:
         return block.grad
     result = block.scratch[0]

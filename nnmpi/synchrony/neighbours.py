@@ -1,4 +1,4 @@
-"""Who averages with whom in decentralised training: the same two neighbours each time, or somebody else at every step.
+"""Who averages with whom in decentralized training: the same two neighbours each time, or somebody else at every step.
 
     ring of 5          0 --- 1 --- 2 --- 3 --- 4 --- 0       every step
 

@@ -99,7 +99,7 @@ def test_augmenting_what_is_not_images_is_refused(transform: Transform) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 5000])
-def test_fit_normalises_each_feature(rows: int) -> None:
+def test_fit_normalizes_each_feature(rows: int) -> None:
     x = (np.random.default_rng(0).normal(5, 3, (rows, 4))).astype(np.float32)
     x[:, 2] = 0.1  # does not vary: only centred
     data = Dataset("table", x, np.zeros(rows, np.int64), 1)
@@ -108,7 +108,7 @@ def test_fit_normalises_each_feature(rows: int) -> None:
     np.testing.assert_allclose(done.std(0), [0, 0, 0, 0] if rows == 1 else [1, 1, 0, 1], atol=1e-9)
 
 
-def test_fit_normalises_each_channel_after_scaling() -> None:
+def test_fit_normalizes_each_channel_after_scaling() -> None:
     x = np.random.default_rng(0).integers(0, 200, (5000, 3, 3, 2)).astype(np.uint8)
     x[..., 1] //= 3
     fitted = Normalize.fit(Dataset("images", x, np.zeros(5000, np.int64), 1, 1 / 255))
@@ -124,7 +124,7 @@ def test_constant_channel_is_only_centred() -> None:
     assert np.abs(data.rows(np.arange(9), "float64") - fitted.mean).max() > 0
 
 
-def test_normalisation_of_other_shape_is_refused() -> None:
+def test_normalization_of_other_shape_is_refused() -> None:
     with pytest.raises(ShapeError, match=r"mean \(4,\) .* do not fit samples of shape \(3,\)"):
         Normalize(np.zeros(4), np.ones(4))(np.zeros((2, 3)), np.arange(2), 0, 0)
     with pytest.raises(ShapeError, match=r"do not fit samples of shape \(1,\)"):

@@ -162,7 +162,7 @@ def test_a_copy_of_what_is_overwritten_without_waiting_is_wrong(cupy: Any) -> No
     assert (host == 2).all()
 
 
-def test_hidden_synchronisation_is_counted(cupy: Any) -> None:
+def test_hidden_synchronization_is_counted(cupy: Any) -> None:
     sync = importlib.import_module("cupy._sync")
     a = cupy.ones(3)
     before = sync.COUNTS["float"]

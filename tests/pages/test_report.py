@@ -63,7 +63,7 @@ def test_the_numbers_are_the_runs(run: Path) -> None:
     assert found["charts"][0]["title"] == "Loss"
     assert [line["name"] for line in found["charts"][0]["lines"]] == ["training", "test data"]
     assert found["charts"][0]["lines"][0]["points"] == [[1, 4.0], [2, 2.0], [3, 4 / 3], [4, 1.0]]
-    assert found["times"] == pytest.approx({"compute": 0.003, "synchronisation": 0.001})
+    assert found["times"] == pytest.approx({"compute": 0.003, "synchronization": 0.001})
     assert found["memory"] == {"parameters": 1024, "optimizer": 3072, "peak": 4096}
     assert found["staleness"] == {"width": 1, "heights": [[1, 1, 1]], "mean": 1.0, "max": 2}
     given = [["--lr", "0.25"], ["--jit", "auto"], ["--model", "mlp"], ["--hidden", "3 4"], ["--config", "lr.toml"]]

@@ -133,7 +133,7 @@ def test_no_steps_give_zeros_not_errors() -> None:
 def test_breakdown_adds_up_to_the_step() -> None:
     totals = Totals(steps=10, samples=100, compute_s=0.6, sync_s=0.2, input_s=0.1, wall_s=1.0)
     assert totals.breakdown() == (
-        "step 100.00 ms = compute 60.00 ms (60 %) + synchronisation 20.00 ms (20 %) "
+        "step 100.00 ms = compute 60.00 ms (60 %) + synchronization 20.00 ms (20 %) "
         "+ input 10.00 ms (10 %) + other 10.00 ms (10 %)"
     )
     assert totals.samples_per_second == pytest.approx(100.0)

@@ -175,7 +175,7 @@ def test_a_damaged_run_is_named(tmp_path: Path, content: str) -> None:
         parse(["--resume", str(tmp_path)])
 
 
-def test_a_resumed_run_leaves_what_belonged_to_its_way_of_synchronisation(tmp_path: Path) -> None:
+def test_a_resumed_run_leaves_what_belonged_to_its_way_of_synchronization(tmp_path: Path) -> None:
     """Otherwise it could not go on in another way: its own options would be refused, and nobody has given them."""
     served = json.dumps({"sync": "ssp", "staleness": 2, "servers": 2, "straggler": "rank=1,factor=3", "lr": 0.5})
     (tmp_path / "config.json").write_text(served)

@@ -6,7 +6,7 @@ Read in this order:
     table     every compiled function with its arguments; each is compiled, or read from disk, when it is first used
     loops                                            plain loops, each few passes over the data
     winograd, direct, tiling                         convolutions with a 3 x 3 kernel
-    scalar    exp, tanh, log and maxima of single numbers, written so that loops over them are vectorised
+    scalar    exp, tanh, log and maxima of single numbers, written so that loops over them are vectorized
     build     the compiler's flags, the cache on disk, and one process per node that compiles while others wait
     blas      the matrix product of NumPy's own BLAS, called from compiled code
 

@@ -20,7 +20,7 @@ from numba.core.caching import FunctionCache
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# Sums may be taken in any order, which is what lets them be vectorised. NaN and infinity stay what they are, so that a
+# Sums may be taken in any order, which is what lets them be vectorized. NaN and infinity stay what they are, so that a
 # run that diverges shows it.
 FAST = frozenset({"contract", "reassoc", "nsz", "arcp", "afn"})
 OPTIONS: dict[str, Any] = {"fastmath": set(FAST), "error_model": "numpy", "nogil": True}

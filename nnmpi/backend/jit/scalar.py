@@ -1,4 +1,4 @@
-"""What kernels need of single numbers, written so that loops over them are vectorised."""
+"""What kernels need of single numbers, written so that loops over them are vectorized."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def log(x: Any) -> Any:
 
 @inlined
 def order(x: Any) -> Any:
-    """Return an int32 for a float32, larger for a larger one: loops for the largest int are vectorised."""
+    """Return an int32 for a float32, larger for a larger one: loops for the largest int are vectorized."""
     bits = _as_int(x)
     return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
 

@@ -1,7 +1,7 @@
 """Neighbour averaging: each rank mixes its buffer with those of its two neighbours on a ring, and with nobody else.
 
 It is no all-reduce: the ranks end with different values, which come closer to one another with every call.
-Decentralised training does it once per update instead of an all-reduce.
+Decentralized training does it once per update instead of an all-reduce.
 
                rank 0        rank 1        rank 2        rank 3
                a             b             c             d

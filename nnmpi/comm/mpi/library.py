@@ -1,6 +1,6 @@
 """The MPI library: loading it, starting it once, and refusing launches that cannot work in a sentence.
 
-MPI is initialised by `load_mpi` and not at the import of mpi4py, because some mismatches end the process inside
+MPI is initialized by `load_mpi` and not at the import of mpi4py, because some mismatches end the process inside
 MPI_Init. Its start has a time limit. No thread of Python runs in it, so a child of each rank looks after it:
 
     rank 0   fork ---- MPI_Init ........ waits for rank 1 ........ ended by its child
@@ -127,7 +127,7 @@ _OTHER_LAUNCHERS = ("PMIX_", "PMI_", "OMPI_COMM_WORLD_")
 
 
 def load_mpi(environ: Mapping[str, str]) -> ModuleType:
-    """Return mpi4py's MPI module, initialised with thread support; initialising again does nothing.
+    """Return mpi4py's MPI module, initialized with thread support; initializing again does nothing.
 
     Raises:
         LaunchError: when no MPI library is found, or when this one does not belong to the launcher.
@@ -208,7 +208,7 @@ def _mismatch(vendor: str, launch: Launch) -> LaunchError:
 
 
 def import_mpi() -> ModuleType:
-    """Import mpi4py.MPI without initialising MPI; leave mpi4py's own settings as they were."""
+    """Import mpi4py.MPI without initializing MPI; leave mpi4py's own settings as they were."""
     try:
         settings = importlib.import_module("mpi4py").rc
         before = settings.initialize, settings.finalize

@@ -44,7 +44,7 @@ class Shutdown:
     """What one rank does when its program ends, in whichever way.
 
     Args:
-        mpi: mpi4py's MPI module, initialised. Collective over the world: a communicator is made.
+        mpi: mpi4py's MPI module, initialized. Collective over the world: a communicator is made.
         limit_s: how long a rank that ended well waits for the others; None for ever.
         world: which hears of it.
     """
@@ -69,7 +69,7 @@ class Shutdown:
         if self._is_child():
             sys.__excepthook__(kind, error, trace)
             sys.stderr.flush()
-            leave(1)  # the interpreter's own end would finalise MPI in the name of the parent
+            leave(1)  # the interpreter's own end would finalize MPI in the name of the parent
         status, text = describe_uncaught(kind, error, trace)
         self._end(status, text)
         raise SystemExit(status)

@@ -7,7 +7,7 @@
 
 A rank that arrives raises its own counter, and is through when everybody's counter is as high. That what was written
 before a flag is seen by those who see the flag holds on x86, whose processors keep stores, and loads, in order. In any
-other world the ranks meet in a collective between two synchronisations of the memory instead.
+other world the ranks meet in a collective between two synchronizations of the memory instead.
 """
 
 import os
@@ -151,14 +151,14 @@ class FlagBarrier:
 
 
 class CollectiveBarrier:
-    """A barrier by a sum that nobody needs, between two synchronisations of the memory: right in any world.
+    """A barrier by a sum that nobody needs, between two synchronizations of the memory: right in any world.
 
     It has a communicator of its own, so that several barriers can be under way in any order. The counters only tell who
     is missing.
 
     Args:
         counters: as `FlagBarrier` has them.
-        sync: synchronises this rank's view of the shared memory.
+        sync: synchronizes this rank's view of the shared memory.
         watch: how to wait.
     """
 
@@ -227,7 +227,7 @@ class Flags:
         self._made: list[Barrier] = []
 
     def barrier(self, sync: Callable[[], None]) -> Barrier:
-        """Return a new barrier; `sync` synchronises the memory that it guards, where that is needed.
+        """Return a new barrier; `sync` synchronizes the memory that it guards, where that is needed.
 
         Raises:
             DeviceError: when there is no shared memory for another page of flags.

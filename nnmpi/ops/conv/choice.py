@@ -35,7 +35,7 @@ LARGE_BYTES = 1 << 23  # of one image's transforms: above, they would come from 
 
 # compiled kernels
 DIRECT_CHANNELS = 4  # input channels, up to which the direct kernel is taken where it can be
-FEWEST_OUTPUTS = 9  # loops over fewer numbers are unrolled instead of vectorised: half as fast as the plain operations
+FEWEST_OUTPUTS = 9  # loops over fewer numbers are unrolled instead of vectorized: half as fast as the plain operations
 
 
 def choose_on_device(x: Tensor, spec: ConvSpec, dtype: np.dtype[Any]) -> DeviceAlgorithm | None:

@@ -21,7 +21,7 @@ def synchronized(how: str) -> None:
 
 @contextmanager
 def no_synchronize() -> Iterator[None]:
-    """Refuse hidden synchronisation inside the block."""
+    """Refuse hidden synchronization inside the block."""
     _refusing.append(True)
     try:
         yield
