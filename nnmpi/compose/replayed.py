@@ -10,8 +10,8 @@ made of is looked at before each replay. With another layer, rate or array in th
 stands again, and recorded anew.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -50,7 +50,8 @@ class ReplayedPass(Compiled):
         super().__init__(run, pool)
         self._model, self._is_safe = model, _is_own_loss(loss)
         self._seen: set[Any] = set()
-        self._parts: list[tuple[Callable[[], tuple[Any, ...]], tuple[Any, ...]]] | None = None
+        self._holders: list[Iterable[object]] = []  # what holds what the model is made of
+        self._parts: list[object] | None = None
         self._changes = self.replays = 0
 
     def go(self, arrays: tuple[Array, ...], flags: tuple[Any, ...], may_replay: bool) -> None:
@@ -97,16 +98,13 @@ class ReplayedPass(Compiled):
         self.as_it_stands(inputs)  # first: layers find out in it which of them are computed as one
         modules = [module for _, module in self._model.named_modules()]
         self._is_safe = all(map(_is_replayable, modules)) and self._changes <= MOST_CHANGES
-        looks = [look for module in modules for look in _looks(module)]
-        self._parts = [(look, look()) for look in looks]
+        self._holders = [holder for module in modules for holder in _holders(module)]
+        self._parts = list(chain.from_iterable(self._holders))
 
     def _is_unchanged(self) -> bool:
         """Return whether the model is made of the same objects as before."""
-        for look, before in self._parts or ():
-            now = look()
-            if len(now) != len(before) or not all(map(is_, now, before)):
-                return False
-        return True
+        before, now = self._parts or [], list(chain.from_iterable(self._holders))
+        return len(now) == len(before) and all(map(is_, now, before))
 
 
 class ReplayedParts(ReplayedPass):
@@ -186,22 +184,24 @@ def _is_replayable(module: Module) -> bool:
     return own and "forward" not in vars(module)
 
 
-def _looks(module: Module) -> Iterator[Callable[[], tuple[Any, ...]]]:
-    """Yield functions that return what a module is made of: the same objects each time, if nothing has changed."""
+def _holders(module: Module) -> Iterator[Iterable[object]]:
+    """Yield what goes through what a module is made of, as it is at that time; where each begins is told, too."""
     own = vars(module)
-    yield lambda: tuple(own.values())
+    yield from ((own,), own.values())
     for value in own.values():
         if isinstance(value, list):
-            yield partial(tuple, value)
+            yield from ((value,), value)
         elif isinstance(value, dict):
-            yield partial(_entries, value)
+            yield from ((value,), value.values())
         elif isinstance(value, Buffer):
-            yield partial(_place, value)
+            yield _ArrayOf(value)
 
 
-def _entries(table: dict[Any, Any]) -> tuple[Any, ...]:
-    return tuple(table.values())
+class _ArrayOf:
+    """Goes through the one array that a buffer has now."""
 
+    def __init__(self, buffer: Buffer) -> None:
+        self._buffer = buffer
 
-def _place(buffer: Buffer) -> tuple[Any, ...]:
-    return (buffer.data,)
+    def __iter__(self) -> Iterator[object]:
+        return iter((self._buffer.data,))
