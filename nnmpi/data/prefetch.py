@@ -1,5 +1,7 @@
 """Items made ahead of time by background threads, handed out in order. Knows nothing of data sets."""
 
+from __future__ import annotations
+
 import threading
 import time
 import weakref
@@ -28,27 +30,33 @@ class Prefetch(Iterator[T], Generic[T]):
     """
 
     def __init__(self, make: Callable[[int], T], numbers: range, *, workers: int = 1, ahead: int = 2) -> None:
-        # The threads know the shared state and not the iterator, so that an abandoned iterator can be collected.
-        self._shared = _Shared(make, numbers, max(ahead, 1))
+        self._make, self._numbers = make, numbers
         self._position = 0
-        self._threads = [
-            threading.Thread(target=self._shared.work, name=f"nnmpi-prefetch-{i}", daemon=True)
-            for i in range(min(workers, len(numbers)))
+        self._shared: _Shared[T] | None = None
+        if workers and numbers:  # else there is nothing to end
+            self._shared = self._start(min(workers, len(numbers)), max(ahead, 1))
+
+    def _start(self, workers: int, ahead: int) -> _Shared[T]:
+        # The threads know the shared state and not the iterator, so that an abandoned iterator can be collected.
+        shared = _Shared(self._make, self._numbers, ahead)
+        shared.threads = [
+            threading.Thread(target=shared.work, name=f"nnmpi-prefetch-{i}", daemon=True) for i in range(workers)
         ]
-        self._finalizer = weakref.finalize(self, _stop, self._shared, self._threads)
-        for thread in self._threads:
+        self._finalizer = weakref.finalize(self, shared.end)
+        for thread in shared.threads:
             thread.start()
+        return shared
 
     def __next__(self) -> T:
         """Return the next item, waiting until it is made."""
-        if self._shared.stopped or self._position == len(self._shared.numbers):
+        if self._position == len(self._numbers):
             self.close()
             raise StopIteration
         try:
-            if self._threads:
-                item = self._shared.take(self._position, self._threads)
+            if self._shared is None:
+                item = self._make(self._numbers[self._position])
             else:
-                item = self._shared.make(self._shared.numbers[self._position])
+                item = self._shared.take(self._position)
         except BaseException:
             self.close()
             raise
@@ -58,13 +66,15 @@ class Prefetch(Iterator[T], Generic[T]):
     @property
     def is_made(self) -> bool:
         """Whether the next item is there, so that nobody would wait for it."""
-        return bool(self._threads) and self._shared.holds(self._position)
+        return self._shared is not None and self._shared.holds(self._position)
 
     def close(self) -> None:
         """Stop the threads and drop what they made. May be called more than once."""
-        self._finalizer()
+        self._position = len(self._numbers)
+        if self._shared is not None:
+            self._finalizer()
 
-    def __enter__(self) -> "Prefetch[T]":
+    def __enter__(self) -> Prefetch[T]:
         return self
 
     def __exit__(
@@ -77,9 +87,10 @@ class _Shared(Generic[T]):
     """What the threads and the consumer share; everything that changes is guarded by one condition."""
 
     def __init__(self, make: Callable[[int], T], numbers: range, ahead: int) -> None:
-        self.make = make
-        self.numbers = numbers
-        self.stopped = False
+        self.threads: list[threading.Thread] = []
+        self._make = make
+        self._numbers = numbers
+        self._stopped = False
         self._ahead = ahead
         self._claimed = 0  # positions below this are made or being made
         self._taken = 0  # positions below this are with the consumer
@@ -90,11 +101,11 @@ class _Shared(Generic[T]):
         """Make items until there are no more, one fails, or the consumer stops. Runs in a thread."""
         while (position := self._claim()) is not None:
             try:
-                made: tuple[T | None, BaseException | None] = (self.make(self.numbers[position]), None)
+                made: tuple[T | None, BaseException | None] = (self._make(self._numbers[position]), None)
             except BaseException as error:  # whatever it is, it belongs to the consumer
                 made = (None, error)
             with self._changed:
-                if not self.stopped:
+                if not self._stopped:
                     self._made[position] = made
                 self._changed.notify_all()
             if made[1] is not None:
@@ -102,18 +113,18 @@ class _Shared(Generic[T]):
 
     def _claim(self) -> int | None:
         with self._changed:
-            while not self.stopped and self._claimed < len(self.numbers):
+            while not self._stopped and self._claimed < len(self._numbers):
                 if self._claimed < self._taken + self._ahead:
                     self._claimed += 1
                     return self._claimed - 1
                 self._changed.wait()
             return None
 
-    def take(self, position: int, threads: list[threading.Thread]) -> T:
+    def take(self, position: int) -> T:
         """Return the item at this position, or raise what making it raised."""
         with self._changed:
             while position not in self._made:
-                if not any(thread.is_alive() for thread in threads):
+                if not any(thread.is_alive() for thread in self.threads):
                     raise RuntimeError(f"the threads ended before item {position} was made")
                 self._changed.wait(WAKE_S)
             item, error = self._made.pop(position)
@@ -128,19 +139,14 @@ class _Shared(Generic[T]):
         with self._changed:
             return position in self._made and self._made[position][1] is None
 
-    def stop(self) -> None:
-        """Tell everyone to end."""
+    def end(self) -> None:
+        """Stop the threads and wait for them, but not for ever, and not when a collection runs this in one of them."""
         with self._changed:
-            self.stopped = True
+            self._stopped = True
             self._made.clear()
             self._changed.notify_all()
-
-
-def _stop(shared: "_Shared[T]", threads: list[threading.Thread]) -> None:
-    """Stop the threads and wait for them, but not for ever, and not when a collection runs this in one of them."""
-    shared.stop()
-    if threading.current_thread() in threads:
-        return
-    deadline_s = time.monotonic() + JOIN_S
-    for thread in threads:
-        thread.join(max(0.0, deadline_s - time.monotonic()))
+        if threading.current_thread() in self.threads:
+            return
+        deadline_s = time.monotonic() + JOIN_S
+        for thread in self.threads:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
