@@ -4,9 +4,10 @@ import hashlib
 import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TypeGuard
 
 import numpy as np
 
@@ -29,6 +30,7 @@ from nnmpi.train.signature import ModelSignature
 
 MICROBATCHES_PER_STAGE = 4
 FIXED_MICROBATCHES = 16  # whatever the layout: other microbatches, other bits
+SMALL_BYTES = 2**20  # a set that is not larger is scaled and normalized once, and not batch by batch
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,9 @@ def load_inputs(
         changes = [*augmentations(data, train), *after]
 
         def loader(dataset: Samples, training: bool, transforms: list[Transform]) -> Loader:
+            if is_small(dataset, run.dtype) and transforms == after:
+                dataset = once(("input", training, repr(config)), partial(made_input, dataset, normalize))
+                transforms = []
             return Loader(
                 dataset,
                 min(batch_size, len(dataset)),
@@ -163,6 +168,20 @@ def load_inputs(
         loaders = loader(train, True, changes), loader(test, False, after)
         signature = ModelSignature.of(train, normalize, data.target)
         return Inputs(train, test, batch_size, *loaders, signature)
+
+
+def is_small(samples: Samples, dtype: str) -> TypeGuard[Dataset]:
+    """Return whether samples can stand in memory as a model takes them: few quantities, of a data set's own dtype."""
+    if not isinstance(samples, Dataset) or samples.is_tokens or dtype != "float32":
+        return False
+    return samples.x.size * np.dtype(dtype).itemsize <= SMALL_BYTES
+
+
+def made_input(dataset: Dataset, normalize: Normalize | None) -> Dataset:
+    """Return a data set scaled and normalized, with the bits that its batches would have."""
+    everything = np.arange(len(dataset))
+    x = dataset.rows(everything)
+    return replace(dataset, x=x if normalize is None else normalize(x, everything, 0, 0), scale=1.0)
 
 
 def match_loss(loss: str, samples: Samples) -> Samples:

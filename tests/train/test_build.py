@@ -9,6 +9,8 @@ from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.options import GradientExchange
+from nnmpi.data.loader import Loader
+from nnmpi.data.transform import Normalize
 from nnmpi.errors import UsageError
 from nnmpi.optim.adam import Adam, AdamW
 from nnmpi.optim.sgd import SGD
@@ -94,6 +96,37 @@ def test_the_loaders_get_their_options(group: Group) -> None:
     assert inputs(normalize=False).train_loader.transform is None
     assert inputs(batch_size=5000).batch_size == 1438
     assert inputs(augment="shift", shift_pixels=3).train_loader.transform.transforms[0].pixels == 3
+
+
+@pytest.mark.parametrize("dataset", ["iris", "digits"])
+def test_a_small_set_is_made_input_once_with_the_bits_of_its_batches(group: Group, dataset: str) -> None:
+    def inputs(**options: Any) -> Any:
+        return load_inputs(assemble({"dataset": dataset, "model": "mlp", **options}), group, 0, lambda _: None, (0, 1))
+
+    each_time = inputs(dtype="float64")  # data sets hold float32
+    assert each_time.train_loader.dataset is each_time.train
+    once = inputs()
+    normalize = Normalize.fit(once.train)
+    for found, loader in ((once.train, once.train_loader), (once.test, once.test_loader)):
+        assert loader.transform is None
+        options = {"shuffle": loader.shuffle, "transform": normalize, "workers": 0}
+        expected = Loader(found, loader.batch_size, **options)
+        for ours, theirs in zip(loader.epoch(1), expected.epoch(1), strict=True):
+            assert ours.x.tobytes() == theirs.x.tobytes()
+            assert ours.x.dtype == theirs.x.dtype
+            np.testing.assert_array_equal(ours.y, theirs.y)
+    if dataset == "digits":
+        augmented = inputs(augment="shift")
+        assert augmented.train_loader.transform is not None
+        assert augmented.test_loader.transform is None
+
+
+def test_a_large_set_stays_in_its_bytes(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nnmpi.train.inputs.SMALL_BYTES", 1438 * 64 * 4 - 1)
+    found = load_inputs(Config(), group, 0, lambda _: None, (0, 1))
+    assert found.train_loader.dataset is found.train
+    assert found.train_loader.transform is not None
+    assert found.test_loader.transform is None
 
 
 def test_a_fixed_order_has_the_same_microbatches_under_every_layout() -> None:
