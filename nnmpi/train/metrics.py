@@ -73,6 +73,7 @@ from nnmpi.reading import parse_json
 from nnmpi.synchrony.staleness import Staleness
 from nnmpi.train.folder import RunFolder, replace_durably
 
+to_line = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` makes an encoder for each call
 RUN_STALENESS = "staleness_run"
 AT_THE_END = ("test", RUN_STALENESS)
 
@@ -94,7 +95,7 @@ class MetricsFile:
         Numbers that JSON has not (nan, inf) become null.
         """
         finite = {key: None if _no_number(value) else value for key, value in record.items()}
-        self._waiting += json.dumps(finite, allow_nan=False).encode() + b"\n"
+        self._waiting += to_line(finite).encode() + b"\n"
         with suppress(OSError):
             self.flush()
 
