@@ -34,8 +34,7 @@ from math import sqrt
 
 from nnmpi import timeline
 from nnmpi.backend.array import Array, namespace
-from nnmpi.comm.algorithms.gossip import gossip
-from nnmpi.comm.algorithms.pairwise import pairwise
+from nnmpi.comm.algorithms.gossip import gossip, pairwise
 from nnmpi.comm.buffers import is_device
 from nnmpi.comm.collective import NEIGHBOUR_AVERAGE
 from nnmpi.comm.device.staged import Staged

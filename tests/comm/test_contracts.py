@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from mpi4py import MPI
 
 from nnmpi.comm.algorithms.bruck import bruck_all_gather, bruck_reduce_scatter
+from nnmpi.comm.algorithms.gossip import pairwise
 from nnmpi.comm.algorithms.halving import halving_doubling
 from nnmpi.comm.algorithms.hierarchical import hierarchical
-from nnmpi.comm.algorithms.pairwise import pairwise
 from nnmpi.comm.algorithms.registry import COLLECTIVES, find_algorithm
 from nnmpi.comm.algorithms.ring import ring_all_gather
-from nnmpi.comm.algorithms.scatter import tree_scatter
+from nnmpi.comm.algorithms.tree import tree_scatter
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER, Contract, part
 from nnmpi.comm.execution import Execution
 from nnmpi.comm.group import Group

@@ -10,9 +10,8 @@ from nnmpi.comm.algorithms.gossip import gossip
 from nnmpi.comm.algorithms.halving import halving_doubling
 from nnmpi.comm.algorithms.hierarchical import hierarchical
 from nnmpi.comm.algorithms.ring import ring_all_gather, ring_reduce_scatter
-from nnmpi.comm.algorithms.scatter import tree_scatter
 from nnmpi.comm.algorithms.star import star
-from nnmpi.comm.algorithms.tree import tree_broadcast, tree_reduce
+from nnmpi.comm.algorithms.tree import tree_broadcast, tree_reduce, tree_scatter
 from nnmpi.comm.collective import (
     ALL_GATHER,
     ALL_REDUCE,
