@@ -28,7 +28,7 @@ from nnmpi.train.checkpoint import Saver, find, restore
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
 from nnmpi.train.run_state import RunState
-from nnmpi.verify.cli import main as verify
+from nnmpi.verify.__main__ import main as verify
 
 LENGTHS = (1, 1000, 300_001)  # elements: fewer than ranks, short messages, long ones
 OPERATIONS = ("reduce-scatter", "all-gather", "broadcast")

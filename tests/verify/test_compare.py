@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi.verify.cli import table, verdict
+from nnmpi.verify.__main__ import table, verdict
 from nnmpi.verify.compare import compare, tolerance
 from nnmpi.verify.trial import Trial
 
