@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.backend.random import stream
-from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.fitting.fit import Fit, load_fit
 from nnmpi.comm.fitting.measure import find_fit

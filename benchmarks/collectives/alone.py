@@ -28,7 +28,7 @@ from benchmarks.collectives.rows import TABLE, CallTimes, build_rows, content  #
 from benchmarks.collectives.timing import gather, never, nothing, take  # noqa: E402
 from benchmarks.harness import command, results  # noqa: E402
 from benchmarks.harness.machine import machine_facts  # noqa: E402
-from nnmpi.backend.record import numpy_backend  # noqa: E402
+from nnmpi.backend.backend import numpy_backend  # noqa: E402
 from nnmpi.comm.collective import ALL_REDUCE as SUM  # noqa: E402
 
 

@@ -17,12 +17,12 @@ from benchmarks.collectives.prediction import Prediction
 from benchmarks.collectives.rows import TABLE, CallTimes, build_rows, content, draw
 from benchmarks.collectives.timing import Interrupted, MpiRanks, gather, nothing, take
 from benchmarks.harness import plots, results
+from benchmarks.harness.launch import describe
 from benchmarks.harness.machine import machine_facts
 from benchmarks.harness.tables import labelled
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.device import select
-from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import PeriodicCheck, agreed, on_root
-from nnmpi.comm.describe import describe
 from nnmpi.comm.group import Group
 from nnmpi.command import HelpAsked
 from nnmpi.errors import CommError, counted

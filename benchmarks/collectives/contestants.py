@@ -18,7 +18,7 @@ from benchmarks.collectives.gloo import gloo_sum
 from benchmarks.collectives.options import FUSED, GLOO, UPDATE
 from benchmarks.collectives.pattern import Pattern, Wrong
 from nnmpi.backend.array import Array
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
 from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE, SHARED
 from nnmpi.comm.choose import choose
 from nnmpi.comm.fitting.fit import Fit

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
 from nnmpi.comm.collective import Contract, count
 from nnmpi.shard import split
 

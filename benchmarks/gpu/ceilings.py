@@ -12,9 +12,9 @@ import numpy as np
 
 from benchmarks.gpu.cases import BF16, MODES, TF32
 from nnmpi.backend.array import Array
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import bfloat16, use_precision
-from nnmpi.backend.record import Backend
 
 REPEATS, WARM_UP = 10, 3
 

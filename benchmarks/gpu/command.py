@@ -12,8 +12,8 @@ from benchmarks.gpu.measure import Timing, makers, measure, ratios, reference
 from benchmarks.harness import command, results
 from benchmarks.harness.command import say
 from benchmarks.harness.tables import labelled
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.device import device_problem, select
-from nnmpi.backend.record import Backend
 from nnmpi.errors import DeviceError
 
 PROGRAM = "python benchmarks/gpu"

@@ -18,7 +18,7 @@ from benchmarks.gpu.work import flops, moved, uploaded
 from benchmarks.harness.turns import WrongResultError, ratio, shuffled, steps_in_block, summary
 from benchmarks.training.cases import CNN
 from benchmarks.training.measure import LR
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
 
 Row = dict[str, Any]
 Makers = Sequence[Callable[[], DeviceTrainer]]

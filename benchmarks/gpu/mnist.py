@@ -17,7 +17,7 @@ import numpy as np
 import nnmpi
 from benchmarks.harness.turns import summary
 from nnmpi import Tensor, data, models, nn, ops, optim
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
 from nnmpi.data.upload import batches

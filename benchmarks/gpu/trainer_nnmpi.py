@@ -10,8 +10,8 @@ from benchmarks.gpu.cases import FLOAT32, CaseArrays
 from benchmarks.gpu.trainer import Arrays, DeviceTrainer
 from benchmarks.training.trainer_nnmpi import build, mean_loss
 from nnmpi import Tensor, nn, optim
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
-from nnmpi.backend.record import Backend
 
 
 class NnmpiDeviceTrainer(DeviceTrainer):

@@ -14,11 +14,15 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from nnmpi.comm.describe import describe
+import threadpoolctl
+
+from nnmpi.backend.blas import blas_pool, find_older, name_blas
+from nnmpi.comm.group import Group
 from nnmpi.comm.start import start
 from nnmpi.errors import LaunchError, counted
 from nnmpi.run.launching import NOT_STARTED, find_mpirun
@@ -34,6 +38,44 @@ _VARIABLES = {
     "OMPI_MCA_osc": "^ucx",
 }
 _ROOT_VARIABLES = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+
+
+@dataclass(frozen=True)
+class Description:
+    """The machinery under a run.
+
+    Attributes:
+        mpi: the MPI library and its version, such as "Open MPI 5.0.11".
+        ranks: processes in the group.
+        nodes: machines that they run on.
+        blas: the BLAS that NumPy uses, such as "openblas 0.3.30 (SkylakeX)".
+        threads: the threads that it uses in each rank.
+        warnings: sentences about what makes this run slower than it need be.
+    """
+
+    mpi: str
+    ranks: int
+    nodes: int
+    blas: str
+    threads: int
+    warnings: tuple[str, ...]
+
+
+def describe(group: Group) -> Description:
+    """Return what runs on this rank, and the ranks and nodes of the group. Collective."""
+    on_node = group.node()
+    nodes = sum(group.gather(int(on_node.is_root)))
+    on_node.free()
+    pool = blas_pool(threadpoolctl.threadpool_info())
+    warning = find_older()
+    return Description(
+        mpi=group.comm.world.library,
+        ranks=group.size,
+        nodes=nodes,
+        blas=name_blas(pool),
+        threads=int(pool.get("num_threads", 1)),
+        warnings=(warning,) if warning else (),
+    )
 
 
 def run_job(module: str | None, ranks: int, settings: Mapping[str, Any], limit_s: float = 1200.0) -> dict[str, Any]:

@@ -17,8 +17,8 @@ from throttled import ThrottledStore  # beside this file
 import nnmpi
 from nnmpi import models, nn, ops, optim
 from nnmpi.backend.allocations import counting
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.memory import host_memory, keep_freed_memory, reset_host_peak
-from nnmpi.backend.record import numpy_backend
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.data.loader import Batch, Cut

@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.collectives.pattern import Pattern
 from benchmarks.netlab.waiting import barrier, common_start, gather, go_first, wait
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.algorithms.registry import COLLECTIVES, NATIVE, find_collective
 from nnmpi.comm.execution import Execution, NativeExecution
 from nnmpi.comm.start import start

@@ -13,8 +13,8 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout
 from benchmarks.plan.edge import show_edges  # noqa: E402
 from benchmarks.plan.paced import paired, price_links, show_world, tau  # noqa: E402
 from benchmarks.plan.plots import draw  # noqa: E402
+from nnmpi.backend.backend import numpy_backend  # noqa: E402
 from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
-from nnmpi.backend.record import numpy_backend  # noqa: E402
 from nnmpi.comm.start import start  # noqa: E402
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS  # noqa: E402
 from nnmpi.planner.price import Pricer  # noqa: E402

@@ -1,6 +1,6 @@
 """The widest MLP that fits a limit in each way: predicted, then trained for some steps; 5 % wider does not fit."""
 
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.nn.chain import open_chain
 from nnmpi.parallel.pipeline.profile import LayerProfile
 from nnmpi.planner.price import Pricer

@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 
 from benchmarks.netlab.steps import CASES, StepCase, describe_network
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
 from nnmpi.nn.chain import open_chain
 from nnmpi.parallel.pipeline.profile import LayerProfile

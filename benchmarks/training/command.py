@@ -17,8 +17,8 @@ from benchmarks.training.cases import CASES, SHALLOWSPEED, find
 from benchmarks.training.contestants import LLMC, SHARDED
 from benchmarks.training.measure import Findings, measure
 from benchmarks.training.rows import ratios, speedups
+from nnmpi.backend.blas import read_cpu
 from nnmpi.backend.gemm import BLAS_NAMES, NUMPY
-from nnmpi.comm.describe import read_cpu
 from nnmpi.errors import UsageError
 
 PROGRAM = "python benchmarks/training"

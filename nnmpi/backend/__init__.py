@@ -2,7 +2,8 @@
 
 Read in this order:
 
-    array, record      an array of either library; `Backend`, what the rest of nnmpi may ask of a library and its device
+    array, backend     an array of either library; `Backend`, what the rest of nnmpi may ask of a library and its
+                       device, with its streams and events
     kernels/           what operations compute with, as one interface; here by functions of NumPy or CuPy
     jit/, cuda/        the same kernels compiled by numba for the host, and written in CUDA C++ for a device
     recording          a step's calls as a list that can be made again, which `nnmpi.compile` is built on
@@ -10,7 +11,7 @@ Read in this order:
 
 Products of matrices:
 
-    precision, casting what they are computed in: float32, tf32, bf16, fp16; conversion between dtypes
+    precision          what they are computed in: float32, tf32, bf16, fp16
     gemm               the product that operations ask for
     matrices, cublas   how matrices lie in memory and the fewest calls that multiply them; these calls on a device
     mkl                products by another BLAS than NumPy's own
@@ -20,7 +21,6 @@ A device:
 
     device             CuPy's backend: its memory pool and copies. Only it imports cupy. `select`: the choice by name
     device_errors      what errors of CUDA and CuPy mean for the person who runs the program
-    streams            what a device does in order, and marks in that order
     cudnn              convolutions by cuDNN. No other file imports cudnn
 
 Beside them:
@@ -34,14 +34,14 @@ To change where something happens:
     how an operation computes               its family in kernels/, and the overrides in jit/ and cuda/
     which library computes products         gemm
     what a product is computed in           precision, then what gemm and the kernels do with its dtype
-    what a new kind of device can do        a class like device's, derived from `record.Backend`, and a name in `select`
+    what a new kind of device can do        a class like device's, derived from `Backend`, and a name in `select`
     what a recorded step notes              recording; `perform` notes any function as one call
 """
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.device import select
 from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.backend.random import stream
-from nnmpi.backend.record import Backend
 
 __all__ = ["Array", "Backend", "keep_freed_memory", "namespace", "select", "stream"]

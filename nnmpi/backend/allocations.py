@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
 
 LEAST_BYTES = 16  # a single number is not worth an account
 

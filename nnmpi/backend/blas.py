@@ -14,13 +14,14 @@ the model (`train.computing`): OpenBLAS can be told to choose again while it run
 import ctypes
 import os
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from threading import Lock
 from types import SimpleNamespace
+from typing import Any
 
 from threadpoolctl import threadpool_info
 
@@ -212,3 +213,23 @@ def _openblas() -> ctypes.PyDLL | None:
             names = ("gotoblas_dynamic_quit", "gotoblas_dynamic_init", f"gotoblas_{AVX2_CORE.upper()}")
             return library if all(hasattr(library, name) for name in names) else None
     return None
+
+
+def blas_pool(pools: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Return threadpoolctl's entry for the BLAS that NumPy loaded; the first one if there are several, {} for none."""
+    found = [pool for pool in pools if pool.get("user_api") == "blas"]
+    from_numpy = [pool for pool in found if "numpy" in str(pool.get("filepath", ""))]
+    return next(iter(from_numpy or found), {})
+
+
+def name_blas(pool: Mapping[str, Any]) -> str:
+    """Return library, version and the kind of core that it computes for."""
+    if not pool:
+        return "unknown BLAS"
+    core = f" ({pool['architecture']})" if pool.get("architecture") else ""
+    return f"{pool['internal_api']} {pool.get('version') or ''}".rstrip() + core
+
+
+def read_cpu(field: str) -> str:
+    """Return what Linux says of the first processor under a name such as "model name"; nothing elsewhere."""
+    return " ".join(_processor(_CPU_INFO).get(field, ()))

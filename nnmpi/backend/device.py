@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.backend import Backend, Event, Stream, numpy_backend
 from nnmpi.backend.device_errors import Facts, explain_error, explain_import, explain_start
 from nnmpi.backend.memory import MemoryUse, gib
-from nnmpi.backend.record import Backend, numpy_backend
-from nnmpi.backend.streams import Event, Stream
 from nnmpi.errors import DeviceError, UsageError
 
 # Of the memory that is free, what the pools of the ranks on a device share; the rest is for what takes no memory from

@@ -28,7 +28,6 @@ Running them, from the bottom up:
 Beside them:
 
     agreement            one rank fails and all raise; is it the same on every rank; a check every few steps
-    describe             what runs here, in words
 
 No import starts MPI or needs an MPI library, except of `nnmpi.comm.mpi.mpi_world` and what that is made of.
 """

@@ -13,7 +13,7 @@ are those of any other run; within `run` each goes on as soon as its way of sync
 
 from collections.abc import Iterable
 
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.compose.averaging_runner import AveragingRunner

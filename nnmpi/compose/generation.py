@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.casting import to_float32
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
+from nnmpi.backend.kernels.lookup import to_float32
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.inference import ForwardPasses
 from nnmpi.errors import UsageError

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.casting import to_float32
+from nnmpi.backend.backend import Backend
+from nnmpi.backend.kernels.lookup import to_float32
 from nnmpi.backend.precision import use_precision
-from nnmpi.backend.record import Backend
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.nn.mode import evaluation
 from nnmpi.parallel.pipeline.executor import GradientSink, Pipeline

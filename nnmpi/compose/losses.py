@@ -14,7 +14,7 @@ from sys import float_info
 from typing import Protocol
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.casting import to_float32
+from nnmpi.backend.kernels.lookup import to_float32
 from nnmpi.errors import ShapeError, counted
 from nnmpi.ops.loss import binary_cross_entropy, huber, mae, mse
 from nnmpi.tensor.shape import reshape

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import MODES, low_dtype
-from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.algorithms.registry import AUTO, How
 from nnmpi.comm.group import Group

@@ -17,8 +17,8 @@ from typing import NamedTuple, TypeAlias
 
 from nnmpi import clock, timeline
 from nnmpi.backend.array import Array
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
-from nnmpi.backend.record import Backend
 from nnmpi.backend.recording import perform, refuse_inside
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.gradients import Traffic

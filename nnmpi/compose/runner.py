@@ -29,8 +29,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.casting import to_float32
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
+from nnmpi.backend.kernels.lookup import to_float32
 from nnmpi.comm.gradients import Traffic
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.losses import ERRORS, Scored, SumError, squared_errors

@@ -30,8 +30,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
 from nnmpi import clock
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import precision as mode_of
-from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.losses import Scored

@@ -23,10 +23,10 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from nnmpi import clock, timeline
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.backend.precision import use_precision
-from nnmpi.backend.record import Backend
 from nnmpi.backend.recording import refuse_inside
 from nnmpi.comm.agreement import PeriodicCheck, require_equal
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.data.prefetch import Prefetch

@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import threadpoolctl
 
-from nnmpi.backend.blas import find_older
+from nnmpi.backend.blas import blas_pool, find_older, name_blas, read_cpu
 from nnmpi.comm.agreement import name_ranks
-from nnmpi.comm.describe import blas_pool, name_blas, read_cpu
 from nnmpi.comm.group import Group
 from nnmpi.errors import counted
 from nnmpi.launcher import read_launch

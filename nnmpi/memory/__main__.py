@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.command import Parser, positive_count, say
 from nnmpi.errors import UsageError
 from nnmpi.memory.animation import compare, draw_slide

@@ -15,7 +15,7 @@ import numpy as np
 
 from nnmpi.backend.allocations import LEAST_BYTES
 from nnmpi.backend.array import Array, is_array
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
 from nnmpi.memory.store import Parcel, Store
 from nnmpi.tensor.function import Function
 

@@ -15,7 +15,7 @@ from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
 from nnmpi.errors import UsageError
 from nnmpi.memory.activation_offload import KeptArrays
 from nnmpi.nn.container import Pop, Sequential, Stash

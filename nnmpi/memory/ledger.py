@@ -23,7 +23,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from nnmpi.backend.allocations import counting
-from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.errors import UsageError
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"

@@ -14,7 +14,7 @@ from typing import Any
 from nnmpi import clock
 from nnmpi.backend.allocations import AllocationCount, counting
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
 from nnmpi.memory.activation_offload import KeptArrays
 from nnmpi.memory.chain import Layer, LayerGraph, Value, again, forward, parameters_of, unwatched
 from nnmpi.memory.plan import LayerCost, moved_bytes

@@ -19,8 +19,8 @@ from math import inf
 from typing import Any
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import precision, use_precision
-from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.backend.recording import refuse_inside
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group

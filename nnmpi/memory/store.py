@@ -18,8 +18,7 @@ from typing import Any, Protocol
 
 from nnmpi import clock
 from nnmpi.backend.array import Array
-from nnmpi.backend.record import Backend
-from nnmpi.backend.streams import Event
+from nnmpi.backend.backend import Backend, Event
 from nnmpi.errors import DataError, UsageError
 from nnmpi.units import format_bytes
 

@@ -27,8 +27,8 @@ import numpy as np
 
 from nnmpi.aliases import also, missing
 from nnmpi.backend.array import Array, is_array, namespace
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.random import stream
-from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.backend.recording import active
 from nnmpi.errors import CheckpointError, DtypeError, UninitializedError, UsageError
 from nnmpi.nn.mode import current

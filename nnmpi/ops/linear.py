@@ -6,10 +6,9 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.casting import FLOAT32, cast
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels.base import Kernels
-from nnmpi.backend.kernels.lookup import kernels_for
+from nnmpi.backend.kernels.lookup import FLOAT32, cast, kernels_for
 from nnmpi.backend.precision import is_floating, is_low
 from nnmpi.errors import ShapeError
 from nnmpi.tensor.function import Function

@@ -11,8 +11,8 @@ from types import EllipsisType, ModuleType
 from typing import TypeAlias
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.kernels.base import UpdateKernels
 from nnmpi.backend.kernels.lookup import kernels_for
-from nnmpi.backend.kernels.updates import UpdateKernels
 
 # 64k float32 elements: buffer, gradient, two slots and a scratch array make 1.25 MiB, about a core's L2 cache, and
 # calling NumPy costs less than a tenth of the arithmetic. Measured (Zen 5, 1 MiB L2, 32 MiB L3, one thread, median):

@@ -5,7 +5,7 @@ from typing import Final
 
 from nnmpi.aliases import also
 from nnmpi.backend.array import Array
-from nnmpi.backend.kernels.updates import UpdateKernels
+from nnmpi.backend.kernels.base import UpdateKernels
 from nnmpi.errors import UsageError
 from nnmpi.optim.blocks import BufferBlock, block_kernels
 from nnmpi.optim.optimizer import Optimizer, below_one, decayed_gradient, factor

@@ -17,7 +17,7 @@ import numpy as np
 
 from nnmpi import clock
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.recording import perform
 from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.algorithms.registry import AUTO, SHARED, How

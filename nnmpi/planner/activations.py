@@ -20,8 +20,8 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import TypeAlias
 
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.memory_pool import ChunkPart
-from nnmpi.backend.record import Backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import ALWAYS, NEVER, Layout

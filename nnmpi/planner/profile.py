@@ -26,8 +26,8 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from nnmpi import clock
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
-from nnmpi.backend.record import Backend
 from nnmpi.comm.fitting.fit import OLD_DAYS
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate

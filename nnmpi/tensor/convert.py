@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, namespace
-from nnmpi.backend.casting import FLOAT32, cast, to_float32
 from nnmpi.backend.kernels.base import Kernels
+from nnmpi.backend.kernels.lookup import FLOAT32, cast, to_float32
 from nnmpi.backend.precision import is_low
 from nnmpi.tensor.function import Elementwise, Function
 from nnmpi.tensor.variable import Variable

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.casting import FLOAT32, cast, to_float32
+from nnmpi.backend.kernels.lookup import FLOAT32, cast, to_float32
 from nnmpi.backend.kernels.sums import sum_over
 from nnmpi.backend.precision import is_floating, is_low, low_dtype, precision
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError

@@ -11,7 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.casting import to_float32
+from nnmpi.backend.kernels.lookup import to_float32
 from nnmpi.backend.kernels.sums import sum_over
 from nnmpi.backend.precision import precision
 from nnmpi.errors import ShapeError, UsageError

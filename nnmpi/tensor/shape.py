@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nnmpi.aliases import also
 from nnmpi.backend.array import Array
-from nnmpi.backend.casting import FLOAT32
+from nnmpi.backend.kernels.lookup import FLOAT32
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.tensor.convert import converted
 from nnmpi.tensor.function import Function

@@ -20,7 +20,7 @@ import numpy as np
 import threadpoolctl
 
 from nnmpi import clock
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.fitting.fit import cache_folder

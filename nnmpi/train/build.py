@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
-from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.algorithms.registry import AUTO, How
 from nnmpi.comm.fitting.measure import find_fit

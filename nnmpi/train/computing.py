@@ -27,13 +27,12 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_info, threadpool_limits
 
-from nnmpi.backend.blas import may_gain_by_avx2
+from nnmpi.backend.backend import Backend
+from nnmpi.backend.blas import blas_pool, may_gain_by_avx2, name_blas, read_cpu
 from nnmpi.backend.gemm import AVX2, MKL, NUMPY, BlasName, gemm, use_blas
 from nnmpi.backend.kernels.lookup import jit, load
 from nnmpi.backend.mkl import LEAST, find_mkl, installed_mkl
-from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import agreed, on_root
-from nnmpi.comm.describe import blas_pool, name_blas, read_cpu
 from nnmpi.comm.fitting.fit import cache_folder
 from nnmpi.comm.group import Group
 from nnmpi.command import Switch

@@ -5,12 +5,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.cudnn import chosen, describe, use_convolution
 from nnmpi.backend.device import select
 from nnmpi.backend.device_errors import REMEDY, expects_device
 from nnmpi.backend.gemm import gemm_notice
 from nnmpi.backend.memory import gib
-from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.errors import DeviceError, NnmpiError, UsageError, counted

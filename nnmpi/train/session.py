@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.cudnn import use_convolution
 from nnmpi.backend.kernels.lookup import jit, load
-from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.compose.runner import EvalReport

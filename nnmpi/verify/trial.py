@@ -7,8 +7,8 @@ from itertools import count, islice
 import numpy as np
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.random import stream
-from nnmpi.backend.record import Backend
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, arrange, describe_stages

@@ -10,7 +10,16 @@ import numpy as np
 import pytest
 
 from nnmpi.backend import blas
-from nnmpi.backend.blas import FAMILIES, GENERATIONS, compare, find_older, may_gain_by_avx2, read_flags
+from nnmpi.backend.blas import (
+    FAMILIES,
+    GENERATIONS,
+    blas_pool,
+    compare,
+    find_older,
+    may_gain_by_avx2,
+    name_blas,
+    read_flags,
+)
 from nnmpi.backend.gemm import use_blas
 from nnmpi.errors import UsageError
 
@@ -163,3 +172,13 @@ def test_where_code_for_avx2_may_be_faster(
     monkeypatch.setattr(blas, "_core", lambda: core)
     (tmp_path / "cpuinfo").write_text(said)
     assert may_gain_by_avx2(environ, tmp_path / "cpuinfo") is may
+
+
+def test_the_blas_is_numpys_own() -> None:
+    other = {"user_api": "blas", "internal_api": "mkl", "filepath": "/x/scipy/lib.so"}
+    own = {"user_api": "blas", "internal_api": "openblas", "version": "0.3", "filepath": "/x/numpy.libs/lib.so"}
+    assert blas_pool([{"user_api": "openmp", "filepath": "/x/numpy"}, other, own]) is own
+    assert blas_pool([other]) is other
+    assert name_blas(own | {"architecture": "Zen"}) == "openblas 0.3 (Zen)"
+    assert name_blas(other) == "mkl"
+    assert name_blas(blas_pool([])) == "unknown BLAS"

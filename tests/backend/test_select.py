@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.array import is_array, namespace
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.device import select
-from nnmpi.backend.record import numpy_backend
 from nnmpi.errors import DeviceError, UsageError
 
 

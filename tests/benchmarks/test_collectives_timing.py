@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from benchmarks.collectives.pattern import TILE, Pattern, Range
 from benchmarks.collectives.timing import LEAST, WARM_UP, Interrupted, gather, never, nothing, take
 from benchmarks.harness.turns import shuffled
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, Contract
 from nnmpi.shard import split
 from tests.device.library import device_backend, is_device_array

@@ -24,7 +24,7 @@ from benchmarks.gpu.trainer_nnmpi import NnmpiDeviceTrainer
 from benchmarks.gpu.work import flops, moved, products, uploaded
 from benchmarks.harness.turns import WrongResultError
 from benchmarks.training.cases import CASES as ON_CPU
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError
 from tests.harness.slow import BENCHMARK

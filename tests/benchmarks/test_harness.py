@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.harness import command, results, tables
-from benchmarks.harness.launch import ROOT, run_job
+from benchmarks.harness import command, launch, results, tables
+from benchmarks.harness.launch import ROOT, describe, run_job
 from benchmarks.harness.memory import peak_bytes, reset_peak, resident_bytes, traced
 from benchmarks.harness.tables import GrowingTable, labelled, render, rewrite, spread
 from benchmarks.harness.turns import quartiles, ratio, shuffled, steps_in_block, summary
+from nnmpi.comm.group import Group
 from nnmpi.command import HelpAsked
 from nnmpi.errors import LaunchError, UsageError
 
@@ -158,3 +159,20 @@ def test_tables_are_put_into_the_readme(tmp_path: Path) -> None:
 )
 def test_milliseconds_have_three_digits(seconds: float, text: str) -> None:
     assert tables.ms(seconds) == text
+
+
+@pytest.mark.mpi
+def test_an_older_core_is_pointed_out(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "find_older", lambda: "it is old")
+    assert describe(group).warnings == ("it is old",)
+    monkeypatch.setattr(launch, "find_older", lambda: None)
+    assert describe(group).warnings == ()
+
+
+@pytest.mark.mpi
+def test_all_ranks_are_on_this_machine(group: Group) -> None:
+    found = describe(group)
+    assert (found.ranks, found.nodes) == (group.size, 1)
+    assert found.threads >= 1
+    assert found.mpi.split()[-1][0].isdigit()
+    assert len(set(group.gather(found.mpi))) == 1

@@ -4,7 +4,7 @@ import numpy as np
 
 from nnmpi import nn, optim
 from nnmpi.backend.array import Array
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
 from nnmpi.data.dataset import Dataset
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer

@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.device import cupy_backend
-from nnmpi.backend.record import Backend
 
 FOLDER = Path(__file__).parent / "fake"
 PACKAGES = ("cupy", "cupyx", "cupy_backends")

@@ -25,7 +25,7 @@ from zlib import crc32
 import numpy as np
 import pytest
 
-from nnmpi.backend import record
+from nnmpi.backend import backend as backends
 from nnmpi.nn.compiled import Compiled
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import Function
@@ -155,7 +155,7 @@ class Everywhere:
 
     def _put_backend(self) -> None:
         """Let the engine's default be the device."""
-        plain = record.numpy_backend
+        plain = backends.numpy_backend
 
         def numpy_backend() -> Any:
             return self._backend if self._mode.on and module(sys._getframe(1)) != HOST else plain()

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nnmpi import models, nn, optim
-from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.options import GradientExchange, Numerics
 from nnmpi.compose.worker import Worker

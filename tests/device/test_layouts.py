@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nnmpi import models, optim
-from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange

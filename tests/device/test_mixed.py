@@ -8,7 +8,7 @@ import pytest
 
 from nnmpi import nn
 from nnmpi.backend.array import mixed_error
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.errors import DeviceError
 from nnmpi.tensor import Tensor
 from tests.device.library import device_backend, load

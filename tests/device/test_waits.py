@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from nnmpi import models, nn, optim
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.device import device_problem, select
-from nnmpi.backend.record import Backend
 from nnmpi.comm.mpi.library import import_mpi
 from nnmpi.errors import LaunchError
 from nnmpi.launcher import read_launch

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import low_dtype, use_precision
-from nnmpi.backend.record import Backend
 from nnmpi.tensor.tensor import Tensor
 from tests.gpu.table import Sample
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nnmpi.backend import cudnn
-from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.backend import Backend, numpy_backend
 from tests.device.conv.cases import cudnn_double
 from tests.gpu.conftest import is_stand_in
 from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, TF32, TOLERANCES, call, differences, dtypes, exact, precise

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from nnmpi import nn, ops
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.memory import gib
-from nnmpi.backend.record import Backend
 from nnmpi.errors import DeviceError, NnmpiError
 from nnmpi.tensor.tensor import Tensor
 

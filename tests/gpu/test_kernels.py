@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.cuda.kernels import DeviceFunctions, DeviceKernels
 from nnmpi.backend.kernels.lookup import kernels_for
-from nnmpi.backend.record import Backend
 from tests.backend.cuda import test_dense, test_images, test_rows, test_tables
 from tests.backend.cuda.host import held
 from tests.gpu.conftest import is_stand_in

@@ -9,7 +9,7 @@ import pytest
 
 import nnmpi.nn
 from nnmpi import nn
-from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.tensor.tensor import Tensor
 from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, TOLERANCES, call, differences, precise, rounded
 from tests.gpu.table import COLUMNS, ROWS, Sample, anywhere, images, positive, ranked

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.cublas import products_of
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import bfloat16, use_precision
-from nnmpi.backend.record import Backend
 from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, TF32, TOLERANCES
 
 SHAPES = (

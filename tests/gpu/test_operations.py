@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.backend import Backend, numpy_backend
 from tests.gpu.play import FLOAT64, MODES, TOLERANCES, call, differences, dtypes, exact, precise
 from tests.gpu.table import TABLE, Check
 from tests.ops.rows import OPS

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nnmpi import optim
-from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.asynchronous import AsynchronousWorker

@@ -7,7 +7,7 @@ import pytest
 
 import nnmpi
 from nnmpi import models, nn, optim
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
 from nnmpi.compose.runner import DeferredScalars
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader

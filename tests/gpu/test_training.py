@@ -12,7 +12,7 @@ import pytest
 
 import nnmpi
 from nnmpi import models, nn, ops, optim
-from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.tensor.tensor import Tensor
 from tests.gpu.conftest import is_stand_in
 from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, TF32, differences, precise

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import bfloat16
-from nnmpi.backend.record import Backend
 from nnmpi.comm.device.ipc import ipc_problem
 from nnmpi.comm.group import Group
 from nnmpi.errors import DeviceError, NnmpiError

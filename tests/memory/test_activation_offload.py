@@ -13,8 +13,8 @@ import pytest
 
 from benchmarks.memory.throttled import ThrottledStore
 from nnmpi import nn
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.device import cupy_backend
-from nnmpi.backend.record import numpy_backend
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import DataError, UsageError
 from nnmpi.memory import swapping

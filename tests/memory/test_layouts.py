@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nnmpi import models
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import Layout
 from nnmpi.data.loader import Loader

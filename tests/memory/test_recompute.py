@@ -9,7 +9,7 @@ import pytest
 
 from nnmpi import models, nn, ops
 from nnmpi.backend.allocations import counting
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.errors import GraphError, UsageError
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.nn.compiled import compile
@@ -148,7 +148,7 @@ def test_arrays_that_stay_until_python_ends_do_not_crash_it() -> None:
     program = (
         "import sys, numpy as np\n"
         "from nnmpi.backend.allocations import counting\n"
-        "from nnmpi.backend.record import numpy_backend\n"
+        "from nnmpi.backend.backend import numpy_backend\n"
         "with counting(numpy_backend()):\n"
         "    sys.modules['numpy'].kept = [np.zeros(100000) for _ in range(50)]\n"
     )

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 
 import nnmpi
 from nnmpi import nn, ops, optim
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.errors import UsageError
 from nnmpi.nn.compiled import MOST_RECORDINGS
 from nnmpi.tensor.function import Function

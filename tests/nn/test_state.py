@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.nn.activation import ReLU
 from nnmpi.nn.container import Sequential

@@ -5,7 +5,7 @@ import pytest
 
 import nnmpi
 from nnmpi import nn, ops, optim
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from tests.device.library import device_backend
 
 torch = pytest.importorskip("torch")

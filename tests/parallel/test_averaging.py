@@ -11,7 +11,7 @@ import pytest
 
 from nnmpi import nn, ops, optim
 from nnmpi.backend.array import namespace
-from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.mpi_world import wrap
 from nnmpi.errors import CommError, UsageError

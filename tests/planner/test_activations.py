@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nnmpi import nn
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import Layout

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks.plan.paced import paired
 from nnmpi import clock, nn
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.data.dataset import Dataset
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.allocations import counting
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.ops.linear import linear
 from nnmpi.tensor.elementwise import TanhFunction
 from nnmpi.tensor.function import Function, no_grad

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from nnmpi import plan
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.kernels.lookup import compiled_kernels
-from nnmpi.backend.record import numpy_backend
 from nnmpi.comm.fitting.fit import cache_folder
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.options import GradientExchange

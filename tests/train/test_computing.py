@@ -11,7 +11,7 @@ import pytest
 
 from nnmpi import models
 from nnmpi.backend import gemm
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError

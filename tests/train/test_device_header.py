@@ -6,8 +6,8 @@ from typing import cast
 import pytest
 
 from nnmpi.backend import cublas
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.device_errors import REMEDY
-from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.errors import DeviceError, UsageError
 from nnmpi.train.build import find_layout

@@ -16,9 +16,8 @@ from nnmpi.backend.cuda.tables import Tables
 from nnmpi.backend.cuda.updates import Updates
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels.attention import AttentionDropout, Heads, Trio
-from nnmpi.backend.kernels.base import Kernels
+from nnmpi.backend.kernels.base import Kernels, UpdateKernels
 from nnmpi.backend.kernels.pooling import PoolWindows
-from nnmpi.backend.kernels.updates import UpdateKernels
 from nnmpi.backend.precision import is_floating, is_low
 from nnmpi.backend.recording import perform
 

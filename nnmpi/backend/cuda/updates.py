@@ -7,7 +7,7 @@ from nnmpi.backend.cuda.launch import THREADS, Family, flat_grid, same_size
 
 
 class Updates(Family):
-    """See `backend.kernels.updates.UpdateKernels`; all arrays are C-contiguous, of one dtype and size."""
+    """See `backend.kernels.base.UpdateKernels`; all arrays are C-contiguous, of one dtype and size."""
 
     def sgd(self, data: Array, grad: Array, lr: float, decay: float) -> None:
         """data -= lr * (grad + decay * data)."""

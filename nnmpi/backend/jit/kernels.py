@@ -7,9 +7,8 @@ import numpy as np
 from nnmpi.backend.array import Array, Residuals
 from nnmpi.backend.jit.table import CompiledFunctions
 from nnmpi.backend.kernels.attention import AttentionDropout
-from nnmpi.backend.kernels.base import Kernels
+from nnmpi.backend.kernels.base import Kernels, UpdateKernels
 from nnmpi.backend.kernels.pooling import PoolWindows
-from nnmpi.backend.kernels.updates import UpdateKernels
 from nnmpi.backend.recording import perform
 
 SIDE_BY_SIDE = PoolWindows((2, 2), (2, 2), (0, 0))

@@ -2,7 +2,7 @@
 
 Over rows: around the products of dense layers, layer normalization, GELU, attention, LSTM. Max-pooling over 2 x 2
 pixels, the windows side by side: the first of equal elements wins, and a NaN wins over numbers, so that it is seen.
-Optimizers' updates in one pass over a block; arguments are those of `backend.kernels.updates.UpdateKernels`.
+Optimizers' updates in one pass over a block; arguments are those of `backend.kernels.base.UpdateKernels`.
 """
 
 import math

@@ -19,12 +19,13 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.cuda.kernels import DeviceKernels, device_kernels, works_on
 from nnmpi.backend.kernels.base import Kernels
+from nnmpi.backend.precision import is_low
 from nnmpi.errors import UsageError
 
 if TYPE_CHECKING:
     from nnmpi.backend.jit.kernels import CompiledKernels
 
-_FLOAT32 = np.dtype("float32")
+FLOAT32: np.dtype[Any] = np.dtype(np.float32)
 _BASE = Kernels()
 
 _compiled: ContextVar[CompiledKernels | None] = ContextVar("nnmpi_kernels", default=None)
@@ -40,7 +41,7 @@ def kernels_for(array: Array, dtype: np.dtype[Any] | None = None) -> Kernels:
     """
     if type(array) is np.ndarray:
         compiled = _compiled.get()
-        return _BASE if compiled is None or (array.dtype if dtype is None else dtype) != _FLOAT32 else compiled
+        return _BASE if compiled is None or (array.dtype if dtype is None else dtype) != FLOAT32 else compiled
     if _refused.get() or not works_on(array.dtype if dtype is None else dtype):
         return _BASE
     return device_kernels(namespace(array)) or _BASE
@@ -97,3 +98,17 @@ def load() -> CompiledKernels:
             f"compiled kernels need numba, which cannot be imported ({error}); install nnmpi[jit], or leave jit out"
         ) from error
     return CompiledKernels()
+
+
+def cast(xp: Any, x: Array, dtype: np.dtype[Any]) -> Array:
+    """Return x in another dtype, rounded to the nearest; x itself where it has that dtype.
+
+    Args:
+        xp: the array's module, or a recorder's stand-in for it.
+    """
+    return x if x.dtype == dtype else kernels_for(x).cast(xp, x, dtype)
+
+
+def to_float32(xp: Any, x: Array) -> Array:
+    """Return x in float32 where it is float16 or bfloat16, else x itself."""
+    return cast(xp, x, FLOAT32) if is_low(x.dtype) else x

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnmpi import clock
+from nnmpi.backend.blas import read_cpu
 from nnmpi.comm.buffers import Buffer
-from nnmpi.comm.describe import read_cpu
 from nnmpi.comm.execution import Execution, NativeExecution, Pending
 from nnmpi.comm.fitting.fit import OLD_DAYS, Fit, default_file, load_fit
 from nnmpi.comm.group import Group

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.casting import cast
 from nnmpi.backend.cuda.kernels import DeviceFunctions
+from nnmpi.backend.kernels.lookup import cast
 from nnmpi.backend.recording import perform
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 

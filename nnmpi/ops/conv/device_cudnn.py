@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.casting import cast
 from nnmpi.backend.cuda.kernels import DeviceFunctions
 from nnmpi.backend.cudnn import ALIGNMENT, Cudnn, Job, Problem
+from nnmpi.backend.kernels.lookup import cast
 from nnmpi.backend.precision import is_low
 from nnmpi.ops.conv.algorithm import ConvSpec
 from nnmpi.ops.conv.device_conv import DeviceAlgorithm

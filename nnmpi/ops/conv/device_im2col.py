@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.casting import cast
 from nnmpi.backend.cuda.kernels import DeviceFunctions
 from nnmpi.backend.gemm import gemm
+from nnmpi.backend.kernels.lookup import cast
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.windows import Pair
 from nnmpi.ops.conv.algorithm import ConvSpec

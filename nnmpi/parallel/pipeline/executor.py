@@ -19,7 +19,7 @@ import numpy as np
 from nnmpi import clock, timeline
 from nnmpi.backend.allocations import AllocationCount, counted_here
 from nnmpi.backend.array import Array
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages
 from nnmpi.parallel.pace import Pace

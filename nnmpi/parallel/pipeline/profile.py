@@ -9,7 +9,7 @@ from typing import Any
 
 from nnmpi import clock
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
 from nnmpi.nn.chain import ChainLayer, Kept, ModelPart
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module

@@ -11,7 +11,7 @@ with the very bits of the serial run:
 from collections.abc import Mapping, Sequence
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
 from nnmpi.comm.device.copies import from_host, to_hosts
 from nnmpi.comm.point_to_point import Messages
 from nnmpi.parallel.pipeline.boundary import new_buffer

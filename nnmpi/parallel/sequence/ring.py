@@ -31,8 +31,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nnmpi.backend.array import Array, Residuals, namespace
-from nnmpi.backend.casting import cast, to_float32
 from nnmpi.backend.kernels.attention import AttentionDropout, Heads, KeyBlock, Trio
+from nnmpi.backend.kernels.lookup import cast, to_float32
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.recording import perform
 from nnmpi.comm.group import Group

@@ -29,7 +29,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages

@@ -18,7 +18,7 @@ from typing import TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
 from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.point_to_point import Messages
 from nnmpi.errors import CommError

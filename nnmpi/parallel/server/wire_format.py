@@ -18,7 +18,7 @@ from itertools import accumulate
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
 from nnmpi.comm.buffers import is_device
 from nnmpi.comm.device.copies import copy_streams_of, room_for
 from nnmpi.errors import CommError

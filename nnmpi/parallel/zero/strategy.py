@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.record import Backend
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.recording import refuse_inside
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group

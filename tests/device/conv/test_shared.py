@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from nnmpi import models, nn, optim
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.cudnn import use_convolution
-from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.nn.mode import training
 from nnmpi.nn.sharding import Sharding

@@ -11,7 +11,7 @@ import pytest
 
 from nnmpi import models, ops, optim
 from nnmpi.backend.array import Array
-from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
 from nnmpi.nn.module import Module

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm import point_to_point
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError

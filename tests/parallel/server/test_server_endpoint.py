@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.errors import CommError
 from nnmpi.parallel.server.parameter_server import ParameterServer, Push
 from nnmpi.parallel.server.server_endpoint import PUSH_TAG, TOTAL_TAG, Roles, ServerEndpoint

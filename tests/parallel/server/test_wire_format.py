@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnmpi.backend.record import numpy_backend
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.errors import CommError
 from nnmpi.parallel.server.parameter_server import Push, Reply
 from nnmpi.parallel.server.shards import Shard

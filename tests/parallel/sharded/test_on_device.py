@@ -7,7 +7,7 @@ import pytest
 
 from nnmpi import nn, optim
 from nnmpi.backend.array import Array
-from nnmpi.backend.record import Backend, numpy_backend
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.memory import MemoryUse
 from nnmpi.backend.precision import bfloat16
-from nnmpi.backend.record import Backend, numpy_backend
 from nnmpi.errors import DeviceError
 from tests.device.library import device_backend, load
 
