@@ -3,6 +3,7 @@
 Each reason is written once, since the table at the end groups what was left out by reason.
 """
 
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -15,6 +16,12 @@ KERNELS = "compiles kernels from the beginning"
 LARGE = "a graph or a machine of millions, like a smaller one that ran"
 GROWTH = "hundreds of steps, to see memory grow"
 MORE_SEEDS = "more seeds, like those that ran"
+MORE_LAYOUTS = "more models, layouts and numbers of ranks, like those that ran"
+
+
+def cases(rows: Iterable[tuple[Any, ...]], quick: Callable[..., bool], reason: str = MORE_LAYOUTS) -> list[Any]:
+    """Return rows of parameters, those marked slow of which `quick`, which is given a row, is not true."""
+    return [pytest.param(*row, marks=() if quick(*row) else pytest.mark.slow(reason)) for row in rows]
 
 
 def once_more(value: Any, slow: bool = True, reason: str = ONCE_MORE) -> Any:

@@ -21,6 +21,7 @@ from nnmpi.memory.swapping import swapping_plan
 from nnmpi.optim.adam import Adam
 from nnmpi.parallel.sequence.group import RING
 from nnmpi.planner.profile import Workload, ready_worker
+from tests.harness.slow import cases
 from tests.parallel import test_zero
 from tests.parallel.test_sequence import train
 from tests.planner.test_activations import MODELS, samples
@@ -104,9 +105,12 @@ PIPELINES = (
 )
 
 
+QUICK = ("gpipe", "interleaved", "zero-bubble")  # and replicas, and sequences
+
+
 @pytest.mark.parametrize(
     ("name", "layout", "microbatches"),
-    PIPELINES,
+    cases(PIPELINES, lambda name, each, m: each.schedule in QUICK or each.dp > 1 or each.sp > 1),
     ids=[f"{name}-{each.schedule}, dp {each.dp}, pp {each.pp}, sp {each.sp}-{m}" for name, each, m in PIPELINES],
 )
 def test_a_pipeline_keeps_to_its_budget(name, layout, microbatches):

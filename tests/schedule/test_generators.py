@@ -11,7 +11,7 @@ from nnmpi.schedule.simulate import InstructionCosts, Simulation, simulate
 from tests.schedule.every import KINDS, MICROBATCHES, RANKS, lowered, numbers, schedules
 from tests.schedule.oracle import run
 
-some = settings(max_examples=40)
+some = settings(max_examples=20)
 
 
 def found(name: str, ranks: int, microbatches: int, virtual: int = 1, **costs: float) -> Simulation:
@@ -162,7 +162,7 @@ def test_several_stages_a_rank(name: str, virtual: int, ranks: int) -> None:
         check(lowered(name, ranks, microbatches, virtual))
 
 
-@settings(max_examples=40)
+@some
 @given(schedules)
 def test_the_oracle_agrees(chosen: tuple[tuple[str, int], tuple[int, int]]) -> None:
     (name, virtual), (ranks, microbatches) = chosen
@@ -172,7 +172,7 @@ def test_the_oracle_agrees(chosen: tuple[tuple[str, int], tuple[int, int]]) -> N
         run(schedule, rendezvous)
 
 
-@settings(max_examples=40)
+@some
 @given(schedules)
 def test_sends_that_wait_cost_little(chosen: tuple[tuple[str, int], tuple[int, int]]) -> None:
     (name, virtual), (ranks, microbatches) = chosen

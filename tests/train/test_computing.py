@@ -254,7 +254,7 @@ def test_a_choice_is_that_of_the_option_and_stays(
 ) -> None:
     """A run that takes numba's kernels by itself has the bits of one that is told to, and when it goes on, too."""
     pytest.importorskip("numba")
-    digits = ["--epochs", "1", "--max-steps", "4", "--quiet", "--out"]
+    digits = ["--epochs", "1", "--max-steps", "4", "--quiet", "--model", "mlp", "--hidden", "16", "--out"]
     main([*digits, str(tmp_path / "told"), "--jit"], group)
     main([*digits, str(tmp_path / "plain")], group)
     with monkeypatch.context() as patch:

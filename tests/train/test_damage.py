@@ -37,7 +37,7 @@ def test_words_are_read_or_refused(tmp_path: Path) -> None:
 def test_mixtures_of_options_are_equal_to_one_rank_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NNMPI_DATA", str(tmp_path / "cache"))
     findings = Findings()
-    try_layouts(tmp_path / "it", 30, findings)
+    try_layouts(tmp_path / "it", 16, findings)
     assert not findings.wrong, "\n".join(findings.wrong)
     assert findings.ends["equal"] >= 5 and findings.ends["refused"] >= 5
 

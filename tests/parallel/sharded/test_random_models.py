@@ -16,6 +16,7 @@ from nnmpi.tensor.cut import whole
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.shape import concatenate
 from nnmpi.tensor.tensor import Tensor
+from tests.harness.slow import MORE_SEEDS, once_more
 from tests.parallel.sharded.compare import check_equal
 
 TIME, SIZES = 3, (4, 6, 8, 10)  # normalized rows of two would be little more than signs
@@ -163,7 +164,7 @@ def outcome(seed: int) -> bool:
     return everyone[0]
 
 
-@pytest.mark.parametrize("chunk", range(10))
+@pytest.mark.parametrize("chunk", [once_more(chunk, chunk >= 4, MORE_SEEDS) for chunk in range(10)])
 def test_equal_or_refused(chunk: int) -> None:
     """Twenty models each."""
     outcomes = [outcome(seed) for seed in range(20 * chunk, 20 * chunk + 20)]
