@@ -31,6 +31,7 @@ from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent, wrap
 from typing import Any, Literal, NoReturn, TypeAlias, Union, get_args, get_origin, get_type_hints
+from unicodedata import category
 
 from nnmpi.custom import Custom, is_custom
 from nnmpi.errors import NnmpiError, UsageError
@@ -229,10 +230,16 @@ def suggest(name: str, known: Iterable[str], dashes: str = "") -> str:
 
 
 def printable(text: str) -> str:
-    """Return a text without characters that would steer a terminal, as names of files and answers of servers may."""
+    """Return a text without characters that would steer a terminal, as names of files and answers of servers may.
+
+    Spaces of other widths and what joins letters steer nothing: texts in many languages have them.
+    """
     if text.isprintable():
         return text
-    return "".join(each if each in "\n\t" or each.isprintable() else ascii(each)[1:-1] for each in text)
+    kept = "\n\t\u200c\u200d"
+    return "".join(
+        each if each in kept or each.isprintable() or category(each) == "Zs" else ascii(each)[1:-1] for each in text
+    )
 
 
 def say(main: Callable[[Sequence[str]], str]) -> int:

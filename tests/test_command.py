@@ -119,4 +119,5 @@ def test_paragraphs_are_wrapped_and_examples_are_not() -> None:
 def test_nothing_that_steers_a_terminal_is_printed() -> None:
     """From the name of a file, or the reason in a server's answer."""
     assert printable("a\x1b[2Jb\rc\x07 \udcff") == "a\\x1b[2Jb\\rc\\x07 \\udcff"
-    assert printable("Größe: 3 × 4\n\t→ fine") == "Größe: 3 × 4\n\t→ fine"
+    for fine in ("Größe: 3 × 4\n\t→ fine", "\u3000全角\xa0!", "👩\u200d👧 \u06cc\u200c\u06a9"):
+        assert printable(fine) == fine

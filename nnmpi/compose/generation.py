@@ -16,7 +16,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels.lookup import to_float32
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.inference import ForwardPasses
-from nnmpi.errors import UsageError
+from nnmpi.errors import DivergenceError, UsageError
 from nnmpi.nn.compiled import Compiled
 from nnmpi.nn.mode import continued
 from nnmpi.shard import part
@@ -123,13 +123,19 @@ def choose_token(
         top_k: only so many of the likeliest can be drawn; 0 for all.
         top_p: only the likeliest ones that together have this probability can be drawn (Holtzman et al., "The curious
             case of neural text degeneration", 2020); 1 for all.
+
+    Raises:
+        DivergenceError: for logits that are not finite, of which no token is the likeliest.
     """
+    if not np.isfinite(logits).all():
+        raise DivergenceError("the model's outputs are not finite, so that no token can be drawn; take other weights")
     if temperature == 0:
         return int(logits.argmax())
     places = np.argpartition(-logits, top_k - 1)[:top_k] if 0 < top_k < len(logits) else np.arange(len(logits))
     if top_p < 1:  # only then the whole vocabulary is sorted, which takes longer than all else here
         places = places[np.argsort(-logits[places], kind="stable")]
-    weights = np.exp((logits[places] - logits.max()) / temperature)
+    with np.errstate(over="ignore"):  # of the least temperatures
+        weights = np.exp((logits[places] - logits.max()) / temperature)
     if top_p < 1:
         before = np.cumsum(weights) - weights  # of the likelier ones
         weights[before >= top_p * weights.sum()] = 0

@@ -61,9 +61,12 @@ class Console:
                 self._copy.flush()
         if self._quiet:
             return
+        encoding = (
+            getattr(self._stream, "encoding", None) or "utf-8"
+        )  # as the system's language has it: not all letters
         try:
             for line in lines:
-                print(printable(line), file=self._stream)
+                print(printable(line).encode(encoding, "backslashreplace").decode(encoding), file=self._stream)
             self._stream.flush()
         except (OSError, ValueError):  # no reader, a full disk; ValueError: the stream is closed
             self._quiet = True

@@ -13,7 +13,7 @@ from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.generation import TokenGenerator, choose_token, generate
 from nnmpi.compose.layout import Layout
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.errors import DivergenceError, ShapeError, UsageError
 from nnmpi.nn.module import Module
 
 TOKENS, CONTEXT, COUNT = 23, 9, 14
@@ -127,6 +127,10 @@ def test_tokens_are_drawn_by_their_probability() -> None:
     np.testing.assert_allclose(shares(temperature=0.5), squares / squares.sum(), atol=0.03)
     assert shares(temperature=0)[1] == 1
     assert shares(top_p=0.01)[1] == 1
+    assert shares(temperature=1e-320)[1] == 1
+    for wrong in (np.nan, np.inf):
+        with pytest.raises(DivergenceError, match="outputs are not finite, so that no token can be drawn"):
+            choose_token(np.array([0.1, wrong]), draw, temperature=0)
 
 
 def test_a_tensor_of_tokens_is_fine_too() -> None:

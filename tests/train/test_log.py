@@ -32,6 +32,15 @@ def test_a_closed_stream_is_survived() -> None:
     assert Closed.calls == 1
 
 
+def test_a_stream_without_all_letters_gets_the_others() -> None:
+    """Where the system's language is not UTF-8."""
+    bytes_ = io.BytesIO()
+    console = Console(False, io.TextIOWrapper(bytes_, "latin-1"))
+    console.say("é 😀")
+    console.say("b")
+    assert bytes_.getvalue() == b"\xe9 \\U0001f600\nb\n"
+
+
 def test_a_line_is_due_after_its_seconds() -> None:
     now = [0.0]
     timer = PrintTimer(5.0, clock=lambda: now[0])
