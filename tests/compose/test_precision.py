@@ -155,6 +155,7 @@ def test_what_always_overflows_ends_the_run(group: Group, layout: dict[str, Any]
     assert everyone[0][1].endswith("; float16 ends at 65504: precision bf16 or smaller inputs may help")
 
 
+@pytest.mark.host_only("whole trainings; steps on a device are compared one by one")
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 @pytest.mark.parametrize("name", ["mlp", "cnn"])
 def test_half_precision_learns_as_much(group: Group, name: str, precision: str) -> None:

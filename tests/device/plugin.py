@@ -39,22 +39,14 @@ TESTS = ("tests.", "nnmpi.tensor.check")  # the latter is a test itself, of deri
 HOST = "nnmpi.backend.device"  # says numpy_backend() because somebody asked for it by name
 
 
-# Tests of the double itself, of scripts and of benchmarks, and those without arrays: the same with and without
-# --backend fake.
-SAME = ("device", "backend/cuda", "benchmarks", "gpu", "harness", "scripts", "schedule", "synchrony")
+# Tests of the double itself, of messages (which know buffers, and no backend), of scripts and of benchmarks, and those
+# without arrays: the same with and without --backend fake.
+SAME = ("device", "comm", "backend/cuda", "benchmarks", "gpu", "harness", "scripts", "schedule", "synchrony")
 SAME += ("backend/test_kernels.py", "compose/test_seeds.py", "compose/test_simulated_times.py")
-SAME += tuple(f"comm/test_{name}.py" for name in ("prove", "simulate", "price", "render", "choose", "start", "cost"))
-SAME += tuple(f"comm/test_{name}.py" for name in ("units", "machine", "library", "fit", "fit_report", "comm_main"))
 SAME += tuple(f"data/test_{name}.py" for name in ("cifar", "csvfile", "download", "files", "idx", "npz", "tokenizer"))
-SAME += (
-    "comm/simulated/test_faults.py",
-    "test_array_names.py",
-    "test_command.py",
-    "test_launcher.py",
-    "test_layering.py",
-    "test_mesh.py",
-)
+SAME += ("test_array_names.py", "test_command.py", "test_launcher.py", "test_layering.py", "test_mesh.py")
 SAME += ("doctor", "exercise", "pages", "run", "planner/test_search.py", "train/test_stall.py")
+SAME += ("equivalence/test_breaks.py", "tensor/test_memory.py")
 SAME += tuple(f"compose/test_asynchronous_{name}.py" for name in ("ends", "speed"))
 SAME += ("train/test_asynchronous_jobs.py", "train/test_simulated.py")
 SAME += ("test_packaging.py", "test_docs.py", "test_shard.py", "test_threads.py", "test_timeline.py")
