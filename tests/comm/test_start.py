@@ -1,12 +1,15 @@
 """One rank fails, each in its own way, in a real job of three: the job ends soon, not well, and says why once."""
 
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from os import EX_DATAERR
 from pathlib import Path
 
 import pytest
 
+from nnmpi.comm.start import read_limit
+from nnmpi.errors import UsageError
 from tests.harness.job import Ending, mpirun, run
 from tests.harness.slow import once_more
 
@@ -132,7 +135,15 @@ def test_how_a_single_process_ends(body: str, status: int, once: str, never: str
 @pytest.mark.parametrize(("size", "place"), [("PMI_SIZE", "PMI_RANK"), ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID")])
 def test_a_launcher_that_mpi_does_not_know_is_refused_once(size: str, place: str, tmp_path: Path) -> None:
     """Three processes, told by a launcher that MPI does not know that they are three."""
-    endings = [run_program(tmp_path, BEGIN + "print('trained')", 0, **{size: "3", place: str(r)}) for r in range(3)]
+    folders = [tmp_path / str(rank) for rank in range(3)]
+    for folder in folders:
+        folder.mkdir()
+    with ThreadPoolExecutor(3) as pool:
+        work = [
+            pool.submit(run_program, folder, BEGIN + "print('trained')", 0, **{size: "3", place: folder.name})
+            for folder in folders
+        ]
+    endings = [each.result() for each in work]
     assert [ending.status for ending in endings] == [2, 2, 2]
     assert "started 3 processes" in endings[0].output
     assert endings[0].output.count("\n") == 1
@@ -154,9 +165,11 @@ def test_a_missing_library_is_one_sentence(tmp_path: Path) -> None:
     assert "Traceback" not in ending.output
 
 
-@pytest.mark.parametrize("limit", ["0", "-1", "soon", "nan"])
-def test_a_wrong_limit_is_refused(limit: str, tmp_path: Path) -> None:
-    ending = run_program(tmp_path, BEGIN, 0, NNMPI_EXIT_LIMIT_S=limit)
+def test_a_wrong_limit_is_refused(tmp_path: Path) -> None:
+    for limit in ("0", "-1", "soon", "nan"):
+        with pytest.raises(UsageError, match=f"NNMPI_EXIT_LIMIT_S is '{limit}'; give a positive number"):
+            read_limit({"NNMPI_EXIT_LIMIT_S": limit})
+    ending = run_program(tmp_path, BEGIN.replace("exit_limit_s=2", ""), 0, NNMPI_EXIT_LIMIT_S=limit)
     assert ending.status == 2
     assert "Traceback" not in ending.output
     assert "NNMPI_EXIT_LIMIT_S" in ending.output

@@ -117,14 +117,9 @@ def test_equal_elements(pool):
     compare((3, 6, 4, 5, 7), pool, whole=True, bias=False)
 
 
-@pytest.mark.parametrize(
-    ("cache_rows", "rows", "pool"),
-    [
-        pytest.param(0, 1, 1, marks=pytest.mark.slow(KERNELS)),
-        (2, 2, 2),  # the last piece of each image is shorter
-        pytest.param(8, 6, 2, marks=pytest.mark.slow(KERNELS)),  # two images, and then one
-    ],
-)
+# In the second the last piece of each image is shorter; in the third there are two images, and then one.
+@pytest.mark.slow(KERNELS)
+@pytest.mark.parametrize(("cache_rows", "rows", "pool"), [(0, 1, 1), (2, 2, 2), (8, 6, 2)])
 def test_in_pieces(cache_rows, rows, pool, monkeypatch):
     """Some rows of an image at a time, or some of three images."""
     monkeypatch.setattr(tiling, "CACHE_BYTES", cache_rows * 16 * 4 * 2 * (5 + 7))
@@ -132,7 +127,7 @@ def test_in_pieces(cache_rows, rows, pool, monkeypatch):
     compare((3, 6, 4, 5, 7), pool)
 
 
-@pytest.mark.parametrize("sizes", [once_more((3, 28, 28, 1, 32), True, KERNELS), (2, 4, 6, 3, 7), (0, 4, 6, 3, 7)])
+@pytest.mark.parametrize("sizes", [once_more((3, 28, 28, 1, 32), True, KERNELS), (2, 12, 8, 1, 5), (0, 12, 8, 1, 5)])
 def test_images_of_few_channels(sizes):
     """The direct kernel, for images that need no gradient."""
     compare(sizes, 2, CompiledDirect, for_x=False)
