@@ -365,10 +365,12 @@ class Group(Communicator):
 
         Raises:
             ShapeError: for an array with gaps, or a read-only one.
-            DtypeError: for an object array.
+            DtypeError: for an object array, or no array.
         """
         if is_device(array):
             return self.devices().broadcast(array, root)
+        if not is_array(array):
+            raise DtypeError(f"broadcast works on arrays, not {type(array).__name__}; group.share(value) sends others")
         for piece in pieces(as_bytes(check_contiguous(array)), MAX_MESSAGE_BYTES):
             self.comm.broadcast(piece, root)
         return None

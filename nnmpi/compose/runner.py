@@ -400,6 +400,9 @@ def check_optimizer(model: Module, optimizer: Optimizer) -> None:
     Raises:
         UsageError: saying what to do.
     """
+    if not isinstance(optimizer, Optimizer):
+        what = type(optimizer).__name__
+        raise UsageError(f"a {what} stands where the optimizer belongs: nnmpi.Worker(model, optimizer, group)")
     if optimizer.storage is not model.storage:
         raise UsageError(
             "the optimizer works on other arrays than the model's; make it over model.storage, after the last "
@@ -452,6 +455,11 @@ def summed(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
 
 def _refuse_mean(loss: SumLoss) -> None:
     """Refuse a loss that says by its arguments that it is no sum, such as `cross_entropy` as it stands."""
+    if isinstance(loss, Module) and getattr(loss, "reduction", "sum") != "sum":
+        raise UsageError(
+            f"the loss has reduction={loss.reduction!r}, but a Worker divides the sum of all ranks' losses once: "
+            f'make it by nn.{type(loss).__name__}(reduction="sum")'
+        )
     try:
         reduction = inspect.signature(loss).parameters.get("reduction")
     except (TypeError, ValueError):  # a callable that has no signature

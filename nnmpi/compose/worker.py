@@ -23,6 +23,7 @@ import numpy as np
 from threadpoolctl import threadpool_limits
 
 from nnmpi import clock, timeline
+from nnmpi.aliases import also
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.precision import precision as mode_of
@@ -236,6 +237,7 @@ class Worker(Trainer):
 
     in_step = True
 
+    @also()
     def __init__(
         self,
         model: Module,
@@ -342,6 +344,11 @@ class Worker(Trainer):
         """
         begin = clock.now()
         self.parallel.check_not_released()
+        if not hasattr(batch, "cuts"):
+            what = type(batch).__name__
+            raise UsageError(
+                f"step takes a batch of a data.Loader, not a {what}: for batch in loader: worker.step(batch)"
+            )
         if lr is not None:
             self.optimizer.lr = lr
         if self._sequence is not None:

@@ -288,7 +288,7 @@ def choose_classes(dataset: Dataset, chosen: Sequence[str]) -> Dataset:
     return replace(kept, y=anew[kept.y], classes=len(numbers), class_names=tuple(names[number] for number in numbers))
 
 
-def split(dataset: Dataset, test_fraction: float, seed: int) -> tuple[Dataset, Dataset]:
+def split(dataset: Dataset, test_fraction: float, seed: int = 0) -> tuple[Dataset, Dataset]:
     """Return a training and a test part: the test part is the first round(n * test_fraction) of a permutation.
 
     The permutation is keyed by the seed. The split is not stratified: class shares may differ between the parts.
@@ -303,6 +303,9 @@ def split(dataset: Dataset, test_fraction: float, seed: int) -> tuple[Dataset, D
         UsageError: for a fraction that is not between 0 and 1.
         DataError: for a set of fewer than 2 samples.
     """
+    if not isinstance(dataset, Dataset):
+        what = type(dataset).__name__
+        raise UsageError(f"split takes a data set, not a {what}; make one: data.Dataset(name, x, y, classes=10)")
     if not 0 < test_fraction < 1:
         raise UsageError(f"test fraction {test_fraction} is not between 0 and 1; try 0.2")
     n = len(dataset)

@@ -106,6 +106,8 @@ def test_each_answer_names_what_there_is() -> None:
     parameter = next(iter(model.parameters()))
     typed: dict[str, Any] = {"zeros": nnmpi, "functional": nn, "lr_scheduler": optim, "DataLoader": data, "cat": ops}
     optimizer = optim.SGD(model.storage, lr=0.1)
+    group = nnmpi.simulate(lambda group: group, 1)[0]
+    typed |= {"allreduce": group, "Get_rank": group, "fit": nnmpi.Worker(model, optimizer, group)}
     typed |= {"normal_": nn.init, "tril": nnmpi, "param_groups": optimizer, "state_dict": optimizer}
     for name, where in {**typed, "unsqueeze": x, "register_buffer": model, "add_": parameter}.items():
         with pytest.raises(AttributeError, match=re.escape(f"{name!r}; {INSTEAD[name]}")):
@@ -282,6 +284,8 @@ def test_arguments_of_pytorch_are_answered() -> None:
     for sentence, call in wrong.items():
         with pytest.raises(UsageError, match=re.escape(sentence)):
             call()
+    with pytest.raises(UsageError, match="split takes a data set, not a ndarray; make one"):
+        typed.data.split(heads[0], 0.2)
     with pytest.raises(DataError, match=r"a: samples are a list and labels a list; give arrays"):
         typed.data.Dataset("a", [[1.0]], [1], 2)
     for loss in (ops.cross_entropy, ops.binary_cross_entropy):

@@ -343,6 +343,32 @@ def test_a_copy_of_a_model_at_work(group: Group, duplicate: Callable[[object], o
 
 
 @pytest.mark.simulated
+def test_what_is_no_batch_and_no_optimizer(group: Group) -> None:
+    """The second argument of step is a rate: labels there would have become it."""
+    setting = Setting(group)
+    optimizer = optim.SGD(setting.model.storage, lr=0.1)
+    wrong: Any = Worker
+    setting.assert_refused(lambda: wrong(setting.model, group, optimizer), UsageError, "where the optimizer belongs")
+    worker = wrong(setting.model, optimizer, group)
+    setting.assert_refused(lambda: worker.step(setting.x, setting.y), UsageError, "step takes a batch of a data.Loader")
+    assert optimizer.lr == 0.1
+    worker.release()
+
+
+@pytest.mark.simulated
+def test_a_parallel_model_computes_as_the_model(group: Group) -> None:
+    """As PyTorch's does; what else the model has is asked of it."""
+    setting = Setting(group)
+    parallel: Any = DataParallel(setting.model, group)
+    x = Tensor(setting.x)
+    assert (parallel(x).data == setting.model(x).data).all()
+    for name, sentence in (("state_dict", "its .model has it"), ("module", "what was given is its .model"), ("x", "")):
+        with pytest.raises(AttributeError, match=f"DataParallel has no attribute {name!r}.*{sentence}"):
+            getattr(parallel, name)
+    parallel.release()
+
+
+@pytest.mark.simulated
 def test_worker_with_an_optimizer_of_another_storage(group: Group) -> None:
     """It would update what the model does not use."""
     setting = Setting(group)
@@ -352,7 +378,9 @@ def test_worker_with_an_optimizer_of_another_storage(group: Group) -> None:
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize("loss", [ops.cross_entropy, partial(ops.cross_entropy, label_smoothing=0.1)])
+@pytest.mark.parametrize(
+    "loss", [ops.cross_entropy, partial(ops.cross_entropy, label_smoothing=0.1), nn.CrossEntropyLoss()]
+)
 @pytest.mark.parametrize("role", ["loss", "evaluation_loss"])
 def test_worker_with_a_mean_for_a_loss(group: Group, role: str, loss: object) -> None:
     """It would be divided by the number of samples a second time."""
