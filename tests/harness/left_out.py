@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 FEW = 4  # with --all, on so many ranks slow tests run, too
 ALONE = 1  # a number of ranks on which nothing is dealt
 DEALT = ("parallel/", "compose/", "equivalence/", "memory/", "device/", "train/", "verify/", "benchmarks/")
+DEALT += ("test_docs.py", "test_examples.py")
 EVERYWHERE = "equivalence/test_layouts.py"  # with --all: the contract itself, promised on every number of ranks
 
 
