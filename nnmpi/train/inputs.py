@@ -68,6 +68,11 @@ class Inputs:
         return (sets[0].variance, sets[1].variance) if sets else None
 
     @property
+    def test_is_small(self) -> bool:
+        """Whether the test set is a small one, which was made input once."""
+        return self.test_loader.dataset is not self.test
+
+    @property
     def tokenizer(self) -> Tokenizer | None:
         """What made the tokens of a text; else None."""
         return self.train.tokenizer if isinstance(self.train, Text) else None

@@ -12,7 +12,8 @@ evaluation, checkpoint, stop.
 
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from math import inf, sqrt
@@ -24,6 +25,7 @@ from nnmpi import clock
 from nnmpi.comm.agreement import on_root
 from nnmpi.compose.runner import EvalReport
 from nnmpi.compose.trainer import PARTS, Progress, Totals
+from nnmpi.data.loader import Batch
 from nnmpi.data.upload import batches as uploaded
 from nnmpi.errors import NnmpiError
 from nnmpi.train.build import RunContext
@@ -142,6 +144,7 @@ class Loop:
         self._began = self._started - state.elapsed_s
         self._saver = Saver(context.folder, recorder, context.group, context.config.run.keep)
         self._between_faults_s = context.folder.between_faults_s() if context.group.is_root else inf
+        self._test: list[Batch] | None = None  # what is kept of the test data
         self._evaluated: tuple[int, EvalReport] | None = None
         self._tracer = Tracer(context, reporter.say)
         self._window = state.window  # sums since the last line of metrics
@@ -295,9 +298,20 @@ class Loop:
     def _evaluate(self) -> EvalReport:
         """Return the evaluation of the weights as they are on the test data, without doing it twice. Collective."""
         if self._evaluated is None or self._evaluated[0] != self.state.step:
-            with uploaded(self._context.inputs.test_loader, 0, self._context.backend) as batches:
+            with self._test_batches() as batches:
                 self._evaluated = self.state.step, self._trainer.evaluate(batches)
         return self._evaluated[1]
+
+    def _test_batches(self) -> AbstractContextManager[Iterable[Batch]]:
+        """Return the test data's batches, of a small set the same each time."""
+        inputs, backend = self._context.inputs, self._context.backend
+        if self._test is not None:
+            return nullcontext(self._test)
+        batches = uploaded(inputs.test_loader, 0, backend)
+        if backend.is_device or not inputs.test_is_small:  # a device's batches lie where the next ones will
+            return batches
+        self._test = list(batches)
+        return nullcontext(self._test)
 
     def _is_saving_due(self, ended: bool) -> bool:
         """Return whether it is time for a checkpoint after this epoch, if one has ended. Collective."""

@@ -35,9 +35,9 @@ class Extent:
         return state.epoch + state.batch / self.train_batches
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunState:
-    """A run between two steps.
+    """A run between two steps. (Making a frozen one takes longer, and an epoch has several.) Nobody writes to one.
 
     Attributes:
         step: updates done.

@@ -13,7 +13,10 @@ from nnmpi.backend.device_errors import expects_device
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.mpi_world import MpiWorld
 from nnmpi.comm.simulated.simulated_world import PostponedWork
+from nnmpi.data.loader import Loader
+from nnmpi.data.upload import batches
 from nnmpi.errors import CheckpointError, DataError, DeviceError, DivergenceError, UsageError
+from nnmpi.reading import read_json
 from nnmpi.train.build import build_model
 from nnmpi.train.checkpoint_files import STATE_FILE, CheckpointWriter, digest
 from nnmpi.train.cli import main
@@ -350,6 +353,24 @@ def test_a_run_builds_its_model_once(train: Train, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("nnmpi.train.build.build_model", lambda *given: built.append(build_model(*given)) or built[-1])
     train("--epochs 1")
     assert len(built) == 1
+
+
+@pytest.mark.host_only("batches on a device lie where the next ones will")
+def test_a_small_test_set_is_loaded_once(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the run has the bits of one that makes its batches each time."""
+    loaded: list[Loader] = []
+    monkeypatch.setattr("nnmpi.train.loop.uploaded", lambda *given: loaded.append(given[0]) or batches(*given))
+
+    def seen() -> tuple[Any, list[float]]:
+        folder = RunFolder(train("--epochs 3"))
+        losses = [each["loss"] for each in read_metrics(folder.metrics)]
+        return read_json(folder.finished)["weights_sha256"], losses
+
+    once = seen()
+    assert len(loaded) == 1
+    monkeypatch.setattr("nnmpi.train.inputs.SMALL_BYTES", 0)
+    assert seen() == once
+    assert len(loaded) == 1 + 3
 
 
 def test_by_default_checkpoints_take_little_of_the_time(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
