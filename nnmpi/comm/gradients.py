@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import nan
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import nnmpi.shard as shard
 from nnmpi import clock, timeline
@@ -73,8 +73,7 @@ class Bucket:
     spans: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
+class Traffic(NamedTuple):
     """What the communication of a step, or of several, was.
 
     Attributes:

@@ -23,7 +23,7 @@ import inspect
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,8 +128,7 @@ class DeferredScalars:
 Check: TypeAlias = Callable[["DeviceBatch", int, Tensor], None]
 
 
-@dataclass(frozen=True)
-class DeviceBatch:
+class DeviceBatch(NamedTuple):
     """What a model gets of a batch.
 
     Attributes:
@@ -253,8 +252,7 @@ Values: TypeAlias = Mapping[Hashable, float]
 Sums: TypeAlias = Callable[[Values], tuple[float, float]]
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """What a batch gave on this rank. Of ranks that compute the same, one counts and the others give zeros.
 
     Attributes:
