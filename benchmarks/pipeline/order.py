@@ -10,7 +10,7 @@ from nnmpi.schedule.instruction import Kind
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.registry import make
 from nnmpi.schedule.schedule import Schedule
-from nnmpi.schedule.simulate import InstructionCosts, Simulation, simulate
+from nnmpi.schedule.simulate import InstructionCosts, Simulation, simulate_schedule
 
 STAGES = 8
 SCHEDULES = {"naive": 1, "gpipe": 1, "1f1b": 1, "interleaved": 2, "zero-bubble": 1}  # with the stages of each rank
@@ -36,7 +36,7 @@ def simulated(name: str, microbatches: int, ranks: int = STAGES) -> tuple[Schedu
     """
     virtual = SCHEDULES[name]
     schedule = lower(make(name, ranks, microbatches, virtual))
-    return schedule, simulate(schedule, InstructionCosts.even(schedule.stages, FORWARD_S / virtual))
+    return schedule, simulate_schedule(schedule, InstructionCosts.even(schedule.stages, FORWARD_S / virtual))
 
 
 def rows(counts: Sequence[int], ranks: int = STAGES) -> list[dict[str, Any]]:

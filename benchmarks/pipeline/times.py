@@ -27,7 +27,7 @@ from nnmpi.parallel.pipeline.pass_report import PassReport
 from nnmpi.schedule.instruction import Instruction, Kind
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.registry import make
-from nnmpi.schedule.simulate import InstructionCosts, simulate
+from nnmpi.schedule.simulate import InstructionCosts, simulate_schedule
 
 SERIAL, SCHEDULES = "serial", ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
 VIRTUAL = 2  # stages per rank of "interleaved"
@@ -108,7 +108,7 @@ def _simulated(contestant: ScheduledWorker, group: Group, message_s: float, step
     """Return the fields of a row that the simulation gives, the same on all ranks; `step_s` is what was measured."""
     costs = _costs(contestant, group, message_s)
     schedule = lower(make(contestant.name, group.size, contestant.network.microbatches, contestant.virtual))
-    simulation = simulate(schedule, costs)
+    simulation = simulate_schedule(schedule, costs)
     passes = group.gather([report.total_s for report in contestant.passes[1::2]])
     return {
         "pass_s": median(np.array(passes).max(axis=0)),

@@ -7,7 +7,7 @@ from functools import cache
 from nnmpi.comm.algorithms.registry import ALGORITHMS, find_algorithm
 from nnmpi.comm.fitting.fit import Fit
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
-from nnmpi.comm.simulate import simulate
+from nnmpi.comm.simulate import simulate_collective
 
 NAMES = tuple(ALGORITHMS)
 ODD_RANKS = (3, 6, 12, 24, 48, 100, 384, 1000)  # not all jobs have a power of two
@@ -115,7 +115,7 @@ def seconds(model: MachineModel, algorithm: str, ranks: int, nbytes: int) -> flo
         nbytes: of each rank's buffer.
     """
     machine = model.build(ranks)
-    return simulate(find_algorithm(algorithm, machine.nodes), ranks, nbytes, machine).seconds
+    return simulate_collective(find_algorithm(algorithm, machine.nodes), ranks, nbytes, machine).seconds
 
 
 def sweep(model: MachineModel, nbytes: int, counts: Sequence[int]) -> Iterator[SimulatedTime]:

@@ -29,7 +29,7 @@ from nnmpi.comm.fitting.report import describe_fit, predictions
 from nnmpi.comm.machine import Link, Machine, blocks
 from nnmpi.comm.prove import prove
 from nnmpi.comm.render import compare, draw_slide, render
-from nnmpi.comm.simulate import price, simulate
+from nnmpi.comm.simulate import price, simulate_collective
 from nnmpi.comm.start import start
 from nnmpi.command import Parser, positive_count, say
 from nnmpi.custom import is_custom, load_custom
@@ -91,7 +91,7 @@ def _price(arguments: argparse.Namespace) -> str:
 def _simulate(arguments: argparse.Namespace) -> str:
     """Simulate a collective for up to thousands of ranks."""
     machine = _machine(arguments)
-    found = simulate(_collective(arguments, machine.nodes), arguments.ranks, arguments.bytes, machine)
+    found = simulate_collective(_collective(arguments, machine.nodes), arguments.ranks, arguments.bytes, machine)
     first = int(np.argmin(found.finish_s))
     return "\n".join(
         [

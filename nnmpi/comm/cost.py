@@ -14,8 +14,8 @@
     broadcast             alpha log N     + log N M beta             the same
     all-gather            alpha log N     + (N-1) M beta             the same
 
-The forms on the right hold for one link everywhere and for buffers that N divides. `price` and `simulate` give the
-exact time for everything else: several nodes, curves, unequal chunks, slow ranks.
+The forms on the right hold for one link everywhere and for buffers that N divides. `price` and `simulate_collective`
+give the exact time for everything else: several nodes, curves, unequal chunks, slow ranks.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ from types import MappingProxyType
 
 from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
 from nnmpi.comm.machine import Curve, Link, Machine
-from nnmpi.comm.simulate import simulate
+from nnmpi.comm.simulate import simulate_collective
 
 # The functions below take N, M, alpha and beta as above, by the letters of the table: ranks, bytes, seconds.
 
@@ -132,7 +132,7 @@ def table(ranks: int, nbytes: int, machine: Machine) -> list[Row]:
         operation, algorithm = key
         collective = find_collective(operation, algorithm, machine.nodes)
         buffer = ranks * nbytes if operation == "all-gather" else nbytes
-        exact_s = simulate(collective, ranks, buffer, machine).seconds
+        exact_s = simulate_collective(collective, ranks, buffer, machine).seconds
         taught = _TAUGHT.get(key)
         if taught is None:
             rows.append(Row(f"{operation} by {algorithm}", "", None, exact_s, "the table does not have it"))

@@ -67,7 +67,7 @@ class CollectiveTimes:
         return float(self.finish_s.max())
 
 
-def simulate(
+def simulate_collective(
     collective: Collective | Algorithm, size: int, nbytes: int, machine: Machine, itemsize: int = 4
 ) -> CollectiveTimes:
     """Return when each of `size` ranks finishes a collective over a buffer of `nbytes`.
@@ -89,11 +89,11 @@ def simulate(
 def simulate_phases(
     phases: Sequence[Phase], size: int, nbytes: int, machine: Machine, itemsize: int = 4
 ) -> CollectiveTimes:
-    """Return when each rank finishes these phases; errors are those of `simulate`.
+    """Return when each rank finishes these phases; errors are those of `simulate_collective`.
 
     Args:
         phases: of one collective or several, one after the other.
-        size, nbytes, machine, itemsize: see `simulate`.
+        size, nbytes, machine, itemsize: see `simulate_collective`.
     """
     _check(size, nbytes, itemsize, "cannot be simulated")
     costs = Costs(machine, size)
@@ -133,13 +133,14 @@ class Price:
 
 
 def price(collective: Collective | Algorithm, size: int, nbytes: int, machine: Machine, itemsize: int = 4) -> Price:
-    """Return what the time of a collective is spent on; errors are those of `simulate`.
+    """Return what the time of a collective is spent on; errors are those of `simulate_collective`.
 
     The price is exact for the machine's curves, for unequal chunks, and for slow and late ranks. It leaves out what
-    messages wait for a node's link that others use: where links are shared, `simulate` takes that much longer.
+    messages wait for a node's link that others use: where links are shared, `simulate_collective` takes that much
+    longer.
 
     Args:
-        collective, size, nbytes, machine, itemsize: see `simulate`.
+        collective, size, nbytes, machine, itemsize: see `simulate_collective`.
     """
     _check(size, nbytes, itemsize, "have no price")
     chunks = ChunkBytes.of(nbytes, size, itemsize)

@@ -66,7 +66,7 @@ from nnmpi.parallel.pipeline.relay import GradientRelay
 from nnmpi.parallel.pipeline.stage import Stage
 from nnmpi.schedule.instruction import Instruction
 from nnmpi.schedule.schedule import Schedule
-from nnmpi.schedule.simulate import InstructionCosts, simulate
+from nnmpi.schedule.simulate import InstructionCosts, simulate_schedule
 from nnmpi.shard import split
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
@@ -576,7 +576,7 @@ def forecast(group: Group, schedule: Schedule, reports: Sequence[PassReport]) ->
     told = group.gather([own, totals, max(report.peak_live for report in reports)])
     samples = [(Instruction.parse(text), seconds) for theirs, _, _ in told for text, seconds in theirs]
     costs = InstructionCosts.measured(schedule.stages, samples)
-    simulation = simulate(schedule, costs)
+    simulation = simulate_schedule(schedule, costs)
     measured_s = max(total_s for _, (total_s, _), _ in told)
     busy_s = sum(compute_s for _, (_, compute_s), _ in told)
     stage_s = [0.0] * schedule.stages

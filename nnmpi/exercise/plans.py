@@ -1,4 +1,4 @@
-"""Memory plans to write: what a pass keeps, drops and computes again; run on numbers by `memory.plan.simulate`."""
+"""Memory plans to write: what a pass keeps, drops and computes again; run on numbers by `memory.plan.price_plan`."""
 
 from collections.abc import Callable
 from functools import partial
@@ -6,7 +6,7 @@ from functools import partial
 from nnmpi.errors import UsageError
 from nnmpi.exercise.exercise import Exercise, Function, WrongAnswer, call
 from nnmpi.memory.optimal import OptimalPlans
-from nnmpi.memory.plan import Costs, LayerCost, parse_plan, simulate
+from nnmpi.memory.plan import Costs, LayerCost, parse_plan, price_plan
 
 LENGTHS = (1, 2, 4, 6, 9)
 
@@ -33,7 +33,7 @@ def check(budget: Callable[[OptimalPlans], float], again: Callable[[int], int], 
             raise WrongAnswer(f"with {layers} layers it gives {text!r}; give a text such as 'K0 B0'")
         try:
             plan = parse_plan(text)
-            price = simulate(costs, plan)
+            price = price_plan(costs, plan)
         except UsageError as error:
             raise WrongAnswer(f"with {layers} layers, {text!r}: {error}") from None
         most = budget(OptimalPlans(costs))

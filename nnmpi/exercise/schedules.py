@@ -9,7 +9,7 @@ from nnmpi.schedule.instruction import Instruction
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.registry import make
 from nnmpi.schedule.schedule import Schedule
-from nnmpi.schedule.simulate import InstructionCosts, simulate
+from nnmpi.schedule.simulate import InstructionCosts, simulate_schedule
 
 VIRTUAL = 2  # stages on each rank of the interleaved one
 SHAPES = ((2, 2), (2, 4), (3, 6), (4, 4), (4, 8))  # ranks and microbatches
@@ -34,8 +34,8 @@ def check(name: str, virtual: int, function: Function) -> str:
         except ScheduleError as error:
             raise WrongAnswer(f"{where}: {error}") from None
         costs = InstructionCosts.even(ranks * virtual)
-        found = simulate(schedule, costs)
-        best = simulate(lower(make(name, ranks, microbatches, virtual)), costs)
+        found = simulate_schedule(schedule, costs)
+        best = simulate_schedule(lower(make(name, ranks, microbatches, virtual)), costs)
         right = f"{where}: everything is done, in a possible order, but"
         for rank, (kept, enough) in enumerate(zip(found.peak_activations, best.peak_activations, strict=True)):
             if kept > enough:

@@ -22,7 +22,7 @@ from nnmpi.command import Parser, positive_count, say
 from nnmpi.errors import UsageError
 from nnmpi.memory.animation import compare, draw_slide
 from nnmpi.memory.optimal import OptimalPlans
-from nnmpi.memory.plan import LayerCost, costs_from_json, costs_to_json, draw_plan, keep_all, simulate
+from nnmpi.memory.plan import LayerCost, costs_from_json, costs_to_json, draw_plan, keep_all, price_plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store, make_store
 from nnmpi.memory.swapping import swapping_plan
@@ -58,7 +58,7 @@ def main(words: Sequence[str]) -> str:
     plans = OptimalPlans(costs)
     budget = _budget(given.budget, plans)
     plan = plans.plan(budget) if bandwidth is None else swapping_plan(plans, budget, bandwidth)
-    price, ordinary = simulate(costs, plan, bandwidth or inf), simulate(costs, keep_all(costs))
+    price, ordinary = price_plan(costs, plan, bandwidth or inf), price_plan(costs, keep_all(costs))
     if given.save is not None:
         try:
             given.save.write_text(json.dumps(costs_to_json(costs), indent=1))

@@ -14,7 +14,7 @@ from typing import Any
 
 from nnmpi.errors import UsageError
 from nnmpi.memory.optimal import OptimalPlans
-from nnmpi.memory.plan import Act, Action, Costs, Plan, PlanState, keep_all, moved_bytes, signs, simulate
+from nnmpi.memory.plan import Act, Action, Costs, Plan, PlanState, keep_all, moved_bytes, price_plan, signs
 from nnmpi.memory.swapping import swapping_plan
 from nnmpi.pages import svg
 from nnmpi.units import format_bytes, format_seconds
@@ -33,9 +33,9 @@ def animation(costs: Costs, plan: Plan, bandwidth: float = inf) -> dict[str, Any
         bandwidth: bytes per second that go out or come in.
 
     Raises:
-        UsageError: for a plan that is not right; see `simulate`.
+        UsageError: for a plan that is not right; see `price_plan`.
     """
-    price, state, actions = simulate(costs, plan, bandwidth), PlanState(costs, bandwidth), list[list[Any]]()
+    price, state, actions = price_plan(costs, plan, bandwidth), PlanState(costs, bandwidth), list[list[Any]]()
     for number, (action, held) in enumerate(zip(plan, signs(costs, plan), strict=True)):
         begin = state.seconds
         state.do(action)
@@ -109,7 +109,7 @@ def draw_slide(costs: Costs, plan: Plan, budget: int, file: Path, bandwidth: flo
     Raises:
         UsageError: when the file cannot be written.
     """
-    price, left = simulate(costs, plan, bandwidth), 12.0 + 7.0 * max(len(cost.name) for cost in costs)
+    price, left = price_plan(costs, plan, bandwidth), 12.0 + 7.0 * max(len(cost.name) for cost in costs)
     below = _HIGH * len(costs)
     parts = [svg.text(0, _HIGH * i + 14, cost.name) for i, cost in enumerate(costs)]
     shown = [i for i, action in enumerate(plan) if action.act is not Act.DROP]

@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.errors import UsageError
-from nnmpi.memory.plan import Act, Action, Costs, Plan, keep_all, moved_bytes, simulate
+from nnmpi.memory.plan import Act, Action, Costs, Plan, keep_all, moved_bytes, price_plan
 from nnmpi.units import format_bytes
 
 POINTS = 2048  # that a curve keeps at most; where it has more, the plan may be a little slower than the best
@@ -85,7 +85,7 @@ class OptimalPlans:
     @cached_property
     def all(self) -> int:
         """The bytes of an ordinary pass."""
-        return simulate(self.costs, keep_all(self.costs)).peak
+        return price_plan(self.costs, keep_all(self.costs)).peak
 
     def plan(self, budget: int) -> Plan:
         """Return the plan of least time.

@@ -18,7 +18,7 @@
     computes     | K0 | K1 | K2 B2 | B1 | B0 |        what goes out and comes in goes one by one,
     transfers         |- O0 -|     |- I0 -|           beside what is computed
 
-`simulate` runs a plan on numbers alone: whether each action has what it needs, the bytes at each moment, the time.
+`price_plan` runs a plan on numbers alone: whether each action has what it needs, the bytes at each moment, the time.
 """
 
 from __future__ import annotations
@@ -226,7 +226,7 @@ class PlanState:
         return cost.backward_peak if is_held else cost.backward_peak_alone
 
 
-def simulate(costs: Costs, plan: Iterable[Action], bandwidth: float = inf) -> PlanPrice:
+def price_plan(costs: Costs, plan: Iterable[Action], bandwidth: float = inf) -> PlanPrice:
     """Return what a plan takes, after checking that it computes each layer's gradient once, in order.
 
     Args:
@@ -333,7 +333,7 @@ def draw_plan(costs: Costs, plan: Plan) -> str:
         0 | F...f.K=B.
         1 | .F--..
     """
-    price = simulate(costs, plan)
+    price = price_plan(costs, plan)
     shown = [i for i, action in enumerate(plan) if action.act is not Act.DROP]
     during = list(signs(costs, plan))
     rows = ["".join(during[i][layer] for i in shown) for layer in range(len(costs))]

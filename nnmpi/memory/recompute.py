@@ -51,7 +51,7 @@ from nnmpi.memory.plan import (
     costs_to_json,
     keep_all,
     moved_bytes,
-    simulate,
+    price_plan,
 )
 from nnmpi.memory.store import Store, measure_bandwidth
 from nnmpi.memory.swapping import swapping_plan
@@ -223,12 +223,12 @@ class RecomputedModel:
     def price(self) -> PlanPrice:
         """What the plan takes."""
         assert self.plans is not None
-        return simulate(self.plans.costs, self.plan, self.bandwidth)
+        return price_plan(self.plans.costs, self.plan, self.bandwidth)
 
     def describe(self) -> str:
         """Return what the plan takes, beside an ordinary pass, in a sentence."""
         assert self.plans is not None
-        price, ordinary = self.price, simulate(self.plans.costs, keep_all(self.plans.costs))
+        price, ordinary = self.price, price_plan(self.plans.costs, keep_all(self.plans.costs))
         out = sum(action.act is Act.OUT for action in self.plan)
         moved = ""
         if out:

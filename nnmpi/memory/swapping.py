@@ -20,7 +20,7 @@ from itertools import combinations
 from typing import NamedTuple
 
 from nnmpi.memory.optimal import OptimalPlans
-from nnmpi.memory.plan import Act, Action, Costs, Plan, PlanState, moved_bytes, simulate
+from nnmpi.memory.plan import Act, Action, Costs, Plan, PlanState, moved_bytes, price_plan
 
 SEARCHED = 96  # sets of layers, at most
 SAME = 1e-9  # times that differ by no more are the same
@@ -87,7 +87,7 @@ def _best(costs: Costs, layers: frozenset[int], budget: int, bandwidth: float) -
 
 
 def _priced(costs: Costs, plan: Plan, bandwidth: float) -> tuple[float, Plan]:
-    return simulate(costs, plan, bandwidth).seconds, plan
+    return price_plan(costs, plan, bandwidth).seconds, plan
 
 
 def _units(costs: Costs, plan: list[Action]) -> list[list[Action]]:

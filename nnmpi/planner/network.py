@@ -13,7 +13,7 @@ from types import MappingProxyType
 from nnmpi.comm.algorithms.registry import ALGORITHMS, HIERARCHICAL, NATIVE, SHARED, find_collective
 from nnmpi.comm.fitting.fit import Fit
 from nnmpi.comm.machine import Curve, Link, Machine, blocks, parse_network
-from nnmpi.comm.simulate import simulate
+from nnmpi.comm.simulate import simulate_collective
 from nnmpi.errors import UsageError
 
 BYTES_PER_GBIT = 1e9 / 8
@@ -120,7 +120,7 @@ class PlannedNetwork:
             ways = [name for name in ALGORITHMS if name != HIERARCHICAL] if whole else ["ring", "tree"]
             return min(self.exchange(operation, name, ranks, nbytes, sharing) for name in ways)
         machine = self._part(ranks, sharing)
-        return simulate(find_collective(operation, how, machine.nodes), len(ranks), nbytes, machine).seconds
+        return simulate_collective(find_collective(operation, how, machine.nodes), len(ranks), nbytes, machine).seconds
 
     def _part(self, ranks: Sequence[int], sharing: int) -> Machine:
         """Return the machine of some of the ranks, whose nodes' links others use, too."""

@@ -29,7 +29,7 @@ from nnmpi.planner.shapes import CutModel
 from nnmpi.planner.space import Candidate
 from nnmpi.schedule.instruction import COMPUTE, Kind
 from nnmpi.schedule.lower import add_transfers
-from nnmpi.schedule.simulate import InstructionCosts, simulate
+from nnmpi.schedule.simulate import InstructionCosts, simulate_schedule
 
 NUMBERS_BYTES = 24  # loss, right answers and targets, which all ranks add up in a step
 END_S = 50e-6  # what a pipeline's message takes of the processor at each end: 2 ranks here, see benchmarks/plan
@@ -200,13 +200,13 @@ class Pricer:
         compute, which is known when it was simulated; twice is near enough.
         """
         schedule = add_transfers(one.make())
-        found, most = simulate(schedule, costs), self.profile.contention
+        found, most = simulate_schedule(schedule, costs), self.profile.contention
         if most == 1.0 or not self.network.on_one_node:
             return found.makespan_s, max(found.busy_s)
         for _ in range(2):
             busy = sum(found.busy_s) / (len(found.busy_s) * found.makespan_s)
             factor = (1 + (most - 1) * busy) / most
-            found = simulate(schedule, _scaled(costs, factor))
+            found = simulate_schedule(schedule, _scaled(costs, factor))
         return found.makespan_s, max(found.busy_s)
 
     def _stage_costs(self, one: Candidate) -> InstructionCosts:

@@ -1,7 +1,7 @@
 """Pipeline schedules as values: generated, lowered, checked, simulated and drawn, with no MPI and no arrays.
 
     registry.make  ->  lower.lower  ->  check.check   before a run
-                                    ->  simulate.simulate, render.render
+                                    ->  simulate.simulate_schedule, render.render
                                     ->  parallel.pipeline.executor
 
 To read, in this order: instruction (what a rank does at one moment, and messages), schedule (all ranks' programs), then

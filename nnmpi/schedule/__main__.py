@@ -22,7 +22,7 @@ from nnmpi.schedule.lower import lower
 from nnmpi.schedule.registry import INTERLEAVED, SCHEDULES, make
 from nnmpi.schedule.render import compare, draw, draw_slide, events, render
 from nnmpi.schedule.schedule import Schedule
-from nnmpi.schedule.simulate import InstructionCosts, Simulation, simulate
+from nnmpi.schedule.simulate import InstructionCosts, Simulation, simulate_schedule
 from nnmpi.timeline import to_chrome, write_chrome
 
 
@@ -38,7 +38,7 @@ def main(words: Sequence[str]) -> str:
     name = load_custom(given.schedule, "--schedule", "(rank, ranks, microbatches)") if own else given.schedule
     schedule = lower(make(name, given.stages, given.microbatches, virtual))
     check(schedule)
-    found = simulate(schedule, _costs(given, schedule))
+    found = simulate_schedule(schedule, _costs(given, schedule))
     lines = [_title(schedule), "", render(schedule), "", *_figures(schedule, found, given)]
     file = given.png
     try:

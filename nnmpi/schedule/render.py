@@ -28,7 +28,7 @@ from nnmpi.schedule.instruction import COMPUTE, PAPER_UNITS, RECEIVES, SENDS, In
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.registry import Generator, make
 from nnmpi.schedule.schedule import Schedule
-from nnmpi.schedule.simulate import InstructionCosts, Simulation, simulate
+from nnmpi.schedule.simulate import InstructionCosts, Simulation, simulate_schedule
 from nnmpi.timeline import COMPUTE as COMPUTE_TRACK
 from nnmpi.timeline import RECEIVE, REDUCE, SEND, TraceEvent
 
@@ -308,7 +308,7 @@ def compare(
             for count in all_microbatches:
                 schedule = lower(make(generator, size, count, virtual))
                 check(schedule)
-                animations[name][f"{size},{count}"] = animation(schedule, simulate(schedule, costs(schedule)))
+                animations[name][f"{size},{count}"] = animation(schedule, simulate_schedule(schedule, costs(schedule)))
     names = list(schedules)
     return {
         "ranks": ranks,

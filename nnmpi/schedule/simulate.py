@@ -154,7 +154,7 @@ class Simulation:
         return 1 - sum(self.busy_s) / whole_s if whole_s else 0.0
 
 
-def simulate(schedule: Schedule, costs: InstructionCosts) -> Simulation:
+def simulate_schedule(schedule: Schedule, costs: InstructionCosts) -> Simulation:
     """Return what happens when a lowered schedule is run.
 
     Raises:

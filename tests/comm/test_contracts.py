@@ -22,7 +22,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.mpi.mpi_world import wrap
 from nnmpi.comm.prove import prove, prove_steps
-from nnmpi.comm.simulate import simulate
+from nnmpi.comm.simulate import simulate_collective
 from nnmpi.comm.steps import Step
 from nnmpi.errors import ScheduleError
 
@@ -117,7 +117,7 @@ def test_halving_costs_what_its_formula_says(size: int) -> None:
     """In units of M beta; at powers of two exactly, elsewhere within the bound."""
     power = 1 << size.bit_length() - 1
     machine = Machine.uniform(alpha_s=0.0, beta_s=1.0 / (4 * size))
-    seconds = simulate(COLLECTIVES["all-reduce", "halving-doubling"], size, 4 * size, machine).seconds
+    seconds = simulate_collective(COLLECTIVES["all-reduce", "halving-doubling"], size, 4 * size, machine).seconds
     least = 2 * (power - 1) / power + (2 if size > power else 0)
     most = least + (2 * (power.bit_length() - 1) / size if size > power else 0)
     assert least - 1e-9 <= seconds <= most + 1e-9

@@ -14,7 +14,7 @@ from nnmpi.comm.fitting.measure import _kept, facts, find_fit, measure, time_cal
 from nnmpi.comm.fitting.report import describe_fit, find_eager_limit, predictions, segments
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine
-from nnmpi.comm.simulate import simulate
+from nnmpi.comm.simulate import simulate_collective
 from nnmpi.errors import UsageError
 
 FACTS = {"ranks": 4, "nodes": [0, 0, 1, 1], "mpi": "Open MPI 5.0.11", "host": "Head Node", "date": "2026-01-01"}
@@ -108,7 +108,7 @@ def test_predictions_are_those_of_the_steps_or_what_was_measured() -> None:
     fit = make()
     for name, collective in ALGORITHMS.items():
         if name != "hierarchical":
-            assert fit.predict(name, 10_000) == simulate(collective, 4, 10_000, fit.machine).seconds
+            assert fit.predict(name, 10_000) == simulate_collective(collective, 4, 10_000, fit.machine).seconds
     assert fit.predict("native", 1000) == pytest.approx(5e-6)
     assert fit.predict("native", 1000, started=True) == pytest.approx(8e-6)
     assert fit.predict("shared", 1000) == pytest.approx(1.5e-6)

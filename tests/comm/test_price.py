@@ -8,7 +8,7 @@ from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES
 from nnmpi.comm.collective import Collective
 from nnmpi.comm.machine import Link, Machine
 from nnmpi.comm.prove import prove
-from nnmpi.comm.simulate import Price, price, simulate
+from nnmpi.comm.simulate import Price, price, simulate_collective
 from nnmpi.errors import UsageError
 from tests.comm.machines import machines
 
@@ -61,7 +61,7 @@ def test_a_machine_of_latencies_counts_the_proofs_rounds(collective: Collective,
 def test_the_price_is_the_simulated_time(data: st.DataObject, name: tuple[str, str], size: int, nbytes: int) -> None:
     machine = data.draw(machines(size, shared_links=False))
     collective = COLLECTIVES[name]
-    found, simulated = price(collective, size, nbytes, machine), simulate(collective, size, nbytes, machine)
+    found, simulated = price(collective, size, nbytes, machine), simulate_collective(collective, size, nbytes, machine)
     assert found.seconds == pytest.approx(simulated.seconds, rel=1e-12)
     assert found.messages == simulated.messages
 

@@ -13,7 +13,7 @@ from nnmpi.comm import cost
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, find_algorithm
 from nnmpi.comm.collective import BROADCAST, Collective, Phase
 from nnmpi.comm.machine import Link, Machine, blocks
-from nnmpi.comm.simulate import CollectiveTimes, price, simulate
+from nnmpi.comm.simulate import CollectiveTimes, price, simulate_collective
 from nnmpi.comm.step_simulation.links import Links
 from nnmpi.comm.step_simulation.rounds import in_rounds
 from nnmpi.comm.steps import Step
@@ -53,7 +53,7 @@ def test_it_equals_the_closed_form(name: tuple[str, str], size: int) -> None:
     nbytes = 2**20
     alphas, sent, added = CLOSED[name](size)
     expected = alphas * ALPHA + sent * nbytes * BETA + added * nbytes * GAMMA
-    assert simulate(COLLECTIVES[name], size, nbytes, UNIFORM).seconds == pytest.approx(expected, rel=1e-12)
+    assert simulate_collective(COLLECTIVES[name], size, nbytes, UNIFORM).seconds == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(("size", "ranks_per_node"), [(16, 4), (64, 8)])
@@ -63,7 +63,7 @@ def test_two_levels_equal_their_closed_form(size: int, ranks_per_node: int) -> N
     count, depth, nbytes = size // ranks_per_node, log2(ranks_per_node), 2**20
     expected = 2 * depth * (ALPHA + nbytes * BETA) + (depth + (count - 1) / count) * nbytes * GAMMA
     expected += 2 * (count - 1) * 10 * ALPHA + 2 * (count - 1) / count * nbytes * 20 * BETA
-    found = simulate(find_algorithm("hierarchical", nodes), size, nbytes, machine)
+    found = simulate_collective(find_algorithm("hierarchical", nodes), size, nbytes, machine)
     assert found.seconds == pytest.approx(expected, rel=1e-12)
 
 
@@ -91,8 +91,8 @@ def test_rounds_and_messages_give_the_same_times(
     data: st.DataObject, name: tuple[str, str], size: int, nbytes: int, shared_links: bool
 ) -> None:
     machine = data.draw(machines(size, shared_links))
-    fast = simulate(COLLECTIVES[name], size, nbytes, machine)
-    slow = simulate(by_messages(COLLECTIVES[name]), size, nbytes, machine)
+    fast = simulate_collective(COLLECTIVES[name], size, nbytes, machine)
+    slow = simulate_collective(by_messages(COLLECTIVES[name]), size, nbytes, machine)
     assert fast.messages == slow.messages
     assert slow.out_of_turn == 0
     if fast.out_of_turn == 0:
@@ -105,8 +105,8 @@ def test_rounds_and_messages_give_the_same_times(
 def test_rounds_with_chunks_all_alike_still_differ_by_distance(name: tuple[str, str], size: int) -> None:
     nodes = (0, 1) + (0,) * (size - 2)
     machine = Machine(Link.line(1.0, 0.01), Link.line(7.0, 0.05), nodes, slow_ranks={2: 3.0}, slow_nodes={1: 2.0})
-    fast = simulate(COLLECTIVES[name], size, 40 * size, machine)
-    slow = simulate(by_messages(COLLECTIVES[name]), size, 40 * size, machine)
+    fast = simulate_collective(COLLECTIVES[name], size, 40 * size, machine)
+    slow = simulate_collective(by_messages(COLLECTIVES[name]), size, 40 * size, machine)
     np.testing.assert_allclose(fast.finish_s, slow.finish_s, rtol=1e-12)
 
 
@@ -122,8 +122,8 @@ def test_shared_links_in_rounds_are_near_the_exact_order(name: tuple[str, str], 
     }[placed]
     late = {rank: late_s * draw.random() for rank in range(size)}
     machine = Machine(Link.line(5e-7, 1e-10), Link.line(2e-6, 8e-11), nodes, UNIFORM.add, {3: 3.0}, late=late)
-    fast = simulate(COLLECTIVES[name], size, 2**20, machine)
-    exact = simulate(by_messages(COLLECTIVES[name]), size, 2**20, machine)
+    fast = simulate_collective(COLLECTIVES[name], size, 2**20, machine)
+    exact = simulate_collective(by_messages(COLLECTIVES[name]), size, 2**20, machine)
     if placed == "in blocks":
         assert fast.out_of_turn == 0
     assert fast.seconds == pytest.approx(exact.seconds, rel=1e-12 if fast.out_of_turn == 0 else 0.15)
@@ -136,7 +136,7 @@ def _crossing(rank: int, size: int) -> tuple[Step, ...]:
 
 def _on_two_nodes(nodes: tuple[int, ...], late: dict[int, float]) -> CollectiveTimes:
     machine = Machine(Link.line(1.0, 1.0), Link.line(10.0, 1.0), nodes, late=late)
-    return simulate(Collective("crossing", BROADCAST, (Phase(_crossing),)), 4, 100, machine)
+    return simulate_collective(Collective("crossing", BROADCAST, (Phase(_crossing),)), 4, 100, machine)
 
 
 def test_messages_queue_for_a_nodes_link_in_the_order_in_which_they_are_ready() -> None:
@@ -164,38 +164,38 @@ def test_a_round_of_messages_queues_as_one_after_another(ready: list[float]) -> 
 
 def test_late_and_slow_ranks_hold_the_others_up() -> None:
     ring, nbytes = ALGORITHMS["ring"], 2**20
-    base = simulate(ring, 16, nbytes, UNIFORM).seconds
-    late = simulate(ring, 16, nbytes, replace(UNIFORM, late={5: 0.25}))
+    base = simulate_collective(ring, 16, nbytes, UNIFORM).seconds
+    late = simulate_collective(ring, 16, nbytes, replace(UNIFORM, late={5: 0.25}))
     assert late.seconds == pytest.approx(base + 0.25, rel=1e-12)
     assert late.finish_s.min() > 0.25  # nobody has the sum without its part
-    slow = simulate(ring, 16, 64, replace(UNIFORM, slow_ranks={5: 3.0}))
-    assert 2.5 < slow.seconds / simulate(ring, 16, 64, UNIFORM).seconds < 3
+    slow = simulate_collective(ring, 16, 64, replace(UNIFORM, slow_ranks={5: 3.0}))
+    assert 2.5 < slow.seconds / simulate_collective(ring, 16, 64, UNIFORM).seconds < 3
     nodes = Machine(UNIFORM.inside, nodes=tuple(range(16)), slow_nodes={3: 2.0})
-    assert simulate(ring, 16, 2**30, nodes).seconds == pytest.approx(2 * 30 / 16 * 2**30 * BETA, rel=1e-2)
+    assert simulate_collective(ring, 16, 2**30, nodes).seconds == pytest.approx(2 * 30 / 16 * 2**30 * BETA, rel=1e-2)
 
 
 def test_more_ranks_than_elements() -> None:
-    found = simulate(ALGORITHMS["ring"], 8, 4, UNIFORM)
+    found = simulate_collective(ALGORITHMS["ring"], 8, 4, UNIFORM)
     assert found.messages == 2 * 7
-    assert simulate(ALGORITHMS["tree"], 8, 0, UNIFORM).seconds == 0
+    assert simulate_collective(ALGORITHMS["tree"], 8, 0, UNIFORM).seconds == 0
 
 
 @pytest.mark.parametrize("name", [once_more(name, number % 4 > 0, LARGE) for number, name in enumerate(COLLECTIVES)])
 def test_4096_ranks_take_seconds(name: tuple[str, str]) -> None:
     machine = Machine(Link.line(5e-7, 1e-10), Link.line(2e-6, 8e-11), blocks(4096, 8), UNIFORM.add, {77: 1.5})
     begin = time.process_time()
-    assert simulate(COLLECTIVES[name], 4096, 2**20, machine).seconds > 0
+    assert simulate_collective(COLLECTIVES[name], 4096, 2**20, machine).seconds > 0
     assert time.process_time() - begin < 30
 
 
 def test_what_cannot_be_simulated() -> None:
     with pytest.raises(UsageError, match="0 ranks"):
-        simulate(ALGORITHMS["ring"], 0, 4, UNIFORM)
+        simulate_collective(ALGORITHMS["ring"], 0, 4, UNIFORM)
     with pytest.raises(UsageError, match="places 2 ranks"):
-        simulate(ALGORITHMS["ring"], 3, 4, replace(UNIFORM, nodes=(0, 1)))
+        simulate_collective(ALGORITHMS["ring"], 3, 4, replace(UNIFORM, nodes=(0, 1)))
     waiting = Collective("waiting", BROADCAST, (Phase(lambda rank, size: (Step(from_=1 - rank, recv=(0,)),)),))
     with pytest.raises(ScheduleError, match="rank 0 waits for ever in its step 0"):
-        simulate(waiting, 2, 8, UNIFORM)
+        simulate_collective(waiting, 2, 8, UNIFORM)
 
 
 # The course's table: its formulas word for word, and where the steps agree with it.

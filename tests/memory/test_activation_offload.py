@@ -19,7 +19,7 @@ from nnmpi.compose.layout import Layout
 from nnmpi.errors import DataError, UsageError
 from nnmpi.memory import swapping
 from nnmpi.memory.optimal import OptimalPlans
-from nnmpi.memory.plan import Act, Action, PlanState, draw_plan, parse_plan, simulate
+from nnmpi.memory.plan import Act, Action, PlanState, draw_plan, parse_plan, price_plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import FileStore, make_store
 from nnmpi.memory.swapping import swapping_plan
@@ -92,8 +92,8 @@ def test_plans_that_swap_are_near_the_best_of_all():
         plans = OptimalPlans(costs)
         for budget in plans.budgets(3)[:-1]:
             bandwidth = draw.choice((0.5, 1, 2, 4, 8))
-            price = simulate(costs, swapping_plan(plans, budget, bandwidth), bandwidth)
-            assert price.peak <= budget and price.seconds <= simulate(costs, plans.plan(budget)).seconds
+            price = price_plan(costs, swapping_plan(plans, budget, bandwidth), bandwidth)
+            assert price.peak <= budget and price.seconds <= price_plan(costs, plans.plan(budget)).seconds
             best = quickest(costs, budget, bandwidth, price.seconds + 1e-9)
             exact, cases = exact + (best > price.seconds - 1e-9), cases + 1
             assert price.seconds <= 1.2 * best
@@ -107,14 +107,14 @@ def test_a_plan_waits_for_what_moves():
     layer = replace(layer, backward_peak=0, backward_peak_alone=0, forward_s=1.0, keep_s=1.0, backward_s=2.0)
     costs = [layer, layer, replace(layer, value=0, keeps_result=False, moves=False)]
     plan = parse_plan("K0 O0 K1 D1 A0 O1 K2 D2 B2 A1 I1 B1 I0 B0")
-    price = simulate(costs, plan, bandwidth=100.0)  # a second each way
+    price = price_plan(costs, plan, bandwidth=100.0)  # a second each way
     assert price.bytes == (100, 100, 200, 200, 100, 100, 190, 190, 100, 0, 100, 0, 100, 0)
     # K0 1, K1 2 = A0, K2 3 = O1 over, B2 5, I1 6, B1 8, I0 9, B0 11
     assert (price.seconds, price.moved, price.again) == (11.0, 200, 0)
     assert draw_plan(costs, plan).splitlines()[0].endswith("|KO=A......IB")
     for text, word in (("K0 O0 B0", "B0"), ("K0 A0", "A0"), ("K0 I0", "I0"), ("F0 O0", "O0")):
         with pytest.raises(UsageError, match=f"action {word} of the plan"):
-            simulate(costs, parse_plan(text))
+            price_plan(costs, parse_plan(text))
     with pytest.raises(UsageError, match=r"give at least \d+"):
         swapping_plan(OptimalPlans(costs), 1, 100.0)
 

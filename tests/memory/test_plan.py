@@ -18,7 +18,7 @@ from nnmpi.memory.plan import (
     draw_plan,
     keep_all,
     parse_plan,
-    simulate,
+    price_plan,
 )
 
 
@@ -114,11 +114,11 @@ def test_no_plan_is_quicker(seed):
     costs = random_chain(draw, 8 if seed == 0 else draw.randint(1, 5))
     plans = OptimalPlans(costs)
     for budget in plans.budgets(4):
-        price = simulate(costs, plans.plan(budget))
+        price = price_plan(costs, plans.plan(budget))
         assert price.peak <= budget
         assert price.seconds == best_time(costs, budget, price.seconds)
     assert best_time(costs, plans.least - 1) is None
-    assert simulate(costs, plans.plan(plans.least)).peak == plans.least
+    assert price_plan(costs, plans.plan(plans.least)).peak == plans.least
     with pytest.raises(UsageError, match=rf"give at least {plans.least}"):
         plans.plan(plans.least - 1)
 
@@ -149,7 +149,7 @@ def test_what_is_kept_is_counted_once():
     """A value that a layer keeps, too, does not count twice, and goes with the last that has it."""
     cost = LayerCost("a", 10, 0, 5, True, True, 10, 15, 1, 1, 1.0, 2.0, 3.0)
     costs = [cost, cost, replace(cost, value=0, keeps_result=False)]
-    price = simulate(costs, keep_all(costs))
+    price = price_plan(costs, keep_all(costs))
     assert price.bytes == (15, 30, 30, 35, 35, 30, 15, 0)
     assert (price.peak, price.seconds, price.again) == (45, 15.0, 0)
 
@@ -169,7 +169,7 @@ def test_a_plan_that_lacks_something_is_refused(text, words):
     """The simulator names the action."""
     costs = random_chain(random.Random(1), 2)
     with pytest.raises(UsageError, match=words):
-        simulate(costs, parse_plan(text))
+        price_plan(costs, parse_plan(text))
 
 
 def test_plans_are_drawn():

@@ -16,7 +16,7 @@ from nnmpi.comm.simulate import price
 from nnmpi.errors import UsageError
 from nnmpi.memory.__main__ import main as memory
 from nnmpi.memory.animation import animation as plan_animation
-from nnmpi.memory.plan import costs_from_json, parse_plan, simulate
+from nnmpi.memory.plan import costs_from_json, parse_plan, price_plan
 from nnmpi.pages.page import make_page, write_page
 from nnmpi.schedule.__main__ import main as schedule
 from tests.pages.browser import look
@@ -141,7 +141,7 @@ def test_a_plans_film_is_its_price() -> None:
     layer |= {"forward_s": 1.0, "keep_s": 1.0, "backward_s": 2.0, "moves": True}
     costs = costs_from_json([layer] * 3)
     plan = parse_plan("K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0")
-    found, price = plan_animation(costs, plan, 8.0), simulate(costs, plan, 8.0)
+    found, price = plan_animation(costs, plan, 8.0), price_plan(costs, plan, 8.0)
     actions = found["actions"]
     assert (found["peak"], found["seconds"], found["moved"], found["again"]) == (price.peak, price.seconds, 32, 0)
     assert tuple(each[6] for each in actions) == price.peaks and tuple(each[7] for each in actions) == price.bytes

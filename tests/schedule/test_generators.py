@@ -7,7 +7,7 @@ from nnmpi.schedule.check import check
 from nnmpi.schedule.instruction import Kind
 from nnmpi.schedule.lower import add_transfers, fuse, place_reductions
 from nnmpi.schedule.registry import make
-from nnmpi.schedule.simulate import InstructionCosts, Simulation, simulate
+from nnmpi.schedule.simulate import InstructionCosts, Simulation, simulate_schedule
 from tests.schedule.every import KINDS, MICROBATCHES, RANKS, lowered, numbers, schedules
 from tests.schedule.oracle import run
 
@@ -17,7 +17,7 @@ some = settings(max_examples=20)
 def found(name: str, ranks: int, microbatches: int, virtual: int = 1, **costs: float) -> Simulation:
     """Simulate with a forward of one second for a rank's stages together."""
     even = InstructionCosts.even(ranks * virtual, forward_s=1 / virtual, **costs)
-    return simulate(lowered(name, ranks, microbatches, virtual), even)
+    return simulate_schedule(lowered(name, ranks, microbatches, virtual), even)
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -178,7 +178,7 @@ def test_sends_that_wait_cost_little(chosen: tuple[tuple[str, int], tuple[int, i
     (name, virtual), (ranks, microbatches) = chosen
     schedule = lowered(name, ranks, microbatches, virtual)
     eager, held = (
-        simulate(schedule, InstructionCosts.even(schedule.stages, rendezvous=rendezvous)).makespan_s
+        simulate_schedule(schedule, InstructionCosts.even(schedule.stages, rendezvous=rendezvous)).makespan_s
         for rendezvous in (False, True)
     )
     assert eager <= held <= (1.5 * eager if virtual > 1 else eager)

@@ -12,7 +12,7 @@ from nnmpi.errors import UsageError
 from nnmpi.schedule.__main__ import main
 from nnmpi.schedule.registry import SCHEDULES
 from nnmpi.schedule.render import events
-from nnmpi.schedule.simulate import InstructionCosts, simulate
+from nnmpi.schedule.simulate import InstructionCosts, simulate_schedule
 from nnmpi.timeline import to_chrome
 from tests.schedule.every import lowered
 
@@ -72,7 +72,7 @@ def test_the_trace_is_one_that_perfetto_opens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_traces_have_an_event_for_each_instruction(name: str) -> None:
     schedule = lowered(name, 3, 4)
-    found = events(simulate(schedule, InstructionCosts.even(3, message_s=0.1, reduce_s=0.5)))
+    found = events(simulate_schedule(schedule, InstructionCosts.even(3, message_s=0.1, reduce_s=0.5)))
     for rank in range(3):
         assert sorted(event.name for event in found[rank]) == sorted(map(str, schedule.instructions(rank)))
     assert to_chrome(found)["traceEvents"]

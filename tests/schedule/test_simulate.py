@@ -10,7 +10,7 @@ from nnmpi.errors import ScheduleError, UsageError
 from nnmpi.schedule.instruction import COMPUTE, Instruction, Kind
 from nnmpi.schedule.lower import add_transfers
 from nnmpi.schedule.registry import make
-from nnmpi.schedule.simulate import InstructionCosts, Simulation, simulate
+from nnmpi.schedule.simulate import InstructionCosts, Simulation, simulate_schedule
 from tests.schedule.every import lowered, schedules
 
 
@@ -27,7 +27,7 @@ def test_two_stages_two_microbatches_by_hand() -> None:
     costs = InstructionCosts(
         {Kind.F: (2.0, 3.0), Kind.B: (4.0, 5.0), Kind.SEND_ACT: (1.0, 1.0), Kind.SEND_GRAD: (0.5, 0.5)},
     )
-    simulation = simulate(lowered("1f1b", 2, 2), costs)
+    simulation = simulate_schedule(lowered("1f1b", 2, 2), costs)
     found = spans(simulation)
     assert found["0F1"] == (2.0, 4.0)
     assert found["0SEND_ACT1"] == (4.0, 5.0)
@@ -44,26 +44,26 @@ def test_two_stages_two_microbatches_by_hand() -> None:
 
 def test_a_send_that_waits_holds_its_rank() -> None:
     eager, held = (
-        spans(simulate(lowered("gpipe", 2, 2), InstructionCosts.even(2, message_s=1.0, rendezvous=rendezvous)))
+        spans(simulate_schedule(lowered("gpipe", 2, 2), InstructionCosts.even(2, message_s=1.0, rendezvous=rendezvous)))
         for rendezvous in (False, True)
     )
     assert eager["0F1"] == (1.0, 2.0) and held["0F1"] == (2.0, 3.0)
     assert held["0SEND_ACT1"] == (3.0, 4.0) and held["1F0"] == (2.0, 3.0)
     costs = InstructionCosts({Kind.F: (1.0, 5.0), Kind.SEND_ACT: (1.0, 1.0)}, rendezvous=True)
-    slow = spans(simulate(lowered("inference", 2, 3), costs))
+    slow = spans(simulate_schedule(lowered("inference", 2, 3), costs))
     assert slow["1F0"] == (2.0, 7.0)
     assert slow["0SEND_ACT1"] == (7.0, 8.0)  # it has waited since 3.0
     assert slow["0F2"] == (8.0, 9.0)
 
 
 def test_messages_of_one_channel_follow_one_another() -> None:
-    found = spans(simulate(lowered("gpipe", 2, 3), InstructionCosts.even(2, message_s=5.0)))
+    found = spans(simulate_schedule(lowered("gpipe", 2, 3), InstructionCosts.even(2, message_s=5.0)))
     assert [found[f"0SEND_ACT{m}"] for m in range(3)] == [(1.0, 6.0), (6.0, 11.0), (11.0, 16.0)]
 
 
 def test_a_reduction_runs_beside_and_the_update_waits_for_it() -> None:
     costs = InstructionCosts.even(4, reduce_s=2.0, step_s=0.5)
-    found = spans(simulate(lowered("interleaved", 2, 2, 2), costs))
+    found = spans(simulate_schedule(lowered("interleaved", 2, 2, 2), costs))
     assert found["2REDUCE"][0] == found["2B1"][1] < found["0B0"][0] + 1  # during the tail
     assert found["0REDUCE"] == (found["0B1"][1], found["0B1"][1] + 2.0)
     assert found["0STEP"] == (found["0REDUCE"][1], found["0REDUCE"][1] + 0.5)
@@ -71,13 +71,13 @@ def test_a_reduction_runs_beside_and_the_update_waits_for_it() -> None:
 
 
 def test_reductions_of_a_rank_follow_one_another() -> None:
-    found = spans(simulate(lowered("interleaved", 2, 2, 2), InstructionCosts.even(4, reduce_s=100.0)))
+    found = spans(simulate_schedule(lowered("interleaved", 2, 2, 2), InstructionCosts.even(4, reduce_s=100.0)))
     assert found["0REDUCE"][0] == found["2REDUCE"][1]
     assert found["0STEP"][0] == found["0REDUCE"][1]
 
 
 def test_asynchronous_updates_are_busy_time() -> None:
-    simulation = simulate(lowered("pipedream", 1, 3), InstructionCosts.even(1, step_s=1.0))
+    simulation = simulate_schedule(lowered("pipedream", 1, 3), InstructionCosts.even(1, step_s=1.0))
     assert simulation.makespan_s == simulation.busy_s[0] == 3 * 4
 
 
@@ -88,7 +88,9 @@ def test_what_holds_of_every_simulation(
 ) -> None:
     (name, virtual), (ranks, microbatches) = chosen
     schedule = lowered(name, ranks, microbatches, virtual)
-    simulation = simulate(schedule, InstructionCosts.even(schedule.stages, message_s=message_s, rendezvous=rendezvous))
+    simulation = simulate_schedule(
+        schedule, InstructionCosts.even(schedule.stages, message_s=message_s, rendezvous=rendezvous)
+    )
     found = {span.instruction: span for span in simulation.spans}
     assert len(found) == len(simulation.spans) == sum(len(list(schedule.instructions(r))) for r in range(ranks))
     for rank in range(ranks):
@@ -131,9 +133,9 @@ def test_what_was_simulated_is_measured_and_simulated_again(
     schedule = lowered(name, ranks, microbatches, virtual)
     stages = schedule.stages
     times = {kind: [1.0 + 0.25 * ((7 * s + i) % 5) for s in range(stages)] for i, kind in enumerate(Kind)}
-    first = simulate(schedule, InstructionCosts(times))
+    first = simulate_schedule(schedule, InstructionCosts(times))
     samples: list[tuple[Instruction, float]] = [(s.instruction, s.end_s - s.begin_s) for s in first.spans]
-    again = simulate(schedule, InstructionCosts.measured(stages, samples))
+    again = simulate_schedule(schedule, InstructionCosts.measured(stages, samples))
     assert again.makespan_s == pytest.approx(first.makespan_s)
     assert again.busy_s == pytest.approx(first.busy_s)
 
@@ -151,7 +153,10 @@ def test_what_was_simulated_is_measured_and_simulated_again(
             lambda: InstructionCosts.measured(2, [(Kind.F.at(2, 0), 1.0)]),
             "2F0 was measured, but there are only the stages 0..1",
         ),
-        (lambda: simulate(lowered("gpipe", 2, 2), InstructionCosts.even(3)), "costs are of 3 stages, but gpipe has 2"),
+        (
+            lambda: simulate_schedule(lowered("gpipe", 2, 2), InstructionCosts.even(3)),
+            "costs are of 3 stages, but gpipe has 2",
+        ),
     ],
 )
 def test_costs_that_are_none(costs: object, sentence: str) -> None:
@@ -161,6 +166,6 @@ def test_costs_that_are_none(costs: object, sentence: str) -> None:
 
 def test_a_deadlock_is_not_simulated() -> None:
     unfused = add_transfers(make("1f1b", 2, 2))
-    assert simulate(unfused, InstructionCosts.even(2)).makespan_s == 9
+    assert simulate_schedule(unfused, InstructionCosts.even(2)).makespan_s == 9
     with pytest.raises(ScheduleError, match="rank 0 waits for ever in its item 3; check the schedule first"):
-        simulate(unfused, InstructionCosts.even(2, rendezvous=True))
+        simulate_schedule(unfused, InstructionCosts.even(2, rendezvous=True))

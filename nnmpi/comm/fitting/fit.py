@@ -22,7 +22,7 @@ from typing import Any
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED, How, find_collective
 from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.machine import Curve, Machine
-from nnmpi.comm.simulate import simulate
+from nnmpi.comm.simulate import simulate_collective
 from nnmpi.errors import NnmpiError, UsageError, counted
 from nnmpi.reading import check_ordinary, read_json
 
@@ -77,7 +77,7 @@ class Fit:
                 raise UsageError("this fit was made without shared memory and cannot predict the shared all-reduce")
             return self.shared(nbytes)
         collective = find_collective(operation, algorithm, self.machine.nodes)
-        return simulate(collective, self.ranks, nbytes, self.machine).seconds
+        return simulate_collective(collective, self.ranks, nbytes, self.machine).seconds
 
     def fits(self, ranks: int, nodes: list[int], mpi: str) -> bool:
         """Return whether it was made for so many ranks, on these nodes (one number per rank), with this MPI library."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from nnmpi.memory.optimal import OptimalPlans
-from nnmpi.memory.plan import Act, Action, Costs, LayerCost, Plan, keep_all, simulate
+from nnmpi.memory.plan import Act, Action, Costs, LayerCost, Plan, keep_all, price_plan
 from nnmpi.parallel.pipeline.pass_report import InstructionBytes, StageBytes, most_bytes
 from nnmpi.schedule.instruction import Kind
 from nnmpi.schedule.schedule import Schedule
@@ -68,7 +68,7 @@ class StageCosts:
 
     def _bytes(self, costs: Costs, plan: Plan) -> tuple[InstructionBytes, ...]:
         """Return what forward, the message after it, backward, and the message after that do."""
-        price, end = simulate(costs, plan), len(costs) - 1
+        price, end = price_plan(costs, plan), len(costs) - 1
         turn = plan.index(Action(Act.BACKWARD, end))
         held, result, came = price.bytes[turn - 1], costs[end - 1].value, costs[end].gradient
         stays = costs[end].keeps_input or (
@@ -160,14 +160,14 @@ class StagePlans:
             units = {**each, **units}
         for number, each in found.items():
             units |= {key: taken for key, taken in each.items() if key[1] == number}
-            seconds += simulate(self._stages[number].later, plans[number]).seconds
+            seconds += price_plan(self._stages[number].later, plans[number]).seconds
         after = (0,) * self._schedule.stages
         bytes_ = [StageBytes(units, 0, after)] * self._schedule.microbatches
         return most_bytes(self._schedule, self._rank, bytes_), seconds
 
     def describe(self) -> str:
         """Return what the plans take, beside an ordinary pass, in a sentence."""
-        again = sum(simulate(self._stages[number].later, plan).again for number, plan in self.plans.items())
+        again = sum(price_plan(self._stages[number].later, plan).again for number, plan in self.plans.items())
         layers = sum(len(each.later) - 1 for each in self._stages.values())
         return (
             f"activations take {format_bytes(self.most)} at most, {format_bytes(self.most_kept)} if all were kept; "
@@ -189,7 +189,7 @@ class _Holder:
         self._far = sum(cost.value + cost.kept + cost.keep_peak + cost.backward_peak for cost in costs)
         least = self._with(self._far).least - self._far
         plan = keep_all(costs)
-        most = simulate(costs, plan).peaks[plan.index(Action(Act.KEEP, len(costs) - 1))]
+        most = price_plan(costs, plan).peaks[plan.index(Action(Act.KEEP, len(costs) - 1))]
         self._holds = least + int(part * max(0, most - least))
 
     def plan(self, limit: int) -> Plan | None:
