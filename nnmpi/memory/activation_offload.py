@@ -16,7 +16,7 @@ import numpy as np
 from nnmpi.backend.allocations import LEAST_BYTES
 from nnmpi.backend.array import Array, is_array
 from nnmpi.backend.backend import Backend
-from nnmpi.memory.store import Parcel, Store
+from nnmpi.memory.store import Store, StoredBytes
 from nnmpi.tensor.function import Function
 
 
@@ -60,7 +60,7 @@ class KeptArrays:
 
     def __init__(self, operations: Iterable[Function], outside: Iterable[Array], backend: Backend) -> None:
         self._backend = backend
-        self._parcel: Parcel | None = None
+        self._stored: StoredBytes | None = None
         self._outside = {id(owner): owner for owner in map(_owner, outside)}
         extents: dict[int, _Extent] = {}
         self._places = [(each, self._taken(each.saved, extents)) for each in operations if hasattr(each, "saved")]
@@ -79,7 +79,7 @@ class KeptArrays:
 
     def send(self, store: Store) -> None:
         """Begin to write them."""
-        self._parcel = store.send(self._memory)
+        self._stored = store.send(self._memory)
 
     def leave(self) -> None:
         """Wait until they are written, and let their memory go."""
@@ -94,18 +94,18 @@ class KeptArrays:
         for operation, saved in self._places:
             operation.saved = self._given(saved)
         self._places.clear()
-        assert self._parcel is not None
-        self._parcel.fetch(self._memory)
+        assert self._stored is not None
+        self._stored.fetch(self._memory)
 
     def arrive(self) -> None:
         """Wait until they are there."""
         self._wait()
         self._memory.clear()
-        self._parcel = None
+        self._stored = None
 
     def _wait(self) -> None:
-        assert self._parcel is not None
-        self._parcel.wait()
+        assert self._stored is not None
+        self._stored.wait()
 
     def _taken(self, value: Any, extents: dict[int, _Extent]) -> Any:
         """Return what an operation keeps, with places for its arrays, which are noted."""

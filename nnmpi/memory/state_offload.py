@@ -1,6 +1,6 @@
 """An optimizer's state, and weights, that lie in a store: pieces of them come to an update, and go again.
 
-    m of a buffer    | piece 0 | piece 1 | piece 2 | ..        each a parcel in the store; so are those of v
+    m of a buffer    | piece 0 | piece 1 | piece 2 | ..        each by itself in the store; so are those of v
 
     window A     in 0 | update 0 | out 0, in 2 | update 2 | ..       a piece of each array at a time
     window B          | in 1     | update 1    | out 1, in 3 ..      the next ones come, and the last ones go, meanwhile
@@ -20,12 +20,13 @@ from functools import partial
 from itertools import zip_longest
 from math import prod
 from types import EllipsisType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.buffers import is_device
-from nnmpi.memory.store import Parcel, Store
+from nnmpi.memory.store import Store, StoredBytes
 from nnmpi.optim.blocks import DEVICE_BLOCK_BYTES
+from nnmpi.optim.storage import LoadedPiece
 from nnmpi.tensor.flat import FlatStorage
 
 HOST_PIECE_BYTES = 1 << 20  # of each array: a file moves shorter ones more slowly; 4 blocks of an update
@@ -53,7 +54,7 @@ class StoredArray:
         self._xp, self.strides = namespace(like), (self.dtype.itemsize,)
         self.step = (DEVICE_PIECE_BYTES if is_device(like) else HOST_PIECE_BYTES) // like.dtype.itemsize
         zeros = self._xp.zeros(min(self.step, length), self.dtype)
-        self._parcels: list[Parcel | None] = [store.send([_bytes(zeros[: len(each)])]) for each in self.pieces()]
+        self._stored: list[StoredBytes | None] = [store.send([_bytes(zeros[: len(each)])]) for each in self.pieces()]
         self.arrive()
 
     def __array_namespace__(self) -> ModuleType:
@@ -66,21 +67,21 @@ class StoredArray:
 
     def fetch(self, number: int, memory: Array) -> None:
         """Begin to bring a piece to some memory of its length."""
-        parcel = self._parcels[number]
-        assert parcel is not None
-        parcel.wait()  # it went long ago; what became of that is told here
-        parcel.fetch([_bytes(memory)])
+        stored = self._stored[number]
+        assert stored is not None
+        stored.wait()  # it went long ago; what became of that is told here
+        stored.fetch([_bytes(memory)])
 
     def wait(self, number: int) -> None:
         """Return when the last transfer of a piece is over (on a device: let what is computed next wait)."""
-        parcel = self._parcels[number]
-        assert parcel is not None
-        parcel.wait()
+        stored = self._stored[number]
+        assert stored is not None
+        stored.wait()
 
     def send(self, number: int, memory: Array) -> None:
         """Begin to write a piece from some memory, which stays as it is until that is over."""
-        self._parcels[number] = None  # its place in the store is the new one's
-        self._parcels[number] = self.store.send([_bytes(memory)])
+        self._stored[number] = None  # its place in the store is the new one's
+        self._stored[number] = self.store.send([_bytes(memory)])
 
     def bring(self, memory: Array) -> None:
         """Begin to bring all of it to some memory."""
@@ -89,7 +90,7 @@ class StoredArray:
 
     def arrive(self) -> None:
         """Return when all of it has come."""
-        for number in range(len(self._parcels)):
+        for number in range(len(self._stored)):
             self.wait(number)
 
     def __getitem__(self, key: slice | EllipsisType) -> StoredPart:
@@ -174,15 +175,6 @@ class StoredPart:
                 yield number, slice(first - piece.start, last - piece.start), slice(first - start, last - start)
 
 
-class StoredTurn(NamedTuple):
-    """What is updated at a time; see `optim.storage.UpdateTurn`. `number` is the piece's."""
-
-    buffer: int
-    part: slice
-    rows: tuple[Array, ...]
-    number: int
-
-
 class StoredState:
     """An optimizer's state in a store, and how it comes to updates.
 
@@ -211,11 +203,11 @@ class StoredState:
         longest = max((len(piece) for _, _, piece in pieces), default=0)
         rows = [grads[0]] * len(self._arrays[0]) if grads else []
         self._windows = [[namespace(each).empty(longest, each.dtype) for each in rows] for _ in pieces[:2]]
-        self._turns = [
-            StoredTurn(
-                i, slice(piece.start, piece.stop), tuple(row[: len(piece)] for row in self._windows[turn % 2]), number
+        self._loaded = [
+            LoadedPiece(
+                i, slice(piece.start, piece.stop), tuple(row[: len(piece)] for row in self._windows[count % 2]), number
             )
-            for turn, (i, number, piece) in enumerate(pieces)
+            for count, (i, number, piece) in enumerate(pieces)
         ]
 
     @property
@@ -223,20 +215,20 @@ class StoredState:
         """The bytes that it has in memory."""
         return sum(row.nbytes for window in self._windows for row in window)
 
-    def coming(self) -> Iterator[StoredTurn]:
-        """Yield each turn while its pieces are in their rows, from which they go again afterwards."""
-        for turn, following in zip_longest(self._turns, self._turns[1:]):
-            if turn is self._turns[0]:
-                self._each(turn, StoredArray.fetch)
+    def coming(self) -> Iterator[LoadedPiece]:
+        """Yield each piece while it is in its rows, from which they go again afterwards."""
+        for piece, following in zip_longest(self._loaded, self._loaded[1:]):
+            if piece is self._loaded[0]:
+                self._each(piece, StoredArray.fetch)
             if following is not None:  # behind what goes out of that window
                 self._each(following, StoredArray.fetch)
-            self._each(turn, lambda array, number, _: array.wait(number))
-            yield turn
-            self._each(turn, StoredArray.send)
+            self._each(piece, lambda array, number, _: array.wait(number))
+            yield piece
+            self._each(piece, StoredArray.send)
 
-    def _each(self, turn: StoredTurn, call: Callable[[StoredArray, int, Array], None]) -> None:
-        for array, row in zip(self._arrays[turn.buffer], turn.rows, strict=True):
-            call(array, turn.number, row)
+    def _each(self, piece: LoadedPiece, call: Callable[[StoredArray, int, Array], None]) -> None:
+        for array, row in zip(self._arrays[piece.buffer], piece.rows, strict=True):
+            call(array, piece.number, row)
 
 
 def in_memory(array: Any) -> Array:

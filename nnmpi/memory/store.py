@@ -1,8 +1,8 @@
 """Where arrays go that leave memory: a file, by a thread of its own; or, from a device, the host's page-locked memory.
 
-    send(arrays)  -->  a parcel  -->  fetch(arrays), any number of times         the parcel goes, and its place is free
+    send(arrays)  -->  a handle  -->  fetch(arrays), any number of times         the handle goes, and its place is free
 
-Transfers go one by one, in the order in which they were begun. Nobody waits for one but in `Parcel.wait`.
+Transfers go one by one, in the order in which they were begun. Nobody waits for one but in `StoredBytes.wait`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BYTE_S = 1e-9  # what a byte costs where things take no time, or none that may d
 TRIAL_BYTES = 16 << 20  # that are moved to measure how quick that is, at most
 
 
-class Parcel(Protocol):
+class StoredBytes(Protocol):
     """Some memory that has gone to a store, or is on its way."""
 
     def fetch(self, memory: Sequence[Array]) -> None:
@@ -45,7 +45,7 @@ class Store(Protocol):
     def reserve(self, nbytes: int) -> None:
         """Make sure that there is room for so much at once."""
 
-    def send(self, memory: Sequence[Array]) -> Parcel:
+    def send(self, memory: Sequence[Array]) -> StoredBytes:
         """Begin to write some memory, each piece of it bytes in a row, which stays as it is until that is over."""
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ class FileStore:
                 f"{'a larger activation_memory' if self.what == ACTIVATIONS else 'leave them in memory'}"
             ) from None
 
-    def send(self, memory: Sequence[Array]) -> FileParcel:
+    def send(self, memory: Sequence[Array]) -> BytesInFile:
         """Begin to write some memory to the file.
 
         Raises:
@@ -105,7 +105,7 @@ class FileStore:
             self.reserve(self._end + size)
             places.append(self._end)
             self._end += size
-        return FileParcel(self, places.pop(), memory)
+        return BytesInFile(self, places.pop(), memory)
 
     def close(self) -> None:
         """Let the file go."""
@@ -157,7 +157,7 @@ class FileStore:
             )
 
 
-class FileParcel:
+class BytesInFile:
     """Some memory's bytes in a place of a file."""
 
     def __init__(self, store: FileStore, place: int, memory: Sequence[Array]) -> None:
@@ -194,12 +194,12 @@ class HostStore:
     def reserve(self, nbytes: int) -> None:
         """Do nothing: memory is taken when it is needed, and then kept."""
 
-    def send(self, memory: Sequence[Array]) -> HostParcel:
+    def send(self, memory: Sequence[Array]) -> BytesOnHost:
         """Begin to copy some memory to the host."""
         size = sum(map(len, memory))
         places = self._free.setdefault(size, [])
         place = places.pop() if places else self.backend.empty_pinned(size, "uint8")
-        return HostParcel(self, place, memory)
+        return BytesOnHost(self, place, memory)
 
     def give_back(self, place: Array) -> None:
         """Let later transfers have a place."""
@@ -211,7 +211,7 @@ class HostStore:
         self._free.clear()
 
 
-class HostParcel:
+class BytesOnHost:
     """Some memory's bytes on the host."""
 
     def __init__(self, store: HostStore, place: Array, memory: Sequence[Array]) -> None:
@@ -268,10 +268,10 @@ def measure_bandwidth(store: Store, backend: Backend, nbytes: int) -> float:
     for _ in range(1 + ROUNDS):
         backend.synchronize()
         begin = clock.now()
-        parcel = store.send(memory)
-        parcel.wait()
-        parcel.fetch(memory)
-        parcel.wait()
+        stored = store.send(memory)
+        stored.wait()
+        stored.fetch(memory)
+        stored.wait()
         backend.synchronize()
         seconds.append(clock.reproducible(clock.now() - begin))
     moved = 2 * len(memory[0])

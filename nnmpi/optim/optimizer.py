@@ -341,9 +341,9 @@ class Optimizer(ABC):
         """Yield the blocks of a state that somebody else keeps, while they are here."""
         assert self._keeper is not None
         scratch = ScratchArrays(self._grads)
-        for turn in self._keeper.coming():
-            i, grad = turn.buffer, self._grads[turn.buffer][turn.part]
-            here = turn.rows if len(turn.rows) > len(self._slots) else (self._data[i][turn.part], *turn.rows)
+        for piece in self._keeper.coming():
+            i, grad = piece.buffer, self._grads[piece.buffer][piece.part]
+            here = piece.rows if len(piece.rows) > len(self._slots) else (self._data[i][piece.part], *piece.rows)
             yield from self._blocks_of(i, (here[0], grad, *here[1:]), block_elements(grad), scratch)
 
     def _require_same_arrays(self) -> None:

@@ -5,7 +5,7 @@ own part of the buffers. Nothing here knows of parameters, layers or ranks.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -43,18 +43,20 @@ class Storage(Protocol):
         """Return the parts of `data` that updates must leave as they are."""
 
 
-class UpdateTurn(Protocol):
+class LoadedPiece(NamedTuple):
     """What is updated at a time of what somebody else keeps: memory in which it is for so long.
 
     Attributes:
         buffer: its number in the storage.
         part: which elements of it.
         rows: of the buffer itself, if that is not in memory either, and of each slot.
+        number: of the piece in its buffer.
     """
 
     buffer: int
     part: slice
     rows: tuple[Array, ...]
+    number: int
 
 
 class StateKeeper(Protocol):
@@ -70,8 +72,8 @@ class StateKeeper(Protocol):
     def nbytes(self) -> int:
         """The bytes of memory that it takes."""
 
-    def coming(self) -> Iterator[UpdateTurn]:
-        """Yield one turn after the other, which covers all buffers, while it is there to be updated."""
+    def coming(self) -> Iterator[LoadedPiece]:
+        """Yield one piece after the other, which cover all buffers, while it is there to be updated."""
 
 
 class Arrays:

@@ -59,7 +59,7 @@ class Piece:
     sum: Pending
 
 
-class Loan:
+class BlockLease:
     """The host memory of a staged collective, to be given back once.
 
     Attributes:
@@ -89,7 +89,7 @@ class Loan:
             self.end()
 
 
-class Turn:
+class QueuedRun:
     """One run of a staged collective, for the one that comes after it to wait for."""
 
     def __init__(self, collective: CoroutineCollective) -> None:
@@ -124,11 +124,11 @@ class Queue:
     """
 
     def __init__(self) -> None:
-        self._last: Turn | None = None
+        self._last: QueuedRun | None = None
 
-    def enter(self, turn: Turn) -> Turn | None:
+    def enter(self, queued: QueuedRun) -> QueuedRun | None:
         """Return the run before this one, None if there is none."""
-        before, self._last = self._last, turn
+        before, self._last = self._last, queued
         return before
 
 
@@ -162,11 +162,11 @@ class Staged(CoroutineCollective):
         super().__init__(f"staged {operation}")
         self._queue = queue
         self._copies: CopyStreams = copy_streams_of(namespace(array))
-        self._loan = Loan(self._copies.pool if memory is None else memory)
+        self._lease = BlockLease(self._copies.pool if memory is None else memory)
         if memory is None:
             # With their events: the last copy to the device may be under way when `wait` is over, and CuPy's own pool
             # would give the memory to somebody else at once. Other memory's giving may be collective.
-            weakref.finalize(self, self._loan.let_go).atexit = False
+            weakref.finalize(self, self._lease.let_go).atexit = False
         if operation in (REDUCE_SCATTER.name, ALL_GATHER.name):
             self._pieces = [self._whole(array, bind, operation, rank, size)]
         else:
@@ -184,16 +184,16 @@ class Staged(CoroutineCollective):
             awaited.wait()
 
     def _flow_of(self, started: bool) -> Iterator[Awaited]:
-        turn = Turn(self)
-        before = None if self._queue is None else self._queue.enter(turn)
-        self._loan.in_use = True
+        queued = QueuedRun(self)
+        before = None if self._queue is None else self._queue.enter(queued)
+        self._lease.in_use = True
         try:
             yield from self._stages(started, before)
-            self._loan.in_use = False  # not where it broke off: then MPI may still write
+            self._lease.in_use = False  # not where it broke off: then MPI may still write
         finally:
-            turn.end()
+            queued.end()
 
-    def _stages(self, started: bool, before: Turn | None) -> Iterator[Awaited]:
+    def _stages(self, started: bool, before: QueuedRun | None) -> Iterator[Awaited]:
         copies, cut = self._copies, self._pieces
         copies.fork()
         out: list[Any] = [copies.copy_out(piece.out, piece.block) for piece in cut[:BUFFERS]]
@@ -219,14 +219,14 @@ class Staged(CoroutineCollective):
         for each in {id(piece.sum): piece.sum for piece in self._pieces}.values():
             each.free()
         self._pieces = []
-        self._loan.end()
+        self._lease.end()
 
     def _cut(
         self, array: Array, bind: Callable[[Buffer], Pending], piece_bytes: int, spreads: bool, is_root: bool
     ) -> list[Piece]:
         """Return the pieces of an array whose elements are independent of one another; none for an empty array."""
         parts = list(pieces(array, piece_bytes))
-        blocks = [self._loan.take(part.nbytes) for part in parts[:BUFFERS]]
+        blocks = [self._lease.take(part.nbytes) for part in parts[:BUFFERS]]
         sums: dict[tuple[int, int], tuple[Buffer, Pending]] = {}
         found = []
         for number, part in enumerate(parts):
@@ -242,7 +242,7 @@ class Staged(CoroutineCollective):
 
     def _whole(self, array: Array, bind: Callable[[Buffer], Pending], operation: str, rank: int, size: int) -> Piece:
         """Return the whole array as one piece, of which the ranks have parts."""
-        block = self._loan.take(array.nbytes)
+        block = self._lease.take(array.nbytes)
         host = block.view(array.size, array.dtype)
         own = split(array.size, size)[rank]
         mine = slice(own.start, own.stop)

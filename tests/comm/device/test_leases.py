@@ -92,11 +92,11 @@ def test_memory_that_a_node_shares_waits_for_its_free(group: Group, monkeypatch:
         memory=SharedBlocks(whole.memory(), load()),
     )
     bound.run()
-    loan = bound._loan
+    lease = bound._lease
     del bound
     gc.collect()
     dropped = [len(taken), len(given)]
-    loan.end()
+    lease.end()
     whole.memory().free()
     whole.free()
     assert group.gather([dropped, len(given)]) == [[[1, 0], 1]] * group.size
