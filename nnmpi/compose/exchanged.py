@@ -1,4 +1,4 @@
-"""What ranks that share the layers (tp) or the positions (sp) of a GPT exchange in a step, by the formulas.
+"""What ranks that share layers (tp) or positions (sp) exchange in a step: counted, and of a GPT by the formulas.
 
 A rank of a tensor group that has t of T positions of B rows, F features and L blocks puts into all-reduces, elements:
 
@@ -10,17 +10,72 @@ What attention sends where positions are shared stands in `parallel.sequence.uly
 features there are those of this rank's heads.
 """
 
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import nan
+
+from nnmpi.comm.gradients import Traffic
 from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.trainer import Trainer
 from nnmpi.models.gpt import GPTEmbedding
-from nnmpi.nn.dropout import Dropout
+from nnmpi.nn.activation import Dropout
 from nnmpi.nn.linear import TiedLinear
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import LayerNorm
 from nnmpi.nn.transformer import CausalSelfAttention, TransformerBlock
 from nnmpi.parallel.sequence.group import RING
+from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.shard import split
+from nnmpi.timeline import Timeline, current, recording
 
 LAYERS = (GPTEmbedding, Dropout, TransformerBlock, LayerNorm, TiedLinear)
+
+
+class Meter:
+    """Adds up the exchanges of sharded layers, step by step.
+
+    Args:
+        needed: whether there are such layers; otherwise it does nothing.
+
+    Attributes:
+        needed: as given.
+        traffic: of the last body that ran.
+        shape: of the whole samples that it was about; None before.
+    """
+
+    def __init__(self, needed: bool) -> None:
+        self.traffic = Traffic()
+        self.needed = needed
+        self.shape: tuple[int, ...] | None = None
+
+    def running(self) -> AbstractContextManager[None]:
+        """Count what the body exchanges; where a trace is recorded, its events serve."""
+        return self._counting() if self.needed else nullcontext()
+
+    @contextmanager
+    def _counting(self) -> Iterator[None]:
+        timeline = current() or Timeline()
+        first = len(timeline.events)
+        with recording(timeline):
+            yield
+        events = [event for event in timeline.events[first:] if event.category == CATEGORY]
+        seconds = sum(event.end_s - event.begin_s for event in events)
+        count = sum(int((event.args or {}).get("bytes", 0)) for event in events)
+        self.traffic = Traffic(seconds, 0.0, count, len(events), nan if events else 0.0)
+
+    def lines(self, trainer: Trainer) -> list[str]:
+        """Return what ranks that share layers or positions exchanged in the last step, and what the formulas say."""
+        shape, where, traffic = self.shape, trainer.arrangement, self.traffic
+        if shape is None or where is None:
+            return []
+        elements = exchanged_elements(trainer.model, where, *shape) if len(shape) == 2 else None
+        formula = "no formula for this model"
+        if elements is not None and trainer.precision == "float32":  # then all is in the dtype of the weights
+            formula = f"by the formulas {elements * trainer.model.storage.grads[0].dtype.itemsize:,}"
+        return [
+            f"layers and positions that ranks share: {traffic.calls} exchanges in the last step, {traffic.bytes:,} "
+            f"bytes of rank {trainer.group.rank}; {formula}"
+        ]
 
 
 def exchanged_elements(model: Module, where: Arrangement, rows: int, time: int) -> int | None:

@@ -13,7 +13,7 @@ model may be cut and sharded (see `compose.arrange`); without one, every rank ha
 import hashlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite, nan
 from statistics import fmean
 from textwrap import wrap
@@ -33,9 +33,8 @@ from nnmpi.comm.agreement import PeriodicCheck, require_equal
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED
 from nnmpi.comm.gradients import Traffic, predict
 from nnmpi.comm.group import Group
-from nnmpi.comm.shared_memory.memory import SharedMemory
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.exchanged import exchanged_elements
+from nnmpi.compose.exchanged import Meter
 from nnmpi.compose.gradient_norm import gradient_norm, note_squares, read_norm
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.options import (
@@ -64,7 +63,7 @@ from nnmpi.compose.runner import (
 from nnmpi.compose.trainer import Progress, SegmentReport, Throttle, Totals, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
 from nnmpi.data.upload import batches as uploaded
-from nnmpi.errors import DeviceError, NnmpiError, UsageError, counted
+from nnmpi.errors import NnmpiError, UsageError, counted
 from nnmpi.memory.ledger import (
     ACTIVATIONS,
     BATCHES,
@@ -79,14 +78,12 @@ from nnmpi.nn.module import Module
 from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.optim.loss_scale import LossScale
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.fused import FusedUpdate, attach_shared_parameters, detach_shared_parameters
-from nnmpi.parallel.replication import check_free, check_replicas, check_same_model
-from nnmpi.parallel.sharded.collectives import CATEGORY
+from nnmpi.parallel.fused import SharedParameters, fuse_update, fusing_pays
+from nnmpi.parallel.replication import check_free, check_replicas
 from nnmpi.parallel.zero.storage import ShardedStorage
 from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.parallel.zero.units import describe_stages, predict_bytes
-from nnmpi.tensor.flat import FlatStorage
-from nnmpi.timeline import COUNTER, Timeline, current, recording
+from nnmpi.timeline import COUNTER, current
 from nnmpi.units import format_bytes
 
 
@@ -109,96 +106,6 @@ def check_equal(model: Module, arrangement: Arrangement, backend: Backend) -> No
             f"the weights of {tie.name} differ between the ranks of the stages that share it",
             show=None,
         )
-
-
-class Meter:
-    """Adds up the exchanges of sharded layers, step by step.
-
-    Args:
-        needed: whether there are such layers; otherwise it does nothing.
-
-    Attributes:
-        needed: as given.
-        traffic: of the last body that ran.
-        shape: of the whole samples that it was about; None before.
-    """
-
-    def __init__(self, needed: bool) -> None:
-        self.traffic = Traffic()
-        self.needed = needed
-        self.shape: tuple[int, ...] | None = None
-
-    def running(self) -> AbstractContextManager[None]:
-        """Count what the body exchanges; where a trace is recorded, its events serve."""
-        return self._counting() if self.needed else nullcontext()
-
-    @contextmanager
-    def _counting(self) -> Iterator[None]:
-        timeline = current() or Timeline()
-        first = len(timeline.events)
-        with recording(timeline):
-            yield
-        events = [event for event in timeline.events[first:] if event.category == CATEGORY]
-        seconds = sum(event.end_s - event.begin_s for event in events)
-        count = sum(int((event.args or {}).get("bytes", 0)) for event in events)
-        self.traffic = Traffic(seconds, 0.0, count, len(events), nan if events else 0.0)
-
-
-@dataclass(frozen=True)
-class SharedParameters:
-    """A fused update and the shared memory that was taken for it."""
-
-    fused: FusedUpdate
-    storage: FlatStorage
-    memory: SharedMemory
-    allocations: range
-
-    def release(self, model: Module, optimizer: Optimizer) -> None:
-        """Give the model and the optimizer memory of their own, and the shared memory back. Collective."""
-        detach_shared_parameters(self.storage, optimizer, self.memory)
-        if model.storage is not self.storage:  # it was initialized again, and keeps its new values
-            model.storage.move()
-        self.memory.drop_allocations(self.allocations)
-        self.memory.close()
-
-
-def fusing_pays(model: Module, group: Group) -> bool:
-    """Return whether a fused update is the quickest for replicas of a whole model. Collective.
-
-    It is on one node. Between nodes the sum of gradients is better hidden under the backward pass. Measured on 2 cores
-    of an Intel Xeon with AVX-512 and Open MPI 5.0.11, against a shared all-reduce and each rank's own update, SGD, time
-    of a step: 0.92 (2 ranks) and 0.96 (4 ranks, two to a core) with 109 thousand parameters, 0.92 and 0.79 with 5.8
-    million; against MPI's own all-reduce 0.94 and 0.86 with 403 parameters.
-    """
-    in_host_memory = all(isinstance(array, np.ndarray) for array in model.storage.data)
-    return group.size > 1 and in_host_memory and len(set(group.nodes())) == 1
-
-
-def fuse(model: Module, optimizer: Optimizer, group: Group) -> tuple[SharedParameters | None, str]:
-    """Move the model and its optimizer to shared memory; return the fused update, or None and why there is none.
-
-    Raises:
-        CommError: on all ranks, when their models differ.
-        LayoutError: on all ranks, see `FusedUpdate`; the model is then where it was.
-    """
-    check_same_model(group, model.storage)
-    try:
-        memory = SharedMemory(group)  # apart from the group's, which may stay when this one goes
-    except DeviceError as error:
-        return None, f"the update is not fused: {error}"
-    first = memory.allocations
-    try:
-        attach_shared_parameters(model.storage, memory)
-        fused = FusedUpdate(optimizer, memory)
-    except NnmpiError as error:  # on all ranks
-        if model.storage.common:
-            detach_shared_parameters(model.storage, optimizer, memory)
-        memory.drop_allocations(range(first, memory.allocations))
-        memory.close()
-        if not isinstance(error, DeviceError):
-            raise
-        return None, f"the update is not fused: {error}"
-    return SharedParameters(fused, model.storage, memory, range(first, memory.allocations)), ""
 
 
 _AS_IT_IS = nullcontext()
@@ -273,7 +180,7 @@ class Worker(Trainer):
             free = exchange.leaves_choice and has_whole_model(arrangement) and model.storage.state_keeper is None
             fused_update = free and fusing_pays(model, group)
         if fused_update:
-            self._shared, self.notice = fuse(model, optimizer, group)
+            self._shared, self.notice = fuse_update(model, optimizer, group)
         self.fused = None if self._shared is None else self._shared.fused
         self._gradient_bytes = sum(grad.nbytes for grad in model.storage.grads)
         self._predicted_s = self._predict()
@@ -573,21 +480,7 @@ class Worker(Trainer):
 
     def summary(self) -> list[str]:
         """Return lines about the pipeline's passes and sharded layers' exchanges, if there are any."""
-        return [*self.runner.summary(), *self._exchanges()]
-
-    def _exchanges(self) -> list[str]:
-        """Return what ranks that share layers or positions exchanged in the last step, beside what the formulas say."""
-        shape, where, traffic = self._meter.shape, self.arrangement, self._meter.traffic
-        if shape is None or where is None:
-            return []
-        elements = exchanged_elements(self.model, where, *shape) if len(shape) == 2 else None
-        formula = "no formula for this model"
-        if elements is not None and self.precision == "float32":  # then all is in the dtype of the weights
-            formula = f"by the formulas {elements * self.model.storage.grads[0].dtype.itemsize:,}"
-        return [
-            f"layers and positions that ranks share: {traffic.calls} exchanges in the last step, {traffic.bytes:,} "
-            f"bytes of rank {self.group.rank}; {formula}"
-        ]
+        return [*self.runner.summary(), *self._meter.lines(self)]
 
     def memory(self) -> list[str]:
         """See `Trainer.memory`: of each kind on rank 0."""

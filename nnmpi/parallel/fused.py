@@ -18,7 +18,7 @@ several nodes, the ranks with the same number on their nodes add up their slices
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from math import sqrt
 
 import numpy as np
@@ -27,12 +27,15 @@ from nnmpi import clock
 from nnmpi.backend.array import Array
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.execution import Execution
+from nnmpi.comm.group import Group
 from nnmpi.comm.shared_memory.memory import SharedMemory
 from nnmpi.comm.shared_memory.shared_sum import own_slice
-from nnmpi.errors import LayoutError, UsageError
+from nnmpi.errors import DeviceError, LayoutError, NnmpiError, UsageError
+from nnmpi.nn.module import Module
 from nnmpi.optim.blocks import BufferBlock, pieces
 from nnmpi.optim.clip import scale, sum_of_squares, trusted
 from nnmpi.optim.optimizer import Optimizer
+from nnmpi.parallel.replication import check_same_model
 from nnmpi.tensor.flat import FlatStorage
 
 # Measured with 2 ranks (Zen 4, 1 MiB L2, Open MPI | MPICH, SGD, buffers refilled, microseconds for 4 MB): blocks of 128
@@ -277,3 +280,60 @@ def _overlap(array: Array, part: Array) -> Iterator[Array]:
     found = array.reshape(-1)[max(start, 0) : max(start + part.size, 0)]
     if found.size:
         yield found
+
+
+@dataclass(frozen=True)
+class SharedParameters:
+    """A fused update and the shared memory that was taken for it."""
+
+    fused: FusedUpdate
+    storage: FlatStorage
+    memory: SharedMemory
+    allocations: range
+
+    def release(self, model: Module, optimizer: Optimizer) -> None:
+        """Give the model and the optimizer memory of their own, and the shared memory back. Collective."""
+        detach_shared_parameters(self.storage, optimizer, self.memory)
+        if model.storage is not self.storage:  # it was initialized again, and keeps its new values
+            model.storage.move()
+        self.memory.drop_allocations(self.allocations)
+        self.memory.close()
+
+
+def fusing_pays(model: Module, group: Group) -> bool:
+    """Return whether a fused update is the quickest for replicas of a whole model. Collective.
+
+    It is on one node. Between nodes the sum of gradients is better hidden under the backward pass. Measured on 2 cores
+    of an Intel Xeon with AVX-512 and Open MPI 5.0.11, against a shared all-reduce and each rank's own update, SGD, time
+    of a step: 0.92 (2 ranks) and 0.96 (4 ranks, two to a core) with 109 thousand parameters, 0.92 and 0.79 with 5.8
+    million; against MPI's own all-reduce 0.94 and 0.86 with 403 parameters.
+    """
+    in_host_memory = all(isinstance(array, np.ndarray) for array in model.storage.data)
+    return group.size > 1 and in_host_memory and len(set(group.nodes())) == 1
+
+
+def fuse_update(model: Module, optimizer: Optimizer, group: Group) -> tuple[SharedParameters | None, str]:
+    """Move the model and its optimizer to shared memory; return the fused update, or None and why there is none.
+
+    Raises:
+        CommError: on all ranks, when their models differ.
+        LayoutError: on all ranks, see `FusedUpdate`; the model is then where it was.
+    """
+    check_same_model(group, model.storage)
+    try:
+        memory = SharedMemory(group)  # apart from the group's, which may stay when this one goes
+    except DeviceError as error:
+        return None, f"the update is not fused: {error}"
+    first = memory.allocations
+    try:
+        attach_shared_parameters(model.storage, memory)
+        fused = FusedUpdate(optimizer, memory)
+    except NnmpiError as error:  # on all ranks
+        if model.storage.common:
+            detach_shared_parameters(model.storage, optimizer, memory)
+        memory.drop_allocations(range(first, memory.allocations))
+        memory.close()
+        if not isinstance(error, DeviceError):
+            raise
+        return None, f"the update is not fused: {error}"
+    return SharedParameters(fused, model.storage, memory, range(first, memory.allocations)), ""
