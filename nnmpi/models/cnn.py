@@ -4,10 +4,9 @@ from collections.abc import Sequence
 
 from nnmpi.errors import UsageError
 from nnmpi.models.mlp import in_turn
-from nnmpi.nn.activation import Flatten, ReLU
+from nnmpi.nn.activation import Dropout, Flatten, ReLU
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.conv import Conv2d, MaxPool2d
-from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding

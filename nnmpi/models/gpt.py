@@ -9,8 +9,8 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import perform
 from nnmpi.errors import ShapeError, UsageError
+from nnmpi.nn.activation import Dropout
 from nnmpi.nn.container import Sequential
-from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.init import Constant, Normal
 from nnmpi.nn.linear import Embedding, TiedLinear
 from nnmpi.nn.mode import current

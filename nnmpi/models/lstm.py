@@ -1,8 +1,8 @@
 """The recurrent language model: long short-term memory that predicts the next token."""
 
 from nnmpi.errors import UsageError
+from nnmpi.nn.activation import Dropout
 from nnmpi.nn.container import Sequential
-from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.init import Uniform
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
 from nnmpi.nn.lstm import LSTM

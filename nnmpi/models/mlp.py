@@ -4,9 +4,8 @@ from collections.abc import Sequence
 from math import prod
 
 from nnmpi.errors import UsageError
-from nnmpi.nn.activation import Flatten, activation
+from nnmpi.nn.activation import Dropout, Flatten, activation
 from nnmpi.nn.container import Sequential
-from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding, Table

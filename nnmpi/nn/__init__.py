@@ -7,10 +7,9 @@ chain (how a model is cut into stages), fuse (which layers are computed as one o
 To add a layer: a `Module` in a file of its own, its name here; where it mixes features, a rule in `parallel/sharded`.
 """
 
-from nnmpi.nn.activation import GELU, Flatten, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh, activation
+from nnmpi.nn.activation import GELU, Dropout, Flatten, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh, activation
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
 from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
-from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.init import Constant, Normal, Uniform, fan_in, kaiming
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
 from nnmpi.nn.loss import BCEWithLogitsLoss, CrossEntropyLoss, HuberLoss, L1Loss, MSELoss

@@ -16,8 +16,8 @@ from nnmpi.nn.activation import GELU, ReLU
 from nnmpi.nn.conv import Conv2d, MaxPool2d
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.module import Module
+from nnmpi.ops.activation import linear_gelu
 from nnmpi.ops.conv.conv2d import conv_relu, conv_relu_pool
-from nnmpi.ops.gelu import linear_gelu
 from nnmpi.ops.linear import linear_relu
 from nnmpi.tensor.tensor import Tensor
 

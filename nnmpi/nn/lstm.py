@@ -6,7 +6,7 @@ from nnmpi.aliases import also
 from nnmpi.backend.array import namespace
 from nnmpi.backend.recording import active, perform
 from nnmpi.errors import UsageError, whole
-from nnmpi.nn.dropout import Dropout
+from nnmpi.nn.activation import Dropout
 from nnmpi.nn.init import fan_in
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module

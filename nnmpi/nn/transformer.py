@@ -4,9 +4,8 @@ from functools import partial
 from types import MappingProxyType
 
 from nnmpi.errors import UsageError
-from nnmpi.nn.activation import GELU
+from nnmpi.nn.activation import GELU, Dropout, mask_place
 from nnmpi.nn.container import Sequential
-from nnmpi.nn.dropout import Dropout, mask_place
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module

@@ -1,17 +1,15 @@
 """Functional operations on tensors. The basic ones (arithmetic, shapes, indexing ...) are in `nnmpi.tensor`."""
 
-from nnmpi.ops.activation import leaky_relu, relu, sigmoid, silu, tanh
+from nnmpi.ops.activation import gelu, leaky_relu, linear_gelu, log_softmax, relu, sigmoid, silu, softmax, tanh
 from nnmpi.ops.attention import attention, scaled_dot_product_attention
 from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
 from nnmpi.ops.dropout import dropout
 from nnmpi.ops.embedding import embedding
-from nnmpi.ops.gelu import gelu, linear_gelu
 from nnmpi.ops.linear import linear, linear_relu, linear_transposed
 from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, huber, mae, mse
 from nnmpi.ops.lstm import lstm
 from nnmpi.ops.norm import batch_norm, layer_norm
 from nnmpi.ops.pool import avg_pool2d, max_pool2d
-from nnmpi.ops.softmax import log_softmax, softmax
 
 __all__ = [
     "attention",

@@ -30,8 +30,8 @@ from typing import Any
 
 from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError, UsageError
+from nnmpi.nn.activation import Dropout
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
-from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
 from nnmpi.nn.sharding import Sharding, Table, Units, find

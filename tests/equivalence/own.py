@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.nn.activation import Flatten, ReLU, Tanh
+from nnmpi.nn.activation import Dropout, Flatten, ReLU, Tanh
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
 from nnmpi.nn.conv import Conv2d, GlobalAvgPool2d
-from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.linear import Embedding, Linear
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module

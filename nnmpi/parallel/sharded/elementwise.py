@@ -12,8 +12,7 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.random import key_pair
 from nnmpi.comm.group import Group
-from nnmpi.nn.activation import Flatten, Softmax
-from nnmpi.nn.dropout import Dropout
+from nnmpi.nn.activation import Dropout, Flatten, Softmax
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding

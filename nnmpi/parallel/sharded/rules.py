@@ -9,10 +9,9 @@ from types import MappingProxyType
 from typing import Any, TypeAlias
 
 from nnmpi.backend.windows import out_size
-from nnmpi.nn.activation import GELU, Flatten, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh
+from nnmpi.nn.activation import GELU, Dropout, Flatten, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from nnmpi.nn.container import Branches
 from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d, Pool2d
-from nnmpi.nn.dropout import Dropout
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
 from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.module import Module
