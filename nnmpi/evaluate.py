@@ -83,6 +83,8 @@ def _data(run: TrainedRun, options: EvaluationConfig) -> Config:
     data = config.data if options.data_dir is None else replace(config.data, data_dir=options.data_dir)
     if options.dataset is not None and options.dataset != data.dataset:
         data = replace(data, dataset=options.dataset, data_dir=options.data_dir, augment="none", shift_pixels=None)
+        if options.dataset.endswith((".txt", ".txt.gz")):
+            data = replace(data, text_columns="")  # the run's own text may be a table
     if not run.signature.is_tokens:
         return replace(config, data=data)
     tokenizer, (context, *_) = RunFolder(run.folder).tokenizer, run.signature.sample_shape
@@ -108,9 +110,10 @@ def _lines(run: TrainedRun, samples: Samples, found: Found, options: EvaluationC
     unsure = f", perplexity {perplexity(found.loss):.4g}" if run.signature.is_tokens else ""
     right = f"{found.correct} of {found.targets} right" if isinstance(found, Evaluation) else ""
     counted = right or f"{found.targets} samples"
+    after = "" if run.step is None else f" after step {run.step}"
     return [
         f"{options.part} {describe_measures(found.measures())} (loss {found.loss:.4f}{unsure}), {counted}, with "
-        f"{samples.name} and the weights after step {run.step} of {run.folder}"
+        f"{samples.name} and the weights{after} of {run.folder}"
     ]
 
 

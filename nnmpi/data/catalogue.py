@@ -225,7 +225,10 @@ def _load_path(path: Path, seed: int, test_fraction: float, wanted: Wanted, targ
         raise UsageError(f"data set {path} has no columns of labels to choose from; leave the target out")
     if path.suffix == ".npz":
         return load_npz(path, name, seed=seed, test_fraction=test_fraction, wanted=wanted)
-    raise UsageError(f"data set {path}: files of this kind are not read; give .csv, .csv.gz, .npz or a folder")
+    raise UsageError(
+        f"data set {path}: files of this kind are not read; give .csv, .csv.gz, .npz or a folder; of texts .txt, "
+        ".jsonl or .csv"
+    )
 
 
 def _load_folder(folder: Path, name: str, wanted: Wanted, target: str) -> Pair:

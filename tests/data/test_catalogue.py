@@ -185,7 +185,7 @@ def test_csv_and_npz_by_path(tmp_path: Path) -> None:
 
 def test_other_kinds_of_file_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.json").touch()
-    with pytest.raises(UsageError, match=r"a\.json: files of this kind are not read"):
+    with pytest.raises(UsageError, match=r"a\.json: files of this kind are not read; .* of texts \.txt, \.jsonl or"):
         load(str(tmp_path / "a.json"))
 
 

@@ -77,6 +77,21 @@ def test_evaluate_says_what_training_printed(
         assert abs(losses[0] - losses[1]) < 1.5e-4, layout  # float32's rounding may show in the last digit
 
 
+def test_what_learned_from_a_table_of_texts_is_evaluated_on_a_plain_one(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By the run and by the files that it leaves for others, which know of no steps."""
+    text, table = files(tmp_path)["text.txt"], tmp_path / "sums.csv"
+    table.write_text("problem,solution\n" + "".join(f"what is {i} and {i}?,{2 * i}\n" for i in range(30)))
+    words = "--model gpt --features 8 --heads 2 --context 12 --layers 1 --tokenizer bytes --text-columns"
+    folder, _ = run(tmp_path, f"--dataset {table} {words} problem,solution", capfd)
+    found = [
+        said(evaluate, f"{each} --dataset {text} --backend numpy", 1, capfd) for each in (folder, folder / "model")
+    ]
+    assert " with text and the weights after step 2 of " in found[0]
+    assert found[1].strip() == found[0].strip().replace(" after step 2", "") + "/model"
+
+
 def test_a_loaded_run_predicts_what_the_command_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its model, classes and transformation; the same from a table, from JSON, and on two ranks."""
     data = files(tmp_path)["table.csv"]
