@@ -82,6 +82,12 @@ CASES = {
     "a failed fork": Case(
         "if os.fork() == 0: raise ValueError\nos.wait()\nwait()\nif rank == 0: print('done')", 0, "done", "Abort"
     ),
+    "forks that end": Case(
+        "if os.fork() == 0: sys.exit(3)\nif os.wait()[1] != 3 << 8: sys.exit('what came of it?')\n"
+        "child = os.fork()\nif child and os.wait()[1] == 0 and not wait() and rank == 0: print('done')",
+        0,
+        "done",
+    ),
 }
 
 
@@ -102,6 +108,7 @@ QUICK = (
     "a thread",
     "a good end",
     "a failed fork",
+    "forks that end",
 )
 
 

@@ -68,8 +68,7 @@ class Shutdown:
         """
         if self._is_child():
             sys.__excepthook__(kind, error, trace)
-            sys.stderr.flush()
-            leave(1)  # the interpreter's own end would finalize MPI in the name of the parent
+            _leave_fork(1)
         status, text = describe_uncaught(kind, error, trace)
         self._end(status, text)
         raise SystemExit(status)
@@ -86,8 +85,9 @@ class Shutdown:
 
     def on_exit(self, status: int, text: str = "") -> None:
         """End because `sys.exit` was called with another status than 0, and nobody caught it."""
-        if not self._is_child():
-            self._end(status, text, alone=f"sys.exit({status}) while other ranks went on")
+        if self._is_child():
+            _leave_fork(status, text)
+        self._end(status, text, alone=f"sys.exit({status}) while other ranks went on")
 
     def on_leave(self, status: int) -> None:
         """End the job because `os._exit` was called, and nobody has agreed on the end."""
@@ -98,7 +98,9 @@ class Shutdown:
 
     def on_end(self) -> None:
         """End because the program has come to its end: what `atexit` calls."""
-        if self._is_child() or self._mpi.Is_finalized():
+        if self._is_child():
+            _leave_fork(0)
+        if self._mpi.Is_finalized():
             return
         if self._announced:  # all have failed: Open MPI's launcher kills who is not yet through when the first one ends
             self._mpi.Finalize()
@@ -183,6 +185,16 @@ class Shutdown:
     def _is_child(self) -> bool:
         """Whether this is a fork of the process that started MPI: it must not touch MPI."""
         return os.getpid() != self._process
+
+
+def _leave_fork(status: int, text: str = "") -> NoReturn:
+    """End a fork of a rank; the interpreter's own end would finalize MPI in the name of the parent, and wait there."""
+    if text:
+        print(printable(text), file=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    leave(status)
 
 
 def tell_launcher(status: int) -> bool:
