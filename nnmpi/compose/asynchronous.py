@@ -113,7 +113,7 @@ class AsynchronousWorker(Trainer):
         check_optimizer(self.model, self.optimizer)
         if not self.sync.asynchronous:
             raise UsageError("a synchronous run without servers is done by nnmpi.Worker; give Sync another mode")
-        check_numerics(self.precision, self.clip, self.optimizer, self.model, self.backend, self.group)
+        check_numerics(self)
         refuse_scaling(self.precision, f"with {self.sync.mode}")
         self.sync.check(self.group.size)
         check_free(self.model)

@@ -38,6 +38,9 @@ class SumError:
         self.name = name
         self._function = ERRORS[name]
 
+    def __repr__(self) -> str:
+        return self.name
+
     def __call__(self, outputs: Tensor, targets: Array) -> Tensor:
         each = prod(targets.shape[1:])
         if not _fits(outputs, targets):

@@ -1,8 +1,13 @@
 """A worker's options, and which of them go together with its arrangement, its precision and its backend."""
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from inspect import getclosurevars
+from typing import TYPE_CHECKING, Any
+from zlib import crc32
 
 import numpy as np
 
@@ -10,13 +15,15 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import MODES, low_dtype
 from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.algorithms.registry import AUTO, How
-from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.errors import UsageError
 from nnmpi.nn.chain import ModelPart
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.zero.storage import ShardedStorage
+
+if TYPE_CHECKING:
+    from nnmpi.compose.trainer import Trainer
 
 
 @dataclass(frozen=True)
@@ -76,25 +83,30 @@ class Numerics:
 DEFAULT_EXCHANGE, DEFAULT_NUMERICS = GradientExchange(), Numerics()
 
 
-def check_numerics(
-    mode: str, clip: float | None, optimizer: Optimizer, model: Module, backend: Backend, group: Group
-) -> None:
-    """Refuse ranks that would update in different ways, and a precision that they cannot have; collective.
+def check_numerics(trainer: Trainer) -> None:
+    """Refuse ranks that would compute or update in different ways, and a precision that they cannot have; collective.
 
-    Replicas of different optimizers go apart without a word, or wait for one another for ever. How groups of parameters
-    decay is not compared in a pipeline, whose stages have different ones.
+    Replicas of different optimizers go apart without a word, or wait for one another for ever; the gradients of
+    different losses would be added up.
 
     Raises:
-        UsageError: on all ranks, where they ask for different precisions, clipping or optimizers; for an unknown
-            precision, bf16 without ml_dtypes, tf32 without a device, and any but float32 for a model of float64.
+        UsageError: on all ranks, where they ask for different precisions, losses, seeds, clipping or optimizers; for an
+            unknown precision, bf16 without ml_dtypes, tf32 without a device, and any but float32 for one of float64.
     """
-    rule: dict[str, Any] = {name: each for name, each in vars(optimizer).items() if isinstance(each, int | float)}
-    rule |= {"clip": clip, "betas": getattr(optimizer, "betas", None)}
-    if not isinstance(model, ModelPart):
-        rule["weight decay"] = optimizer.weight_decay
-    names = [type(optimizer).__name__, *(f"{name} {each}" for name, each in rule.items() if not name.startswith("_"))]
-    problems = ("the ranks compute in different precisions", "the ranks' updates differ")
-    require_equal(group, [mode, *names], lambda number: problems[min(number, 1)], "give all the same", UsageError)
+    mode, model, backend = trainer.precision, trainer.model, trainer.backend
+    losses = [_described(each) for each in (trainer.loss, trainer.evaluation_loss)]
+    problems = (
+        "the ranks compute in different precisions",
+        *["the ranks' losses differ"] * 2,
+        "the ranks' seeds differ",
+    )
+    require_equal(
+        trainer.group,
+        [mode, *losses, trainer.seed, *describe_update(trainer)],
+        lambda number: problems[number] if number < len(problems) else UPDATES_DIFFER,
+        "give all the same",
+        UsageError,
+    )
     if mode not in MODES:
         raise UsageError(f"precision {mode!r} is unknown; choose one of {', '.join(MODES)}")
     low_dtype(mode)
@@ -108,6 +120,49 @@ def check_numerics(
             f"precision {mode} is for models of float32, and this one is of float64, which nothing rounds; "
             "use one of the two"
         )
+
+
+UPDATES_DIFFER = "the ranks' updates differ"
+
+
+def describe_update(trainer: Trainer) -> list[str]:
+    """Return how this rank would update, in words: the rule and its numbers."""
+    optimizer = trainer.optimizer
+    names = update_numbers(optimizer, trainer.model)
+    numbers = [f"{name.replace('_', ' ')} {getattr(optimizer, name)}" for name in names]
+    return [type(optimizer).__name__, *numbers, f"clip {trainer.clip}"]
+
+
+def update_numbers(optimizer: Optimizer, model: Module) -> list[str]:
+    """Return the names of the optimizer's numbers that must be the same on all ranks, such as lr.
+
+    How groups of parameters decay is left out in a pipeline, whose stages have different ones.
+    """
+    names = [name for name, each in vars(optimizer).items() if isinstance(each, int | float) and name[0] != "_"]
+    names += ["betas"] * hasattr(optimizer, "betas")
+    return names if isinstance(model, ModelPart) else [*names, "weight_decay"]
+
+
+def _described(loss: Any) -> str:
+    """Return a loss in words: its name, its options, and of a function a sum of its code and the floats that it sees.
+
+    Arrays are not looked at, nor whole numbers, among which may be a rank's own.
+    """
+    if isinstance(loss, partial):
+        return _with(_described(loss.func), loss.keywords, bool, int, float, str)
+    code = getattr(loss, "__code__", None)
+    if code is None:
+        words = repr(loss)
+        values = getattr(loss, "__dict__", {})
+        return words if " at 0x" not in words else _with(type(loss).__name__, values, float, str)
+    constants = [each for each in (*code.co_consts, *(loss.__defaults__ or ())) if isinstance(each, float | int | str)]
+    number = crc32(repr([code.co_code, code.co_names, constants]).encode())
+    return _with(f"{loss.__qualname__} (code {number:08x})", getclosurevars(loss).nonlocals, float, str)
+
+
+def _with(name: str, values: Mapping[str, Any], *kinds: type) -> str:
+    listed = [f"{key.strip('_')} {each}" for key, each in values.items() if isinstance(each, kinds)]
+    return f"{name} with {', '.join(listed)}" if listed else name
 
 
 def check_fused_update(fused_update: bool | None, backend: Backend) -> None:

@@ -353,6 +353,10 @@ class SumCrossEntropy:
         self._function, self.shared = function, shared
         self.is_own = getattr(function, "func", function) in (cross_entropy, sharded_cross_entropy)
 
+    def __repr__(self) -> str:
+        options = getattr(self._function, "keywords", {})
+        return f"{CROSS_ENTROPY} with label_smoothing {options.get('label_smoothing', 0.0)}"
+
     def __call__(self, logits: Tensor, labels: Array) -> Tensor:
         return self._function(logits, labels, reduction="sum", ignore_index=_ignored(self, labels))
 

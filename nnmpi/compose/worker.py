@@ -15,9 +15,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from math import isfinite, nan
+from operator import attrgetter
 from statistics import fmean
 from textwrap import wrap
 from typing import Any
+from zlib import crc32
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -40,12 +42,15 @@ from nnmpi.compose.layout import Layout
 from nnmpi.compose.options import (
     DEFAULT_EXCHANGE,
     DEFAULT_NUMERICS,
+    UPDATES_DIFFER,
     GradientExchange,
     Numerics,
     check_fused_update,
     check_numerics,
     check_pairs,
+    describe_update,
     has_whole_model,
+    update_numbers,
 )
 from nnmpi.compose.pipeline_runner import PipelineRunner
 from nnmpi.compose.replica_runner import ReplicaRunner, evaluate_all
@@ -73,6 +78,7 @@ from nnmpi.memory.ledger import (
     STATE,
     MemoryLedger,
 )
+from nnmpi.nn.chain import ModelPart
 from nnmpi.nn.mode import unfused
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import coefficient, global_norm, scale
@@ -109,7 +115,8 @@ def check_equal(model: Module, arrangement: Arrangement, backend: Backend) -> No
 
 
 _AS_IT_IS = nullcontext()
-NUMBERS_BYTES = 3 * 8  # loss, right answers and targets, in float64
+NUMBERS_BYTES = 5 * 8  # loss, right answers, targets, and how a rank updates, twice, in float64
+UPDATE_HASHES = 2**20  # the sum of their squares over all ranks is exact in float64
 
 
 class Worker(Trainer):
@@ -165,7 +172,9 @@ class Worker(Trainer):
         for each in (self.loss, self.evaluation_loss):
             check_loss(each, arrangement)
         self.exchange = exchange
-        check_numerics(self.precision, self.clip, optimizer, model, self.backend, group)
+        check_numerics(self)
+        self._update_values = attrgetter(*update_numbers(optimizer, model))
+        self._own_spans = () if isinstance(model, ModelPart) else model.storage.spans  # the same on all ranks
         self.scaling = LossScale() if self.precision == "fp16" else None
         self._sequence = None if arrangement is None else arrangement.sequence
         self._fixed = arrangement is not None and arrangement.layout.fixed
@@ -276,8 +285,12 @@ class Worker(Trainer):
             self._note_memory({ACTIVATIONS: self._recorded_bytes})
         if self._meter.needed:
             self._meter.shape = batch.x.shape if batch.length is None else (len(batch.x), batch.length)
-        (loss_sum, score_sum, targets), norm, traffic = self._sum_over_ranks(outcome)
+        (loss_sum, score_sum, targets, hashes, squares), norm, traffic = self._sum_over_ranks(outcome)
         norm /= factor
+        if int(hashes) ** 2 != self.group.size * int(squares):  # equal if and only if all are (Cauchy and Schwarz)
+            frozen = [f"{span.parameter.name} frozen" for span in self._own_spans if not span.parameter.requires_grad]
+            words = [*describe_update(self), *frozen]
+            require_equal(self.group, words, UPDATES_DIFFER, "give all the same", UsageError)
         if targets != batch.global_targets:
             raise UsageError(
                 f"the ranks' parts of this batch have {targets:.0f} labels that count together, but the global batch "
@@ -367,7 +380,8 @@ class Worker(Trainer):
         if self.backend.is_device and not self.runner.updates:
             note_squares(self.runner.scalars, self.model.storage, self.arrangement)
         values = self.runner.scalars.read()  # on a device the one wait of the step; the update is not waited for
-        numbers = [*outcome.sums(values), outcome.targets]
+        own = self._hash_update()
+        numbers = [*outcome.sums(values), outcome.targets, own, own * own]
         begin = clock.now()
         if self.fused is not None:
             norm, sums = self.fused.reduce(numbers)
@@ -380,6 +394,20 @@ class Worker(Trainer):
             traffic = traffic.plus(Traffic(spent_s, 0.0, NUMBERS_BYTES, 1, self._predicted_s))
         with self._deterministic():
             return sums, nan if self.runner.updates else self._norm(values), traffic
+
+    def _hash_update(self) -> int:
+        """Return a number that says how this rank is about to update: others go on with other weights.
+
+        0 without other ranks, and where the stages of a pipeline update at their own times.
+        """
+        if self.group.size == 1 or self.runner.updates:
+            return 0
+        trained = tuple(span.parameter.requires_grad for span in self._own_spans)
+        values = (self._update_values(self.optimizer), trained)
+        try:
+            return hash(values) % UPDATE_HASHES
+        except TypeError:  # there are lists
+            return crc32(repr(values).encode()) % UPDATE_HASHES
 
     def _report(
         self,

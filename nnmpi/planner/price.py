@@ -31,7 +31,7 @@ from nnmpi.schedule.instruction import COMPUTE, Kind
 from nnmpi.schedule.lower import add_transfers
 from nnmpi.schedule.simulate import InstructionCosts, simulate_schedule
 
-NUMBERS_BYTES = 24  # loss, right answers and targets, which all ranks add up in a step
+NUMBERS_BYTES = 40  # loss, right answers, targets and hashes, which all ranks add up in a step
 END_S = 50e-6  # what a pipeline's message takes of the processor at each end: 2 ranks here, see benchmarks/plan
 
 

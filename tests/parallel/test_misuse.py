@@ -330,6 +330,108 @@ def test_different_updates(group: Group, what: str, asynchronous: bool) -> None:
     )
 
 
+LOSSES: dict[str, tuple[Callable[[int], Any], str]] = {
+    "name": (
+        lambda rank: "mse" if rank else None,
+        "cross-entropy with label_smoothing 0.0; rank 1 has mse; give all the same",
+    ),
+    "option": (lambda rank: partial(ops.huber, reduction="sum", delta=1.0 + rank), "huber (code "),
+    "weight": (lambda rank: weighted(0.5 + rank), "weighted.<locals>.loss (code "),
+    "code": (lambda rank: _twice if rank else _once, "_once (code "),
+    "object": (lambda rank: _Weighted(0.5 + rank), "_Weighted with weight 0.5; rank 1 has _Weighted with weight 1.5"),
+}
+
+
+class _Weighted:
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+    def __call__(self, x: Any, y: Any) -> Tensor:
+        return ops.mse(x, y, reduction="sum") * self.weight
+
+
+def _once(x: Any, y: Any) -> Tensor:
+    return ops.mse(x, y, reduction="sum")
+
+
+def _twice(x: Any, y: Any) -> Tensor:
+    return ops.mse(x, y, reduction="sum") * 2
+
+
+def weighted(weight: float) -> Callable[[Any, Any], Any]:
+    def loss(x: Any, y: Any) -> Any:
+        return ops.mse(x, y, reduction="sum") * weight
+
+    return loss
+
+
+@pytest.mark.simulated(max_size=2, min_size=2)
+@pytest.mark.parametrize("what", LOSSES)
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_different_losses(group: Group, what: str, asynchronous: bool) -> None:
+    """The sum of the gradients of two losses is that of neither."""
+    build, words = LOSSES[what]
+    setting = Setting(group)
+    optimizer = optim.SGD(setting.model.storage, lr=0.1)
+    make = partial(AsynchronousWorker, sync=Sync("asp")) if asynchronous else Worker
+    setting.assert_refused(
+        lambda: make(setting.model, optimizer, group, loss=build(group.rank)),
+        UsageError,
+        f"the ranks' losses differ: rank 0 has {words}",
+    )
+
+
+@pytest.mark.simulated(max_size=2, min_size=2)
+def test_different_seeds(group: Group) -> None:
+    """Each rank would drop other elements than one rank alone."""
+    setting = Setting(group)
+    optimizer = optim.SGD(setting.model.storage, lr=0.1)
+    setting.assert_refused(
+        lambda: Worker(setting.model, optimizer, group, seed=group.rank),
+        UsageError,
+        "the ranks' seeds differ: rank 0 has 0; rank 1 has 1; give all the same",
+    )
+
+
+def _freeze(worker: Worker) -> None:
+    next(iter(worker.model.parameters())).requires_grad = False
+
+
+LATER: dict[str, tuple[Callable[[Worker], Any], str, str]] = {
+    "rate": (lambda worker: setattr(worker.optimizer, "lr", 0.5), "lr 0.1", "lr 0.5"),
+    "betas": (lambda worker: setattr(worker.optimizer, "betas", [0.5, 0.9]), "betas (0.9, 0.999)", "betas [0.5, 0.9]"),
+    "steps": (lambda worker: setattr(worker.optimizer, "steps", 7), "steps 1", "steps 7"),
+    "frozen": (_freeze, "nothing", "1.weight frozen"),
+}
+
+
+@pytest.mark.simulated(max_size=3, min_size=2)
+@pytest.mark.parametrize("what", LATER)
+@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=HOST)])
+def test_what_one_rank_alone_changes_later(group: Group, what: str, fused: bool) -> None:
+    """Found in the next step, before anything is updated; when all have changed it, they go on."""
+    change, ours, theirs = LATER[what]
+    setting = Setting(group)
+    optimizer = optim.Adam(setting.model.storage, lr=0.1)
+    worker = Worker(setting.model, optimizer, group, exchange=GradientExchange(fused_update=fused))
+    batch = setting.batch()
+    worker.step(batch)
+    before = setting.model.state()
+    if group.rank == 1:
+        change(worker)
+    others = "rank 0 has" if group.size == 2 else "ranks 0, 2 have"
+    setting.assert_refused(
+        lambda: worker.step(batch),
+        UsageError,
+        f"the ranks' updates differ: {others} {ours}; rank 1 has {theirs}; give all the same",
+    )
+    assert all(np.array_equal(values, setting.model.state()[name]) for name, values in before.items())
+    if group.rank != 1:
+        change(worker)
+    worker.step(batch)
+    worker.release()
+
+
 @pytest.mark.simulated(min_size=2)
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
 def test_a_copy_of_a_model_at_work(group: Group, duplicate: Callable[[object], object]) -> None:
