@@ -122,5 +122,5 @@ def test_what_does_not_work() -> None:
         ops.lstm(x, *weights, state=(STATE[0][:2], STATE[1]))
     with pytest.raises(ShapeError, match="4 features"):
         ops.lstm(x, weights[1], *weights[1:])
-    with pytest.raises(UsageError, match="at least 1 input, feature and layer, not 3, 0 and 1"):
+    with pytest.raises(UsageError, match="LSTM.s features is 0; give a whole number of at least 1"):
         nn.LSTM(3, 0)
