@@ -232,7 +232,7 @@ def test_killed_at_random_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path: 
 def test_a_signal_to_the_supervisor_saves_and_ends_the_training(tmp_path: Path) -> None:
     """Its ranks are told, not their launcher, which would give them half a second."""
     broken = tmp_path / "a run"  # what is printed is quoted, as a shell takes it
-    words = [*f"-n 2 -- {FIXED} --epochs 100000 --log-every 5 --out".split(), str(broken)]
+    words = [*f"-n 2 -- {FIXED} --epochs 100000 --no-jit --log-every 5 --out".split(), str(broken)]
     with subprocess.Popen(
         [sys.executable, "-m", "nnmpi.run", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     ) as job:

@@ -20,7 +20,7 @@ from tests.train.jobs import lines, once, send, train
 pytestmark = pytest.mark.timeout(300)
 
 DIGITS = "--model mlp --hidden 32 --dataset digits --schedule constant"
-FOR_EVER = f"{DIGITS} --epochs 100000 --eval-every 0 --save-every 0 --log-every 5 --pace-ms 1"
+FOR_EVER = f"{DIGITS} --epochs 100000 --no-jit --eval-every 0 --save-every 0 --log-every 5 --pace-ms 1"
 
 BROKEN = """
 import os
@@ -124,7 +124,7 @@ def test_a_signal_on_a_dedicated_servers_rank_saves_whole_batches(
 @pytest.mark.parametrize("more", ["", "--dedicated-servers"])
 def test_a_worker_that_raises_ends_the_job_with_its_name(tmp_path: Path, more: str) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
-    words = f"--model broken.py:build --dataset digits --epochs 100000 --sync asp {more} --out run"
+    words = f"--model broken.py:build --dataset digits --epochs 100000 --no-jit --sync asp {more} --out run"
     ending = train(tmp_path, words, 3)
     assert ending.status not in (0, None)
     assert ending.output.count("ZeroDivisionError: the fifth pass") == 1

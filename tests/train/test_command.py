@@ -131,7 +131,9 @@ def test_a_signal_to_the_launcher_keeps_what_was_done(tmp_path: Path, number: si
 def interrupted(run: Path, number: signal.Signals) -> Path:
     """Train until the launcher gets the signal, and return where the name of the last checkpoint is to be."""
     callback = once(lambda: lines(run / "metrics.jsonl") > 2, lambda: send(number, str(run), to="launcher"), ends=False)
-    words = f"--model mlp --dataset iris --epochs 100000 --eval-every 0 --save-every 0 --log-every 1 --out {run}"
+    words = (
+        f"--model mlp --dataset iris --epochs 100000 --no-jit --eval-every 0 --save-every 0 --log-every 1 --out {run}"
+    )
     assert train(run.parent, words, 2, callback).status not in (0, None)
     return run / "checkpoints" / "latest"
 
@@ -153,7 +155,9 @@ def test_a_signal_saves_the_last_whole_step(
     run = tmp_path / f"run-{ranks}-{number}"
     metrics = run / "metrics.jsonl"
     callback = once(lambda: lines(metrics) > 2, lambda: send(number, str(run), to=to), ends=False)
-    words = f"--model mlp --dataset iris --epochs 100000 --eval-every 0 --save-every 0 --log-every 1 --out {run}"
+    words = (
+        f"--model mlp --dataset iris --epochs 100000 --no-jit --eval-every 0 --save-every 0 --log-every 1 --out {run}"
+    )
     ending = train(tmp_path, words, ranks, callback)
     assert ending.status == 128 + number
     assert ending.output.count(f"stopped by {number.name} after step ") == 1

@@ -154,7 +154,7 @@ def test_a_launcher_of_several_processes_is_refused(tmp_path: Path) -> None:
 def test_a_signal_ends_it_with_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
     """Python gives signals to the main thread, which is none of the ranks."""
     run = tmp_path / "run"
-    words = f"--simulate 3 --model mlp --epochs 1000 --batch-size 30 --backend numpy --out {run}"
+    words = f"--simulate 3 --model mlp --epochs 1000 --no-jit --batch-size 30 --backend numpy --out {run}"
     with subprocess.Popen(
         [sys.executable, "-m", "nnmpi.train", *words.split()],
         stdout=subprocess.PIPE,

@@ -36,7 +36,7 @@ def test_a_rank_that_does_not_come_is_named_and_the_job_ends(fault: str, tmp_pat
     """Under messages; a stopped rank 0 cannot answer, so the other one speaks."""
     (tmp_path / "net.py").write_text(NET)
     asleep = fault.startswith("asleep")
-    words = f"--model net.py:{'asleep' if asleep else 'awake'} --dataset iris --epochs 4000 --allreduce ring "
+    words = f"--model net.py:{'asleep' if asleep else 'awake'} --dataset iris --epochs 4000 --no-jit --allreduce ring "
     words += f"--out {tmp_path}/run --stall-warning 3 --stall-limit 5 --log-every 1"
 
     def stop() -> None:
