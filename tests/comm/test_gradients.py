@@ -54,7 +54,7 @@ def test_any_order_of_gradients_gives_the_sums(group: Group, algorithm: str, buc
     exchange = BucketExchange(group, buffers, spans, algorithm, bucket_bytes, overlap)
     chance = random.Random(group.rank)
     right = []
-    for step in range(4):
+    for step in range(3):
         order = list(range(len(spans)))
         if step:
             chance.shuffle(order)
@@ -71,7 +71,7 @@ def test_any_order_of_gradients_gives_the_sums(group: Group, algorithm: str, buc
         exchange.finish()
         right.append(summed(buffers, group.size, step))
     exchange.free()
-    assert group.gather(right) == [[True] * 4] * group.size
+    assert group.gather(right) == [[True] * 3] * group.size
 
 
 @pytest.mark.both_worlds
