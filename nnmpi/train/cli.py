@@ -130,31 +130,27 @@ def start_ranks(
     Raises:
         LaunchError, UsageError: as `comm.start.start` does, and for --simulate under a launcher of several processes.
     """
-    if not any(word.partition("=")[0] == "--simulate" for word in words):
-        return _on_mpi(words, program)
-    watch_alone()
-    started = read_launch(os.environ)
-    try:
-        options = simulation()
-    except HelpAsked as asked:
-        return Console(quiet=started is not None and started.rank > 0).say(str(asked))
-    if not options["ranks"]:
-        return _on_mpi(words, program)
-    if started is not None and started.size > 1:
-        raise UsageError(f"--simulate runs all ranks in one process, and {started.name} has started {started.size}")
-    from nnmpi.comm.simulated.simulated_world import simulate  # of no use to ranks of MPI
+    if any(word.partition("=")[0] == "--simulate" for word in words):
+        watch_alone()
+        started = read_launch(os.environ)
+        try:
+            options = simulation()
+        except HelpAsked as asked:
+            return Console(quiet=started is not None and started.rank > 0).say(str(asked))
+        if options["ranks"]:
+            if started is not None and started.size > 1:
+                raise UsageError(
+                    f"--simulate runs all ranks in one process, and {started.name} has started {started.size}"
+                )
+            from nnmpi.comm.simulated.simulated_world import simulate  # of no use to ranks of MPI
 
-    with around(), leaving_refused(alone=True):
-        simulate(partial(program, words), **options)
-    return None
-
-
-def _on_mpi(words: Sequence[str], program: Callable[[Sequence[str], Group], None]) -> None:
-    """Call a program on all ranks, none of which waits for ever from now on. Collective."""
+            with around(), leaving_refused(alone=True):
+                simulate(partial(program, words), **options)
+            return None
     group = start()
-    group.comm.world.watch(WARNING_S, LIMIT_S)
+    group.comm.world.watch(WARNING_S, LIMIT_S)  # none waits for ever from now on
     with leaving_refused(group.size == 1):
-        program(words, group)
+        return program(words, group)
 
 
 def main(words: Sequence[str], group: Group, reached: Mapping[str, float] | None = None) -> None:
