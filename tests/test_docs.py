@@ -11,14 +11,21 @@ import re
 import runpy
 import subprocess
 import sys
+import traceback
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.data.dataset import Dataset
+from nnmpi.parallel.data import DataParallel
+from nnmpi.parallel.pipeline.stage import Stage
+from nnmpi.train.cli import main as train
 from tests.layering.rules import Tree, dead_references
 
 ROOT = Path(__file__).parents[1]
@@ -185,3 +192,35 @@ def test_the_pages_that_run_are_written(tmp_path: Path) -> None:
     """A renamed option ended the building of all pages, which only CI does."""
     runpy.run_path(str(ROOT / "docs" / "conf.py"))["write_pages"](SimpleNamespace(outdir=tmp_path))
     assert {file.name for file in (tmp_path / "pages").glob("*.html")} >= {"ring.html", "1f1b.html", "plan.html"}
+
+
+def calls_of(block: str) -> list[tuple[str, str]]:
+    """Return (file, function) for each call that a block of docs/house.md tells of."""
+    rows = [re.match(r" +(\S+) +(\w+(?:, \w+)*)", line) for line in block.strip("\n").splitlines()]
+    return [(row[1], name) for row in rows if row for name in row[2].split(", ")]
+
+
+@pytest.mark.host_only("passes on a device are not replayed, and so are called in a shorter way")
+def test_one_update_goes_the_way_that_the_page_follows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    section = PAGES["docs/house.md"].split("## One update, followed")[1].split("\n## ")[0]
+    whole, piped = map(calls_of, re.findall(r"(?:^    .*\n)+", section, re.MULTILINE))
+    found: dict[str, list[tuple[str, str]]] = {}
+
+    def watch(kind: type, name: str, key: str) -> None:
+        plain = getattr(kind, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            stack = [(each.filename.rpartition("/nnmpi/")[2], each.name) for each in traceback.extract_stack()]
+            found.setdefault(key, [call for call in stack[stack.index(("train/cli.py", "main")) :] if call in known])
+            return plain(*args, **kwargs)
+
+        monkeypatch.setattr(kind, name, watched)
+
+    known = {*whole, *piped}
+    watch(DataParallel, "backward", "whole")
+    watch(Stage, "forward", "piped")
+    for name, words in (("whole", ""), ("piped", "--pp 2 --microbatches 2")):
+        options = f"--model mlp --dataset digits --max-steps 1 --quiet --out {tmp_path / name} {words}".split()
+        simulate(partial(train, options), 2)
+    assert found["whole"] == whole[2:-1]  # launch and start_ranks are MPI's
+    assert found["piped"] == [*whole[2 : whole.index(("compose/worker.py", "step")) + 1], *piped[:-1]]
