@@ -8,7 +8,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import perform
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.errors import ShapeError, UsageError, whole
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.init import Constant, Normal
@@ -97,11 +97,14 @@ def gpt(
     Raises:
         UsageError: for sizes that do not work.
     """
-    if min(vocabulary, context, features, layers, heads) < 1 or features % heads:
-        raise UsageError(
-            f"gpt of {layers} layers, {features} features, {heads} heads, {vocabulary} tokens and a context of "
-            f"{context} does not work; all must be at least 1, and the features a multiple of the heads"
-        )
+    vocabulary, context = whole("gpt's vocabulary", vocabulary), whole("gpt's context", context)
+    features, layers, heads = (
+        whole("gpt's features", features),
+        whole("gpt's layers", layers),
+        whole("gpt's heads", heads),
+    )
+    if features % heads:
+        raise UsageError(f"gpt of {features} features and {heads} heads does not work; take a multiple of the heads")
     embedding = GPTEmbedding(vocabulary, context, features, Normal(STD))
     blocks = [
         TransformerBlock(

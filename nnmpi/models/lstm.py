@@ -1,6 +1,6 @@
 """The recurrent language model: long short-term memory that predicts the next token."""
 
-from nnmpi.errors import UsageError
+from nnmpi.errors import whole
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.init import Uniform
@@ -34,11 +34,8 @@ def lstm(vocabulary: int, features: int = 512, layers: int = 2, dropout: float =
     Raises:
         UsageError: for sizes below 1.
     """
-    if min(vocabulary, features, layers) < 1:
-        raise UsageError(
-            f"lstm of {layers} layers, {features} features and {vocabulary} tokens does not work; "
-            "all must be at least 1"
-        )
+    vocabulary, features = whole("lstm's vocabulary", vocabulary), whole("lstm's features", features)
+    layers = whole("lstm's layers", layers)
     embedding = Embedding(vocabulary, features, Uniform(BOUND))
     body: list[Module] = [embedding]
     for _ in range(layers):

@@ -145,7 +145,7 @@ def test_sizes() -> None:
     sizes = {tied: sum(p.size for p in models.lstm(50, 8, 3, tied=tied).parameters()) for tied in (True, False)}
     assert sizes[True] == 50 * 8 + 3 * (2 * 8 * 32 + 32)
     assert sizes[False] == sizes[True] + 50 * 8 + 50
-    with pytest.raises(UsageError, match="0 layers, 8 features and 50 tokens"):
+    with pytest.raises(UsageError, match="lstm's layers is 0; give a whole number of at least 1"):
         models.lstm(50, 8, 0)
 
 
