@@ -77,19 +77,21 @@ def imports(source: Source, modules: frozenset[str]) -> list[Import]:
     """
     return [
         Import(target, node.lineno, late, types)
-        for node, late, types in _walk(source.tree, False, False)
+        for node, late, types in _walk(source.tree)
         for target in _targets(node, source, modules)
     ]
 
 
-def _walk(node: ast.AST, late: bool, types: bool) -> Iterator[tuple[ast.expr | ast.stmt, bool, bool]]:
+def _walk(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, bool, bool]]:
     """Yield every statement and expression, with whether it is in a function and under `if TYPE_CHECKING`."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.expr | ast.stmt):
-            yield child, late, types
-        is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
-        is_for_types = isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
-        yield from _walk(child, late or is_function, types or is_for_types)
+    left = [(tree, False, False)]
+    while left:
+        node, late, types = left.pop()
+        if isinstance(node, (ast.expr, ast.stmt)):  # a union, made anew for each of a million nodes, takes longer
+            yield node, late, types
+        late = late or isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        types = types or (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"))
+        left += [(child, late, types) for child in ast.iter_child_nodes(node)][::-1]
 
 
 def _targets(node: ast.AST, source: Source, modules: frozenset[str]) -> list[str]:
