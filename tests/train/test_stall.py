@@ -2,6 +2,7 @@
 
 import re
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,18 @@ class Slow(nn.Module):
         if self.calls == 12 and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
             time.sleep(100)
         return x
+
+class Pausing(Slow):
+    def forward(self, x):
+        self.calls += 1
+        if self.calls == 12 and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "1":
+            open("pausing", "w").close()
+            for _ in range(30):
+                time.sleep(0.1)
+        return x
+
+def pausing(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(4, 5), Pausing(), nn.Linear(5, classes))
 
 def asleep(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(4, 5), Slow(), nn.Linear(5, classes))
@@ -53,3 +66,21 @@ def test_a_rank_that_does_not_come_is_named_and_the_job_ends(fault: str, tmp_pat
     assert records == (["rank-0.txt", "rank-1.txt"] if asleep else ["rank-1.txt"])
     record = (tmp_path / "run/flight/rank-1.txt").read_text()
     assert "seconds ago" in record and "messages of 2 ranks" in record and "most recent call first" in record
+
+
+@pytest.mark.slow(ONCE_MORE)
+def test_a_job_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
+    """The time in which nobody could go on is no wait, although a rank was waiting when it began."""
+    (tmp_path / "net.py").write_text(NET)
+
+    def stop() -> None:
+        time.sleep(0.5)  # until the other rank waits
+        send(signal.SIGSTOP, str(tmp_path), "ranks")
+        time.sleep(6)
+        send(signal.SIGCONT, str(tmp_path), "ranks")
+
+    words = f"--model net.py:pausing --dataset iris --epochs 20 --no-jit --out {tmp_path}/run "
+    stopped = once((tmp_path / "pausing").exists, stop, ends=False)
+    ending = train(tmp_path, words + "--stall-warning 4 --stall-limit 5", ranks=2, is_lost=stopped)
+    assert ending.status == 0, ending.output
+    assert ending.seconds > 9 and "waiting for" not in ending.output

@@ -137,10 +137,11 @@ class Watchdog:
         chosen.register(server, selectors.EVENT_READ, None)
         next_s = time.monotonic() + self._period_s
         while True:
-            if time.monotonic() - next_s > self._silent_s:  # this process itself was stopped
+            ready = chosen.select(max(0.0, next_s - time.monotonic()))
+            if time.monotonic() - next_s > self._silent_s:  # this process itself was stopped, and mostly in `select`
                 self._heard.clear()
                 self._mark = None
-            for key, _ in chosen.select(max(0.0, next_s - time.monotonic())):
+            for key, _ in ready:
                 if key.fileobj is server:
                     link, _ = server.accept()
                     link.settimeout(self._period_s)
@@ -230,10 +231,8 @@ class Watchdog:
         if line is None:
             return None  # rank 0 says that nothing is known of this rank
         self._lines[line.link] = line
-        heard_s = until_s = time.monotonic()
+        heard_s = time.monotonic()
         while True:
-            if time.monotonic() - until_s > self._silent_s:  # this process itself was stopped
-                heard_s, self._mark = time.monotonic(), None
             status = self.status()
             told = {"token": self._token, "rank": self.rank, "process": os.getpid()}
             told |= {"longest_s": self._longest_s, "status": status.to_json()}
@@ -257,6 +256,8 @@ class Watchdog:
                 if any("end" in message for message in messages):
                     self._end("", 4 * RECORD_S)
                 heard_s = time.monotonic() if messages else heard_s
+            if time.monotonic() - until_s > self._silent_s:  # this process itself was stopped
+                heard_s, self._mark = time.monotonic(), None
             self._judge_alone(status, time.monotonic() - heard_s)
 
     def _go_on_without_root(self, last: RankStatus) -> None:
