@@ -274,7 +274,7 @@ def test_the_bytes_are_those_of_the_formulas(ranks: int, time: int, heads: int) 
 
 
 def test_the_report_of_a_step_counts_them() -> None:
-    """Beside the gradients' bytes and the three numbers that ranks tell one another."""
+    """Beside the gradients' bytes and the five numbers that ranks tell one another."""
 
     def main(group: Group) -> tuple[int, int]:
         where = arrange(small(), group, Layout(sp=2, sp_attention=RING))
@@ -288,7 +288,7 @@ def test_the_report_of_a_step_counts_them() -> None:
     for rank, (found, gradients) in enumerate(simulate(main, 2)):
         keys, theirs = TIME - lengths[1 - rank], TIME - lengths[rank]
         layer = 8 * 2 * 6 * 10 * (keys + keys + theirs)
-        assert found == gradients + 3 * 8 + 2 * layer
+        assert found == gradients + 5 * 8 + 2 * layer
 
 
 @pytest.mark.parametrize(
