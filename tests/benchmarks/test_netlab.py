@@ -337,7 +337,7 @@ def test_the_command_line_needs_no_mpi_and_no_root_to_explain_itself() -> None:
 
 
 def test_a_simulated_step_is_the_formulas(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its computing, two messages of a ring on two hosts, and the sum of three numbers; kept in the file."""
+    """Its computing, two messages of a ring on two hosts, and the sum of a few numbers; kept in the file."""
     ring, speed = CASES[0], Speed("100mbit")
     link = {"alpha_s": 1e-3, "beta_s_per_byte": 1e-7}
     run = StepsRun("Open MPI 5", "openmpi", {}, {"100mbit": link}, {("100mbit", 2, "ring"): STEP})
