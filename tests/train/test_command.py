@@ -109,13 +109,17 @@ def test_a_rank_that_fails_alone_ends_the_job_with_its_traceback(tmp_path: Path)
     (tmp_path / "sitecustomize.py").write_text(
         "import os\n"
         "if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '1':\n"
+        "    import itertools\n"
         "    import nnmpi.data.dataset as module\n"
-        "    def fail(*_): raise ZeroDivisionError('a fault in a loader thread')\n"
+        "    calls, rows = itertools.count(), module.Dataset.rows\n"
+        "    def fail(*given):\n"
+        "        if next(calls) < 4: return rows(*given)\n"  # both sets are made ready at the start
+        "        raise ZeroDivisionError('a fault in a batch')\n"
         "    module.Dataset.rows = fail\n"
     )
     ending = train(tmp_path, "--model mlp --dataset iris --no-normalize --out run", ranks=2)
     assert ending.status not in (0, None)
-    assert ending.output.count("ZeroDivisionError: a fault in a loader thread") == 1
+    assert ending.output.count("ZeroDivisionError: a fault in a batch") == 1
     assert "rank 1 of 2" in ending.output
     assert ending.seconds < 30
 
