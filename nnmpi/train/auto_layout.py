@@ -275,11 +275,12 @@ def race(layouts: Sequence[Config], group: Group, backend: Backend, local_rank: 
     They run in turns, forwards and backwards, as the machine's speed may change meanwhile. What is far behind after a
     round is out, and has the time that it took until then.
     """
+    samples = load_samples(layouts[0], group, local_rank, _silent)
     times = [inf] * len(layouts)
     running = list(range(len(layouts)))
     for _ in range(RACE_ROUNDS):
         for i in running:
-            times[i] = min(times[i], time_layout(layouts[i], group, backend, local_rank).seconds)
+            times[i] = min(times[i], time_layout(layouts[i], group, backend, local_rank, samples).seconds)
         running = [i for i in reversed(running) if times[i] <= BEHIND * min(times)]
         if len(running) == 1:
             break
@@ -304,14 +305,19 @@ class TimedLayout:
     memory: Mapping[str, int]
 
 
-def time_layout(config: Config, group: Group, backend: Backend, local_rank: int) -> TimedLayout:
+def time_layout(
+    config: Config, group: Group, backend: Backend, local_rank: int, samples: tuple[Samples, Samples] | None = None
+) -> TimedLayout:
     """Return what a configuration takes, run for some steps. Collective. What is trained meanwhile is thrown away.
+
+    The data are loaded, where `samples` does not say what `load_samples` has returned.
 
     Raises:
         NnmpiError: on all ranks, where the layout cannot be.
     """
     layout, mesh = find_layout(config, group)
-    inputs = load_inputs(config, group, local_rank, _silent, (mesh.coordinates(group.rank).d, mesh.dp), mesh.pp)
+    place = mesh.coordinates(group.rank).d, mesh.dp
+    inputs = load_inputs(config, group, local_rank, _silent, place, mesh.pp, samples)
     if group.size > 1 and group.fit is None:
         group.fit = find_fit(group)
     wanted = layout if needs_arrangement(layout, mesh) else None

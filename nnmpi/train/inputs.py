@@ -118,7 +118,13 @@ def load_samples(config: Config, group: Group, local_rank: int, say: Callable[[s
 
 
 def load_inputs(
-    config: Config, group: Group, local_rank: int, say: Callable[[str], None], replica: tuple[int, int], stages: int = 1
+    config: Config,
+    group: Group,
+    local_rank: int,
+    say: Callable[[str], None],
+    replica: tuple[int, int],
+    stages: int = 1,
+    samples: tuple[Samples, Samples] | None = None,
 ) -> Inputs:
     """Return the inputs of this rank. Collective; see `load_samples`.
 
@@ -129,6 +135,7 @@ def load_inputs(
         say: called with a sentence when a transfer begins.
         replica: which of how many replicas of the model this rank belongs to.
         stages: ranks of a pipeline, which batches go through in microbatches.
+        samples: what `load_samples` has returned; None to call it.
 
     Raises:
         UsageError: for an unknown data set, or options that do not fit it.
@@ -136,7 +143,7 @@ def load_inputs(
         CommError: for ranks with different data or programs.
     """
     data, run, once = config.data, config.run, group.comm.world.once
-    train, test = load_samples(config, group, local_rank, say)
+    train, test = samples or load_samples(config, group, local_rank, say)
     with agreed(group):
         if isinstance(train, Dataset) and train.classes == 1:
             raise UsageError(f"--dataset {data.dataset} has one class alone, so that there is nothing to tell apart")

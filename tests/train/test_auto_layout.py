@@ -93,10 +93,13 @@ def test_a_race_goes_in_turns_without_those_that_are_far_behind(monkeypatch: pyt
         ran.append(config)
         return TimedLayout(took[config][ran.count(config) - 1], {})
 
+    loaded: list[str] = []
     monkeypatch.setattr(auto_layout, "time_layout", time_layout)
+    monkeypatch.setattr(auto_layout, "load_samples", lambda config, *_: loaded.append(config))
     nobody: Any = None
     assert auto_layout.race(list("abc"), nobody, nobody, 0) == [1.0, 9.0, 1.1]  # type: ignore[arg-type]
     assert ran == ["a", "b", "c", "c", "a", "a", "c"]
+    assert loaded == ["a"], "the data are the same for all"
 
 
 def test_options_that_say_a_layout_are_refused() -> None:
