@@ -307,10 +307,11 @@ class Loop:
         inputs, backend = self._context.inputs, self._context.backend
         if self._test is not None:
             return nullcontext(self._test)
-        batches = uploaded(inputs.test_loader, 0, backend)
+        made = uploaded(inputs.test_loader, 0, backend)
         if backend.is_device or not inputs.test_is_small:  # a device's batches lie where the next ones will
-            return batches
-        self._test = list(batches)
+            return made
+        with made as batches:
+            self._test = list(batches)
         return nullcontext(self._test)
 
     def _is_saving_due(self, ended: bool) -> bool:
