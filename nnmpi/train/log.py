@@ -61,9 +61,7 @@ class Console:
                 self._copy.flush()
         if self._quiet:
             return
-        encoding = (
-            getattr(self._stream, "encoding", None) or "utf-8"
-        )  # as the system's language has it: not all letters
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"  # the system's, which may not have all letters
         try:
             for line in lines:
                 print(printable(line).encode(encoding, "backslashreplace").decode(encoding), file=self._stream)

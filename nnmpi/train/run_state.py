@@ -102,7 +102,8 @@ class RunState:
             CheckpointError: when a value is missing.
         """
         try:
-            plain = {name: {**_LATER, **values}[name] for name in cls.__dataclass_fields__}
+            there = {**_LATER, **values}
+            plain = {name: there[name] for name in cls.__dataclass_fields__}
             totals = {name: Totals.from_json(plain[name]) for name in ("window", "in_epoch")}
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"the checkpoint's state.json lacks a value: {error}") from None
