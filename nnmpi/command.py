@@ -26,6 +26,7 @@ import types
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, redirect_stdout
 from dataclasses import MISSING, dataclass, fields
+from functools import cache
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -195,11 +196,13 @@ def convert(value: Any, option: Option, where: str) -> Any:
     raise UsageError(f"{where} is {shortened(repr(value))}; it must be {describe(option.type)}")
 
 
+@cache
 def kinds(hint: Any) -> tuple[Any, ...]:
     """Return the plain types of a type, which may be a union of some."""
     return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
 
 
+@cache
 def is_switch(kind: Any) -> bool:
     """Return whether an option's type is `Switch`: auto, on or off."""
     return get_args(kind) == get_args(Switch)

@@ -20,6 +20,7 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.blas import loaded_pools
 from nnmpi.backend.matrices import LIMIT, Plan, StridedLayout, plan_as_they_lie, product_shape
 from nnmpi.backend.recording import Call, active
 from nnmpi.errors import ShapeError, UsageError
@@ -221,4 +222,5 @@ def _load(several: bool) -> ctypes.CDLL:
         library.MKL_Set_Threading_Layer(_INT(OPENMP if several else SEQUENTIAL))
     except (OSError, AttributeError) as error:
         raise UsageError(f"MKL cannot be used ({error}); choose NumPy's own BLAS") from None
+    loaded_pools.cache_clear()
     return library

@@ -22,11 +22,11 @@ from typing import Any
 from zlib import crc32
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 from nnmpi import clock, timeline
 from nnmpi.aliases import also
 from nnmpi.backend.backend import Backend
+from nnmpi.backend.blas import loaded_pools
 from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.backend.precision import use_precision
@@ -535,7 +535,7 @@ class Worker(Trainer):
         if self.scaling is not None:  # an overflow needs no warning: the gradient's length shows it
             stack.enter_context(np.errstate(over="ignore", invalid="ignore"))
         if self._fixed:
-            stack.enter_context(threadpool_limits(1, "blas"))
+            stack.enter_context(loaded_pools().limit(limits=1, user_api="blas"))
             stack.enter_context(unfused())
         return stack
 

@@ -25,10 +25,10 @@ from time import perf_counter, thread_time
 from typing import Any
 
 import numpy as np
-from threadpoolctl import threadpool_info, threadpool_limits
+from threadpoolctl import threadpool_info
 
 from nnmpi.backend.backend import Backend
-from nnmpi.backend.blas import blas_pool, may_gain_by_avx2, name_blas, read_cpu
+from nnmpi.backend.blas import blas_pool, loaded_pools, may_gain_by_avx2, name_blas, read_cpu
 from nnmpi.backend.gemm import AVX2, MKL, NUMPY, BlasName, gemm, use_blas
 from nnmpi.backend.kernels.lookup import jit, load
 from nnmpi.backend.mkl import LEAST, find_mkl, installed_mkl
@@ -78,7 +78,7 @@ class BlasChoice:
             if not self.threads:
                 yield
             else:
-                with threadpool_limits(self.threads, user_api="blas"):
+                with loaded_pools().limit(limits=self.threads, user_api="blas"):
                     yield
 
 
@@ -258,7 +258,7 @@ def _fastest(names: Sequence[BlasName], sizes: Sequence[Sizes], dtype: str) -> t
     file = None if cache is None else default_file(facts, cache, "blas")
     times, when = (None if file is None else load_times(file, facts)), "kept"
     if times is None:
-        with threadpool_limits(1, user_api="blas"):
+        with loaded_pools().limit(limits=1, user_api="blas"):
             times, when = _time(dict(zip(names, names, strict=True)), sizes, dtype, thread_time, LEAST_S), "timed now"
         if file is not None:
             with suppress(OSError):
@@ -310,7 +310,7 @@ def _time(
             while turns < ROUNDS or spent_s < least_s:
                 for way, name in ways.items():
                     limit = int(way) if way.isdigit() else None
-                    with use_blas(name), threadpool_limits(limit, user_api="blas"):
+                    with use_blas(name), loaded_pools().limit(limits=limit, user_api="blas"):
                         begin = now()
                         gemm(np, a, b, out=out)
                         took_s = now() - begin

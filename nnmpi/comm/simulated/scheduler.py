@@ -26,7 +26,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from graphlib import CycleError, TopologicalSorter
 from math import inf
 from pathlib import Path
@@ -381,13 +381,18 @@ def describe_lines(lines: Lines) -> str:
 def find_lines() -> Lines:
     """Return where in the program this call was made: nnmpi's line next to it, and the caller's of nnmpi."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename.startswith(OWN_FOLDER):
+    while frame is not None and _lies_in(OWN_FOLDER, frame.f_code.co_filename):
         frame = frame.f_back
     within = frame
-    while frame is not None and frame.f_code.co_filename.startswith(PACKAGE_FOLDER):
+    while frame is not None and _lies_in(PACKAGE_FOLDER, frame.f_code.co_filename):
         frame = frame.f_back
     places = [within, frame] if within is not frame else [frame]
     return tuple((each.f_code.co_filename, each.f_lineno) for each in places if each is not None)
+
+
+@cache  # each message asks, for every call around it
+def _lies_in(folder: str, file: str) -> bool:
+    return file.startswith(folder)
 
 
 def _find_cycle(blamed: dict[int, list[int]]) -> list[int]:
