@@ -61,7 +61,8 @@ from nnmpi.version import VERSION
 Say = Callable[[str], None]
 FIT_S = 6.0  # for a fit that is made on the way; `python -m nnmpi.comm fit` takes its time
 DOUBTFUL = 1.5  # times as long as it takes, a step was predicted from what a busy machine did
-RACE_S, LEAST_STEPS, MOST_STEPS, WARM_UP_STEPS = 1.0, 5, 60, 3
+RACE_S, LEAST_STEPS, MOST_STEPS, WARM_UP_STEPS = 0.6, 5, 300, 3
+SETTLED = 3  # the first of so many parts of the steps does not count: those of 2 ms are 12 % longer in their first 0.1 s
 RACERS, WITHIN = 5, 1.3  # layouts race where nobody says how many: so many, if predicted within this of the best,
 OUT_OF = 25  # of so many best ones: of those alike, only the first
 RACE_ROUNDS, BEHIND = 3, 1.15  # what is so far behind after a round does not run in the next
@@ -343,7 +344,8 @@ def time_layout(
     if trainer.arrangement is not None:
         trainer.arrangement.free()
     most = max(everyones, key=lambda peaks: sum(peaks.values()))
-    return TimedLayout(group.max_floats([float(np.quantile(times[WARM_UP_STEPS:], QUARTILE))])[0], most)
+    settled = times[max(WARM_UP_STEPS, len(times) // SETTLED) :]
+    return TimedLayout(group.max_floats([float(np.quantile(settled, QUARTILE))])[0], most)
 
 
 def _silent(_: str) -> None:
