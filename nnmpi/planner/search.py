@@ -6,9 +6,10 @@ prices     1.4  1.2  1.5  1.5 |  not looked at    line cannot be among the best:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from heapq import nsmallest
+from math import inf
 
 from nnmpi import clock
 from nnmpi.errors import LayoutError
@@ -52,8 +53,9 @@ def search(
     price: Callable[[Candidate], LayoutPrice],
     kept: int = KEPT,
     fits: Callable[[Candidate], bool] = lambda _: True,
+    kind: Callable[[Candidate], Hashable] = lambda one: one,
 ) -> tuple[list[PlannedLayout], int]:
-    """Return the layouts of the least seconds, and how many had to be priced.
+    """Return the layouts of the least seconds, of equals those that need fewer bytes, and how many had to be priced.
 
     Args:
         layouts: to choose from.
@@ -61,29 +63,46 @@ def search(
         price: what a layout takes.
         kept: how many are wanted.
         fits: whether one may be taken; asked of those that may be among the best, as it takes longer than a bound.
+        kind: of those of one kind only the best counts.
     """
     order = sorted(((bound(one), one) for one in layouts), key=lambda pair: (pair[0], pair[1]))
-    best: list[PlannedLayout] = []
-    priced = 0
+    best: dict[Hashable, list[PlannedLayout]] = {}  # by kind, those of the least seconds: bytes take longer to tell
+    worst_s, priced = inf, 0
     for least_s, one in order:
-        if len(best) == kept and least_s > best[-1].price.seconds:
+        if least_s > worst_s:
             break
         if not fits(one):
             continue
         priced += 1
-        best.append(PlannedLayout(one, price(one)))
-        best.sort(key=lambda each: (each.price.seconds, each.candidate))
-        del best[kept:]
-    return sorted(best, key=lambda each: (each.price.seconds, each.price.bytes, each.candidate)), priced
+        found = PlannedLayout(one, price(one))
+        equals = best.setdefault(kind(one), [])
+        if equals and found.price.seconds < equals[0].price.seconds:
+            equals.clear()
+        if not equals or found.price.seconds == equals[0].price.seconds:
+            equals.append(found)
+        if len(best) >= kept:
+            worst_s = nsmallest(kept, (each[0].price.seconds for each in best.values()))[-1]
+    within = [min(each, key=_order) for each in best.values() if each[0].price.seconds <= worst_s]
+    return sorted(within, key=_order)[:kept], priced
 
 
-def plan(pricer: Pricer, limit_bytes: int | None = None, kept: int = KEPT) -> LayoutSearch:
+def _order(one: PlannedLayout) -> tuple[float, int, Candidate]:
+    return one.price.seconds, one.price.bytes, one.candidate
+
+
+def plan(
+    pricer: Pricer,
+    limit_bytes: int | None = None,
+    kept: int = KEPT,
+    kind: Callable[[Candidate], Hashable] = lambda one: one,
+) -> LayoutSearch:
     """Return the best layouts of a workload on the ranks of a machine.
 
     Args:
         pricer: of the workload there.
         limit_bytes: what a rank may have of everything; None for any.
         kept: how many are wanted.
+        kind: see `search`.
 
     Raises:
         LayoutError: when there is no layout, or none fits the memory; it says what comes nearest.
@@ -111,7 +130,7 @@ def plan(pricer: Pricer, limit_bytes: int | None = None, kept: int = KEPT) -> La
         left_out += not room
         return room
 
-    best, priced = search(found, pricer.bound, pricer.price, kept, fits)
+    best, priced = search(found, pricer.bound, pricer.price, kept, fits, kind)
     if not best:
         least, needs = _nearest(found, pricer)
         raise LayoutError(

@@ -31,7 +31,7 @@ from nnmpi.comm.machine import Machine
 from nnmpi.compose.worker import Worker
 from nnmpi.custom import custom_file
 from nnmpi.data.dataset import Samples
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, counted
 from nnmpi.planner import report
 from nnmpi.planner.network import PlannedNetwork
 from nnmpi.planner.price import Pricer
@@ -62,9 +62,9 @@ Say = Callable[[str], None]
 FIT_S = 6.0  # for a fit that is made on the way; `python -m nnmpi.comm fit` takes its time
 DOUBTFUL = 1.5  # times as long as it takes, a step was predicted from what a busy machine did
 RACE_S, LEAST_STEPS, MOST_STEPS, WARM_UP_STEPS = 0.6, 5, 300, 3
-SETTLED = 3  # the first of so many parts of the steps does not count: those of 2 ms are 12 % longer in their first 0.1 s
-RACERS, WITHIN = 5, 1.3  # layouts race where nobody says how many: so many, if predicted within this of the best,
-OUT_OF = 25  # of so many best ones: of those alike, only the first
+SETTLED = 3  # the first of so many parts of the steps does not count: 2 ms are 12 % longer in the first 0.1 s
+RACERS, WITHIN = 5, 1.3  # layouts race where nobody says how many: so many at once, if predicted within this of the
+KINDS = 15  # best, and others, up to so many, that are predicted to take less than the best of these took
 RACE_ROUNDS, BEHIND = 3, 1.15  # what is so far behind after a round does not run in the next
 
 
@@ -233,24 +233,22 @@ def _choose(
 
     def look() -> list[Any]:
         pricer = Pricer(workload, profile, network, ModelShapes(workload, profile, backend))
-        found = plan(pricer, config.parallel.memory_limit_bytes, OUT_OF if wanted is None else max(wanted, 1))
+        how = (KINDS, kind_of) if wanted is None else (max(wanted, 1),)
+        found = plan(pricer, config.parallel.memory_limit_bytes, *how)
         first = [[vars(one.candidate), report.options(one), one.price.seconds] for one in found.best]
         return [first, found.looked_at, found.priced]
 
     first, looked_at, priced = on_root(group, look)
     tried = [(Candidate(**values), options, seconds) for values, options, seconds in first]
-    if wanted is None:
-        within = [one for one in reversed(tried) if one[2] <= WITHIN * tried[0][2]]
-        tried = sorted({kind_of(one[0]): one for one in within}.values(), key=lambda one: one[2])[:RACERS]
     lines = [f"planner: {looked_at} layouts, {priced} of them priced; messages {network.name}"]
     best = 0
     if wanted != 0 and len(tried) > 1:
         names = [str(candidate) for candidate, _, _ in tried]
         kept = names[0] in profile.raced  # others may come and go with each fit of messages
         if not kept:
-            say(f"racing {len(tried)} layouts for some steps each, which is done once and kept")
-            times = race([with_options(config, options) for _, options, _ in tried], group, backend, local_rank)
-            profile = replace(profile, raced=dict(zip(names, times, strict=True)))
+            given = [with_options(config, options) for _, options, _ in tried]
+            times = race_in_heats(given, [one[2] for one in tried], wanted, group, backend, local_rank, say)
+            profile = replace(profile, raced={names[i]: took_s for i, took_s in times.items()})
             on_root(group, lambda: _keep(profile_file(workload), profile, say))
         raced = [(profile.raced[name], i) for i, name in enumerate(names) if name in profile.raced]
         _, best = min(raced)
@@ -268,6 +266,38 @@ def _choose(
 def kind_of(layout: Candidate) -> tuple[Any, ...]:
     """Return what prices of layouts that are alike have in common, and so their errors."""
     return layout.axes, layout.zero, layout.allreduce == AUTO
+
+
+def race_in_heats(
+    layouts: Sequence[Config],
+    predicted_s: Sequence[float],
+    wanted: int | None,
+    group: Group,
+    backend: Backend,
+    local_rank: int,
+    say: Say,
+) -> dict[int, float]:
+    """Return the seconds of a step of those layouts that race, by place. Collective.
+
+    If nobody says how many, those race that are predicted to be near the best, and then, some at a time, those that are
+    predicted to take less than the best of these took: where predictions are that wrong, any of them may be the best.
+
+    Args:
+        layouts: in the order of what they are predicted to take.
+        predicted_s: that.
+        wanted: how many of the first race; None to find out.
+        group, backend, local_rank: as in `choose`.
+        say: called with a sentence before a heat.
+    """
+    times: dict[int, float] = {}
+    heat = [i for i, each_s in enumerate(predicted_s) if wanted or each_s <= WITHIN * predicted_s[0]]
+    while heat:
+        heat = heat[: wanted or RACERS]
+        say(f"racing {counted(len(heat), 'layout')} for some steps each, which is done once and kept")
+        times |= zip(heat, race([layouts[i] for i in heat], group, backend, local_rank), strict=True)
+        best_s = min(times.values())
+        heat = [i for i, each_s in enumerate(predicted_s) if not wanted and i not in times and each_s < best_s]
+    return times
 
 
 def race(layouts: Sequence[Config], group: Group, backend: Backend, local_rank: int) -> list[float]:

@@ -23,7 +23,15 @@ from nnmpi.plan import parse as parse_plan
 from nnmpi.planner import profile
 from nnmpi.planner.network import PlannedNetwork
 from nnmpi.train import auto_layout, computing
-from nnmpi.train.auto_layout import ChosenLayout, TimedLayout, check_open, choose, take_profile, workload_of
+from nnmpi.train.auto_layout import (
+    ChosenLayout,
+    TimedLayout,
+    check_open,
+    choose,
+    race_in_heats,
+    take_profile,
+    workload_of,
+)
 from nnmpi.train.cli import main, parse
 from nnmpi.train.computing import BlasChoice, Computing
 from nnmpi.train.config import Config, ParallelConfig, assemble
@@ -64,7 +72,7 @@ def test_the_layouts_that_may_be_the_best_race_once(monkeypatch: pytest.MonkeyPa
     def time_layout(config: Config, group: Group, *_: Any) -> TimedLayout:
         if group.is_root:
             ran.append(config)
-        return TimedLayout(1.0 / group.share(len(ran)), {})
+        return TimedLayout(1e-9 / group.share(len(ran)), {})  # less than any prediction: the first heat is the last
 
     monkeypatch.setattr(auto_layout, "time_layout", time_layout)
     monkeypatch.setattr(auto_layout, "WITHIN", 1e9)
@@ -82,6 +90,30 @@ def test_the_layouts_that_may_be_the_best_race_once(monkeypatch: pytest.MonkeyPa
     assert (again.config, len(ran)) == (first.config, count)
     assert sum("race (kept): " in line for line in again.lines) == auto_layout.RACERS
     assert not any("race" in line for line in chosen("--race", "0").lines)
+
+
+def test_what_may_still_be_quicker_by_its_prediction_races_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Predictions may be wrong by more than what the first heat is chosen by."""
+    predicted_s = {"a": 1.0, "b": 1.2, "c": 1.4, "d": 1.6, "e": 1.8}
+    took_s = {"a": 3.0, "b": 1.7, "c": 1.65, "d": 1.9}
+    heats: list[str] = []
+
+    def race(layouts: list[str], *_: Any) -> list[float]:
+        heats.append("".join(layouts))
+        return [took_s[each] for each in layouts]
+
+    monkeypatch.setattr(auto_layout, "race", race)
+    monkeypatch.setattr(auto_layout, "RACERS", 2)
+    nobody: Any = None
+
+    def run(wanted: int | None) -> dict[int, float]:
+        layouts: Any = list(predicted_s)
+        return race_in_heats(layouts, [*predicted_s.values()], wanted, nobody, nobody, 0, lambda _: None)
+
+    assert run(None) == dict(enumerate(took_s.values()))
+    assert heats == ["ab", "cd"], "e is predicted to take longer than c took"
+    assert run(3) == dict(enumerate([3.0, 1.7, 1.65]))
+    assert heats == ["ab", "cd", "abc"]
 
 
 def test_a_race_goes_in_turns_without_those_that_are_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
