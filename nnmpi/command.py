@@ -155,17 +155,8 @@ def read_words(words: Sequence[str], options: Sequence[Option], program: str, de
         HelpAsked: for -h or --help, whatever is wrong with the other words.
         UsageError: for a word that is no option, or a value that the option cannot have.
     """
-    parser = Parser(program, add_help=False, allow_abbrev=False)
-    parser.add_argument("-h", "--help", dest="-h", action="store_true")
-    parser.add_argument("--version", dest="-v", action="store_true")
     by_name = {option.name: option for option in options}
-    for option in options:
-        spellings = [option.flag] if option.negation is None else [option.flag, option.negation]
-        spellings += [f"--{each[2:].replace('-', '_')}" for each in spellings]
-        # Any number of words: how many an option takes is found below, where the sentence about it can name its type.
-        parser.add_argument(
-            *dict.fromkeys(spellings), dest=option.name, nargs="*", action=_Take, default=argparse.SUPPRESS
-        )
+    parser = _word_parser(program, tuple((option.name, option.flag, option.negation) for option in options))
     found, unknown = parser.parse_known_args(list(words))
     taken: dict[str, Any] = vars(found)
     shows_version = taken.pop("-v")
@@ -267,6 +258,20 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
             print(f"nnmpi: {printable(str(error))}", file=sys.stderr)
         return error.exit_status
     return 0
+
+
+@cache  # a process that reads many command lines, such as one of simulated jobs, builds it once
+def _word_parser(program: str, options: tuple[tuple[str, str, str | None], ...]) -> Parser:
+    """Return what parts words into options and the words behind each; given are names, flags and negations."""
+    parser = Parser(program, add_help=False, allow_abbrev=False)
+    parser.add_argument("-h", "--help", dest="-h", action="store_true")
+    parser.add_argument("--version", dest="-v", action="store_true")
+    for name, flag, negation in options:
+        spellings = [flag] if negation is None else [flag, negation]
+        spellings += [f"--{each[2:].replace('-', '_')}" for each in spellings]
+        # Any number of words: how many an option takes is found later, where the sentence about it can name its type.
+        parser.add_argument(*dict.fromkeys(spellings), dest=name, nargs="*", action=_Take, default=argparse.SUPPRESS)
+    return parser
 
 
 class _Take(argparse.Action):
