@@ -15,7 +15,7 @@ simulated (`nnmpi.clock`), by what computing takes here and what messages cost o
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from contextvars import Context
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
@@ -32,6 +32,8 @@ from nnmpi.comm.simulated.simulated_comm import MessageBoard, SimulatedComm
 from nnmpi.errors import CommError, UsageError
 
 T = TypeVar("T")
+# What says how to compute: ranks do it as who simulates them does (names of context variables).
+COMPUTING = ("nnmpi_kernels", "nnmpi_kernels_refused", "nnmpi_blas", "nnmpi_convolution", "nnmpi_precision")
 
 
 class SimulatedWorld:
@@ -163,7 +165,7 @@ def simulate(
     """Call `main(group)` on so many simulated ranks and return what each of them returned.
 
     Args:
-        main: the program of each rank.
+        main: the program of each rank. It computes with the kernels, BLAS and precision that are in use here.
         ranks: how many.
         machine: what messages cost (see `comm.machine`); None: they take no time, and all ranks are on one node.
         seed: decides about all that MPI leaves open: who goes first, when messages arrive. The same program with the
@@ -212,7 +214,15 @@ def run_simulation(
         with clock.using(world):
             results[number] = main(Group(world.comm, private=True))
 
-    scheduler.run(lambda number: Context().run(live, number))
+    computing = [(var, value) for var, value in copy_context().items() if var.name in COMPUTING]
+
+    def begin(number: int) -> None:
+        own = Context()  # as in a process of its own: nothing of what the caller records, counts or reads
+        for var, value in computing:
+            own.run(var.set, value)
+        own.run(live, number)
+
+    scheduler.run(begin)
     if scheduler.failure is not None:
         number, error = scheduler.failure
         if number >= 0:

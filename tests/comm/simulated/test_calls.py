@@ -7,9 +7,13 @@ import numpy as np
 import pytest
 
 from nnmpi import clock
+from nnmpi.backend import cudnn, gemm
+from nnmpi.backend import precision as precisions
+from nnmpi.backend.kernels import lookup
+from nnmpi.backend.precision import precision, use_precision
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Link, Machine
-from nnmpi.comm.simulated.simulated_world import run_simulation, simulate
+from nnmpi.comm.simulated.simulated_world import COMPUTING, run_simulation, simulate
 from nnmpi.errors import UsageError
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 33]
@@ -307,3 +311,16 @@ def test_what_cannot_be_simulated_is_refused(ranks: int, cpu_factor: float) -> N
     """With a sentence."""
     with pytest.raises(UsageError, match="means nothing|cannot be simulated"):
         simulate(lambda group: None, ranks, cpu_factor=cpu_factor)
+
+
+def test_ranks_compute_as_who_simulates_them_does() -> None:
+    """With the same kernels and precision: what the planner measures on them is what a run would take."""
+
+    def settings(group: Group) -> tuple[bool, str]:
+        return lookup.setting()[1], precision()
+
+    assert simulate(settings, 2) == [(False, "float32")] * 2
+    with lookup.jit(False), use_precision("fp16"):
+        assert simulate(settings, 2) == [(True, "fp16")] * 2
+    variables = (lookup._compiled, lookup._refused, gemm._other, cudnn._algorithm, precisions._mode)
+    assert {each.name for each in variables} == set(COMPUTING)
