@@ -202,7 +202,7 @@ def _plan(
         pricer = Pricer(workload, profile, network, ModelShapes(workload, profile, backend))
         found = plan(pricer, machine.memory_bytes, max(machine.kept, machine.race))
         lines = [
-            *_header(asked, ranks, network, profile_s=profile.seconds((1, 1), workload.batch_size)),
+            *_header(asked, ranks, network, profile.seconds((1, 1), workload.batch_size), pricer.crowding),
             *describe(found),
         ]
         layouts = [dict(options(one)) for one in found.best]
@@ -274,14 +274,15 @@ def _network(machine: PlanConfig, ranks: int, group: Group, say: Any) -> Planned
         return find_network(word, ranks, machine.nodes, fit, other)
 
 
-def _header(asked: _Asked, ranks: int, network: PlannedNetwork, profile_s: float) -> list[str]:
+def _header(asked: _Asked, ranks: int, network: PlannedNetwork, step_s: float, crowding: float) -> list[str]:
     machine = asked.machine
+    crowd = f"; ranks are more than the cores, and take {crowding:.1f} times as long" if crowding > 1 else ""
     memory = "any memory" if machine.memory_bytes is None else f"{format_bytes(machine.memory_bytes)} each"
     return [
         f"{asked.config.model.model}, batches of {asked.config.optimization.batch_size}; {_count(ranks, 'rank')} on "
         f"{_count(len(set(network.nodes)), 'node')}, {memory}",
         f"messages: {network.name}",
-        f"computing: measured here; a step of one rank takes {format_seconds(profile_s, 3)} without the update",
+        f"computing: measured here; a step of one rank takes {format_seconds(step_s, 3)} without the update{crowd}",
         "",
     ]
 

@@ -27,7 +27,7 @@ from nnmpi.planner.network import PlannedNetwork
 from nnmpi.planner.profile import Profile, Share
 from nnmpi.planner.shapes import CutModel
 from nnmpi.planner.space import Candidate
-from nnmpi.schedule.instruction import COMPUTE, Kind
+from nnmpi.schedule.instruction import Kind
 from nnmpi.schedule.lower import add_transfers
 from nnmpi.schedule.simulate import InstructionCosts, simulate_schedule
 
@@ -183,43 +183,60 @@ class Pricer:
     def _pass(self, one: Candidate, simulated: bool) -> tuple[float, float]:
         """Return the seconds of a pass, or a bound of them, and for how long its longest rank computes."""
         if one.pp == 1:
-            whole_s = self.profile.seconds((one.tp, one.sp), self._rows(one))
+            whole_s = self.profile.seconds((one.tp, one.sp), self._rows(one)) * self.crowding
             return whole_s, whole_s
         key = (simulated, one.schedule, one.axes, one.microbatches, one.virtual_stages, one.recompute)
         if key not in self._passes:
-            costs = self._stage_costs(one)
-            alone = 1 / self.profile.contention if self.network.on_one_node else 1.0
-            bound = 0.0 if simulated else _least(one, _scaled(costs, alone))
-            self._passes[key] = self._simulated(one, costs) if simulated else (bound, 0.0)
+            alone = 1 / self._contention
+            self._passes[key] = self._simulated(one) if simulated else (_least(one, self._stage_costs(one, alone)), 0.0)
         return self._passes[key]
 
-    def _simulated(self, one: Candidate, costs: InstructionCosts) -> tuple[float, float]:
+    @property
+    def crowding(self) -> float:
+        """How many times as long as a processor works for them ranks take; on a machine that is only stated, once."""
+        return 1.0 if self.network.fit is None else self.profile.crowding
+
+    @property
+    def _contention(self) -> float:
+        return self.profile.contention if self.network.on_one_node else 1.0
+
+    def _simulated(self, one: Candidate) -> tuple[float, float]:
         """Return the seconds of a pass, and for how long its longest rank computes.
 
         Ranks that wait leave the others more of the caches and the memory: each is the slower the longer the others
-        compute, which is known when it was simulated; twice is near enough.
+        compute, which is known when it was simulated; twice is near enough. Where ranks are more than the cores, each
+        is as much slower as the others want the cores.
         """
-        schedule = add_transfers(one.make())
-        found, most = simulate_schedule(schedule, costs), self.profile.contention
-        if most == 1.0 or not self.network.on_one_node:
+        schedule, measured = add_transfers(one.make()), self._contention
+        costs, said = self._stage_costs(one), self._stage_costs(one, 0.0)
+        found = simulate_schedule(schedule, costs)
+        most = measured * self.crowding
+        if most == 1.0:
             return found.makespan_s, max(found.busy_s)
         for _ in range(2):
-            busy = sum(found.busy_s) / (len(found.busy_s) * found.makespan_s)
-            factor = (1 + (most - 1) * busy) / most
-            found = simulate_schedule(schedule, _scaled(costs, factor))
+            waits = sum(_work_s(one, said)) / sum(_work_s(one, costs))  # for those that share layers
+            busy = (1 - waits) * sum(found.busy_s) / (len(found.busy_s) * found.makespan_s)
+            costs = self._stage_costs(one, (1 + (most - 1) * busy) / measured)
+            found = simulate_schedule(schedule, costs)
         return found.makespan_s, max(found.busy_s)
 
-    def _stage_costs(self, one: Candidate) -> InstructionCosts:
-        """Return the seconds of each instruction of a pipeline, by stage."""
+    def _stage_costs(self, one: Candidate, factor: float = 1.0) -> InstructionCosts:
+        """Return the seconds of each instruction of a pipeline, by stage.
+
+        Args:
+            one: the layout.
+            factor: how many times as long as measured computing takes; what ranks that share layers say stays.
+        """
         rows, share = self._rows(one), (one.tp, one.sp)
         part, ratio = self.shapes.part(one.tp, one.pp, one.virtual_stages), self._ratio(share, rows)
         stages, (forwards, passes, firsts, seconds) = part.cuts, self._layer_times(rows)
         said = sum(self._said(each, one) for each in self.profile.exchanges(share, rows)) / len(stages)
+        ratio *= factor
         forward = [sum(forwards[cut.start : cut.stop]) * ratio for cut in stages]
         backward = [sum(passes[cut.start : cut.stop]) * ratio - f for cut, f in zip(stages, forward, strict=True)]
         forward = [f * self._slower(one) for f in forward]
         # Each of these receives from the one before and sends to the next one, but for the ends of the pipeline.
-        ends = [END_S * ((i > 0) + (i + 1 < len(stages))) for i in range(len(stages))]
+        ends = [factor * END_S * ((i > 0) + (i + 1 < len(stages))) for i in range(len(stages))]
         forward = [f + said / 3 + end_s for f, end_s in zip(forward, ends, strict=True)]
         backward = [b + 2 * said / 3 + end_s for b, end_s in zip(backward, ends, strict=True)]
         if one.recompute != NEVER:
@@ -231,7 +248,8 @@ class Pricer:
             sender, receiver = ranks[stage % one.pp], ranks[(stage + 1) % one.pp]
             sends[stage] = self.network.message(sender, receiver, nbytes)
             returns[stage + 1] = self.network.message(receiver, sender, nbytes)
-        begins = [sum(firsts[cut.start : cut.stop]) * ratio + end_s for cut, end_s in zip(stages, ends, strict=True)]
+        begins = [sum(firsts[cut.start : cut.stop]) * ratio for cut in stages]
+        begins = [first + 2 * said / 3 + end_s for first, end_s in zip(begins, ends, strict=True)]
         if one.recompute != NEVER:
             begins = [first + f for first, f in zip(begins, forward, strict=True)]
         rests = [sum(seconds[cut.start : cut.stop]) * ratio for cut in stages]
@@ -282,7 +300,7 @@ class Pricer:
         part = own.parameters / (one.replicas if one.zero else 1)
         if one.allreduce == AUTO and one.has_whole_model:
             part /= one.dp
-        return self.profile.update_s * part / max(whole, 1)
+        return self.profile.update_s * self.crowding * part / max(whole, 1)
 
     def _exposed(self, one: Candidate) -> float:
         """Return the seconds of the messages that nothing hides; those of a pipeline's pass are in the pass."""
@@ -318,22 +336,23 @@ class Pricer:
             return self._sharded_sums(one, ranks, sharing)
         if one.allreduce in (AUTO, SHARED):
             return network.exchange("all-reduce", SHARED, ranks, nbytes)
-        whole_s = network.exchange("all-reduce", one.allreduce, ranks, nbytes, sharing)
-        if network.on_one_node or one.pp > 1:
+        overlaps = not network.on_one_node  # see `comm.gradients.overlaps`
+        whole_s = network.exchange("all-reduce", one.allreduce, ranks, nbytes, sharing, overlaps)
+        if not overlaps or one.pp > 1:
             return whole_s
         # Between nodes buckets are summed while backward goes on: all but the last may be hidden under it.
         buckets = max(1, -(-nbytes // BUCKET_BYTES))
-        last_s = network.exchange("all-reduce", one.allreduce, ranks, min(nbytes, BUCKET_BYTES), sharing)
+        last_s = network.exchange("all-reduce", one.allreduce, ranks, min(nbytes, BUCKET_BYTES), sharing, overlaps)
         layers = self.profile.layers[max(self.profile.layers)]
         backward = 1 - sum(layer.forward_s for layer in layers) / max(sum(layer.seconds for layer in layers), 1e-12)
-        hides_s = backward * self.profile.seconds((one.tp, one.sp), self._rows(one)) * (1 - 1 / buckets)
+        hides_s = backward * self._pass(one, simulated=False)[0] * (1 - 1 / buckets)
         return max(whole_s - hides_s, last_s)
 
     def _sharded_sums(self, one: Candidate, ranks: Sequence[int], sharing: int) -> float:
         """Return the seconds of ZeRO's exchanges, unit by unit, and of what it does besides."""
         network = self.network
         lengths = self.shapes.state(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once=False).lengths
-        found = self.profile.zero_s.get(one.zero, 0.0)
+        found = self.profile.zero_s.get(one.zero, 0.0) * self.crowding
         for nbytes in lengths:
             if one.allreduce == AUTO:  # parameters of stage 3 stand once, and are not gathered
                 found += network.exchange("all-reduce", SHARED, ranks, nbytes) / (2 if one.zero == 3 else 1)
@@ -361,11 +380,10 @@ class Pricer:
         return [mesh.rank_at(0, p, 0) for p in range(one.pp)]
 
 
-def _scaled(costs: InstructionCosts, factor: float) -> InstructionCosts:
-    """Return costs whose computing takes so many times as long."""
-    return InstructionCosts(
-        {kind: [each * (factor if kind in COMPUTE else 1.0) for each in times] for kind, times in costs.seconds.items()}
-    )
+def _work_s(one: Candidate, costs: InstructionCosts) -> list[float]:
+    """Return the seconds that each stage works on a microbatch."""
+    backward = (Kind.I, Kind.W) if one.schedule == "zero-bubble" else (Kind.B,)
+    return [sum(each) for each in zip(*(costs.seconds[kind] for kind in (Kind.F, *backward)), strict=True)]
 
 
 def _least(one: Candidate, costs: InstructionCosts) -> float:
@@ -374,14 +392,13 @@ def _least(one: Candidate, costs: InstructionCosts) -> float:
     With zero bubble nothing is known of the end: the weights' halves of a rank may come after all else.
     """
     ends = 0.0 if one.schedule == "zero-bubble" else 1.0
-    forward, backward = costs.seconds[Kind.F], costs.seconds[Kind.B]
-    if not ends:
-        backward = [i + w for i, w in zip(costs.seconds[Kind.I], costs.seconds[Kind.W], strict=True)]
+    forward, work = costs.seconds[Kind.F], _work_s(one, costs)
+    backward = [whole - f for whole, f in zip(work, forward, strict=True)]
     sends, returns = costs.seconds[Kind.SEND_ACT], costs.seconds[Kind.SEND_GRAD]
     least = 0.0
     for rank in range(one.pp):
         own = range(rank, len(forward), one.pp)
-        work_s = one.microbatches * sum(forward[s] + backward[s] for s in own)
+        work_s = one.microbatches * sum(work[s] for s in own)
         before_s = sum(forward[s] + sends[s] for s in range(rank))
         after_s = ends * sum(backward[s] + returns[s + 1] for s in range(rank))
         least = max(least, before_s + work_s + after_s)

@@ -5,15 +5,19 @@
 
 All ranks measure at the same time, as they will compute at the same time: they compete for one memory. Replicas whose
 layers or sequences are shared out, and pipelines, run on simulated ranks: each has the processor time that it takes.
+Where ranks are more than the cores, all times are those of the processor, and how long ranks wait for one is measured
+by itself: a short step may be done before others have their turn, a long one or a thousand short ones never are.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -51,7 +55,7 @@ from nnmpi.schedule.partition import partition
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.timeline import Timeline, recording
 
-FORMAT = 10
+FORMAT = 11
 MOST_SHARES = 8  # ranks of one replica's layers and positions that are measured; more are not looked at
 PARTS_PER_RANK = 8  # the smallest part of a batch that is measured is that of so many microbatches for each rank
 LONGEST_S = 0.5  # a step that would take longer is not measured, but told from those of fewer rows
@@ -60,6 +64,10 @@ QUARTILE = 0.25  # what other programs disturb is above it
 ROUNDS = 3  # some time apart: what disturbs a machine for a second does not decide
 TIMES = ("seconds", "update_s", "unrecorded_s")  # of a `StepCost`
 STAGE_MICROBATCHES, STAGE_STEPS = 4, (1, 12)  # of a pipeline: in each pass; the fewest and the most passes
+CROWD_S, CROWDED = (
+    0.1,
+    1.3,
+)  # how long all compute to see whether they have a core each, and what says that they have not
 SMALL, LARGE = 0, -1  # which of the row counts replicas that are shared out are measured for
 
 Share = tuple[int, int]
@@ -133,6 +141,8 @@ class Profile:
         layers: by rows, in the order of the chain.
         zero_s: by stage of ZeRO, how many seconds more a step of one rank takes: its own work, without messages.
         contention: how many times as long a rank computes while all others compute, too, as while they wait.
+        crowding: how many times as long as a processor works for it a rank takes, while all compute: more than 1 where
+            ranks are more than the cores. It is in none of the seconds above.
         raced: by the words of a layout, the seconds of a step as it ran, of those that have raced.
     """
 
@@ -141,6 +151,7 @@ class Profile:
     layers: Mapping[int, tuple[LayerProfile, ...]]
     zero_s: Mapping[int, float] = field(default_factory=dict)
     contention: float = 1.0
+    crowding: float = 1.0
     raced: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, share: Share, rows: int, recorded: bool = True) -> float:
@@ -170,6 +181,7 @@ class Profile:
             "facts": dict(self.facts),
             "steps": [[*share, rows, asdict(one)] for share, by in self.steps.items() for rows, one in by.items()],
             "contention": self.contention,
+            "crowding": self.crowding,
             "zero_s": [[stage, seconds] for stage, seconds in self.zero_s.items()],
             "layers": [[rows, [asdict(layer) for layer in layers]] for rows, layers in self.layers.items()],
             "raced": dict(self.raced),
@@ -193,7 +205,8 @@ class Profile:
             raise ValueError("it has no times of a whole step, or none of layers")
         zero_s = {int(stage): float(seconds) for stage, seconds in value["zero_s"]}
         raced = {str(words): float(seconds) for words, seconds in value["raced"].items()}
-        return cls(dict(value["facts"]), steps, layers, zero_s, float(value["contention"]), raced)
+        crowd = float(value["contention"]), float(value["crowding"])
+        return cls(dict(value["facts"]), steps, layers, zero_s, *crowd, raced)
 
 
 def between(known: Mapping[int, float], at: int) -> float:
@@ -233,36 +246,51 @@ def measure(
     counts = row_counts(workload.batch_size, ranks)
     steps: dict[Share, dict[int, StepCost]] = {(1, 1): {}}
     layers: dict[int, tuple[LayerProfile, ...]] = {}
+    crowding = 1.0 if backend.is_device else _measure_crowding(group)
+    timed = partial(clock.using, clock.ProcessorTime()) if crowding > 1 else nullcontext
     for number, rows in product(range(rounds), counts):
         if number == 0 and group.max_floats([_expected(steps[1, 1], rows)])[0] > LONGEST_S:
             continue
         if number and rows not in layers:
             continue
         group.barrier()
-        one = _measure_step(alone, workload, (1, 1), rows, backend)
-        before = steps[1, 1].get(rows, one)
-        one = replace(one, **{name: min(getattr(one, name), getattr(before, name)) for name in TIMES})
+        with timed():
+            one = _measure_step(alone, workload, (1, 1), rows, backend)
+        one = _least(one, steps[1, 1].get(rows, one))
         steps[1, 1][rows] = one
         group.barrier()
-        found = _measure_layers(workload, rows, backend)
+        with timed():
+            found = _measure_layers(workload, rows, backend)
         layers[rows] = tuple(map(_quicker, found, layers.get(rows, found)))
     for rows, alone_layers in layers.items() if ranks > 1 else ():
         group.barrier()
         layers[rows] = _in_stages(workload, alone_layers, rows, backend)
     measured = sorted(steps[1, 1])
-    zero_s = _measure_zero(alone, workload, measured[len(measured) // 2], backend, rounds) if ranks > 1 else {}
-    for share in shares:
+    middle = measured[len(measured) // 2]
+    with timed():
+        zero_s = _measure_zero(alone, workload, middle, backend, rounds) if ranks > 1 else {}
+    for _, share in product(range(rounds), shares):
         for rows in sorted({measured[SMALL], measured[LARGE]}):
             group.barrier()
             shared = _measure_share(workload, share, rows, backend)
             if shared is None:
                 steps.pop(share, None)
                 break
-            steps.setdefault(share, {})[rows] = shared
-    contention = _measure_contention(group, alone, workload, measured[len(measured) // 2], backend, rounds)
+            by_rows = steps.setdefault(share, {})
+            by_rows[rows] = _least(shared, by_rows.get(rows, shared))
+
+    def step_alone() -> float:
+        with timed():
+            return _measure_step(alone, workload, (1, 1), middle, backend).seconds
+
+    contention = _measure_contention(group, step_alone, rounds)
     alone.free()
-    own = Profile(dict(workload.key or {}), steps, layers, zero_s, contention).to_json()
+    own = Profile(dict(workload.key or {}), steps, layers, zero_s, contention, crowding).to_json()
     return _slowest([Profile.from_json(each) for each in group.gather(own)])
+
+
+def _least(one: StepCost, other: StepCost) -> StepCost:
+    return replace(one, **{name: min(getattr(one, name), getattr(other, name)) for name in TIMES})
 
 
 def _quicker(one: LayerProfile, other: LayerProfile) -> LayerProfile:
@@ -391,18 +419,28 @@ def _measure_share(workload: Workload, share: Share, rows: int, backend: Backend
     return replace(found[0], seconds=max(each.seconds for each in found))
 
 
-def _measure_contention(
-    group: Group, alone: Group, workload: Workload, rows: int, backend: Backend, rounds: int
-) -> float:
-    """Return how many times as long a step takes while the other ranks compute, too, on rank 0. Collective."""
+def _measure_contention(group: Group, step: Callable[[], float], rounds: int) -> float:
+    """Return how many times as long a step takes while the other ranks do it, too, on rank 0. Collective."""
     seconds = []
     for together in (True, False) * rounds:
         group.barrier()
-        cost = _measure_step(alone, workload, (1, 1), rows, backend) if together or group.is_root else None
+        seconds.append(step() if together or group.is_root else 0.0)
         group.sum_floats([0.0], asleep=True)  # those who wait leave the processor to the others
-        seconds.append(0.0 if cost is None else cost.seconds)
     slow_s, quick_s = min(seconds[::2]), min(seconds[1::2])
     return float(group.share(max(1.0, slow_s / quick_s) if group.is_root and quick_s > 0 else 1.0))
+
+
+def _measure_crowding(group: Group) -> float:
+    """Return how many times as long as a processor works for them ranks take that all compute. Collective."""
+    found = []
+    for _ in range(ROUNDS):
+        group.barrier()
+        begin, own_begin = time.perf_counter(), time.thread_time()
+        while (passed_s := time.perf_counter() - begin) < CROWD_S:
+            pass
+        found.append(passed_s / max(time.thread_time() - own_begin, 1e-9))
+    (total,) = group.sum_floats([clock.reproducible(min(found))])
+    return total / group.size if total > CROWDED * group.size else 1.0
 
 
 def _measure_zero(group: Group, workload: Workload, rows: int, backend: Backend, rounds: int) -> dict[int, float]:

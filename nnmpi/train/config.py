@@ -79,8 +79,8 @@ class ParallelConfig:
     --memory-limit; the options below that say a layout are then left out."""
     race: int | None = None
     """For --layout auto: run so many of the best layouts for some steps, and take the fastest (default: the best of
-    each kind, if predicted to take up to 1.3 times as long as the best of all, at most 5; 0: none). What they took is
-    kept for the next run."""
+    each kind, if predicted to take up to 1.3 times as long as the best of all, and those that are predicted to take
+    less than the best of these took; 0: none). What they took is kept for the next run."""
     dp: int | Literal["auto"] = "auto"
     """Replicas that share each batch; dp x pp x tp x sp must be the number of MPI ranks; auto is what is missing."""
     pp: int | Literal["auto"] = "auto"

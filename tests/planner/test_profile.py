@@ -1,5 +1,7 @@
 """What is measured of a model's layers is what a pipeline's stages take, by times that are slept."""
 
+import threading
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -8,13 +10,14 @@ import pytest
 from benchmarks.plan.paced import paired
 from nnmpi import clock, nn
 from nnmpi.backend.backend import numpy_backend
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.data.dataset import Dataset
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim.sgd import SGD
 from nnmpi.parallel.pipeline.profile import LayerProfile
 from nnmpi.planner import profile
-from nnmpi.planner.profile import Workload
+from nnmpi.planner.profile import Profile, Workload
 from nnmpi.schedule.instruction import Kind
 from nnmpi.tensor.tensor import Tensor
 
@@ -56,6 +59,42 @@ def test_layers_share_what_their_stage_took() -> None:
     assert (second.forward_s, second.backward_s, second.input_s, second.weights_s) == (6.0, 2.5, 3.0, 1.5)
     assert first.value_bytes == 8
     assert list(profile._as_stage(layers, {}, 0)) == layers  # what was not measured stays
+
+
+@pytest.mark.host_only("the time of processors")
+def test_a_crowd_is_measured_by_the_processors_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ranks without a core each; how long they wait for one is kept beside it."""
+    monkeypatch.setattr(profile, "MEASURE_S", 0.0)
+    samples = Dataset("made up", np.ones((4, 3), np.float32), np.zeros(4, np.int64), 3)
+    work = Workload(lambda: nn.Sequential(Slow(3, 3)), lambda s: SGD(s, 0.1), lambda where: {}, samples, 4, 0)
+    found = {}
+    for crowding in (1.0, 3.0):
+        monkeypatch.setattr(profile, "_measure_crowding", lambda group, crowding=crowding: crowding)
+        (found[crowding],) = simulate(lambda group: profile.measure(work, group, 1, (), numpy_backend(), rounds=1), 1)
+        assert Profile.from_json(found[crowding].to_json()).crowding == crowding
+    assert found[1.0].seconds((1, 1), 4) > LAYER_S > found[3.0].seconds((1, 1), 4)
+
+
+@pytest.mark.host_only("the time of processors")
+def test_one_rank_alone_is_no_crowd_and_threads_on_one_core_are() -> None:
+    alone: Any = SimpleNamespace(size=1, barrier=lambda: None, sum_floats=lambda values: values)
+    assert profile._measure_crowding(alone) == 1.0
+    ended = threading.Event()
+    others = [threading.Thread(target=spin, args=(ended,), daemon=True) for _ in range(2)]
+    for each in others:
+        each.start()
+    try:
+        assert profile._measure_crowding(alone) > 2  # as each has the interpreter for a third of the time
+    finally:
+        ended.set()
+        for each in others:
+            each.join()
+    assert simulate(profile._measure_crowding, 2) == [1.0, 1.0]  # which can be repeated
+
+
+def spin(ended: threading.Event) -> None:
+    while not ended.is_set():
+        pass
 
 
 def test_a_machine_that_changes_between_rounds_is_no_error() -> None:
