@@ -64,10 +64,8 @@ QUARTILE = 0.25  # what other programs disturb is above it
 ROUNDS = 3  # some time apart: what disturbs a machine for a second does not decide
 TIMES = ("seconds", "update_s", "unrecorded_s")  # of a `StepCost`
 STAGE_MICROBATCHES, STAGE_STEPS = 4, (1, 12)  # of a pipeline: in each pass; the fewest and the most passes
-CROWD_S, CROWDED = (
-    0.1,
-    1.3,
-)  # how long all compute to see whether they have a core each, and what says that they have not
+CROWD_S = 0.1  # how long all compute to see whether they have a core each
+CROWDED = 1.3  # more turns than that: they have not
 SMALL, LARGE = 0, -1  # which of the row counts replicas that are shared out are measured for
 
 Share = tuple[int, int]
