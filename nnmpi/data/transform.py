@@ -89,10 +89,18 @@ class Normalize:
 
     Attributes:
         mean, std: numbers, or arrays that broadcast against one sample: (features,) or (channels,).
+
+    Raises:
+        UsageError: for a std that is 0, negative or no number.
     """
 
     mean: Array | float
     std: Array | float
+
+    def __post_init__(self) -> None:
+        """Check what is divided by."""
+        if not np.all(np.asarray(self.std) > 0):
+            raise UsageError(f"std is {self.std}; it must be more than 0 (1 for what does not vary)")
 
     @classmethod
     def fit(cls, train: Dataset) -> "Normalize":

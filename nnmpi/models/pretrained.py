@@ -35,7 +35,8 @@ BLOCK = {
     "mlp.0": "mlp.c_fc",
     "mlp.2": "mlp.c_proj",
 }
-IDLE = ("attn.bias", "attn.masked_bias", "lm_head.weight")  # constants, and the tied output
+OUTPUT = "lm_head.weight"  # is tied; some write it nevertheless
+IDLE = ("attn.bias", "attn.masked_bias", OUTPUT)  # constants, and the tied output
 DTYPES = ("F16", "F32", "F64")
 DROPOUTS = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}  # with what they are where config.json is silent
 
@@ -113,7 +114,8 @@ def load_pretrained(model: Module, folder: Path) -> None:
         folder: that transformers, or `save_pretrained`, wrote.
 
     Raises:
-        DataError: when the file cannot be read, or names or shapes differ; the sentence says which. Nothing is changed.
+        DataError: when the file cannot be read, names or shapes differ, or the output is another matrix than the
+            tokens' embedding; the sentence says which. Nothing is changed.
     """
     layers = read_size(folder).layers
     with _stored(folder) as (file, stored):
@@ -128,6 +130,9 @@ def load_pretrained(model: Module, folder: Path) -> None:
                     f"{file}: {names[name]} is {source.get_dtype()} {shape}, but the model needs {wanted}, in "
                     f"one of {', '.join(DTYPES)}"
                 )
+        tokens = names["0.tokens.weight"]
+        if not _is_tied(stored, tokens):
+            raise DataError(f"{file}: {OUTPUT} is not {tokens}; only a GPT-2 whose output is tied to it can be read")
         spans = {id(span.parameter): span for span in model.storage.spans}
         for name, parameter in parameters:
             whole = stored.get_tensor(names[name])
@@ -218,6 +223,14 @@ def _names(layers: int) -> Iterator[tuple[str, str]]:
                 yield f"{number + 2}.{ours}.{kind}", f"h.{number}.{theirs}.{kind}"
     for kind in ("weight", "bias"):
         yield f"{layers + 2}.{kind}", f"ln_f.{kind}"
+
+
+def _is_tied(stored: Any, tokens: str) -> bool:
+    """Return whether the output, if it is stored, is the tokens' embedding."""
+    if OUTPUT not in set(stored.keys()):
+        return True
+    is_known = stored.get_slice(OUTPUT).get_dtype() in DTYPES  # NumPy has no other ones
+    return is_known and np.array_equal(stored.get_tensor(OUTPUT), stored.get_tensor(tokens))
 
 
 def _check_names(file: Path, found: set[str], layers: int) -> dict[str, str]:

@@ -1,4 +1,5 @@
 import time
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,6 +130,12 @@ def test_normalization_of_other_shape_is_refused() -> None:
         Normalize(np.zeros(4), np.ones(4))(np.zeros((2, 3)), np.arange(2), 0, 0)
     with pytest.raises(ShapeError, match=r"do not fit samples of shape \(1,\)"):
         Normalize(np.zeros(4), np.ones(4))(np.zeros((2, 1)), np.arange(2), 0, 0)
+
+
+@pytest.mark.parametrize("std", [0, -1.0, float("nan"), np.array([1.0, 0.0])])
+def test_a_std_by_which_nothing_can_be_divided_is_refused(std: Any) -> None:
+    with pytest.raises(UsageError, match=r"std is .*; it must be more than 0"):
+        Normalize(0.5, std)
 
 
 def test_a_batch_takes_well_under_a_millisecond() -> None:

@@ -109,6 +109,23 @@ def test_other_models_are_refused(folder: Path, values: dict[str, object], words
         read_size(folder)
 
 
+def test_an_output_that_is_not_the_embedding_is_refused(folder: Path) -> None:
+    """And nothing is changed; some write the tied one, too."""
+    file, model = folder / "model.safetensors", small(seed=2)
+    arrays = load_file(file)
+    tokens = arrays["transformer.wte.weight"]
+    for other in (tokens + 1e-6, tokens.astype(np.int64), tokens[:-1]):
+        save_file(arrays | {"lm_head.weight": other}, file)
+        with pytest.raises(
+            DataError, match=r"lm_head\.weight is not transformer\.wte\.weight; only a GPT-2 whose output"
+        ):
+            load_pretrained(model, folder)
+    assert all(np.array_equal(array, small(seed=2).state()[name]) for name, array in model.state().items())
+    save_file(arrays | {"lm_head.weight": tokens}, file)
+    load_pretrained(model, folder)
+    assert np.array_equal(model.state()["0.tokens.weight"], tokens)
+
+
 def test_names_and_shapes_that_differ_are_said(folder: Path) -> None:
     """And nothing is changed."""
     file = folder / "model.safetensors"
