@@ -37,6 +37,8 @@ class EvaluationConfig:
     """Another data set: a name or a path, as the train command takes them (default: the run's own)."""
     data_dir: Path | None = None
     """Folder that holds its files, for data sets that are downloaded (default: the run's)."""
+    text_columns: str | None = None
+    """Of a .csv or .jsonl: the columns that make up a text, as for the train command (default: the run's)."""
     part: Literal["test", "train"] = "test"
     """Which part of it; one that comes without a test part is split as the run's was."""
     batch_size: int = 256
@@ -85,6 +87,8 @@ def _data(run: TrainedRun, options: EvaluationConfig) -> Config:
         data = replace(data, dataset=options.dataset, data_dir=options.data_dir, augment="none", shift_pixels=None)
         if options.dataset.endswith((".txt", ".txt.gz")):
             data = replace(data, text_columns="")  # the run's own text may be a table
+    if options.text_columns is not None:
+        data = replace(data, text_columns=options.text_columns)
     if not run.signature.is_tokens:
         return replace(config, data=data)
     tokenizer, (context, *_) = RunFolder(run.folder).tokenizer, run.signature.sample_shape

@@ -268,11 +268,11 @@ def text_source(config: Config) -> TextSource | None:
     data, model = config.data, config.model
     path = None if is_custom(data.dataset) else find_text(data.dataset, data.columns)
     if path is None:
+        if model.model in SEQUENCE_MODELS and data.dataset.endswith((".csv", ".csv.gz")):
+            raise UsageError(f"--model {model.model} needs a text; say with --text-columns which columns are it")
         for option, given in (("--tokenizer", data.tokenizer), ("--text-samples", data.text_samples != "blocks")):
             if given:
                 raise UsageError(f"{option} is for texts, such as paradise-lost or a .txt file; leave it out")
-        if model.model in SEQUENCE_MODELS and data.dataset.endswith((".csv", ".csv.gz")):
-            raise UsageError(f"--model {model.model} needs a text; say with --text-columns which columns are it")
         return None
     for option, given in (
         ("--data-dir", data.data_dir is not None),

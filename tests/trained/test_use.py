@@ -92,6 +92,27 @@ def test_what_learned_from_a_table_of_texts_is_evaluated_on_a_plain_one(
     assert found[1].strip() == found[0].strip().replace(" after step 2", "") + "/model"
 
 
+def test_what_learned_from_a_plain_text_is_evaluated_on_a_table(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """By columns of its own, as the run had none; or other ones than the run's."""
+    text, table = files(tmp_path)["text.txt"], tmp_path / "sums.csv"
+    table.write_text("problem,solution\n" + "".join(f"what is {i} and {i}?,{2 * i}\n" for i in range(30)))
+    same = tmp_path / "problems.jsonl"
+    same.write_text("".join(json.dumps({"problem": f"what is {i} and {i}?"}) + "\n" for i in range(30)))
+    words = "--model gpt --features 8 --heads 2 --context 12 --layers 1 --tokenizer bytes"
+    folder, _ = run(tmp_path, f"--dataset {text} {words}", capfd)
+    with pytest.raises(UsageError, match="say with --text-columns which columns are it"):
+        said(evaluate, f"{folder} --dataset {table} --backend numpy", 1, capfd)
+    found = [
+        said(evaluate, f"{folder} --dataset {file} --text-columns problem --backend numpy", ranks, capfd)
+        for file, ranks in ((table, 1), (same, 2))
+    ]
+    assert found[0].replace(" sums ", " problems ") == found[1]
+    with pytest.raises(UsageError, match="has no columns"):
+        said(evaluate, f"{folder} --text-columns problem --backend numpy", 1, capfd)
+
+
 def test_a_loaded_run_predicts_what_the_command_says(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """Its model, classes and transformation; the same from a table, from JSON, and on two ranks."""
     data = files(tmp_path)["table.csv"]
