@@ -120,6 +120,13 @@ def test_an_output_that_is_not_the_embedding_is_refused(folder: Path) -> None:
             DataError, match=r"lm_head\.weight is not transformer\.wte\.weight; only a GPT-2 whose output"
         ):
             load_pretrained(model, folder)
+    save_file(arrays | {"lm_head.weight": tokens.astype(np.float16)}, file)
+    content = file.read_bytes()
+    end = 8 + int.from_bytes(content[:8], "little")
+    header = content[8:end].replace(b'"F16"', b'"BF16"')  # which NumPy cannot read
+    file.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+    with pytest.raises(DataError, match="only a GPT-2 whose output"):
+        load_pretrained(model, folder)
     assert all(np.array_equal(array, small(seed=2).state()[name]) for name, array in model.state().items())
     save_file(arrays | {"lm_head.weight": tokens}, file)
     load_pretrained(model, folder)

@@ -142,12 +142,15 @@ def test_a_pipeline_takes_as_long_as_its_stages_do() -> None:
     assert other.price(in_halves).seconds > plain.price(in_halves).seconds
 
 
+def fit_of(machine: Machine, native: Curve) -> Fit:
+    """Return a fit of four ranks, whose own all-reduce takes the same when it is started."""
+    return Fit(machine, native, native, None, {"host": "made up", "date": "", "ranks": 4})
+
+
 def test_ranks_without_a_core_each_take_longer_than_the_processor_works() -> None:
     """Those of a pipeline only as far as they want it at the same time; no message takes longer for it."""
     messages, crowd = network(4, 4), 2.0
-    fit = Fit(
-        messages.machine, Curve.line(0.0, 1e-8), Curve.line(0.0, 1e-8), None, {"host": "", "date": "", "ranks": 4}
-    )
+    fit = fit_of(messages.machine, Curve.line(0.0, 1e-8))
     times, stated = replace(profile(4), crowding=crowd), pricer(4, 4)
     plain, other = (made(workload(), each, PlannedNetwork.fitted(fit)) for each in (profile(4), times))
     replicas, stages = Candidate(dp=4, allreduce="ring"), Candidate(pp=4, microbatches=4)
@@ -164,9 +167,7 @@ def test_ranks_without_a_core_each_take_longer_than_the_processor_works() -> Non
 def test_what_ranks_that_share_layers_say_is_as_long_in_every_schedule() -> None:
     """Also where backwards are done in halves; and in a crowd: messages do not wait for a core."""
     messages = network(4, 4)
-    fit = Fit(
-        messages.machine, Curve.line(1e-5, 0.0), Curve.line(1e-5, 0.0), None, {"host": "", "date": "", "ranks": 4}
-    )
+    fit = fit_of(messages.machine, Curve.line(1e-5, 0.0))
     plain = profile(4)
     steps = {
         share: {rows: replace(one, exchanges=2 * one.exchanges) for rows, one in by.items()}
@@ -189,10 +190,7 @@ def test_what_ranks_that_share_layers_say_is_as_long_in_every_schedule() -> None
 def test_mpis_own_sum_is_other_code_where_it_is_started_under_computation() -> None:
     """As between nodes; for some of the ranks it is as many times as slow as the quickest as it is for all."""
     nodes, nbytes = 4, 2**16
-    machine = network(nodes, 1).machine
-    fit = Fit(
-        machine, Curve.line(0.0, 1e-8), Curve.line(0.0, 5e-8), None, {"host": "made up", "date": "", "ranks": nodes}
-    )
+    fit = replace(fit_of(network(nodes, 1).machine, Curve.line(0.0, 1e-8)), native_started=Curve.line(0.0, 5e-8))
     messages, everyone, some = PlannedNetwork.fitted(fit), range(nodes), range(2)
     assert messages.exchange("all-reduce", "native", everyone, nbytes, started=True) == 5e-8 * nbytes
     assert messages.exchange("all-reduce", "native", everyone, nbytes) == 1e-8 * nbytes
