@@ -328,11 +328,11 @@ def _shared_parameters(
     Raises:
         LayoutError: with pipedream, whose stages have copies of different versions.
     """
-    _refuse_shared_buffers(model, stages)
+    _refuse_shared_buffers(stages)
     where: dict[int, list[int]] = {}
     for number, layers in enumerate(stages):
-        for parameter in ModelPart(model, layers).parameters():
-            where.setdefault(id(parameter), []).append(number)
+        for parameter in {id(each) for _, module in _members(layers) for each in module.parameters()}:
+            where.setdefault(parameter, []).append(number)
     found = {name: tuple(where.get(id(parameter), ())) for name, parameter in model.named_parameters()}
     shared = {name: numbers for name, numbers in found.items() if len(numbers) > 1}
     if shared and layout.asynchronous:
@@ -366,12 +366,13 @@ def _tie(
     return tuple(ties), frozenset(lower)
 
 
-def _refuse_shared_buffers(model: Module, stages: Sequence[Sequence[ChainLayer]]) -> None:
+def _refuse_shared_buffers(stages: Sequence[Sequence[ChainLayer]]) -> None:
     """Refuse a layer with running statistics that stands in several stages: each would follow its own microbatches."""
     where: dict[int, tuple[str, set[int]]] = {}
     for number, layers in enumerate(stages):
-        for name, buffer in ModelPart(model, layers).named_buffers():
-            where.setdefault(id(buffer), (name, set()))[1].add(number)
+        for path, module in _members(layers):
+            for name, buffer in module.named_buffers():
+                where.setdefault(id(buffer), (f"{path}.{name}", set()))[1].add(number)
     for name, numbers in where.values():
         if len(numbers) > 1:
             raise LayoutError(
@@ -379,6 +380,10 @@ def _refuse_shared_buffers(model: Module, stages: Sequence[Sequence[ChainLayer]]
                 "its running statistics in another order than the serial run; make a layer for each place, or cut the "
                 "model so that both places share a stage"
             )
+
+
+def _members(layers: Sequence[ChainLayer]) -> list[tuple[str, Module]]:
+    return [member for layer in layers for member in layer.members]
 
 
 def _check_memory(arrangement: Arrangement, dtype: str) -> None:
