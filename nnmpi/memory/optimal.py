@@ -20,9 +20,12 @@ Each (s, t) has two curves. In one the value before s is somebody else's, who ho
 layers, which count it and may drop it as soon as nothing needs it: after K s, if what is kept does not contain it.
 """
 
+from __future__ import annotations
+
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -61,24 +64,26 @@ class OptimalPlans:
     Args:
         costs: of the layers, the loss the last one.
         swapped: layers that may leave memory; the time that this takes is not in the curves.
+        alike: plans of the same layers, but for the last one's `keep_peak`; none is found twice.
 
     Attributes:
         least: the budget below which there is no plan.
         most: the budget from which nothing is gained by more.
     """
 
-    def __init__(self, costs: Costs, swapped: Collection[int] = ()) -> None:
+    def __init__(self, costs: Costs, swapped: Collection[int] = (), alike: OptimalPlans | None = None) -> None:
         self.costs = costs
         self._moves = {i: moved_bytes(costs, i) for i in swapped}
         self._values = [0, *(cost.value for cost in costs[:-1]), 0]  # value i comes to layer i
         self._grads = [*(cost.gradient for cost in costs), 0]
         self._curves: dict[tuple[int, int, bool], TimeCurve] = {}
         last = len(costs) - 1
-        for length in range(len(costs)):
-            for s in range(len(costs) - length):
-                if s + length == last or length < last:
-                    for owned in (False, True):
-                        self._curves[s, s + length, owned] = self._curve(s, s + length, owned)
+        if alike is not None:
+            self._curves |= {place: curve for place, curve in alike._curves.items() if place[1] < last}
+        for length, s, owned in product(range(len(costs)), range(len(costs)), (False, True)):
+            place = (s, s + length, owned)
+            if s + length <= last and place not in self._curves:
+                self._curves[place] = self._curve(*place)
         curve = self._curves[0, last, False]
         self.least, self.most = int(curve.bytes[0]), int(curve.bytes[-1])
 

@@ -11,6 +11,7 @@ the end of the chain took more memory, for a moment: so the dynamic programme is
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import Act, Action, Costs, LayerCost, Plan, keep_all, price_plan
@@ -46,6 +47,11 @@ class StageCosts:
     is_last: bool
     copied: bool
     staged: bool
+
+    @cached_property
+    def plans(self) -> OptimalPlans:
+        """All plans of a microbatch by itself, for each budget."""
+        return OptimalPlans(self.later)
 
     def instructions(self, stage: int, plan: Plan) -> dict[tuple[Kind, int, bool], InstructionBytes]:
         """Return what the stage's instructions and those of its neighbours' messages do to memory."""
@@ -125,7 +131,7 @@ class StagePlans:
             return
         found = [each for level in range(LEVELS + 1) if (each := self._fit(level / LEVELS, budget)) is not None]
         if not found:
-            found = [self._try({number: _Holder(each.later, 0.0).shortest() for number, each in self._stages.items()})]
+            found = [self._try({number: _Holder(each.plans, 0.0).shortest() for number, each in self._stages.items()})]
         self.seconds, self.most, self.plans = min(found, key=lambda each: each[:2])
 
     def _fit(self, part: float, budget: int) -> _Found | None:
@@ -135,7 +141,7 @@ class StagePlans:
             part: from 0, the least, to 1, for all.
             budget: in bytes.
         """
-        holders = {number: _Holder(each.later, part) for number, each in self._stages.items()}
+        holders = {number: _Holder(each.plans, part) for number, each in self._stages.items()}
         limits = dict.fromkeys(holders, budget)
         for _ in range(TRIES):
             plans = {number: holder.plan(limits[number]) for number, holder in holders.items()}
@@ -180,16 +186,16 @@ class _Holder:
     """The plans of a stage that hold no more than a part of what it may hold between forward and backward.
 
     Args:
-        costs: of the stage's layers, and its end.
+        plans: of the stage's layers, and its end.
         part: from 0, the least, to 1, for all.
     """
 
-    def __init__(self, costs: Costs, part: float) -> None:
-        self._costs = costs
-        self._far = sum(cost.value + cost.kept + cost.keep_peak + cost.backward_peak for cost in costs)
+    def __init__(self, plans: OptimalPlans, part: float) -> None:
+        self._plans, self._costs = plans, plans.costs
+        self._far = sum(cost.value + cost.kept + cost.keep_peak + cost.backward_peak for cost in self._costs)
         least = self._with(self._far).least - self._far
-        plan = keep_all(costs)
-        most = price_plan(costs, plan).peaks[plan.index(Action(Act.KEEP, len(costs) - 1))]
+        plan = keep_all(self._costs)
+        most = price_plan(self._costs, plan).peaks[plan.index(Action(Act.KEEP, len(self._costs) - 1))]
         self._holds = least + int(part * max(0, most - least))
 
     def plan(self, limit: int) -> Plan | None:
@@ -210,4 +216,5 @@ class _Holder:
     def _with(self, more: int) -> OptimalPlans:
         """Return the plans of a chain whose end takes more memory."""
         end = self._costs[-1]
-        return OptimalPlans([*self._costs[:-1], replace(end, keep_peak=end.keep_peak + more)])
+        costs = [*self._costs[:-1], replace(end, keep_peak=end.keep_peak + more)]
+        return OptimalPlans(costs, alike=self._plans)
