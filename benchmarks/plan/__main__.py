@@ -5,6 +5,8 @@ import json
 import sys
 import time
 from dataclasses import replace
+from itertools import permutations
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +94,7 @@ def measure_layouts(config, train, backend, group, wanted, rounds, say):
             row["rounds"].append({"step_s": pricer.price(one.candidate).seconds, "took_s": timed.seconds})
         chosen.reverse()  # a machine that gets slower in each round is so for those at both ends
     for row in rows.values():
-        row["took_s"] = min(each["took_s"] for each in row["rounds"])
+        row["took_s"] = min(took_s(row))
         row["off"] = paired(row["rounds"])
         say(f"{row['words']}: {1e3 * row['step_s']:.3f} ms, took {1e3 * row['took_s']:.3f}; {100 * row['off']:+.1f} %")
     auto = choose(replace(config, parallel=replace(config.parallel, layout="auto")), group, backend, group.rank, say)
@@ -111,11 +113,17 @@ def measure_layouts(config, train, backend, group, wanted, rounds, say):
     }
 
 
+def took_s(row):
+    """Return what a layout took in each round."""
+    return [each["took_s"] for each in row["rounds"]]
+
+
 def judge(found):
     """Return a line of figures about one model's layouts."""
     rows = found["rows"]
     errors = [abs(row["step_s"] / row["took_s"] - 1) for row in rows]
     beside = [abs(row["off"]) for row in rows]
+    again = [abs(one / other - 1) for row in rows for one, other in permutations(took_s(row), 2)] or [nan]
     fastest = min(row["took_s"] for row in rows)
     state = [kind for kind in KINDS if kind != ACTIVATIONS]
     state_off = max(abs(row["memory"].get(kind, 0) - row["bytes"][kind]) for row in rows for kind in state)
@@ -125,7 +133,7 @@ def judge(found):
         found["command"].split()[1],
         str(found["ranks"]),
         str(len(rows)),
-        *(f"{100 * sum(off) / len(off):.1f} / {100 * max(off):.0f} %" for off in (errors, beside)),
+        *(f"{100 * sum(off) / len(off):.1f} / {100 * max(off):.0f} %" for off in (errors, beside, again)),
         f"{tau([(row['step_s'], row['took_s']) for row in rows]):.2f}",
         f"{rows[0]['took_s'] / fastest:.3f} / {found['auto_took_s'] / fastest:.3f}",
         f"{state_off} B",
@@ -141,6 +149,7 @@ TITLES = (
     "layouts run",
     "step: mean / worst error",
     "by parts measured in the same rounds",
+    "the same layout in another round",
     "tau",
     "regret: predicted to be the best / --layout auto",
     "state off",
