@@ -55,7 +55,8 @@ mpirun -n 2 python -m nnmpi.plan --model nets/mine.py:build --batch-size 64 --me
 python -m nnmpi.plan --table
 
 The model's parts are measured once, by all ranks of this job at the same time, and kept. Every layout has a price;
-those whose bounds are above the ten best are not looked at. Prints the ten, their bytes, why others fall out, and the
+those whose bounds are above the ten best are not looked at. With --memory, layouts that would not fit may come with a
+budget for activations, some of which are then computed again. Prints the ten, their bytes, why others fall out, and the
 command that runs the first."""
 
 

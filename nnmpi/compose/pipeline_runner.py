@@ -13,7 +13,7 @@ their way keep the old ones until they have gone back (weight stashing).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -83,6 +83,9 @@ class PipelineRunner(GradientSink):
         arrangement: the trainer's, with stages.
         exchange: how gradients are summed over the replicas.
         synchronous_sends: see `comm.point_to_point.Messages`.
+
+    Attributes:
+        stage_costs: what each stage of this rank takes, once it was measured for a budget of activations.
     """
 
     def __init__(
@@ -135,6 +138,7 @@ class PipelineRunner(GradientSink):
         self._budget, self._planned_rows = layout.activation_memory, 0
         self._plans: StagePlans | None = None
         self._told = False  # of these plans
+        self.stage_costs: Mapping[int, StageCosts] = {}
         tied = {name: each for name, each in self.model.named_parameters() if name in arrangement.stages_of}
         self._relay = GradientRelay(
             tied, arrangement.stages_of, self.pipeline.messages, mesh.pp.size, 3 * count, backend
@@ -242,6 +246,7 @@ class PipelineRunner(GradientSink):
                 )
                 for each in stages
             }
+            self.stage_costs = known
             if known:
                 schedule = self.pipeline.plan(len(running.inputs))
                 self._plans, self._told = StagePlans(schedule, self.pipeline.group.rank, known, budget), False

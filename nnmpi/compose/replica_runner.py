@@ -44,6 +44,7 @@ from nnmpi.compose.trainer import Totals, Trainer
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.errors import UsageError
 from nnmpi.memory.chain import ShardedWeights
+from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store, make_store
@@ -117,6 +118,7 @@ class ForwardBackward:
         now: what is worked on, or was last.
         passes: what does them; see `compose.replayed`.
         counts: whether this rank's losses count. Of ranks that share layers all compute the same one.
+        planned: the model as it runs by a plan, once it has, where there is a budget for activations.
     """
 
     def __init__(
@@ -155,7 +157,7 @@ class ForwardBackward:
         # A device's recordings would keep more memory than its steps take; a plan keeps to a budget of its own.
         can = where is None or (not where.layout.fixed and where.layout.zero < 2 and where.layout.offload is None)
         self._can_replay = can and not backend.is_device and self._budget is None
-        self._planned: RecomputedModel | None = None
+        self.planned: RecomputedModel | None = None
         self._told: Plan = ()  # the plan that was told of last
 
     def run(self, batch: Batch, step: int, scale: float = 1.0, replays: bool = False) -> None:
@@ -298,12 +300,12 @@ class ForwardBackward:
 
     def _recomputed(self, batch: Batch) -> RecomputedModel:
         """Return the model as it runs within its budget."""
-        if self._planned is None:
+        if self.planned is None:
             adds = batch.microbatches > 1 and self._weights is None  # else each is summed by itself
-            self._planned = RecomputedModel(
+            self.planned = RecomputedModel(
                 self.model, self._budget, self.backend, adds, self._world, self._store, self._weights
             )
-        return self._planned
+        return self.planned
 
     def release(self) -> None:
         """Let go of what has gone out of memory."""
@@ -312,7 +314,7 @@ class ForwardBackward:
 
     def summary(self) -> list[str]:
         """Say what the plan takes that is run since the last call."""
-        planned = self._planned
+        planned = self.planned
         if planned is None or planned.plan == self._told:
             return []
         self._told = planned.plan
@@ -526,6 +528,11 @@ class ReplicaRunner:
     def held_bytes(self) -> int:
         """What recorded passes keep of memory between two steps."""
         return self._passes.passes.held_bytes
+
+    @property
+    def activation_plans(self) -> OptimalPlans | None:
+        """Those of the layers as they were measured, where there is a budget for activations."""
+        return None if self._passes.planned is None else self._passes.planned.plans
 
     def _backward(self, loss: Tensor, seed: Tensor, last: bool) -> None:
         now, fixed = self._passes.now, self.fixed

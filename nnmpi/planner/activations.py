@@ -11,26 +11,39 @@ The first backward of a stage writes its gradients, later ones add to them, whic
 
 Recorded passes keep their memory, and more of it, as what is free lies in pieces. What the same instructions take and
 give back while they are recorded, in the schedule's order, tells how much (`pass_report.recorded_bytes`).
+
+What a budget for activations costs is told from what each layer takes forward, kept or not, and backward, measured as
+a run with such a budget does at its start.
 """
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from itertools import islice
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
+from threadpoolctl import threadpool_limits
+
+from nnmpi import clock
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.memory_pool import ChunkPart
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import ALWAYS, NEVER, Layout
 from nnmpi.compose.pipeline_runner import PipelineRunner
+from nnmpi.compose.replica_runner import ReplicaRunner
+from nnmpi.compose.runner import Runner
 from nnmpi.memory.ledger import ACTIVATIONS
+from nnmpi.memory.plan import Costs
+from nnmpi.parallel.pipeline.budget import StageCosts
 from nnmpi.parallel.pipeline.pass_report import ENDS_FLIGHT, InstructionBytes, PassReport, StageBytes
 from nnmpi.planner.profile import Workload, ready_worker, repeated_batch
 from nnmpi.schedule.instruction import Instruction, Kind
 
+T = TypeVar("T")
 Recorded: TypeAlias = Mapping[tuple[Kind, int, bool], Sequence[int]]
 
 
@@ -138,6 +151,62 @@ def measure_whole(
         return worker.ledger.report().peaks[ACTIVATIONS]
 
     return max(simulate(run, ranks, cpu_factor=0.0))
+
+
+def measure_costs(workload: Workload, share: tuple[int, int], zero: int, rows: int, backend: Backend) -> Costs:
+    """Return what each layer of a replica without a pipeline takes, as plans for its activations are made of.
+
+    Args:
+        workload: the model and the data.
+        share: (tp, sp).
+        zero: the stage of ZeRO, which lets weights come layer by layer from stage 2 on.
+        rows: of a step.
+        backend: where it is computed.
+
+    Raises:
+        NnmpiError: for a model that has no such plans.
+    """
+    layout = Layout(1, 1, share[0], sp=share[1], zero=zero, unit_bytes=workload.unit_bytes if zero else None)
+
+    def look(runner: Runner) -> Costs:
+        assert isinstance(runner, ReplicaRunner) and runner.activation_plans is not None
+        return runner.activation_plans.costs
+
+    return _with_any_budget(workload, layout, share[0] * share[1], rows, backend, look)[0]
+
+
+def measure_stage_costs(
+    workload: Workload, cuts: Sequence[range], share: tuple[int, int], rows: int, backend: Backend
+) -> dict[int, StageCosts]:
+    """Return what each stage of a pipeline takes for a microbatch of so many rows; see `measure_costs`.
+
+    Raises:
+        NnmpiError: for stages that can have no budget.
+    """
+    layout = Layout(1, len(cuts), share[0], split=[len(cut) for cut in cuts], sp=share[1])
+
+    def look(runner: Runner) -> Mapping[int, StageCosts]:
+        assert isinstance(runner, PipelineRunner)
+        return runner.stage_costs
+
+    found = _with_any_budget(workload, layout, len(cuts) * share[0] * share[1], rows, backend, look)
+    return {stage: costs for each in found for stage, costs in each.items()}
+
+
+def _with_any_budget(
+    workload: Workload, layout: Layout, ranks: int, rows: int, backend: Backend, look: Callable[[Runner], T]
+) -> list[T]:
+    """Return what a function finds in each rank's runner after a step with a budget that nothing passes."""
+
+    def run(group: Group) -> T:
+        with clock.using(clock.ProcessorTime()):
+            worker = ready_worker(workload, group, replace(layout, activation_memory=sys.maxsize), rows, backend)
+            worker.step(repeated_batch(workload, rows, 1 if layout.pp == 1 else 2))
+        worker.release()
+        return look(worker.runner)
+
+    with threadpool_limits(limits=1, user_api="blas"):  # simulated ranks take turns, each on one processor
+        return simulate(run, ranks)
 
 
 def _by_itself(

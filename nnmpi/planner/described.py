@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from nnmpi.compose.layout import NEVER
+from nnmpi.errors import LayoutError
 from nnmpi.parallel.pipeline.profile import LayerProfile
 from nnmpi.parallel.zero.units import StateBytes
 from nnmpi.planner.profile import Profile, Share, StepCost
-from nnmpi.planner.shapes import CutModel
+from nnmpi.planner.shapes import ComputedAgain, CutModel
 from nnmpi.planner.space import Candidate
 from nnmpi.schedule.partition import partition
 from nnmpi.schedule.schedule import most_kept
@@ -196,6 +197,10 @@ class DescribedShapes:
             peak += sum(entering.values()) + sum(leaving)  # a receive of each kind is posted ahead
             found.append(round(most * (most_kept(schedule, rank, waiting) + peak) / share))
         return found
+
+    def again(self, one: Candidate, rows: int) -> ComputedAgain:
+        """Raise the error of what a model in numbers does not tell: what a budget for activations costs."""
+        raise LayoutError("a model that is told in numbers can have no budget for activations; leave it out")
 
 
 def grouped(layers: Sequence[DescribedLayer], count: int) -> list[DescribedLayer]:

@@ -12,7 +12,7 @@ Bounds: of a pipeline's stage s with M microbatches, whatever the order of its w
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Protocol
 
@@ -25,7 +25,7 @@ from nnmpi.parallel.zero.units import StateBytes
 from nnmpi.parallel.zero.window import BLOCK_BYTES
 from nnmpi.planner.network import PlannedNetwork
 from nnmpi.planner.profile import Profile, Share
-from nnmpi.planner.shapes import CutModel
+from nnmpi.planner.shapes import ComputedAgain, CutModel
 from nnmpi.planner.space import Candidate
 from nnmpi.schedule.instruction import Kind
 from nnmpi.schedule.lower import add_transfers
@@ -98,6 +98,9 @@ class PlannedShapes(Protocol):
     def activations(self, one: Candidate, rows: Sequence[int]) -> list[int]:
         """Return the activations of each of a pipeline's ranks, for so many rows in its microbatches."""
 
+    def again(self, one: Candidate, rows: int) -> ComputedAgain:
+        """Return what a budget for activations costs, for so many rows of the longest microbatch."""
+
 
 class Pricer:
     """Prices layouts of one workload on one machine.
@@ -161,7 +164,7 @@ class Pricer:
 
     def bound(self, one: Candidate) -> float:
         """Return seconds below which a step of this layout cannot be, by what is priced here."""
-        return self._pass(one, simulated=False)[0] + self._exposed(one) + self._update_s(one)
+        return self._pass(one, simulated=False)[0] + self._exposed(one, simulated=False) + self._update_s(one)
 
     def price(self, one: Candidate) -> LayoutPrice:
         """Return what a layout takes."""
@@ -184,12 +187,24 @@ class Pricer:
         """Return the seconds of a pass, or a bound of them, and for how long its longest rank computes."""
         if one.pp == 1:
             whole_s = self.profile.seconds((one.tp, one.sp), self._rows(one)) * self.crowding
+            if one.activation_memory and simulated:
+                whole_s *= self._slower(one) * (1 + self._again(one)[0])
             return whole_s, whole_s
-        key = (simulated, one.schedule, one.axes, one.microbatches, one.virtual_stages, one.recompute)
+        budget = one.activation_memory if simulated else 0
+        key = (simulated, one.schedule, one.axes, one.microbatches, one.virtual_stages, one.recompute, budget)
         if key not in self._passes:
             alone = 1 / self._contention
-            self._passes[key] = self._simulated(one) if simulated else (_least(one, self._stage_costs(one, alone)), 0.0)
+            plain = replace(one, activation_memory=0)  # with a budget it is no quicker
+            self._passes[key] = (
+                self._simulated(one) if simulated else (_least(one, self._stage_costs(plain, alone)), 0.0)
+            )
         return self._passes[key]
+
+    def _again(self, one: Candidate) -> Sequence[float]:
+        """Return which part of its time each stage takes longer, since it computes again what passes its budget."""
+        if not one.activation_memory:
+            return [0.0] * (one.pp * one.virtual_stages)
+        return self.shapes.again(one, self._rows(one)).more
 
     @property
     def crowding(self) -> float:
@@ -234,11 +249,16 @@ class Pricer:
         ratio *= factor
         forward = [sum(forwards[cut.start : cut.stop]) * ratio for cut in stages]
         backward = [sum(passes[cut.start : cut.stop]) * ratio - f for cut, f in zip(stages, forward, strict=True)]
-        forward = [f * self._slower(one) for f in forward]
+        slower, again = self._slower(one), self._again(one)
+        forward = [f * slower for f in forward]
+        if one.activation_memory:  # nothing is replayed
+            backward = [slower * b for b in backward]
+            backward = [b + part * (f + b) for b, f, part in zip(backward, forward, again, strict=True)]
         # Each of these receives from the one before and sends to the next one, but for the ends of the pipeline.
         ends = [factor * END_S * ((i > 0) + (i + 1 < len(stages))) for i in range(len(stages))]
         forward = [f + said / 3 + end_s for f, end_s in zip(forward, ends, strict=True)]
-        backward = [b + 2 * said / 3 + end_s for b, end_s in zip(backward, ends, strict=True)]
+        saids = [said * (2 / 3 + part) for part in again]  # what is computed again is said again
+        backward = [b + said_s + end_s for b, said_s, end_s in zip(backward, saids, ends, strict=True)]
         if one.recompute != NEVER:
             backward = [b + f for b, f in zip(backward, forward, strict=True)]
         ranks = self._line(one)
@@ -278,12 +298,13 @@ class Pricer:
     def _slower(self, one: Candidate) -> float:
         """Return how long a layout's forwards take, for each second of a replayed one.
 
-        Stages replay what they have recorded, unless their backwards are done in halves, which are measured so.
+        What was recorded is replayed, unless backwards are done in halves, or activations have a budget.
         """
-        replayed_s = self.profile.seconds((1, 1), self._rows(one))
-        if one.schedule != "zero-bubble" or not replayed_s:
+        share = (one.tp, one.sp) if one.pp == 1 else (1, 1)
+        replayed_s = self.profile.seconds(share, self._rows(one))
+        if not (one.schedule == "zero-bubble" or one.activation_memory) or not replayed_s:
             return 1.0
-        return max(1.0, self.profile.seconds((1, 1), self._rows(one), recorded=False) / replayed_s)
+        return max(1.0, self.profile.seconds(share, self._rows(one), recorded=False) / replayed_s)
 
     def _layer_times(self, rows: int) -> tuple[list[float], ...]:
         """Return each layer's seconds: of a forward, of a forward and backward, of a backward's two halves."""
@@ -302,12 +323,13 @@ class Pricer:
             part /= one.dp
         return self.profile.update_s * self.crowding * part / max(whole, 1)
 
-    def _exposed(self, one: Candidate) -> float:
+    def _exposed(self, one: Candidate, simulated: bool = True) -> float:
         """Return the seconds of the messages that nothing hides; those of a pipeline's pass are in the pass."""
         mesh, network = self._mesh(one), self.network
         found = 0.0
         if one.pp == 1:
-            found += sum(self._said(each, one) for each in self.profile.exchanges((one.tp, one.sp), self._rows(one)))
+            said = sum(self._said(each, one) for each in self.profile.exchanges((one.tp, one.sp), self._rows(one)))
+            found += said * (1 + (self._again(one)[0] if said and simulated else 0.0))
         if one.ranks > 1 and not (one.has_whole_model and one.allreduce == AUTO):
             exchanges = 2 if one.zero or one.ranks > one.dp else 1  # loss and answers; the gradient's length, in parts
             found += exchanges * network.exchange("all-reduce", NATIVE, range(one.ranks), NUMBERS_BYTES)

@@ -78,6 +78,8 @@ def options(one: PlannedLayout) -> Mapping[str, Any]:
         found["recompute"] = candidate.recompute
         if candidate.virtual_stages > 1:
             found["virtual_stages"] = candidate.virtual_stages
+    if candidate.activation_memory:
+        found["activation_memory"] = str(candidate.activation_memory)
     if candidate.replicas > 1 and candidate.allreduce != "auto":
         found["allreduce"] = candidate.allreduce
     return found

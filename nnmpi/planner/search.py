@@ -2,21 +2,28 @@
 
 bounds     1.0  1.1  1.1  1.3 | 1.6  1.7 ...      a layout's price is never below its bound, so those behind the
 prices     1.4  1.2  1.5  1.5 |  not looked at    line cannot be among the best: their bounds are above the worst
+
+The least of all bounds and prices is next: what has a bound is priced, what has a price is asked whether it fits the
+memory. What does not fit may come again with a budget for its activations, some of which are then computed again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
-from heapq import nsmallest
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from heapq import heapify, heappop, heappush, nsmallest
+from itertools import count
 from math import inf
+from typing import Any
 
 from nnmpi import clock
+from nnmpi.compose.layout import ALWAYS, EXCEPT_LAST, NEVER
 from nnmpi.errors import LayoutError
 from nnmpi.planner.price import LayoutPrice, Pricer
 from nnmpi.planner.space import Candidate, Refusals, candidates
 
 KEPT = 10
+BUDGETED = ("1f1b", "interleaved")  # GPipe holds more in the same time, zero bubble's halves are not apart with budgets
 LOOKED_AT = 10  # layouts, when none fits
 
 
@@ -54,6 +61,7 @@ def search(
     kept: int = KEPT,
     fits: Callable[[Candidate], bool] = lambda _: True,
     kind: Callable[[Candidate], Hashable] = lambda one: one,
+    instead: Callable[[Candidate], Candidate | None] = lambda _: None,
 ) -> tuple[list[PlannedLayout], int]:
     """Return the layouts of the least seconds, of equals those that need fewer bytes, and how many had to be priced.
 
@@ -62,28 +70,37 @@ def search(
         bound: seconds that the price is not below.
         price: what a layout takes.
         kept: how many are wanted.
-        fits: whether one may be taken; asked of those that may be among the best, as it takes longer than a bound.
+        fits: whether one may be taken; asked only of those that are among the best else, as it takes longer.
         kind: of those of one kind only the best counts.
+        instead: returns what may be taken where one does not fit, which is no quicker; None for nothing.
     """
-    order = sorted(((bound(one), one) for one in layouts), key=lambda pair: (pair[0], pair[1]))
+    numbers, priced = count(), 0
+    ahead: list[tuple[float, int, Candidate, PlannedLayout | None]] = [
+        (bound(one), next(numbers), one, None) for one in layouts
+    ]
+    heapify(ahead)
     best: dict[Hashable, list[PlannedLayout]] = {}  # by kind, those of the least seconds: bytes take longer to tell
-    worst_s, priced = inf, 0
-    for least_s, one in order:
-        if least_s > worst_s:
-            break
-        if not fits(one):
-            continue
+    worst_s = inf
+
+    def look_at(one: Candidate) -> None:
+        nonlocal priced
         priced += 1
         found = PlannedLayout(one, price(one))
-        equals = best.setdefault(kind(one), [])
-        if equals and found.price.seconds < equals[0].price.seconds:
-            equals.clear()
-        if not equals or found.price.seconds == equals[0].price.seconds:
-            equals.append(found)
-        if len(best) >= kept:
-            worst_s = nsmallest(kept, (each[0].price.seconds for each in best.values()))[-1]
-    within = [min(each, key=_order) for each in best.values() if each[0].price.seconds <= worst_s]
-    return sorted(within, key=_order)[:kept], priced
+        heappush(ahead, (found.price.seconds, next(numbers), one, found))
+
+    while ahead and ahead[0][0] <= worst_s:
+        seconds, _, one, found = heappop(ahead)
+        equals = best.get(kind(one), [])
+        if equals and seconds > equals[0].price.seconds:
+            continue
+        if found is None:
+            look_at(one)
+        elif fits(one):
+            best.setdefault(kind(one), []).append(found)
+            worst_s = seconds if len(best) == kept else worst_s
+        elif (other := instead(one)) is not None:
+            look_at(other)
+    return sorted((min(each, key=_order) for each in best.values()), key=_order)[:kept], priced
 
 
 def _order(one: PlannedLayout) -> tuple[float, int, Candidate]:
@@ -127,10 +144,15 @@ def plan(
     def fits(one: Candidate) -> bool:
         nonlocal left_out
         room = limit_bytes is None or (pricer.least_bytes(one) <= limit_bytes and pricer.bytes(one) <= limit_bytes)
-        left_out += not room
+        left_out += not room and not one.activation_memory
         return room
 
-    best, priced = search(found, pricer.bound, pricer.price, kept, fits, kind)
+    def instead(one: Candidate) -> Candidate | None:
+        """Return the same layout with what memory leaves as its budget for activations."""
+        budget = 0 if limit_bytes is None else limit_bytes - pricer.least_bytes(one)
+        return replace(one, activation_memory=budget) if budget > 0 and _can_have_budget(one) else None
+
+    best, priced = search(found, pricer.bound, pricer.price, kept, fits, kind, instead)
     if not best:
         least, needs = _nearest(found, pricer)
         raise LayoutError(
@@ -142,9 +164,20 @@ def plan(
     return LayoutSearch(tuple(best), refused, len(found), priced, clock.now() - begin)
 
 
-def _nearest(layouts: Iterable[Candidate], pricer: Pricer) -> tuple[Candidate, int]:
+def _nearest(layouts: Sequence[Candidate], pricer: Pricer) -> tuple[Candidate, int]:
     """Return the layout that needs the fewest bytes of those with the least besides activations, and how many."""
-    least = nsmallest(LOOKED_AT, layouts, key=lambda each: (pricer.least_bytes(each), each))
-    needs = {each: pricer.bytes(each) for each in least}
-    best = min(least, key=needs.__getitem__)
+
+    def few_first(one: Candidate) -> tuple[Any, ...]:
+        return pricer.least_bytes(one), -one.microbatches, (ALWAYS, EXCEPT_LAST, NEVER).index(one.recompute), one
+
+    needs = {one: pricer.bytes(one) for one in nsmallest(LOOKED_AT, layouts, key=few_first)}
+    for one in nsmallest(LOOKED_AT, filter(_can_have_budget, layouts), key=few_first):
+        rows = one.rows(pricer.workload.batch_size)
+        least = max(pricer.shapes.activations(replace(one, activation_memory=1), rows))
+        needs[replace(one, activation_memory=least)] = pricer.least_bytes(one) + least
+    best = min(needs, key=needs.__getitem__)
     return best, needs[best]
+
+
+def _can_have_budget(one: Candidate) -> bool:
+    return one.recompute == NEVER and one.schedule in BUDGETED and not one.activation_memory

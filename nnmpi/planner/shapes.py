@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from nnmpi.backend.backend import Backend
+from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
+from nnmpi.errors import NnmpiError
+from nnmpi.memory.optimal import OptimalPlans
+from nnmpi.memory.plan import Costs, LayerCost, Plan, keep_all, price_plan
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain
 from nnmpi.nn.module import Module
+from nnmpi.parallel.pipeline.budget import StageCosts, StagePlans
 from nnmpi.parallel.pipeline.pass_report import StageBytes, most_bytes, recorded_bytes
 from nnmpi.parallel.zero.units import StateBytes, predict_bytes
-from nnmpi.planner.activations import measure_stages, measure_whole
+from nnmpi.planner.activations import measure_costs, measure_stage_costs, measure_stages, measure_whole
 from nnmpi.planner.profile import LONGEST_S, Profile, Workload, between
 from nnmpi.planner.space import Candidate
 from nnmpi.schedule.lower import lower
@@ -34,6 +40,20 @@ class CutModel:
     parts: tuple[Module, ...]
     sorts: tuple[int, ...]  # which of the parts each rank has
     tied_bytes: int  # of parameters that stand on several ranks
+
+
+@dataclass(frozen=True)
+class ComputedAgain:
+    """What a budget for activations costs.
+
+    Attributes:
+        bytes: that the activations of each of a pipeline's ranks take at most; more than the budget where nothing fits.
+            Which plan a run takes hangs on the times that it measures itself: it may take fewer.
+        more: for each stage, which part of a microbatch's time comes on top.
+    """
+
+    bytes: tuple[int, ...]
+    more: tuple[float, ...]
 
 
 class ModelShapes:
@@ -52,6 +72,9 @@ class ModelShapes:
         self._states: dict[tuple[int, ...], tuple[StateBytes, ...]] = {}
         self._whole: dict[tuple[tuple[int, int], int, bool], int] = {}
         self._stages: dict[tuple[Any, ...], tuple[StageBytes, ...]] = {}
+        self._plans: dict[tuple[int, ...], OptimalPlans] = {}
+        self._costs: dict[tuple[int, ...], dict[int, StageCosts]] = {}
+        self._again: dict[Candidate, ComputedAgain] = {}
 
     def state(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> StateBytes:
         """Return what the rank with most of it holds; see `states`."""
@@ -117,13 +140,19 @@ class ModelShapes:
             one: the layout.
             rows: of each microbatch on a replica.
         """
+        if one.activation_memory:
+            return list(self.again(one, max(rows)).bytes)
+        few = self._measured_rows(max(rows))
+        if len(few) == 1:
+            return self._activations(one, rows)
+        places = zip(*(self._activations(one, [count] * len(rows)) for count in few), strict=True)
+        return [round(between(dict(zip(few, known, strict=True)), max(rows))) for known in places]
+
+    def _measured_rows(self, rows: int) -> list[int]:
+        """Return for how many rows a microbatch of so many is measured: two fewer ones where it would take long."""
         known = sorted(self.profile.steps[1, 1])
         most = max([r for r in known if self.profile.seconds((1, 1), r) <= LONGEST_S], default=known[0])
-        if max(rows) <= most:
-            return self._activations(one, rows)
-        few = [self._activations(one, [r] * len(rows)) for r in (max(most // 2, 1), most)]
-        places = zip(*few, strict=True)
-        return [round(between({max(most // 2, 1): low, most: high}, max(rows))) for low, high in places]
+        return [rows] if rows <= most else sorted({max(most // 2, 1), most})
 
     def _activations(self, one: Candidate, rows: Sequence[int]) -> list[int]:
         if one.pp == 1:
@@ -134,6 +163,61 @@ class ModelShapes:
         everyones = list(zip(*stages, strict=True))  # of each microbatch, for each of those that share layers
         ways = (most_bytes, recorded_bytes)
         return [max(way(schedule, rank, each) for each in everyones for way in ways) for rank in range(one.pp)]
+
+    def again(self, one: Candidate, rows: int) -> ComputedAgain:
+        """Return what a budget for activations costs.
+
+        Args:
+            one: the layout, with a budget.
+            rows: of its longest microbatch on a replica.
+        """
+        alike = replace(one, zero=one.zero if one.zero > 1 else 0, allreduce=AUTO)
+        if alike not in self._again:
+            try:
+                found = self._in_whole(one, rows) if one.pp == 1 else self._in_stages(one, rows)
+            except NnmpiError:  # there is no plan, as for stages that begin within a shortcut: no memory is enough
+                found = ComputedAgain((sys.maxsize,) * one.pp, (0.0,) * (one.pp * one.virtual_stages))
+            self._again[alike] = found
+        return self._again[alike]
+
+    def _in_whole(self, one: Candidate, rows: int) -> ComputedAgain:
+        share, zero = (one.tp, one.sp), one.zero if one.zero > 1 else 0
+        key = (*share, zero, rows)
+        if key not in self._plans:
+            known = {
+                count: measure_costs(self.workload, share, zero, count, self._backend)
+                for count in self._measured_rows(rows)
+            }
+            self._plans[key] = OptimalPlans(_costs_for(rows, known))
+        plans = self._plans[key]
+        budget = max(one.activation_memory, plans.least)
+        return ComputedAgain((min(budget, plans.all),), (_more(plans.costs, plans.plan(budget)),))
+
+    def _in_stages(self, one: Candidate, rows: int) -> ComputedAgain:
+        share, cuts = (one.tp, one.sp), self.part(one.tp, one.pp, one.virtual_stages).cuts
+        key = (*share, len(cuts), rows)
+        if key not in self._costs:
+            known = {
+                count: measure_stage_costs(self.workload, cuts, share, count, self._backend)
+                for count in self._measured_rows(rows)
+            }
+            self._costs[key] = {
+                stage: replace(
+                    costs,
+                    first=_costs_for(rows, {count: each[stage].first for count, each in known.items()}),
+                    later=_costs_for(rows, {count: each[stage].later for count, each in known.items()}),
+                    received=round(between({count: each[stage].received for count, each in known.items()}, rows)),
+                )
+                for stage, costs in next(iter(known.values())).items()
+            }
+        costs, schedule = self._costs[key], lower(one.make())
+        found = [
+            StagePlans(schedule, rank, {s: costs[s] for s in schedule.stages_of(rank)}, one.activation_memory)
+            for rank in range(one.pp)
+        ]
+        plans = {stage: plan for each in found for stage, plan in each.plans.items()}
+        more = tuple(_more(costs[stage].later, plans[stage]) for stage in range(len(cuts)))
+        return ComputedAgain(tuple(max(min(each.most_kept, one.activation_memory), each.most) for each in found), more)
 
     def _of_whole(self, share: tuple[int, int], rows: int, recorded: bool) -> int:
         measured, key = self.profile.steps[share].get(rows), (share, rows, recorded)
@@ -150,3 +234,25 @@ class ModelShapes:
             cuts = self.part(one.tp, one.pp, one.virtual_stages).cuts
             self._stages[key] = measure_stages(self.workload, cuts, share, rows, again, halves, self._backend)
         return self._stages[key]
+
+
+def _more(costs: Costs, plan: Plan) -> float:
+    """Return which part of an ordinary pass a plan takes longer."""
+    ordinary_s = price_plan(costs, keep_all(costs)).seconds
+    return price_plan(costs, plan).seconds / ordinary_s - 1 if ordinary_s else 0.0
+
+
+def _costs_for(rows: int, known: Mapping[int, Costs]) -> tuple[LayerCost, ...]:
+    """Return the layers' costs for a number of rows, on straight lines between those known, by rows."""
+    if rows in known:
+        return tuple(known[rows])
+    found = []
+    for layer in zip(*known.values(), strict=True):
+        told: dict[str, Any] = {}
+        for each in fields(LayerCost):
+            values = [getattr(cost, each.name) for cost in layer]
+            if isinstance(values[0], int | float) and not isinstance(values[0], bool):
+                value = between(dict(zip(known, values, strict=True)), rows)
+                told[each.name] = value if isinstance(values[0], float) else round(value)
+        found.append(replace(layer[-1], **told))
+    return tuple(found)

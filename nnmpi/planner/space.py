@@ -2,8 +2,9 @@
 
     ranks = dp x pp x tp x sp      x  ZeRO 0..3  x  schedule, virtual stages, microbatches, recomputation  x  all-reduce
 
-Left out, since another one is never slower: the schedule naive, whose stages do one after the other what GPipe's do at
-once, and PipeDream, which does not compute what one rank computes.
+Those that do not fit the memory may come again with a budget for their activations: see `search`. Left out, since
+another one is never slower: the schedule naive, whose stages do one after the other what GPipe's do at once, and
+PipeDream, which does not compute what one rank computes.
 """
 
 from collections import Counter
@@ -19,6 +20,7 @@ from nnmpi.parallel.zero.units import STAGES
 from nnmpi.schedule.registry import make
 from nnmpi.schedule.schedule import Schedule
 from nnmpi.shard import split
+from nnmpi.units import format_bytes
 
 PIPELINES = (("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 4))
 MICROBATCHES = (1, 2, 4, 8)  # for each rank of a pipeline
@@ -37,6 +39,7 @@ class Candidate:
         zero: what the replicas share out.
         schedule, virtual_stages, microbatches, recompute: of the pipeline.
         allreduce: how gradients are summed; "auto" on one node is the update that is fused with it.
+        activation_memory: bytes for activations, of which what passes them is computed again; 0 for any.
     """
 
     dp: int = 1
@@ -49,6 +52,7 @@ class Candidate:
     microbatches: int = 1
     recompute: str = NEVER
     allreduce: str = AUTO
+    activation_memory: int = 0
 
     @property
     def ranks(self) -> int:
@@ -88,6 +92,7 @@ class Candidate:
             recompute=self.recompute,
             sp=self.sp,
             zero=self.zero,
+            activation_memory=self.activation_memory or None,
         )
 
     def __str__(self) -> str:
@@ -101,6 +106,8 @@ class Candidate:
             words.append(f"{self.schedule}{virtual}, {self.microbatches} microbatches")
         if self.recompute != NEVER:
             words.append(f"recompute {self.recompute}")
+        if self.activation_memory:
+            words.append(f"activations in {format_bytes(self.activation_memory)}")
         if self.replicas > 1:
             memory = "fused update" if self.has_whole_model else "shared"
             words.append(memory if self.allreduce == AUTO else self.allreduce)

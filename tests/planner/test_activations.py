@@ -1,6 +1,9 @@
 """What is predicted of a pipeline's activations is what the ledger of the real layout finds, to the byte."""
 
+import sys
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,8 +13,10 @@ from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import Layout
+from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
-from nnmpi.data.loader import Loader
+from nnmpi.data.loader import Batch, Loader
+from nnmpi.errors import UsageError
 from nnmpi.memory.ledger import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
 from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt
@@ -46,6 +51,25 @@ def samples(name: str) -> Dataset:
     return Dataset("images", images, random.integers(0, 10, ROWS), 10)
 
 
+def planned(name: str) -> tuple[Workload, ModelShapes]:
+    """Return a workload of a model, and its shapes, with times that nobody has measured."""
+    build = MODELS[name]
+    work = Workload(build, Adam, lambda where: {}, samples(name), ROWS, 2)
+    layers = tuple(LayerProfile(str(i), 1e-6 * (1 + i % 3), 1) for i in range(len(open_chain(build()))))
+    steps = {ROWS: StepCost(1e-3, 1e-4, 0, unrecorded_s=1e-3)}
+    return work, ModelShapes(work, Profile({}, {(1, 1): steps}, {ROWS: layers}), numpy_backend())
+
+
+def first_batch(work: Workload, group: Group, layout: Layout, microbatches: int) -> tuple[Worker, Batch]:
+    """Return a worker of a layout, and its part of the first batch."""
+    worker = ready_worker(work, group, layout, 4, numpy_backend())
+    where = worker.arrangement
+    assert where is not None
+    mine = {"rank": where.data_rank, "world": where.data_ranks}
+    loader = Loader(work.samples, ROWS, shuffle=False, microbatches=microbatches, workers=0, **mine)
+    return worker, next(iter(loader.epoch(0)))
+
+
 @pytest.mark.parametrize(
     ("name", "one"),
     [
@@ -63,11 +87,7 @@ def samples(name: str) -> Dataset:
     ids=str,
 )
 def test_activations_are_those_of_the_ranks_to_the_byte(name: str, one: Candidate) -> None:
-    build, data = MODELS[name], samples(name)
-    work = Workload(build, Adam, lambda where: {}, data, ROWS, 2)
-    layers = tuple(LayerProfile(str(i), 1e-6 * (1 + i % 3), 1) for i in range(len(open_chain(build()))))
-    steps = {ROWS: StepCost(1e-3, 1e-4, 0, unrecorded_s=1e-3)}
-    shapes = ModelShapes(work, Profile({}, {(1, 1): steps}, {ROWS: layers}), numpy_backend())
+    work, shapes = planned(name)
     split = [len(cut) for cut in shapes.part(one.tp, one.pp, one.virtual_stages).cuts]
 
     def held(group: Group) -> tuple[int, int]:
@@ -76,7 +96,9 @@ def test_activations_are_those_of_the_ranks_to_the_byte(name: str, one: Candidat
         where = worker.arrangement
         assert where is not None
         mine = {"rank": where.data_rank, "world": where.data_ranks}
-        batch = next(iter(Loader(data, ROWS, shuffle=False, microbatches=one.microbatches, workers=0, **mine).epoch(0)))
+        batch = next(
+            iter(Loader(work.samples, ROWS, shuffle=False, microbatches=one.microbatches, workers=0, **mine).epoch(0))
+        )
         for _ in range(4):  # one is counted, one recorded, one replayed, where they are
             worker.step(batch)
         assert (worker.runner.replays > 0) is (one.schedule != "zero-bubble" and not worker.backend.is_device)
@@ -86,6 +108,51 @@ def test_activations_are_those_of_the_ranks_to_the_byte(name: str, one: Candidat
     found = simulate(held, one.ranks, cpu_factor=0.0)
     most = [max(nbytes for place, nbytes in found if place == rank) for rank in range(one.pp)]
     assert shapes.activations(one, one.rows(ROWS)) == most
+
+
+@pytest.mark.parametrize(
+    ("name", "one"),
+    [
+        ("gpt", Candidate()),
+        ("gpt", Candidate(dp=2, zero=3, allreduce="ring")),
+        ("gpt", Candidate(tp=2)),
+        ("gpt", Candidate(sp=2, zero=1, allreduce="ring")),
+        ("gpt", Candidate(pp=2, microbatches=4)),
+        ("gpt", Candidate(pp=2, schedule="interleaved", virtual_stages=2, microbatches=4)),
+        ("lstm", Candidate(dp=2, pp=2, microbatches=4, allreduce="ring")),
+        ("cnn", Candidate(dp=2, zero=1)),
+        ("resnet", Candidate(dp=2, allreduce="ring")),
+    ],
+    ids=str,
+)
+def test_the_least_budget_for_activations_is_that_of_the_ranks(name: str, one: Candidate) -> None:
+    work, shapes = planned(name)
+    rows = one.rows(ROWS)
+    least = max(shapes.activations(replace(one, activation_memory=1), rows))
+    most = max(shapes.activations(replace(one, activation_memory=sys.maxsize), rows))
+    assert least < most
+    again = shapes.again(replace(one, activation_memory=least), rows[0])
+    assert max(again.bytes) == least and max(again.more) > 0
+    split = [len(cut) for cut in shapes.part(one.tp, one.pp, one.virtual_stages).cuts] if one.pp > 1 else "auto"
+
+    def held(group: Group, budget: int) -> int:
+        more = {"sp": one.sp, "zero": one.zero, "activation_memory": budget}
+        layout = Layout(one.dp, one.pp, one.tp, one.schedule, one.virtual_stages, split, **more)
+        worker = ready_worker(work, group, layout, 4, numpy_backend())
+        where = worker.arrangement
+        assert where is not None
+        mine = {"rank": where.data_rank, "world": where.data_ranks}
+        batch = next(
+            Loader(work.samples, ROWS, shuffle=False, microbatches=one.microbatches, workers=0, **mine).epoch(0)
+        )
+        for _ in range(3):
+            worker.step(batch)
+        worker.release()
+        return worker.ledger.report().peaks[ACTIVATIONS]
+
+    assert max(simulate(partial(held, budget=least), one.ranks, cpu_factor=0.0)) <= least
+    with pytest.raises(UsageError, match=f"{least - 1} bytes are too few .* {least} are needed"):
+        simulate(partial(held, budget=least - 1), one.ranks, cpu_factor=0.0)
 
 
 @pytest.mark.host_only("passes on a device are not recorded: there recordings would keep more than a step takes")
@@ -128,6 +195,12 @@ def test_a_short_last_batch_takes_no_more(name: str, rows: int) -> None:
         return worker.ledger.report().peaks[ACTIVATIONS]
 
     assert simulate(held, 1, cpu_factor=0.0) == [measure_whole(work, (1, 1), rows, numpy_backend())]
+
+
+def test_stages_within_a_shortcut_can_have_no_budget_for_activations() -> None:
+    _, shapes = planned("resnet")
+    one = Candidate(pp=3, microbatches=6, activation_memory=2**40)
+    assert min(shapes.activations(one, one.rows(ROWS))) > 2**40
 
 
 def test_branches_are_planned_as_they_are_dealt_out() -> None:

@@ -1,5 +1,6 @@
 """The search finds what pricing every layout finds, its bounds hold, and its bytes are the ledger's."""
 
+import re
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -24,6 +25,7 @@ from nnmpi.nn.chain import ModelPart, open_chain
 from nnmpi.nn.module import Module
 from nnmpi.optim.adam import Adam
 from nnmpi.parallel.pipeline.profile import LayerProfile
+from nnmpi.planner.activations import measure_whole
 from nnmpi.planner.network import PRESETS, PlannedNetwork, find_network
 from nnmpi.planner.price import Pricer
 from nnmpi.planner.profile import Profile, StepCost, Workload, between, row_counts, shares_of
@@ -86,9 +88,30 @@ def pricer(ranks: int, per_node: int) -> Pricer:
     return made(workload(), profile(ranks), network(ranks, per_node))
 
 
+def small() -> Pricer:
+    """Return what prices layouts of a model of two blocks on 2 ranks, whose activations are measured."""
+    work, times = workload(4, 2), profile(2, 4, 2)
+    steps = {
+        share: {
+            rows: replace(cost, activations=measure_whole(work, share, rows, numpy_backend()))
+            for rows, cost in by.items()
+        }
+        for share, by in times.steps.items()
+    }
+    return made(work, replace(times, steps=steps), network(2, 2))
+
+
 def layouts(one: Pricer) -> list[Candidate]:
     layers = len(next(iter(one.profile.layers.values())))
-    found, _ = candidates(one.network.ranks, 16, list(one.profile.steps), layers, one.network.on_one_node, True, False)
+    found, _ = candidates(
+        one.network.ranks,
+        one.workload.batch_size,
+        list(one.profile.steps),
+        layers,
+        one.network.on_one_node,
+        True,
+        False,
+    )
     return found
 
 
@@ -215,6 +238,41 @@ def test_what_does_not_fit_falls_out() -> None:
     assert found.refused[f"more than {limit - 1} bytes on a rank, of those that might be as quick"] > 0
     with pytest.raises(LayoutError, match="no layout of 4 ranks fits 10 bytes on each; .* would with"):
         plan(one, 10)
+
+
+@pytest.mark.parametrize("pp", [1, 2])
+def test_what_does_not_fit_may_compute_activations_again(pp: int) -> None:
+    """Each layout that computes nothing again comes with the budget that memory leaves it, if it would not fit."""
+    one, batch_size = small(), 4
+    plain = layouts(one)
+    limit = min(one.bytes(each) for each in plain if each.pp == pp and not each.zero) - 1
+    expected = []
+    for each in plain:
+        room = limit - one.least_bytes(each)
+        if one.bytes(each) <= limit:
+            expected.append(each)
+        elif room > 0 and each.recompute == "never" and each.schedule in ("1f1b", "interleaved"):
+            budgeted = replace(each, activation_memory=room)
+            if one.bytes(budgeted) <= limit:
+                expected.append(budgeted)
+                assert one.price(budgeted).seconds > one.price(each).seconds
+                assert max(one.shapes.activations(budgeted, each.rows(batch_size))) <= room
+    expected.sort(key=lambda each: (one.price(each).seconds, one.price(each).bytes, each))
+    found = [each.candidate for each in plan(one, limit, kept=20).best]
+    assert found == expected[:20]
+    assert any(each.activation_memory for each in found if each.pp == pp)
+
+
+def test_the_memory_that_is_said_to_be_enough_is_enough() -> None:
+    one = small()
+    with pytest.raises(LayoutError) as told:
+        plan(one, 10)
+    words = re.search(r"each; (.*) would with (\d+):", str(told.value))
+    assert words is not None
+    (only,) = plan(one, int(words[2])).best
+    assert str(only.candidate) == words[1]
+    assert only.price.bytes == int(words[2])
+    assert only.candidate.activation_memory
 
 
 def test_ranks_that_can_have_no_layout_are_told_why() -> None:
