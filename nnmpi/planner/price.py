@@ -32,7 +32,6 @@ from nnmpi.schedule.lower import add_transfers
 from nnmpi.schedule.simulate import InstructionCosts, simulate_schedule
 
 NUMBERS_BYTES = 40  # loss, right answers, targets and hashes, which all ranks add up in a step
-END_S = 50e-6  # what a pipeline's message takes of the processor at each end: 2 ranks here, see benchmarks/plan
 
 
 @dataclass(frozen=True)
@@ -254,8 +253,9 @@ class Pricer:
         if one.activation_memory:  # nothing is replayed
             backward = [slower * b for b in backward]
             backward = [b + part * (f + b) for b, f, part in zip(backward, forward, again, strict=True)]
+        end_s = self.profile.end_s(rows)
         # Each of these receives from the one before and sends to the next one, but for the ends of the pipeline.
-        ends = [factor * END_S * ((i > 0) + (i + 1 < len(stages))) for i in range(len(stages))]
+        ends = [factor * end_s * ((i > 0) + (i + 1 < len(stages))) for i in range(len(stages))]
         forward = [f + said / 3 + end_s for f, end_s in zip(forward, ends, strict=True)]
         saids = [said * (2 / 3 + part) for part in again]  # what is computed again is said again
         backward = [b + said_s + end_s for b, said_s, end_s in zip(backward, saids, ends, strict=True)]
@@ -336,6 +336,7 @@ class Pricer:
         if one.pp > 1:
             part, ranks = self.shapes.part(one.tp, one.pp, one.virtual_stages), self._line(one)
             found += network.exchange("all-reduce", NATIVE, (ranks[0], ranks[-1]), part.tied_bytes)
+            found += self.profile.around_s * self.crowding
         if one.replicas > 1:
             found += self._sums(one, mesh)
         return found

@@ -17,13 +17,14 @@ import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from functools import partial
 from itertools import accumulate, chain, product
 from math import inf
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -41,7 +42,7 @@ from nnmpi.compose.options import GradientExchange, Numerics
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Samples
 from nnmpi.data.loader import Batch, Cut, Loader
-from nnmpi.errors import NnmpiError
+from nnmpi.errors import LayoutError, NnmpiError, UsageError
 from nnmpi.memory.ledger import ACTIVATIONS
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
@@ -55,7 +56,7 @@ from nnmpi.schedule.partition import partition
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.timeline import Timeline, recording
 
-FORMAT = 11
+FORMAT = 12
 MOST_SHARES = 8  # ranks of one replica's layers and positions that are measured; more are not looked at
 PARTS_PER_RANK = 8  # the smallest part of a batch that is measured is that of so many microbatches for each rank
 LONGEST_S = 0.5  # a step that would take longer is not measured, but told from those of fewer rows
@@ -64,6 +65,8 @@ QUARTILE = 0.25  # what other programs disturb is above it
 ROUNDS = 3  # some time apart: what disturbs a machine for a second does not decide
 TIMES = ("seconds", "update_s", "unrecorded_s")  # of a `StepCost`
 STAGE_MICROBATCHES, STAGE_STEPS = 4, (1, 12)  # of a pipeline: in each pass; the fewest and the most passes
+END_S = 25e-6  # what a pipeline's message takes of the processor at each end, where one rank cannot measure it
+AROUND_MICROBATCHES, AROUND_STEPS = 8, 20
 CROWD_S = 0.1  # how long all compute to see whether they have a core each
 CROWDED = 1.3  # more turns than that: they have not
 SMALL, LARGE = 0, -1  # which of the row counts replicas that are shared out are measured for
@@ -141,6 +144,8 @@ class Profile:
         contention: how many times as long a rank computes while all others compute, too, as while they wait.
         crowding: how many times as long as a processor works for it a rank takes, while all compute: more than 1 where
             ranks are more than the cores. It is in none of the seconds above.
+        ends_s: by the rows of a microbatch, what a pipeline's message takes of the processor at each end.
+        around_s: what a step of a pipeline takes besides its pass and the update.
         raced: by the words of a layout, the seconds of a step as it ran, of those that have raced.
     """
 
@@ -150,6 +155,8 @@ class Profile:
     zero_s: Mapping[int, float] = field(default_factory=dict)
     contention: float = 1.0
     crowding: float = 1.0
+    ends_s: Mapping[int, float] = field(default_factory=lambda: {1: END_S})
+    around_s: float = 0.0
     raced: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, share: Share, rows: int, recorded: bool = True) -> float:
@@ -168,6 +175,10 @@ class Profile:
         near = min(known, key=lambda each: abs(each - rows))
         return tuple((what, round(size * rows / near), count) for what, size, count in known[near].exchanges)
 
+    def end_s(self, rows: int) -> float:
+        """Return what a message of a microbatch of so many rows takes of the processor at each end."""
+        return between(self.ends_s, rows) if len(self.ends_s) > 1 else next(iter(self.ends_s.values()))
+
     def layer(self, number: int, rows: int, field: str) -> float:
         """Return what a layer takes, by the name of one of the fields of `LayerProfile`."""
         return between({r: getattr(costs[number], field) for r, costs in self.layers.items()}, rows)
@@ -180,6 +191,8 @@ class Profile:
             "steps": [[*share, rows, asdict(one)] for share, by in self.steps.items() for rows, one in by.items()],
             "contention": self.contention,
             "crowding": self.crowding,
+            "ends_s": [[rows, seconds] for rows, seconds in self.ends_s.items()],
+            "around_s": self.around_s,
             "zero_s": [[stage, seconds] for stage, seconds in self.zero_s.items()],
             "layers": [[rows, [asdict(layer) for layer in layers]] for rows, layers in self.layers.items()],
             "raced": dict(self.raced),
@@ -203,8 +216,9 @@ class Profile:
             raise ValueError("it has no times of a whole step, or none of layers")
         zero_s = {int(stage): float(seconds) for stage, seconds in value["zero_s"]}
         raced = {str(words): float(seconds) for words, seconds in value["raced"].items()}
-        crowd = float(value["contention"]), float(value["crowding"])
-        return cls(dict(value["facts"]), steps, layers, zero_s, *crowd, raced)
+        ends_s = {int(rows): float(seconds) for rows, seconds in value["ends_s"]}
+        crowd, around_s = (float(value["contention"]), float(value["crowding"])), float(value["around_s"])
+        return cls(dict(value["facts"]), steps, layers, zero_s, *crowd, ends_s, around_s, raced)
 
 
 def between(known: Mapping[int, float], at: int) -> float:
@@ -283,7 +297,17 @@ def measure(
 
     contention = _measure_contention(group, step_alone, rounds)
     alone.free()
-    own = Profile(dict(workload.key or {}), steps, layers, zero_s, contention, crowding).to_json()
+    around: dict[int, tuple[float, float]] = {}
+    for _, rows in product(range(rounds), sorted({measured[SMALL], middle})):
+        group.barrier()
+        with timed():
+            ends = _measure_around(group, workload, rows, backend)
+        if ends is not None:
+            least = around.get(rows, ends)
+            around[rows] = min(ends[0], least[0]), min(ends[1], least[1])
+    ends_s = {rows: end_s for rows, (end_s, _) in around.items()} or {1: END_S}
+    around_s = min((step_s for _, step_s in around.values()), default=0.0)
+    own = Profile(dict(workload.key or {}), steps, layers, zero_s, contention, crowding, ends_s, around_s).to_json()
     return _slowest([Profile.from_json(each) for each in group.gather(own)])
 
 
@@ -404,6 +428,43 @@ def _measure_stages(
             samples.setdefault((one.kind, one.stage), []).append(seconds)
         found |= {place: float(np.quantile(times, QUARTILE)) for place, times in samples.items()}
     return found
+
+
+def _measure_around(group: Group, workload: Workload, rows: int, backend: Backend) -> tuple[float, float] | None:
+    """Return what pipelines take besides computing and waiting: at each end of a message, and around a pass.
+
+    Pairs of ranks run pipelines of two stages; of an odd number the last one looks on. None where they cannot.
+    Collective.
+
+    Args:
+        group: all ranks.
+        workload: the model and the data.
+        rows: of a microbatch.
+        backend: where this rank computes.
+    """
+    pair = group.split(group.rank // 2)
+    found: list[tuple[float, float]] = []
+    worker: Worker | None = None
+    if pair.size == 2:
+        with suppress(LayoutError, UsageError):  # this model cannot be cut, as both find
+            worker = ready_worker(workload, pair, Layout(1, 2, 1, "1f1b"), rows, backend)
+    if worker is not None:
+        batch, ends, steps = repeated_batch(workload, rows, AROUND_MICROBATCHES), list[float](), list[float]()
+        for _ in range(3 + AROUND_STEPS):
+            pair.barrier()
+            begin = clock.now()
+            passed = worker.step(batch).passed
+            assert passed is not None
+            steps.append(clock.now() - begin - passed.total_s)
+            ends.append((passed.total_s - passed.compute_s - passed.wait_s) / (2 * AROUND_MICROBATCHES))
+        update_s = _usual_s(pair, worker.optimizer.step)
+        worker.release()
+        end_s, step_s = (float(np.quantile(each[3:], QUARTILE)) for each in (ends, steps))
+        # After the pass the first rank to come waits for the other.
+        found.append((max(0.0, end_s), max(0.0, min(pair.gather(step_s - update_s)))))
+    pair.free()
+    everyones = [each for theirs in group.gather(found) for each in theirs]
+    return None if not everyones else (median(e for e, _ in everyones), median(a for _, a in everyones))
 
 
 def _measure_share(workload: Workload, share: Share, rows: int, backend: Backend) -> StepCost | None:

@@ -1,6 +1,7 @@
 """What is measured of a model's layers is what a pipeline's stages take, by times that are slept."""
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,8 +11,10 @@ import pytest
 from benchmarks.plan.paced import paired
 from nnmpi import clock, nn
 from nnmpi.backend.backend import numpy_backend
+from nnmpi.comm.point_to_point import Messages
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.data.dataset import Dataset
+from nnmpi.data.loader import Batch
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim.sgd import SGD
@@ -21,7 +24,7 @@ from nnmpi.planner.profile import Profile, Workload
 from nnmpi.schedule.instruction import Kind
 from nnmpi.tensor.tensor import Tensor
 
-LAYER_S, LOSS_S = 0.02, 0.2
+LAYER_S, LOSS_S, END_S = 0.02, 0.2, 0.003
 
 
 class Slow(nn.Linear):
@@ -59,6 +62,53 @@ def test_layers_share_what_their_stage_took() -> None:
     assert (second.forward_s, second.backward_s, second.input_s, second.weights_s) == (6.0, 2.5, 3.0, 1.5)
     assert first.value_bytes == 8
     assert list(profile._as_stage(layers, {}, 0)) == layers  # what was not measured stays
+
+
+def test_what_pipelines_take_besides_computing_is_measured_by_pairs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By seconds that are slept: those of layers and updates are not in it. Of 3 ranks one looks on."""
+    samples = Dataset("made up", np.ones((4, 3), np.float32), np.zeros(4, np.int64), 3)
+    send, ready, late_s = Messages.send, profile.ready_worker, 0.5
+
+    def slow_send(self: Messages, *args: Any) -> Any:
+        clock.sleep(2 * END_S)
+        return send(self, *args)
+
+    def late(*args: Any) -> Any:
+        worker = ready(*args)
+        step, update = worker.step, worker.optimizer.step
+
+        def slow_step(batch: Batch) -> Any:
+            found = step(batch)
+            clock.sleep(late_s)
+            return found
+
+        def slow_update(*args: Any) -> Any:
+            clock.sleep(LOSS_S)
+            return update(*args)
+
+        worker.step, worker.optimizer.step = slow_step, slow_update
+        return worker
+
+    monkeypatch.setattr(Messages, "send", slow_send)
+    monkeypatch.setattr(profile, "ready_worker", late)
+
+    def measured(layers: int) -> list[Any]:
+        def build() -> Module:
+            return nn.Sequential(*(Slow(3, 3) for _ in range(layers)))
+
+        work = Workload(build, lambda s: SGD(s, 0.1), lambda where: {"loss": slow_loss}, samples, 4, 0)
+        run = partial(profile._measure_around, workload=work, rows=2, backend=numpy_backend())
+        return simulate(run, 3, cpu_factor=0.0)
+
+    assert measured(layers=1) == [None] * 3  # there is nothing to cut
+    found = measured(layers=4)
+    assert found == [found[0]] * 3
+    assert found[0] == pytest.approx((END_S, late_s), rel=1e-6)
+
+
+def test_ends_of_messages_are_told_for_any_number_of_rows() -> None:
+    assert Profile({}, {}, {}, ends_s={8: 1.0, 16: 2.0}).end_s(12) == 1.5
+    assert Profile({}, {}, {}, ends_s={8: 1.0}).end_s(64) == 1.0
 
 
 @pytest.mark.host_only("the time of processors")
