@@ -2,12 +2,12 @@
 
 Serial are those on simulated ranks, too (see `simulated`). Plainly: every kind of test, without those that are marked
 slow; the MPI tests of messages and collectives on 2, 3 and 4 ranks, all others on one of these, dealt out by name; each
-simulated test on one of 12 numbers of ranks. --all: the slow ones, too, the MPI tests of messages and
-collectives on 1, 2, 3, 4, 6 and 8 ranks, all others on one of these but 1. Several runs at once. Arguments that are not
-listed here are pytest's (paths, -k, -x): with them, one run comes after the other and prints as it goes, and nothing is
-left out. Where several runs took the cores from one another, or with --again, tests that failed are run once more by
-themselves if they are few: what passes then is named as unsteady, and is no failure. scripts/test --gpu installs CuPy
-and CUDA's compiler first; without them the tests that need one are skipped.
+simulated test on one of 12 numbers of ranks. --all: the slow ones, too, the MPI tests of messages and collectives on 1,
+2, 3, 4, 6 and 8 ranks, all others on one of these but 1. --rest: what --all runs and a plain run does not. Several runs
+at once. Arguments that are not listed here are pytest's (paths, -k, -x): with them, one run comes after the other and
+prints as it goes, and nothing is left out. Where several runs took the cores from one another, or with --again, tests
+that failed are run once more by themselves if they are few: what passes then is named as unsteady, and is no failure.
+scripts/test --gpu installs CuPy and CUDA's compiler first; without them the tests that need one are skipped.
 """
 
 import argparse
@@ -22,7 +22,6 @@ from tests.harness.lanes import run_side_by_side
 from tests.harness.records import FAILED, LEFT_OUT, PASSED, SKIPPED
 from tests.harness.suite import Result, run_again, run_suite
 
-QUICK_RANKS = [2, 3, 4]
 ALL_RANKS = [1, 2, 3, 4, 6, 8]
 MOST_AGAIN = 10  # where more failed, something is broken
 
@@ -33,14 +32,15 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell ignores it in what it starts in the background
     options, arguments = _parser().parse_known_args()
     begin = time.monotonic()
-    quick = not options.all and not arguments
-    ranks = options.ranks if options.ranks is not None else ALL_RANKS if options.all else QUICK_RANKS
+    everything = options.all or options.rest
+    quick = not everything and not arguments
+    ranks = options.ranks if options.ranks is not None else ALL_RANKS if everything else left_out.QUICK_RANKS
     sizes = ([] if options.no_serial else [0]) + ranks
     lanes = options.jobs or (1 if arguments or options.no_serial else max(2, _cores()))
     results = []
 
     def words(size: int) -> list[str]:
-        return arguments or left_out.options(size, ranks, options.all)
+        return arguments or left_out.options(size, ranks, everything, options.rest)
 
     if lanes > 1:
         _say(f"{lanes} runs at once; each prints when it has ended (--jobs 1: one after the other)\n")
@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--all", action="store_true", help="slow tests, too, and the MPI tests on 1, 2, 3, 4, 6 and 8 ranks")
+    add("--rest", action="store_true", help="what --all runs and a plain run does not")
     add(
         "--ranks",
         type=left_out.read_ranks,

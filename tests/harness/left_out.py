@@ -1,4 +1,4 @@
-"""What a plain `scripts/test` leaves out, and `scripts/test --all` on many ranks.
+"""What a plain `scripts/test` leaves out, `scripts/test --all` on many ranks, and --rest, which runs what is left.
 
 Slow tests are left out where a quicker one of the kind runs. Most MPI tests are dealt out, all but those of messages
 themselves: each runs on one of 2, 3 and 4 ranks, told by its name, or with --all on one of 2, 3, 4, 6 and 8. For
@@ -14,6 +14,7 @@ from zlib import crc32
 if TYPE_CHECKING:
     import pytest
 
+QUICK_RANKS = [2, 3, 4]  # of a plain run
 FEW = 4  # with --all, on so many ranks slow tests run, too
 ALONE = 1  # a number of ranks on which nothing is dealt
 DEALT = ("parallel/", "compose/", "equivalence/", "memory/", "device/", "train/", "verify/", "benchmarks/")
@@ -26,18 +27,20 @@ def read_ranks(text: str) -> list[int]:
     return [int(word) for word in text.replace(",", " ").split()]
 
 
-def options(ranks: int, among: Sequence[int], everything: bool) -> list[str]:
+def options(ranks: int, among: Sequence[int], everything: bool, rest: bool = False) -> list[str]:
     """Return the options for pytest that leave out what a run is to leave out.
 
     Args:
         ranks: how many the run has; 0 for the serial tests.
         among: all numbers of ranks that there are runs on.
         everything: whether on few ranks slow tests are to run.
+        rest: whether what a plain run does is to be left out of that.
     """
+    but = ["--but-plain"] * rest
     if ranks == 0:
-        return ["--sizes", "1"] if everything else ["--quick"]
+        return ["--sizes", "1", *but] if everything else ["--quick"]
     shared = [each for each in among if each > ALONE or not everything]
-    return [*([] if everything and ranks <= FEW else ["--quick"]), "--deal", ",".join(map(str, shared))]
+    return [*([] if everything and ranks <= FEW else ["--quick"]), "--deal", ",".join(map(str, shared)), *but]
 
 
 def is_dealt(test: pytest.Item) -> bool:
@@ -48,6 +51,13 @@ def is_dealt(test: pytest.Item) -> bool:
 def is_contract(test: pytest.Item) -> bool:
     """Return whether a test is of the contract of layouts itself."""
     return test.nodeid.removeprefix("tests/").startswith(EVERYWHERE)
+
+
+def is_plain(test: pytest.Item, ranks: int) -> bool:
+    """Return whether a plain `scripts/test` runs a test on so many ranks, 0 for the serial tests but simulated ones."""
+    if ranks == 0:
+        return not any(test.get_closest_marker(mark) for mark in ("slow", "simulated", "both_worlds"))
+    return ranks in QUICK_RANKS and not reason(test, ranks, True, QUICK_RANKS)
 
 
 def reason(test: pytest.Item, ranks: int, quick: bool, among: Sequence[int]) -> str:

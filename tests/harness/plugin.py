@@ -46,10 +46,11 @@ def start_quietly() -> Any:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add --quick and --deal."""
+    """Add --quick, --deal and --but-plain."""
     parser.addoption("--quick", action="store_true", help="leave out the tests that are marked slow")
     words = "numbers of ranks over which MPI tests are dealt out, all but those of messages themselves"
     parser.addoption("--deal", type=left_out.read_ranks, default=[], help=words)
+    parser.addoption("--but-plain", action="store_true", help="leave out what a plain scripts/test runs")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -139,6 +140,8 @@ class Recorder:
         kept, others = [], []
         for item in items:
             reason = left_out.reason(item, ranks, config.option.quick, config.option.deal)
+            if config.option.but_plain and left_out.is_plain(item, 0 if launch is None else ranks):
+                reason = "a plain scripts/test runs it"
             if reason:
                 self._writer.write(item.nodeid, records.LEFT_OUT, reason)
             (kept if not reason and self._is_wanted(item.nodeid) else others).append(item)

@@ -115,7 +115,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item, world in worlds:
         once = config.option.quick or left_out.is_dealt(item)
         name, count = _name(item, world), _dealt_to(config) * (1 if once else 2)
-        if name not in sizes or world.ranks not in _spread(sizes[name], count, crc32(name.encode())):
+        spread = _spread(sizes.get(name, []), count, crc32(name.encode()))
+        if config.option.but_plain and item.get_closest_marker("slow") is None:
+            spread = spread[1:]  # the first is the plain run's
+        if world.ranks not in spread:
             others.add(item)
     if others:
         config.hook.pytest_deselected(items=list(others))
@@ -150,7 +153,7 @@ def _dealt_to(config: pytest.Config) -> int:
 
 def _spread(sizes: list[int], count: int, first: int) -> list[int]:
     """Return so many of the sizes, from small to large ones, beginning somewhere."""
-    return [sizes[(first + number * len(sizes) // count) % len(sizes)] for number in range(count)]
+    return [sizes[(first + number * len(sizes) // count) % len(sizes)] for number in range(count if sizes else 0)]
 
 
 @pytest.hookimpl(tryfirst=True)
