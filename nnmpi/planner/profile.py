@@ -56,7 +56,7 @@ from nnmpi.schedule.partition import partition
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.timeline import Timeline, recording
 
-FORMAT = 12
+FORMAT = 13
 MOST_SHARES = 8  # ranks of one replica's layers and positions that are measured; more are not looked at
 PARTS_PER_RANK = 8  # the smallest part of a batch that is measured is that of so many microbatches for each rank
 LONGEST_S = 0.5  # a step that would take longer is not measured, but told from those of fewer rows
@@ -69,7 +69,7 @@ END_S = 25e-6  # what a pipeline's message takes of the processor at each end, w
 AROUND_MICROBATCHES, AROUND_STEPS = 8, 20
 CROWD_S = 0.1  # how long all compute to see whether they have a core each
 CROWDED = 1.3  # more turns than that: they have not
-SMALL, LARGE = 0, -1  # which of the row counts replicas that are shared out are measured for
+SHARED_S = 0.05  # replicas that are shared out are measured for the fewest rows, and the most that take up to this
 
 Share = tuple[int, int]
 """(tp, sp): how many ranks share the layers, and the positions."""
@@ -278,11 +278,13 @@ def measure(
         group.barrier()
         layers[rows] = _in_stages(workload, alone_layers, rows, backend)
     measured = sorted(steps[1, 1])
-    middle = measured[len(measured) // 2]
+    fewest, middle = measured[0], measured[len(measured) // 2]
     with timed():
         zero_s = _measure_zero(alone, workload, middle, backend, rounds) if ranks > 1 else {}
+    whole_s = group.max_floats([steps[1, 1][rows].seconds for rows in measured])
+    most = max((rows for rows, seconds in zip(measured, whole_s, strict=True) if seconds <= SHARED_S), default=fewest)
     for _, share in product(range(rounds), shares):
-        for rows in sorted({measured[SMALL], measured[LARGE]}):
+        for rows in sorted({fewest, most}):
             group.barrier()
             shared = _measure_share(workload, share, rows, backend)
             if shared is None:
@@ -298,7 +300,7 @@ def measure(
     contention = _measure_contention(group, step_alone, rounds)
     alone.free()
     around: dict[int, tuple[float, float]] = {}
-    for _, rows in product(range(rounds), sorted({measured[SMALL], middle})):
+    for _, rows in product(range(rounds), sorted({fewest, middle})):
         group.barrier()
         with timed():
             ends = _measure_around(group, workload, rows, backend)
