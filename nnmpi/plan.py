@@ -201,7 +201,7 @@ def _plan(
 
     def look() -> list[Any]:
         pricer = Pricer(workload, profile, network, ModelShapes(workload, profile, backend))
-        found = plan(pricer, machine.memory_bytes, max(machine.kept, machine.race))
+        found = plan(pricer, machine.memory_bytes, max(machine.kept, machine.race), say=say)
         lines = [
             *_header(asked, ranks, network, profile.seconds((1, 1), workload.batch_size), pricer.crowding),
             *describe(found),

@@ -25,6 +25,7 @@ from nnmpi.planner.space import Candidate, Refusals, candidates
 KEPT = 10
 BUDGETED = ("1f1b", "interleaved")  # GPipe holds more in the same time, zero bubble's halves are not apart with budgets
 LOOKED_AT = 10  # layouts, when none fits
+SAYS_S = 10.0  # after so long a search says how far it is
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,7 @@ def plan(
     limit_bytes: int | None = None,
     kept: int = KEPT,
     kind: Callable[[Candidate], Hashable] = lambda one: one,
+    say: Callable[[str], None] = lambda _: None,
 ) -> LayoutSearch:
     """Return the best layouts of a workload on the ranks of a machine.
 
@@ -120,6 +122,7 @@ def plan(
         limit_bytes: what a rank may have of everything; None for any.
         kept: how many are wanted.
         kind: see `search`.
+        say: called with a sentence now and then while it takes its time: bytes are measured where memory is tight.
 
     Raises:
         LayoutError: when there is no layout, or none fits the memory; it says what comes nearest.
@@ -139,10 +142,15 @@ def plan(
     if not found:
         reasons = "; ".join(f"{count} fall out: {reason}" for reason, count in refused.most_common())
         raise LayoutError(f"{network.ranks} ranks can have no layout of this model ({reasons}); give other ranks")
-    left_out = 0
+    left_out = asked = 0
+    next_s = begin + SAYS_S
 
     def fits(one: Candidate) -> bool:
-        nonlocal left_out
+        nonlocal left_out, asked, next_s
+        asked += 1
+        if limit_bytes is not None and clock.now() > next_s:
+            next_s = clock.now() + SAYS_S
+            say(f"looking for layouts that fit {limit_bytes} bytes: {asked} looked at, {left_out} need more")
         room = limit_bytes is None or (pricer.least_bytes(one) <= limit_bytes and pricer.bytes(one) <= limit_bytes)
         left_out += not room and not one.activation_memory
         return room

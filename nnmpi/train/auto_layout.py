@@ -233,8 +233,11 @@ def _choose(
 
     def look() -> list[Any]:
         pricer = Pricer(workload, profile, network, ModelShapes(workload, profile, backend))
-        how = (KINDS, kind_of) if wanted is None else (max(wanted, 1),)
-        found = plan(pricer, config.parallel.memory_limit_bytes, *how)
+        limit = config.parallel.memory_limit_bytes
+        if wanted is None:
+            found = plan(pricer, limit, KINDS, kind_of, say=say)
+        else:
+            found = plan(pricer, limit, max(wanted, 1), say=say)
         first = [[vars(one.candidate), report.options(one), one.price.seconds] for one in found.best]
         return [first, found.looked_at, found.priced]
 

@@ -240,6 +240,18 @@ def test_what_does_not_fit_falls_out() -> None:
         plan(one, 10)
 
 
+def test_a_long_search_for_what_fits_says_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    one, said = pricer(4, 2), list[str]()
+    monkeypatch.setattr("nnmpi.planner.search.SAYS_S", 0.0)
+    limit = plan(one, say=said.append).best[0].price.bytes - 1
+    assert not said  # nothing is left out
+    left_out = plan(one, limit, say=said.append).refused[
+        f"more than {limit} bytes on a rank, of those that might be as quick"
+    ]
+    assert said[0] == f"looking for layouts that fit {limit} bytes: 1 looked at, 0 need more"
+    assert 0 < int(said[-1].split()[-3]) <= left_out
+
+
 @pytest.mark.parametrize("pp", [1, 2])
 def test_what_does_not_fit_may_compute_activations_again(pp: int) -> None:
     """Each layout that computes nothing again comes with the budget that memory leaves it, if it would not fit."""
