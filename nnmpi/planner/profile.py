@@ -16,7 +16,7 @@ import json
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
@@ -63,13 +63,14 @@ LONGEST_S = 0.5  # a step that would take longer is not measured, but told from 
 MEASURE_S, LEAST_STEPS, MOST_STEPS = 0.15, 3, 30
 QUARTILE = 0.25  # what other programs disturb is above it
 ROUNDS = 3  # some time apart: what disturbs a machine for a second does not decide
+PATIENCE_S = 15.0  # what took so long is not measured again, and not for other rows
 TIMES = ("seconds", "update_s", "unrecorded_s")  # of a `StepCost`
 STAGE_MICROBATCHES, STAGE_STEPS = 4, (1, 12)  # of a pipeline: in each pass; the fewest and the most passes
 END_S = 25e-6  # what a pipeline's message takes of the processor at each end, where one rank cannot measure it
 AROUND_MICROBATCHES, AROUND_STEPS = 8, 20
 CROWD_S = 0.1  # how long all compute to see whether they have a core each
 CROWDED = 1.3  # more turns than that: they have not
-SHARED_S = 0.05  # replicas that are shared out are measured for the fewest rows, and the most that take up to this
+SHARED_S = 0.05  # on simulated ranks replicas are measured for the fewest rows, and the most that take up to this
 
 Share = tuple[int, int]
 """(tp, sp): how many ranks share the layers, and the positions."""
@@ -260,38 +261,45 @@ def measure(
     layers: dict[int, tuple[LayerProfile, ...]] = {}
     crowding = 1.0 if backend.is_device else _measure_crowding(group)
     timed = partial(clock.using, clock.ProcessorTime()) if crowding > 1 else nullcontext
-    for number, rows in product(range(rounds), counts):
-        if number == 0 and group.max_floats([_expected(steps[1, 1], rows)])[0] > LONGEST_S:
-            continue
-        if number and rows not in layers:
-            continue
-        group.barrier()
-        with timed():
-            one = _measure_step(alone, workload, (1, 1), rows, backend)
-        one = _least(one, steps[1, 1].get(rows, one))
-        steps[1, 1][rows] = one
-        group.barrier()
-        with timed():
-            found = _measure_layers(workload, rows, backend)
-        layers[rows] = tuple(map(_quicker, found, layers.get(rows, found)))
-    for rows, alone_layers in layers.items() if ranks > 1 else ():
-        group.barrier()
-        layers[rows] = _in_stages(workload, alone_layers, rows, backend)
-    measured = sorted(steps[1, 1])
-    fewest, middle = measured[0], measured[len(measured) // 2]
-    with timed():
-        zero_s = _measure_zero(alone, workload, middle, backend, rounds) if ranks > 1 else {}
-    whole_s = group.max_floats([steps[1, 1][rows].seconds for rows in measured])
-    most = max((rows for rows, seconds in zip(measured, whole_s, strict=True) if seconds <= SHARED_S), default=fewest)
-    for _, share in product(range(rounds), shares):
-        for rows in sorted({fewest, most}):
+    for number in _rounds(group, rounds):
+        for rows in counts:
+            if number == 0 and group.max_floats([_expected(steps[1, 1], rows)])[0] > LONGEST_S:
+                continue
+            if number and rows not in layers:
+                continue
             group.barrier()
-            shared = _measure_share(workload, share, rows, backend)
-            if shared is None:
-                steps.pop(share, None)
-                break
-            by_rows = steps.setdefault(share, {})
-            by_rows[rows] = _least(shared, by_rows.get(rows, shared))
+            with timed():
+                one = _measure_step(alone, workload, (1, 1), rows, backend)
+            one = _least(one, steps[1, 1].get(rows, one))
+            steps[1, 1][rows] = one
+            group.barrier()
+            with timed():
+                found = _measure_layers(workload, rows, backend)
+            layers[rows] = tuple(map(_quicker, found, layers.get(rows, found)))
+    measured = sorted(steps[1, 1])
+    whole_s = group.max_floats([steps[1, 1][rows].seconds for rows in measured])
+    fewest, middle = measured[0], measured[len(measured) // 2]
+    most = max((rows for rows, seconds in zip(measured, whole_s, strict=True) if seconds <= SHARED_S), default=fewest)
+    if ranks > 1:
+        order = sorted(measured, key=lambda rows: (rows not in (fewest, most), rows))
+        for number in _rounds(group, len(order), always=2):
+            group.barrier()
+            layers[order[number]] = _in_stages(workload, layers[order[number]], order[number], backend)
+        layers = {rows: layers[rows] for rows in sorted(order[: number + 1])}
+    zero_s = {}
+    if ranks > 1:
+        with timed():
+            zero_s = _measure_zero(group, alone, workload, middle, backend, rounds)
+    for _ in _rounds(group, rounds):
+        for share in shares:
+            for rows in sorted({fewest, most}):
+                group.barrier()
+                shared = _measure_share(workload, share, rows, backend)
+                if shared is None:
+                    steps.pop(share, None)
+                    break
+                by_rows = steps.setdefault(share, {})
+                by_rows[rows] = _least(shared, by_rows.get(rows, shared))
 
     def step_alone() -> float:
         with timed():
@@ -300,17 +308,27 @@ def measure(
     contention = _measure_contention(group, step_alone, rounds)
     alone.free()
     around: dict[int, tuple[float, float]] = {}
-    for _, rows in product(range(rounds), sorted({fewest, middle})):
-        group.barrier()
-        with timed():
-            ends = _measure_around(group, workload, rows, backend)
-        if ends is not None:
-            least = around.get(rows, ends)
-            around[rows] = min(ends[0], least[0]), min(ends[1], least[1])
+    for _ in _rounds(group, rounds):
+        for rows in sorted({fewest, middle}):
+            group.barrier()
+            with timed():
+                ends = _measure_around(group, workload, rows, backend)
+            if ends is not None:
+                least = around.get(rows, ends)
+                around[rows] = min(ends[0], least[0]), min(ends[1], least[1])
     ends_s = {rows: end_s for rows, (end_s, _) in around.items()} or {1: END_S}
     around_s = min((step_s for _, step_s in around.values()), default=0.0)
     own = Profile(dict(workload.key or {}), steps, layers, zero_s, contention, crowding, ends_s, around_s).to_json()
     return _slowest([Profile.from_json(each) for each in group.gather(own)])
+
+
+def _rounds(group: Group, most: int, always: int = 1) -> Iterator[int]:
+    """Yield the numbers of rounds: so many always, and others while they do not take too long together. Collective."""
+    begin = clock.now()
+    for number in range(most):
+        if number >= always and group.max_floats([clock.now() - begin])[0] > PATIENCE_S:
+            return
+        yield number
 
 
 def _least(one: StepCost, other: StepCost) -> StepCost:
@@ -483,10 +501,11 @@ def _measure_share(workload: Workload, share: Share, rows: int, backend: Backend
 def _measure_contention(group: Group, step: Callable[[], float], rounds: int) -> float:
     """Return how many times as long a step takes while the other ranks do it, too, on rank 0. Collective."""
     seconds = []
-    for together in (True, False) * rounds:
-        group.barrier()
-        seconds.append(step() if together or group.is_root else 0.0)
-        group.sum_floats([0.0], asleep=True)  # those who wait leave the processor to the others
+    for _ in _rounds(group, rounds):
+        for together in (True, False):
+            group.barrier()
+            seconds.append(step() if together or group.is_root else 0.0)
+            group.sum_floats([0.0], asleep=True)  # those who wait leave the processor to the others
     slow_s, quick_s = min(seconds[::2]), min(seconds[1::2])
     return float(group.share(max(1.0, slow_s / quick_s) if group.is_root and quick_s > 0 else 1.0))
 
@@ -504,12 +523,15 @@ def _measure_crowding(group: Group) -> float:
     return total / group.size if total > CROWDED * group.size else 1.0
 
 
-def _measure_zero(group: Group, workload: Workload, rows: int, backend: Backend, rounds: int) -> dict[int, float]:
+def _measure_zero(
+    group: Group, alone: Group, workload: Workload, rows: int, backend: Backend, rounds: int
+) -> dict[int, float]:
     """Return by stage what a step of one rank takes more than without ZeRO, by the least of several rounds."""
     least = dict.fromkeys((0, *STAGES), inf)
-    for _, zero in product(range(rounds), tuple(least)):
-        cost = _measure_step(group, workload, (1, 1), rows, backend, zero)
-        least[zero] = min(least[zero], cost.seconds + cost.update_s)
+    for _ in _rounds(group, rounds):
+        for zero in least:
+            cost = _measure_step(alone, workload, (1, 1), rows, backend, zero)
+            least[zero] = min(least[zero], cost.seconds + cost.update_s)
     return {stage: max(0.0, least[stage] - least[0]) for stage in STAGES}
 
 

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.plan.paced import paired
 from nnmpi import clock, nn
 from nnmpi.backend.backend import numpy_backend
+from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.data.dataset import Dataset
@@ -150,3 +151,40 @@ def spin(ended: threading.Event) -> None:
 def test_a_machine_that_changes_between_rounds_is_no_error() -> None:
     rounds = [{"step_s": 1.1 * speed, "took_s": speed} for speed in (1.0, 7.0, 3.0)]
     assert paired(rounds) == pytest.approx(0.1)
+
+
+def test_rounds_end_for_all_ranks_where_one_took_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profile, "PATIENCE_S", 10.0)
+
+    def count(group: Group) -> tuple[int, int]:
+        done = [0, 0]
+        for which, always in enumerate((1, 4)):
+            for _ in profile._rounds(group, 6, always):
+                clock.sleep(4.0 if group.rank == 1 else 0.1)
+                done[which] += 1
+        return done[0], done[1]
+
+    assert simulate(count, 3, cpu_factor=0.0) == [(3, 4)] * 3
+    assert simulate(count, 1, cpu_factor=0.0) == [(6, 6)]
+
+
+def test_a_slow_model_is_measured_for_few_rows_on_simulated_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The fewest rows, and the most that are not slow; what else pipelines' layers take is told from these."""
+    monkeypatch.setattr(profile, "MEASURE_S", 0.0)
+    monkeypatch.setattr(profile, "PATIENCE_S", 0.0)
+    samples = Dataset("made up", np.ones((16, 4), np.float32), np.zeros(16, np.int64), 4)
+
+    def build() -> Module:
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+        model.sharding = {"0": nn.Sharding.COLUMN, "2": nn.Sharding.ROW}
+        return model
+
+    work = Workload(build, lambda s: SGD(s, 0.1), lambda where: {}, samples, 16, 0)
+
+    def look(group: Group) -> Profile:
+        return profile.measure(work, group, 2, [(2, 1)], numpy_backend())
+
+    (found,) = simulate(look, 1)
+    assert sorted(found.steps[1, 1]) == [1, 2, 4, 8, 16]
+    assert sorted(found.layers) == sorted(found.steps[2, 1]) == [1, 16]
+    assert set(found.zero_s) == {1, 2, 3}
