@@ -180,6 +180,7 @@ class Stage:
         """Return the leaves' gradients."""
         ends, flight.ends = flight.ends, None
         assert ends is not None
+        _comes_each_time(flight.leaves)  # one that passes through the stage is an end, too
         deferred = Deferred() if halves and self.planned is None else None
         needing = [end for end in ends if end.requires_grad]
         if needing and self.planned is not None and self.head is None:
@@ -220,15 +221,20 @@ class Stage:
         return planned.run(*plain(self.begin(x)), lambda y: self.end(y, microbatch))
 
     def _run(self, microbatch: int, leaves: list[Tensor], single: bool) -> tuple[list[Tensor], bool]:
-        recorder = active()
-        if recorder is not None:
-            recorder.made.update(leaves)  # what comes in is as if computed here: other values each time
+        _comes_each_time(leaves)
         x, kept = unpack([self.begin(leaf) for leaf in leaves], single, self._names)
         x = run_layers(self.layers, self._joined, x, kept)
         if self.head is not None:
             return [self.end(x, microbatch)], True
         ends, single = pack(x, kept, self.number)
         return [self.end(each, microbatch) for each in ends], single
+
+
+def _comes_each_time(leaves: Sequence[Tensor]) -> None:
+    """Let a recording take what comes in as if it were computed here: with other values each time."""
+    recorder = active()
+    if recorder is not None:
+        recorder.made.update(leaves)
 
 
 def _without_values(end: Tensor) -> Tensor:
