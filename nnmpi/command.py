@@ -43,6 +43,7 @@ Switch: TypeAlias = Literal["auto", "on", "off"]  # what the program decides unl
 
 HELP_WIDTH = 80  # of help texts, in characters: under MPI no rank knows the width of the terminal
 MOST_SHOWN = 200  # characters of what was given, in a sentence about it
+NOT_WRITTEN = "what was to be printed could not be written"
 EXAMPLE = (" ", "python -m ", "mpirun ")  # how a line begins that is one
 HELP_INDENT = 26  # where the explanations begin
 
@@ -253,6 +254,12 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
             print(text, flush=True)
     except BrokenPipeError:  # the reader has gone, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except OSError as error:
+        if sys.stdout is None or error.filename is not None:
+            raise  # of something else
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"nnmpi: {NOT_WRITTEN}: {error.strerror}", file=sys.stderr)
+        return NnmpiError.exit_status
     except NnmpiError as error:
         if speaks:
             print(f"nnmpi: {printable(str(error))}", file=sys.stderr)

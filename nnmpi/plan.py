@@ -154,7 +154,11 @@ def parse(words: Sequence[str]) -> _Asked:
         not tokens or len(machine.shape or ()) == 1,
         f"--shape for --model {config.model.model} is one number, that of tokens, such as 64",
     )
-    return _Asked(machine, config, rest)
+    require(
+        not tokens or config.model.context in (None, (machine.shape or ())[0]),
+        f"--shape says {(machine.shape or (0,))[0]} tokens, and --context {config.model.context}; leave --context out",
+    )
+    return _Asked(machine, config, {**rest, "context": (machine.shape or ())[0]} if tokens else rest)
 
 
 def _plain(value: Any) -> Any:
@@ -173,11 +177,14 @@ def main(words: Sequence[str], group: Group) -> None:
     machine, config = asked.machine, asked.config
     if machine.table:
         console.say(*on_root(group, lambda: _table(machine.json)))
+        with agreed(group):
+            console.check()
         return
     ranks = group.size if machine.ranks is None else machine.ranks
     require(
         not machine.race or ranks == group.size,
-        f"--race runs layouts, and this job has {group.size} ranks, not {ranks}; start it with mpirun -n {ranks}",
+        f"--race runs layouts, and this job has {_count(group.size, 'rank')}, not {ranks}; "
+        f"start it with mpirun -n {ranks}",
     )
     local_rank = group.local_rank()
     backend = take_backend(config.run.backend, group, local_rank)
@@ -188,6 +195,8 @@ def main(words: Sequence[str], group: Group) -> None:
     config, computing = choose_computing(config, model, samples, backend, group)
     with computing.in_use():
         _plan(replace(asked, config=config), samples, ranks, group, backend, local_rank, console)
+    with agreed(group):
+        console.check()
 
 
 def _plan(
@@ -263,7 +272,7 @@ def _draw(shape: tuple[int, ...], classes: int, config: Config) -> Dataset:
 
 def _network(machine: PlanConfig, ranks: int, group: Group, say: Any) -> PlannedNetwork:
     """Return what messages cost. Collective."""
-    if machine.nodes == 1 and (ranks == 1 or (machine.network == "fit" and ranks == group.size > 1)):
+    if machine.nodes == 1 and machine.network == "fit" and ranks in (1, group.size):
         return replace(take_network(group, say), ranks=ranks)
     fit: Fit | None = find_fit(group) if group.size == ranks else None
     other = find_fit(group) if group.size > 1 else None

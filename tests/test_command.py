@@ -121,3 +121,11 @@ def test_nothing_that_steers_a_terminal_is_printed() -> None:
     assert printable("a\x1b[2Jb\rc\x07 \udcff") == "a\\x1b[2Jb\\rc\\x07 \\udcff"
     for fine in ("Größe: 3 × 4\n\t→ fine", "\u3000全角\xa0!", "👩\u200d👧 \u06cc\u200c\u06a9"):
         assert printable(fine) == fine
+
+
+def test_what_cannot_be_written_is_said_in_a_sentence() -> None:
+    command = [sys.executable, "-m", "nnmpi.schedule", "--schedule", "gpipe", "--stages", "2", "--microbatches", "2"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == "nnmpi: what was to be printed could not be written: No space left on device\n"

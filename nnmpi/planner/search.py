@@ -84,8 +84,6 @@ def search(
     worst_s = inf
 
     def look_at(one: Candidate) -> None:
-        nonlocal priced
-        priced += 1
         found = PlannedLayout(one, price(one))
         heappush(ahead, (found.price.seconds, next(numbers), one, found))
 
@@ -95,6 +93,7 @@ def search(
         if equals and seconds > equals[0].price.seconds:
             continue
         if found is None:
+            priced += 1
             look_at(one)
         elif fits(one):
             best.setdefault(kind(one), []).append(found)

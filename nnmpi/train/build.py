@@ -109,6 +109,8 @@ def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int
         model = call_custom(config.model, "--model", "(sample_shape, classes)", sample_shape, classes)
         if not isinstance(model, Module):
             raise UsageError(f"--model {config.model} gave a {type(model).__name__}; return a nnmpi.nn.Module")
+        if not list(model.parameters()):
+            raise UsageError(f"--model {config.model} gave a model without parameters; give it a layer that has some")
         return model
     if config.model == "mlp":
         return mlp(sample_shape, classes, config.hidden, config.activation, dropout_of(config))

@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nnmpi import clock
-from nnmpi.command import printable
+from nnmpi.command import NOT_WRITTEN, printable
 from nnmpi.compose.losses import perplexity, r2
 from nnmpi.compose.runner import EvalReport
 from nnmpi.compose.trainer import PARTS, SegmentReport, Totals
+from nnmpi.errors import NnmpiError
 from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
 from nnmpi.train.run_state import Extent, RunState
 
@@ -35,6 +36,7 @@ class Console:
         self._stream = sys.stdout if stream is None else stream
         self._quiet = quiet or self._stream is None  # Python has no standard output when it was closed before the start
         self._copy: TextIO | None = None
+        self._lost: OSError | None = None
 
     def silence(self) -> None:
         """Print nothing from now on; what is said goes into the copy alone."""
@@ -66,9 +68,20 @@ class Console:
             for line in lines:
                 print(printable(line).encode(encoding, "backslashreplace").decode(encoding), file=self._stream)
             self._stream.flush()
-        except (OSError, ValueError):  # no reader, a full disk; ValueError: the stream is closed
+        except (OSError, ValueError) as error:  # no reader, a full disk; ValueError: the stream is closed
+            if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+                self._lost = error
             self._quiet = True
             self._drop()
+
+    def check(self) -> None:
+        """Make sure that all was printed that somebody wants to read.
+
+        Raises:
+            NnmpiError: when something could not be written; a reader that went away is no error.
+        """
+        if self._lost is not None:
+            raise NnmpiError(f"{NOT_WRITTEN}: {self._lost.strerror}")
 
     def _drop(self) -> None:
         """Let what is still in the stream go nowhere: Python would try once more at the end, and fail."""

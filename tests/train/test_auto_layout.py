@@ -215,6 +215,7 @@ def test_an_old_profile_is_measured_again(tmp_path: Path) -> None:
         (["--dp", "2"], "--dp"),
         (["--shape", "8", "--race", "1"], "--race trains, for which it needs --dataset"),
         (["--shape", "8", "8", "--model", "gpt"], "--shape for --model gpt is one number"),
+        (["--shape", "8", "--context", "4", "--model", "gpt"], "--shape says 8 tokens, and --context 4; leave"),
     ],
 )
 def test_wrong_words_of_the_plan_are_refused(words: list[str], text: str) -> None:
@@ -227,6 +228,8 @@ def test_the_command_that_is_printed_is_one_for_a_shell() -> None:
     words = shlex.split(plan.train_command(parse_plan(given), 2, {"dp": 2}))
     assert " ".join(words[:6]) == "mpirun -n 2 python -m nnmpi.train"
     assert parse(words[6:]) == parse([*given, "--dp", "2"])
+    words = shlex.split(plan.train_command(parse_plan(["--shape", "8", "--model", "lstm"]), 2, {"dp": 2}))
+    assert parse([*words[6:-2], "--dataset", "text"]).model.context == 8
 
 
 @pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
@@ -255,5 +258,7 @@ def test_random_samples_have_classes_which_not_every_loss_takes(group: Group) ->
         plan.main(["--shape", "4", "--loss", "mse"], group)
     with pytest.raises(UsageError, match="32 samples of shape .* do not fit this memory"):
         plan.main(["--shape", str(10**6), str(10**8)], group)
+    with pytest.raises(UsageError, match="network 'none' is unknown"):
+        plan.main([*SMALL[:-3], "--network", "none", "--ranks", "1"], group)
     with pytest.raises(UsageError, match="cannot be as many on each of 7 nodes"):
         plan.main([*SMALL[:-3], "--nodes", "7", "--ranks", "1"], group)

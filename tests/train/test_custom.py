@@ -206,6 +206,10 @@ def number(sample_shape, classes):
 
 def alone():
     return nn.Sequential()
+
+
+def empty(sample_shape, classes):
+    return nn.Sequential(nn.Flatten())
 """
 
 
@@ -233,6 +237,7 @@ def test_a_model_from_a_module() -> None:
     [
         ("{file}:nothing", "has no function 'nothing'"),
         ("{file}:number", "gave a int; return a nnmpi.nn.Module"),
+        ("{file}:empty", "gave a model without parameters; give it a layer that has some"),
         ("{file}:alone", r"takes 0 positional arguments but 2 were given; define alone\(sample_shape, classes\)"),
         ("{folder}/none.py:build", "there is no file .*none.py"),
         ("no.such.module:build", "there is no module no.such.module"),

@@ -58,8 +58,9 @@ def test_percent() -> None:
     assert percent(0.98056) == "98.06 %"
 
 
-def shell(command: str) -> tuple[int, str]:
+def shell(command: str, end: str = "") -> tuple[int, str]:
     program = "from nnmpi.train.log import Console; c = Console(False); c.say('a'); c.say('b' * 99999); c.say('c')"
+    program += f"; {end}" * bool(end)
     done = subprocess.run(
         ["bash", "-c", f'set -o pipefail; "$0" -c "$1" {command}', sys.executable, program],
         capture_output=True,
@@ -72,6 +73,13 @@ def shell(command: str) -> tuple[int, str]:
 @pytest.mark.parametrize("command", [">&-", "| head -n 1", "> /dev/full"])
 def test_an_output_that_takes_nothing_is_survived_to_the_end_of_the_process(command: str) -> None:
     assert shell(command) == (0, "")
+
+
+@pytest.mark.parametrize("command", ["> /dev/null", "| head -n 1", "> /dev/full"])
+def test_what_could_not_be_written_is_an_error_for_those_who_ask(command: str) -> None:
+    status, said = shell(command, "c.check()")
+    assert status == int("full" in command)
+    assert ("could not be written: No space left on device" in said) == bool(status)
 
 
 @pytest.mark.mpi
