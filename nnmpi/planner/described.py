@@ -198,6 +198,10 @@ class DescribedShapes:
             found.append(round(most * (most_kept(schedule, rank, waiting) + peak) / share))
         return found
 
+    def channels(self, tp: int) -> list[list[int]]:
+        """Return none for each layer: no batch normalization is told of."""
+        return [[] for _ in self.layers]
+
     def again(self, one: Candidate, rows: int) -> ComputedAgain:
         """Raise the error of what a model in numbers does not tell: what a budget for activations costs."""
         raise LayoutError("a model that is told in numbers can have no budget for activations; leave it out")

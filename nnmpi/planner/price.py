@@ -94,6 +94,9 @@ class PlannedShapes(Protocol):
     def part(self, tp: int, pp: int, virtual: int) -> CutModel:
         """Return where the chain is cut."""
 
+    def channels(self, tp: int) -> list[list[int]]:
+        """Return for each layer of the chain how many channels each batch normalization in it has."""
+
     def activations(self, one: Candidate, rows: Sequence[int]) -> list[int]:
         """Return the activations of each of a pipeline's ranks, for so many rows in its microbatches."""
 
@@ -119,6 +122,7 @@ class Pricer:
         self._ratios: dict[tuple[Share, int], float] = {}
         self._meshes: dict[tuple[int, ...], Mesh] = {}
         self._times: dict[int, tuple[list[float], ...]] = {}
+        self._channels: dict[int, list[list[int]]] = {}
 
     # ---- bytes ----
 
@@ -259,6 +263,9 @@ class Pricer:
         forward = [f + said / 3 + end_s for f, end_s in zip(forward, ends, strict=True)]
         saids = [said * (2 / 3 + part) for part in again]  # what is computed again is said again
         backward = [b + said_s + end_s for b, said_s, end_s in zip(backward, saids, ends, strict=True)]
+        summed = self._statistics(one) or [(0.0, 0.0)] * stages[-1].stop
+        forward = [f + sum(summed[i][0] for i in cut) for f, cut in zip(forward, stages, strict=True)]
+        backward = [b + sum(summed[i][1] for i in cut) for b, cut in zip(backward, stages, strict=True)]
         if one.recompute != NEVER:
             backward = [b + f for b, f in zip(backward, forward, strict=True)]
         ranks = self._line(one)
@@ -270,6 +277,7 @@ class Pricer:
             returns[stage + 1] = self.network.message(receiver, sender, nbytes)
         begins = [sum(firsts[cut.start : cut.stop]) * ratio for cut in stages]
         begins = [first + 2 * said / 3 + end_s for first, end_s in zip(begins, ends, strict=True)]
+        begins = [first + sum(summed[i][1] for i in cut) for first, cut in zip(begins, stages, strict=True)]
         if one.recompute != NEVER:
             begins = [first + f for first, f in zip(begins, forward, strict=True)]
         rests = [sum(seconds[cut.start : cut.stop]) * ratio for cut in stages]
@@ -339,7 +347,34 @@ class Pricer:
             found += self.profile.around_s * self.crowding
         if one.replicas > 1:
             found += self._sums(one, mesh)
+        if one.pp == 1:
+            found += sum(map(sum, self._statistics(one)))
         return found
+
+    def _statistics(self, one: Candidate) -> list[tuple[float, float]]:
+        """Return the seconds of each layer's sums over the replicas, forward and backward: batch normalization's.
+
+        It sums counts and means, then squares; and two sums of the derivative, in float64 (see `ops.norm`). Nothing
+        for a model without.
+        """
+        if one.tp not in self._channels:
+            found = self.shapes.channels(one.tp)
+            self._channels[one.tp] = found if any(found) else []
+        if one.replicas < 2 or not self._channels[one.tp]:
+            return []
+        ranks = self._replicas(one, self._mesh(one))
+
+        def sums_s(numbers: int) -> float:
+            return self.network.exchange("all-reduce", NATIVE, ranks, 8 * numbers)
+
+        return [
+            (sum(sums_s(n + 1) + sums_s(n) for n in layer), sum(sums_s(2 * n) for n in layer))
+            for layer in self._channels[one.tp]
+        ]
+
+    def _replicas(self, one: Candidate, mesh: Mesh) -> tuple[int, ...]:
+        """Return the ranks that have the first part of the model each."""
+        return tuple(mesh.rank_at(d, 0, 0, s) for d in range(one.dp) for s in range(one.sp))
 
     def _said(self, exchange: tuple[str, int, int], one: Candidate) -> float:
         """Return the seconds of what the ranks of shared layers or positions say to one another."""
@@ -353,7 +388,7 @@ class Pricer:
     def _sums(self, one: Candidate, mesh: Mesh) -> float:
         """Return the seconds of the sums of gradients over the replicas, and of parameters that are gathered."""
         nbytes = self.shapes.state(one.tp, one.pp, one.virtual_stages, 0, 1, once=False).gradients
-        ranks = tuple(mesh.rank_at(d, 0, 0, s) for d in range(one.dp) for s in range(one.sp))
+        ranks = self._replicas(one, mesh)
         sharing, network = self._sharing(one, ranks), self.network
         if one.zero:
             return self._sharded_sums(one, ranks, sharing)

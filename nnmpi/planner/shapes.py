@@ -22,6 +22,7 @@ from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import Costs, LayerCost, Plan, keep_all, price_plan
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain
 from nnmpi.nn.module import Module
+from nnmpi.nn.norm import BatchNorm
 from nnmpi.parallel.pipeline.budget import StageCosts, StagePlans
 from nnmpi.parallel.pipeline.pass_report import StageBytes, most_bytes, recorded_bytes
 from nnmpi.parallel.zero.units import StateBytes, predict_bytes
@@ -106,6 +107,12 @@ class ModelShapes:
                 model = simulate(spread, tp)[0]
             self._models[tp] = model, open_chain(model)
         return self._models[tp]
+
+    def channels(self, tp: int) -> list[list[int]]:
+        """Return for each layer of the chain how many channels each batch normalization in it has."""
+        layers = self._model(tp)[1]
+        inside = [[each for _, member in layer.members for _, each in member.named_modules()] for layer in layers]
+        return [[each.weight.size for each in modules if isinstance(each, BatchNorm)] for modules in inside]
 
     @cached_property
     def _layer_seconds(self) -> list[float]:

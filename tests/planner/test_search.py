@@ -1,6 +1,7 @@
 """The search finds what pricing every layout finds, its bounds hold, and its bytes are the ledger's."""
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import nn
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.algorithms.registry import ALGORITHMS, HIERARCHICAL
 from nnmpi.comm.fitting.fit import Fit
@@ -228,6 +230,28 @@ def test_mpis_own_sum_is_other_code_where_it_is_started_under_computation() -> N
     quick = replace(fit, native_started=fit.native)
     other = made(workload(), profile(nodes), PlannedNetwork.fitted(quick))
     assert native > 2 * other.price(Candidate(dp=nodes, allreduce="native")).exposed_s
+
+
+def test_batch_normalization_sums_over_the_replicas_in_every_layout() -> None:
+    """In float64: counts and means, then squares; backward two sums of the derivative. In pipelines by microbatch."""
+    samples = Dataset("made up", np.ones((16, 4), np.float32), np.zeros(16, np.int64), 3)
+
+    def planned(middle: Callable[[], Module]) -> Pricer:
+        model = lambda: nn.Sequential(nn.Linear(4, 8), middle(), nn.Linear(8, 3))  # noqa: E731
+        work = Workload(model, Adam, lambda where: {}, samples, 16, 2)
+        layer = LayerProfile("", 1e-3, 8, 4e-4, 64, 3e-4, 3e-4)
+        step = StepCost(3e-3, 1e-4, 1000, unrecorded_s=3e-3, unrecorded_bytes=1000)
+        return made(work, Profile({}, {(1, 1): {4: step, 8: step}}, {4: (layer,) * 3, 8: (layer,) * 3}), network(4, 1))
+
+    plain, normal = planned(nn.ReLU), planned(lambda: nn.BatchNorm(8))
+    for pp, schedule, microbatches in ((1, "1f1b", 1), (2, "1f1b", 2), (2, "zero-bubble", 2)):
+        one = Candidate(dp=4 // pp, pp=pp, schedule=schedule, microbatches=microbatches, allreduce="ring")
+        ranks = tuple(normal._replicas(one, normal._mesh(one)))
+        sums_s = sum(normal.network.exchange("all-reduce", "native", ranks, 8 * n) for n in (9, 8, 16))
+        assert normal.price(one).seconds - plain.price(one).seconds > 0.9 * sums_s > 1e-5
+        assert normal.bound(one) <= normal.price(one).seconds
+    alone = Candidate(dp=1, pp=4 // 2, microbatches=2)
+    assert normal.price(alone).seconds == pytest.approx(plain.price(alone).seconds, rel=0.02)
 
 
 def test_what_does_not_fit_falls_out() -> None:
