@@ -31,7 +31,7 @@ from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent, wrap
-from typing import Any, Literal, NoReturn, TypeAlias, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, TextIO, TypeAlias, Union, get_args, get_origin, get_type_hints
 from unicodedata import category
 
 from nnmpi.custom import Custom, is_custom
@@ -43,7 +43,6 @@ Switch: TypeAlias = Literal["auto", "on", "off"]  # what the program decides unl
 
 HELP_WIDTH = 80  # of help texts, in characters: under MPI no rank knows the width of the terminal
 MOST_SHOWN = 200  # characters of what was given, in a sentence about it
-NOT_WRITTEN = "what was to be printed could not be written"
 EXAMPLE = (" ", "python -m ", "mpirun ")  # how a line begins that is one
 HELP_INDENT = 26  # where the explanations begin
 
@@ -251,20 +250,42 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
         with nullcontext() if speaks else redirect_stdout(StringIO()):  # argparse prints its help by itself
             text = main(sys.argv[1:])
         if speaks:
-            print(text, flush=True)
+            _print(text)
     except BrokenPipeError:  # the reader has gone, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    except OSError as error:
-        if sys.stdout is None or error.filename is not None:
-            raise  # of something else
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        print(f"nnmpi: {NOT_WRITTEN}: {error.strerror}", file=sys.stderr)
-        return NnmpiError.exit_status
+        discard(sys.stdout)
     except NnmpiError as error:
         if speaks:
             print(f"nnmpi: {printable(str(error))}", file=sys.stderr)
         return error.exit_status
     return 0
+
+
+def _print(text: str) -> None:
+    """Print a text at once.
+
+    Raises:
+        BrokenPipeError: where nobody reads it.
+        NnmpiError: where it cannot be written.
+    """
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        discard(sys.stdout)
+        raise not_written(error) from None
+
+
+def discard(stream: TextIO) -> None:
+    """Let what is still in a stream go nowhere: Python would try once more at the end, and fail."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def not_written(error: OSError) -> NnmpiError:
+    """Return the error of a command whose output cannot be written, such as to a full disk."""
+    return NnmpiError(f"what was to be printed could not be written: {error.strerror}")
 
 
 @cache  # a process that reads many command lines, such as one of simulated jobs, builds it once

@@ -149,16 +149,18 @@ def parse(words: Sequence[str]) -> _Asked:
     )
     require(not (machine.shape and machine.race), "--race trains, for which it needs --dataset; leave --shape out")
     config = assemble(rest)
-    tokens = machine.shape is not None and config.model.model in SEQUENCE_MODELS
-    require(
-        not tokens or len(machine.shape or ()) == 1,
-        f"--shape for --model {config.model.model} is one number, that of tokens, such as 64",
-    )
-    require(
-        not tokens or config.model.context in (None, (machine.shape or ())[0]),
-        f"--shape says {(machine.shape or (0,))[0]} tokens, and --context {config.model.context}; leave --context out",
-    )
-    return _Asked(machine, config, {**rest, "context": (machine.shape or ())[0]} if tokens else rest)
+    if machine.shape is not None and config.model.model in SEQUENCE_MODELS:
+        require(
+            len(machine.shape) == 1,
+            f"--shape for --model {config.model.model} is one number, that of tokens, such as 64",
+        )
+        (tokens,) = machine.shape
+        require(
+            config.model.context in (None, tokens),
+            f"--shape says {tokens} tokens, and --context {config.model.context}; leave --context out",
+        )
+        rest["context"] = tokens
+    return _Asked(machine, config, rest)
 
 
 def _plain(value: Any) -> Any:
@@ -174,12 +176,17 @@ def main(words: Sequence[str], group: Group) -> None:
     console, asked = ask(words, parse, group)
     if asked is None:
         return
+    if asked.machine.table:
+        console.say(*on_root(group, lambda: _table(asked.machine.json)))
+    else:
+        _measure_and_plan(asked, group, console)
+    with agreed(group):
+        console.check()
+
+
+def _measure_and_plan(asked: _Asked, group: Group, console: Console) -> None:
+    """Measure the model with the kernels that a run takes, search, race if it is wanted, and print. Collective."""
     machine, config = asked.machine, asked.config
-    if machine.table:
-        console.say(*on_root(group, lambda: _table(machine.json)))
-        with agreed(group):
-            console.check()
-        return
     ranks = group.size if machine.ranks is None else machine.ranks
     require(
         not machine.race or ranks == group.size,
@@ -195,8 +202,6 @@ def main(words: Sequence[str], group: Group) -> None:
     config, computing = choose_computing(config, model, samples, backend, group)
     with computing.in_use():
         _plan(replace(asked, config=config), samples, ranks, group, backend, local_rank, console)
-    with agreed(group):
-        console.check()
 
 
 def _plan(

@@ -25,8 +25,6 @@ from dataclasses import replace
 from itertools import islice
 from typing import TypeAlias, TypeVar
 
-from threadpoolctl import threadpool_limits
-
 from nnmpi import clock
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.memory_pool import ChunkPart
@@ -40,7 +38,7 @@ from nnmpi.memory.ledger import ACTIVATIONS
 from nnmpi.memory.plan import Costs
 from nnmpi.parallel.pipeline.budget import StageCosts
 from nnmpi.parallel.pipeline.pass_report import ENDS_FLIGHT, InstructionBytes, PassReport, StageBytes
-from nnmpi.planner.profile import Workload, ready_worker, repeated_batch
+from nnmpi.planner.profile import Workload, in_turns, ready_worker, repeated_batch
 from nnmpi.schedule.instruction import Instruction, Kind
 
 T = TypeVar("T")
@@ -205,8 +203,7 @@ def _with_any_budget(
         worker.release()
         return look(worker.runner)
 
-    with threadpool_limits(limits=1, user_api="blas"):  # simulated ranks take turns, each on one processor
-        return simulate(run, ranks)
+    return in_turns(run, ranks)
 
 
 def _by_itself(

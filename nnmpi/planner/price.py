@@ -14,6 +14,7 @@ Bounds: of a pipeline's stage s with M microbatches, whatever the order of its w
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from operator import add
 from typing import Protocol
 
 from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED
@@ -260,12 +261,14 @@ class Pricer:
         end_s = self.profile.end_s(rows)
         # Each of these receives from the one before and sends to the next one, but for the ends of the pipeline.
         ends = [factor * end_s * ((i > 0) + (i + 1 < len(stages))) for i in range(len(stages))]
-        forward = [f + said / 3 + end_s for f, end_s in zip(forward, ends, strict=True)]
-        saids = [said * (2 / 3 + part) for part in again]  # what is computed again is said again
-        backward = [b + said_s + end_s for b, said_s, end_s in zip(backward, saids, ends, strict=True)]
-        summed = self._statistics(one) or [(0.0, 0.0)] * stages[-1].stop
-        forward = [f + sum(summed[i][0] for i in cut) for f, cut in zip(forward, stages, strict=True)]
-        backward = [b + sum(summed[i][1] for i in cut) for b, cut in zip(backward, stages, strict=True)]
+        sums = self._statistics(one) or [(0.0, 0.0)] * stages[-1].stop
+        before = [said / 3 + end_s + sum(sums[i][0] for i in cut) for end_s, cut in zip(ends, stages, strict=True)]
+        behind = [
+            said * (2 / 3 + part) + end_s + sum(sums[i][1] for i in cut)  # what is computed again is said again
+            for part, end_s, cut in zip(again, ends, stages, strict=True)
+        ]
+        forward = list(map(add, forward, before))
+        backward = list(map(add, backward, behind))
         if one.recompute != NEVER:
             backward = [b + f for b, f in zip(backward, forward, strict=True)]
         ranks = self._line(one)
@@ -275,9 +278,7 @@ class Pricer:
             sender, receiver = ranks[stage % one.pp], ranks[(stage + 1) % one.pp]
             sends[stage] = self.network.message(sender, receiver, nbytes)
             returns[stage + 1] = self.network.message(receiver, sender, nbytes)
-        begins = [sum(firsts[cut.start : cut.stop]) * ratio for cut in stages]
-        begins = [first + 2 * said / 3 + end_s for first, end_s in zip(begins, ends, strict=True)]
-        begins = [first + sum(summed[i][1] for i in cut) for first, cut in zip(begins, stages, strict=True)]
+        begins = [sum(firsts[cut.start : cut.stop]) * ratio + each for cut, each in zip(stages, behind, strict=True)]
         if one.recompute != NEVER:
             begins = [first + f for first, f in zip(begins, forward, strict=True)]
         rests = [sum(seconds[cut.start : cut.stop]) * ratio for cut in stages]

@@ -25,7 +25,7 @@ from itertools import accumulate, chain, product
 from math import inf
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -72,6 +72,7 @@ CROWD_S = 0.1  # how long all compute to see whether they have a core each
 CROWDED = 1.3  # more turns than that: they have not
 SHARED_S = 0.05  # on simulated ranks replicas are measured for the fewest rows, and the most that take up to this
 
+T = TypeVar("T")
 Share = tuple[int, int]
 """(tp, sp): how many ranks share the layers, and the positions."""
 
@@ -280,26 +281,16 @@ def measure(
     whole_s = group.max_floats([steps[1, 1][rows].seconds for rows in measured])
     fewest, middle = measured[0], measured[len(measured) // 2]
     most = max((rows for rows, seconds in zip(measured, whole_s, strict=True) if seconds <= SHARED_S), default=fewest)
+    zero_s: dict[int, float] = {}
     if ranks > 1:
-        order = sorted(measured, key=lambda rows: (rows not in (fewest, most), rows))
-        for number in _rounds(group, len(order), always=2):
+        order, in_stages = sorted(measured, key=lambda rows: (rows not in (fewest, most), rows)), {}
+        for _, rows in zip(_rounds(group, len(order), always=2), order, strict=False):
             group.barrier()
-            layers[order[number]] = _in_stages(workload, layers[order[number]], order[number], backend)
-        layers = {rows: layers[rows] for rows in sorted(order[: number + 1])}
-    zero_s = {}
-    if ranks > 1:
+            in_stages[rows] = _in_stages(workload, layers[rows], rows, backend)
+        layers = dict(sorted(in_stages.items()))
         with timed():
             zero_s = _measure_zero(group, alone, workload, middle, backend, rounds)
-    for _ in _rounds(group, rounds):
-        for share in shares:
-            for rows in sorted({fewest, most}):
-                group.barrier()
-                shared = _measure_share(workload, share, rows, backend)
-                if shared is None:
-                    steps.pop(share, None)
-                    break
-                by_rows = steps.setdefault(share, {})
-                by_rows[rows] = _least(shared, by_rows.get(rows, shared))
+    steps |= _measure_shares(group, workload, shares, sorted({fewest, most}), backend, rounds)
 
     def step_alone() -> float:
         with timed():
@@ -307,17 +298,16 @@ def measure(
 
     contention = _measure_contention(group, step_alone, rounds)
     alone.free()
-    around: dict[int, tuple[float, float]] = {}
+    around: dict[int, list[tuple[float, float]]] = {}
     for _ in _rounds(group, rounds):
         for rows in sorted({fewest, middle}):
             group.barrier()
             with timed():
-                ends = _measure_around(group, workload, rows, backend)
-            if ends is not None:
-                least = around.get(rows, ends)
-                around[rows] = min(ends[0], least[0]), min(ends[1], least[1])
-    ends_s = {rows: end_s for rows, (end_s, _) in around.items()} or {1: END_S}
-    around_s = min((step_s for _, step_s in around.values()), default=0.0)
+                taken = _measure_around(group, workload, rows, backend)
+            if taken is not None:
+                around.setdefault(rows, []).append(taken)
+    ends_s = {rows: min(end_s for end_s, _ in each) for rows, each in around.items()} or {1: END_S}
+    around_s = min((step_s for each in around.values() for _, step_s in each), default=0.0)
     own = Profile(dict(workload.key or {}), steps, layers, zero_s, contention, crowding, ends_s, around_s).to_json()
     return _slowest([Profile.from_json(each) for each in group.gather(own)])
 
@@ -442,8 +432,7 @@ def _measure_stages(
     found: dict[tuple[Kind, int], float] = {}
     for schedule in ("zero-bubble", "1f1b"):  # whose forwards count
         samples: dict[tuple[Kind, int], list[float]] = {}
-        with threadpool_limits(limits=1, user_api="blas"):  # simulated ranks take turns, each on one processor
-            measured = simulate(partial(run, schedule=schedule), len(split))
+        measured = in_turns(partial(run, schedule=schedule), len(split))
         for one, seconds in chain.from_iterable(measured):
             samples.setdefault((one.kind, one.stage), []).append(seconds)
         found |= {place: float(np.quantile(times, QUARTILE)) for place, times in samples.items()}
@@ -487,12 +476,29 @@ def _measure_around(group: Group, workload: Workload, rows: int, backend: Backen
     return None if not everyones else (median(e for e, _ in everyones), median(a for _, a in everyones))
 
 
+def _measure_shares(
+    group: Group, workload: Workload, shares: Sequence[Share], counts: Sequence[int], backend: Backend, rounds: int
+) -> dict[Share, dict[int, StepCost]]:
+    """Return what replicas take whose layers or positions can be shared out so, by rows. Collective."""
+    found: dict[Share, dict[int, StepCost]] = {}
+    for _ in _rounds(group, rounds):
+        for share in shares:
+            for rows in counts:
+                group.barrier()
+                cost = _measure_share(workload, share, rows, backend)
+                if cost is None:
+                    found.pop(share, None)
+                    break
+                known = found.setdefault(share, {})
+                known[rows] = _least(cost, known.get(rows, cost))
+    return found
+
+
 def _measure_share(workload: Workload, share: Share, rows: int, backend: Backend) -> StepCost | None:
     """Return the cost of a replica on several simulated ranks; None where it cannot be shared out so."""
     run = partial(_measure_step, workload=workload, share=share, rows=rows, backend=backend)
     try:
-        with threadpool_limits(limits=1, user_api="blas"):  # simulated ranks take turns, each on one processor
-            found = simulate(run, share[0] * share[1])
+        found = in_turns(run, share[0] * share[1])
     except NnmpiError:
         return None
     return replace(found[0], seconds=max(each.seconds for each in found))
@@ -590,6 +596,12 @@ def ready_worker(workload: Workload, group: Group, layout: Layout | None, rows: 
         backend=backend,
         arrangement=where,
     )
+
+
+def in_turns(run: Callable[[Group], T], ranks: int) -> list[T]:
+    """Return what a function returns on each of so many simulated ranks, which take turns on one processor."""
+    with threadpool_limits(limits=1, user_api="blas"):
+        return simulate(run, ranks)
 
 
 def repeated_batch(workload: Workload, rows: int, count: int) -> Batch:

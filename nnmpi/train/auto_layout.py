@@ -9,6 +9,7 @@ import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count as numbers
 from itertools import islice
 from math import inf
@@ -233,11 +234,8 @@ def _choose(
 
     def look() -> list[Any]:
         pricer = Pricer(workload, profile, network, ModelShapes(workload, profile, backend))
-        limit = config.parallel.memory_limit_bytes
-        if wanted is None:
-            found = plan(pricer, limit, KINDS, kind_of, say=say)
-        else:
-            found = plan(pricer, limit, max(wanted, 1), say=say)
+        look_for = partial(plan, kept=KINDS, kind=kind_of) if wanted is None else partial(plan, kept=max(wanted, 1))
+        found = look_for(pricer, config.parallel.memory_limit_bytes, say=say)
         first = [[vars(one.candidate), report.options(one), one.price.seconds] for one in found.best]
         return [first, found.looked_at, found.priced]
 

@@ -8,7 +8,6 @@ write it in `Reporter.steps` and explain it in metrics.py.
 """
 
 import contextlib
-import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import isfinite
@@ -16,11 +15,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from nnmpi import clock
-from nnmpi.command import NOT_WRITTEN, printable
+from nnmpi.command import discard, not_written, printable
 from nnmpi.compose.losses import perplexity, r2
 from nnmpi.compose.runner import EvalReport
 from nnmpi.compose.trainer import PARTS, SegmentReport, Totals
-from nnmpi.errors import NnmpiError
 from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
 from nnmpi.train.run_state import Extent, RunState
 
@@ -72,7 +70,8 @@ class Console:
             if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
                 self._lost = error
             self._quiet = True
-            self._drop()
+            with contextlib.suppress(OSError, ValueError):
+                discard(self._stream)
 
     def check(self) -> None:
         """Make sure that all was printed that somebody wants to read.
@@ -81,14 +80,7 @@ class Console:
             NnmpiError: when something could not be written; a reader that went away is no error.
         """
         if self._lost is not None:
-            raise NnmpiError(f"{NOT_WRITTEN}: {self._lost.strerror}")
-
-    def _drop(self) -> None:
-        """Let what is still in the stream go nowhere: Python would try once more at the end, and fail."""
-        with contextlib.suppress(OSError, ValueError):
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+            raise not_written(self._lost)
 
 
 class PrintTimer:

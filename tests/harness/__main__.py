@@ -22,7 +22,6 @@ from tests.harness.lanes import run_side_by_side
 from tests.harness.records import FAILED, LEFT_OUT, PASSED, SKIPPED
 from tests.harness.suite import Result, run_again, run_suite
 
-ALL_RANKS = [1, 2, 3, 4, 6, 8]
 MOST_AGAIN = 10  # where more failed, something is broken
 
 
@@ -34,7 +33,7 @@ def main() -> int:
     begin = time.monotonic()
     everything = options.all or options.rest
     quick = not everything and not arguments
-    ranks = options.ranks if options.ranks is not None else ALL_RANKS if everything else left_out.QUICK_RANKS
+    ranks = options.ranks if options.ranks is not None else left_out.ALL_RANKS if everything else left_out.QUICK_RANKS
     sizes = ([] if options.no_serial else [0]) + ranks
     lanes = options.jobs or (1 if arguments or options.no_serial else max(2, _cores()))
     results = []

@@ -14,7 +14,7 @@ from zlib import crc32
 if TYPE_CHECKING:
     import pytest
 
-QUICK_RANKS = [2, 3, 4]  # of a plain run
+QUICK_RANKS, ALL_RANKS = [2, 3, 4], [1, 2, 3, 4, 6, 8]  # of a plain run, and of one with --all
 FEW = 4  # with --all, on so many ranks slow tests run, too
 ALONE = 1  # a number of ranks on which nothing is dealt
 DEALT = ("parallel/", "compose/", "equivalence/", "memory/", "device/", "train/", "verify/", "benchmarks/")
