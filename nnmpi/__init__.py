@@ -24,7 +24,6 @@ gc.disable()  # an import leaves nothing to collect, and a seventh of its time w
 try:
     from nnmpi import backend, data, models, nn, ops, optim, tensor
     from nnmpi.aliases import Imports, Package, answer, missing
-    from nnmpi.backend.gemm import use_blas
     from nnmpi.backend.kernels.lookup import jit
     from nnmpi.backend.precision import use_precision
     from nnmpi.errors import NnmpiError
@@ -81,7 +80,6 @@ __all__ = [
     "simulate",
     "start",
     "tensor",
-    "use_blas",
     "use_precision",
 ]
 

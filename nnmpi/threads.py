@@ -1,8 +1,9 @@
-"""How many threads one rank's BLAS may use: the node's cores divided by the ranks on it.
+"""How many threads one rank's BLAS may use: one, unless the environment says otherwise.
 
-Without this every rank's BLAS starts a thread for each core of the node, and the ranks starve one another. The
-variables are read when the BLAS is loaded, so they must be set before NumPy is imported: `nnmpi/__init__` does that.
-Where NumPy came first, `nnmpi.comm.start` sets the running BLAS instead.
+Without this every rank's BLAS starts a thread for each core of the node, and the ranks starve one another: on busy
+cores two threads took 5 to 50 times as long as one. One is also the same on every machine, so a repeated command
+gives the same bits. The variables are read when the BLAS is loaded, so they must be set before NumPy is imported:
+`nnmpi/__init__` does that under a launcher. Where NumPy came first, `nnmpi.comm.start` sets the running BLAS.
 """
 
 import os
@@ -15,35 +16,20 @@ from nnmpi.launcher import read_launch
 VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
-def limit_threads(
-    environ: MutableMapping[str, str] = os.environ,
-    loaded: Container[str] = sys.modules,
-    cores: tuple[int, int] | None = None,
-) -> int | None:
-    """Set the BLAS thread variables for a rank under a launcher; return the number set, or None for nothing done.
-
-    Nothing is done without a launcher, where the user has set one of the variables, and once NumPy is loaded.
-
-    Args:
-        environ: the variables to read and set.
-        loaded: the names of the modules that are loaded.
-        cores: what `usable_cores()` gives, when it is known already.
-    """
-    if "numpy" in loaded:
-        return None
-    threads = rank_threads(environ, cores)
-    if threads is not None:
-        environ.update(dict.fromkeys(VARIABLES, str(threads)))
-    return threads
+def user_chose_threads(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether the environment sets the number of BLAS threads."""
+    return any(name in environ for name in VARIABLES)
 
 
-def rank_threads(environ: Mapping[str, str], cores: tuple[int, int] | None = None) -> int | None:
-    """Return the threads that this rank should use, or None when there is no launcher or the user has chosen."""
-    launch = read_launch(environ)
-    if launch is None or launch.local_size is None or any(name in environ for name in VARIABLES):
-        return None
-    own, node = cores or usable_cores()
-    return min(own, max(1, node // launch.local_size))
+def is_rank(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a launcher started this process, and the user has not chosen the threads of its BLAS."""
+    return read_launch(environ) is not None and not user_chose_threads(environ)
+
+
+def limit_threads(environ: MutableMapping[str, str] = os.environ, loaded: Container[str] = sys.modules) -> None:
+    """Set the BLAS thread variables to 1 for a rank under a launcher, unless NumPy is loaded already."""
+    if "numpy" not in loaded and is_rank(environ):
+        environ.update(dict.fromkeys(VARIABLES, "1"))
 
 
 def usable_cores() -> tuple[int, int]:

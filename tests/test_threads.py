@@ -3,12 +3,13 @@
 import os
 import subprocess
 import sys
+from collections.abc import Container
 from pathlib import Path
 
 import pytest
 
 from nnmpi import threads
-from nnmpi.threads import VARIABLES, limit_threads, rank_threads, usable_cores
+from nnmpi.threads import VARIABLES, limit_threads, usable_cores
 
 FOUR_HERE = {
     "OMPI_COMM_WORLD_SIZE": "8",
@@ -17,41 +18,20 @@ FOUR_HERE = {
 }
 
 
+def test_a_rank_has_one_thread() -> None:
+    environ = dict(FOUR_HERE)
+    limit_threads(environ, loaded=())
+    assert environ == FOUR_HERE | dict.fromkeys(VARIABLES, "1")
+
+
 @pytest.mark.parametrize(
-    ("cores", "expected"),
-    [
-        ((16, 16), 4),
-        ((18, 18), 4),
-        ((2, 2), 1),  # more ranks than cores
-        ((4, 16), 4),  # bound to a share of four cores
-        ((1, 16), 1),  # bound to one core
-        ((8, 16), 4),  # bound to a socket, which two ranks share
-    ],
+    ("environ", "loaded"), [({}, ()), (FOUR_HERE, {"numpy"}), *((FOUR_HERE | {name: "3"}, ()) for name in VARIABLES)]
 )
-def test_the_cores_are_shared(cores: tuple[int, int], expected: int) -> None:
-    environ = dict(FOUR_HERE)
-    assert limit_threads(environ, loaded=(), cores=cores) == expected
-    assert {environ[name] for name in VARIABLES} == {str(expected)}
-
-
-def test_without_a_launcher_nothing_is_set() -> None:
-    environ: dict[str, str] = {}
-    assert limit_threads(environ, loaded=(), cores=(16, 16)) is None
-    assert environ == {}
-
-
-@pytest.mark.parametrize("name", VARIABLES)
-def test_what_the_user_set_stays(name: str) -> None:
-    environ = FOUR_HERE | {name: "3"}
-    assert limit_threads(environ, loaded=(), cores=(16, 16)) is None
-    assert environ == FOUR_HERE | {name: "3"}
-
-
-def test_a_loaded_numpy_is_left_to_start() -> None:
-    environ = dict(FOUR_HERE)
-    assert limit_threads(environ, loaded={"numpy"}, cores=(16, 16)) is None
-    assert environ == FOUR_HERE
-    assert rank_threads(environ, (16, 16)) == 4
+def test_nothing_is_set(environ: dict[str, str], loaded: Container[str]) -> None:
+    """Without a launcher, where NumPy came first, and where the user has chosen."""
+    before = dict(environ)
+    limit_threads(environ, loaded)
+    assert environ == before
 
 
 def test_the_cores_of_this_machine() -> None:

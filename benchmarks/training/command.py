@@ -18,7 +18,6 @@ from benchmarks.training.contestants import LLMC, SHARDED
 from benchmarks.training.measure import Findings, measure
 from benchmarks.training.rows import ratios, speedups
 from nnmpi.backend.blas import read_cpu
-from nnmpi.backend.gemm import BLAS_NAMES, NUMPY
 from nnmpi.errors import UsageError
 
 PROGRAM = "python benchmarks/training"
@@ -68,8 +67,6 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     add("--start", action="store_true", help="also: the time from mpirun, and from torchrun, to the first step")
     add("--growth", action="store_true", help=f"also: memory before and after {GROWTH_STEPS} steps")
     add("--sharded", action="store_true", help="instead: ZeRO 3 beside dp, and PyTorch's FSDP2 beside its DDP")
-    text = "what multiplies nnmpi's matrices (default: NumPy's own)"
-    add("--blas", choices=BLAS_NAMES, default=NUMPY, help=text)
     text = "also, in the cases of GPT: llm.c, of which FOLDER has train_gpt2.c; needs gcc"
     add("--llmc", type=Path, metavar="FOLDER", help=text)
     add("--without-torch", dest="torch", action="store_false", help="nnmpi alone")

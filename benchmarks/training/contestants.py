@@ -33,7 +33,6 @@ class Contestant:
         fused_sgd, bucket_view: options of PyTorch's SGD and of DistributedDataParallel.
         tuned: whether malloc keeps freed memory by the variables of `environment.TUNED_MALLOC`.
         sharded: whether the ranks share out weights, gradients and state: ZeRO 3 here, `fully_shard` there.
-        blas: what multiplies nnmpi's matrices, as for `nnmpi.use_blas`.
         source: of LLMC, the folder with its `train_gpt2.c`.
         dtype: float64 for the reference that everybody is compared with.
     """
@@ -51,7 +50,6 @@ class Contestant:
     tuned: bool = False
     sharded: bool = False
     dtype: str = "float32"
-    blas: str = "numpy"
     source: str = ""
 
     @property
@@ -59,7 +57,7 @@ class Contestant:
         """Its side and what distinguishes it there; unique in a field."""
         words = [self.exchange, "compiled" * self.compiled, "jit" * self.jit, self.layout, self.attention]
         words += ["fused SGD" * self.fused_sgd, "bucket view" * self.bucket_view, "tuned malloc" * self.tuned]
-        words += ["sharded" * self.sharded, self.blas * (self.blas != "numpy")]
+        words += ["sharded" * self.sharded]
         if self.dtype != "float32":
             words.append(self.dtype)
         return " ".join([self.side, *filter(None, words)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import isinf
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from benchmarks.training.contestants import (
     JIT,
     LLMC,
     NAIVE,
-    NNMPI,
     PURE,
     STOCK,
     Contestant,
@@ -72,10 +71,7 @@ def measure(
         files = CaseFiles(case, Path(place))
         judge = Judge(files, torch)
         for ranks in options.ranks:
-            contestants = [
-                replace(each, blas=options.blas) if each.side == NNMPI else each
-                for each in entrants(case, ranks, options.check, torch)
-            ]
+            contestants = list(entrants(case, ranks, options.check, torch))
             if options.sharded:
                 contestants = sharded_field(case, ranks, torch)
             if options.llmc is not None and case.model == GPT:

@@ -18,7 +18,6 @@ from benchmarks.training.floor import floor
 from benchmarks.training.trainer import Trainer
 from nnmpi import Tensor, models, nn, ops, optim
 from nnmpi.backend import keep_freed_memory
-from nnmpi.backend.gemm import AVX2, MKL
 from nnmpi.backend.mkl import installed_mkl
 from nnmpi.compose.arrange import arrange
 from nnmpi.data.loader import Batch, Cut
@@ -39,7 +38,6 @@ class NnmpiTrainer(Trainer):
         self._group = nnmpi.start() if contestant.ranks > 1 else None
         super().__init__(contestant, 0 if self._group is None else self._group.rank)
         self._stack = ExitStack()
-        self._stack.enter_context(nnmpi.use_blas(contestant.blas))
         if contestant.jit:
             self._stack.enter_context(nnmpi.jit())
         self._x, self._y = self.load(folder)
@@ -90,8 +88,8 @@ class NnmpiTrainer(Trainer):
         """See `Trainer.facts`."""
         pools = [pool for pool in threadpoolctl.threadpool_info() if "numpy" in str(pool.get("filepath", ""))]
         names = [f"{pool['internal_api']} {pool['version']} ({pool.get('architecture', 'unknown')})" for pool in pools]
-        names = [f"mkl {installed_mkl().version}", *names] if self.contestant.blas == MKL else names
-        names = [f"{name}, its code for AVX2" for name in names] if self.contestant.blas == AVX2 else names
+        mkl = installed_mkl()
+        names = names if mkl is None else [f"mkl {mkl.version}", *names]
         found = {"blas": ", ".join(names) or "unknown"}
         if self._group is not None:
             found["mpi"] = self._group.comm.world.library

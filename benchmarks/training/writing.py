@@ -28,7 +28,6 @@ from benchmarks.training.cases import find  # noqa: E402
 from benchmarks.training.trainer_nnmpi import build  # noqa: E402
 from nnmpi.backend import keep_freed_memory  # noqa: E402
 from nnmpi.backend.device import select  # noqa: E402
-from nnmpi.backend.gemm import BLAS_NAMES, NUMPY, use_blas  # noqa: E402
 from nnmpi.comm.group import Group  # noqa: E402
 from nnmpi.comm.simulated.simulated_world import simulate  # noqa: E402
 from nnmpi.compose.arrange import arrange  # noqa: E402
@@ -99,9 +98,8 @@ if __name__ == "__main__":
     parser.add_argument("--cases", nargs="+", choices=("gpt-small", "gpt2"), default=["gpt-small", "gpt2"])
     parser.add_argument("--tokens", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--blas", choices=BLAS_NAMES, default=NUMPY, help="what multiplies nnmpi's matrices")
     options = parser.parse_args()
     torch.set_num_threads(1)
     keep_freed_memory()
     for case_name in options.cases:
-        simulate(use_blas(options.blas)(partial(compare, case_name, options.tokens, options.rounds)), 1)
+        simulate(partial(compare, case_name, options.tokens, options.rounds), 1)

@@ -148,11 +148,6 @@ def plan(a: StridedLayout, b: StridedLayout, out: StridedLayout, itemsize: int) 
     return fewest if price_s < CALL_S * (len(least.starts) - len(fewest.starts)) else least
 
 
-def plan_as_they_lie(a: StridedLayout, b: StridedLayout, out: StridedLayout) -> Plan | None:
-    """Return the calls for out = a @ b without any copy, None where there must be one."""
-    return None if any(map(_must_copy, (a, b, out))) else _with_copies(a, b, out, (False, False, False))
-
-
 def _must_copy(x: StridedLayout) -> bool:
     return min(x.strides) < 0 or form(*x.matrix) is None
 

@@ -22,7 +22,7 @@ from nnmpi.comm.mpi.watchdog import Watchdog
 from nnmpi.command import printable
 from nnmpi.errors import LaunchError, UsageError
 from nnmpi.launcher import read_launch
-from nnmpi.threads import rank_threads
+from nnmpi.threads import is_rank
 
 EXIT_LIMIT_S = 600.0
 SILENT_S = 3.0
@@ -126,6 +126,5 @@ def _silence_all_but_rank_0(error: LaunchError) -> None:
 
 def _limit_running_blas() -> None:
     """Set the threads of a BLAS that was loaded before nnmpi could set the variables that it reads."""
-    threads = rank_threads(os.environ)
-    if threads is not None and "numpy" in sys.modules:
-        threadpoolctl.threadpool_limits(limits=threads, user_api="blas")
+    if is_rank():
+        threadpoolctl.threadpool_limits(limits=1, user_api="blas")

@@ -16,7 +16,6 @@ from operator import is_
 from typing import Any
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.gemm import other_blas
 from nnmpi.backend.kernels.lookup import setting
 from nnmpi.backend.memory_pool import MemoryPool, alias
 from nnmpi.backend.precision import precision
@@ -67,7 +66,7 @@ class ReplayedPass(Compiled):
             self.as_it_stands(inputs)
             return
         kinds = [(array.shape, array.dtype) for array in arrays]
-        key = (mode.training, mode.fused, setting(), other_blas(), precision(), flags, *kinds)
+        key = (mode.training, mode.fused, setting(), precision(), flags, *kinds)
         if self._parts is None or not self._is_unchanged():
             self._begin_anew(key, inputs)
             return

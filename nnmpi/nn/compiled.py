@@ -31,7 +31,6 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import is_array, namespace
-from nnmpi.backend.gemm import other_blas
 from nnmpi.backend.kernels.lookup import setting
 from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.memory_pool import MemoryPool
@@ -95,7 +94,7 @@ class Compiled:
         mode = current()
         if mode.observe is not None:
             return self.as_it_stands(inputs)  # who looks at modules wants them to run
-        key = (mode.training, mode.fused, recording(), setting(), other_blas(), precision(), *map(_kind, inputs))
+        key = (mode.training, mode.fused, recording(), setting(), precision(), *map(_kind, inputs))
         with self._lock:
             try:
                 held = self._held.get(key)

@@ -118,7 +118,7 @@ def workload_of(config: Config, samples: Samples) -> Workload:
         "own": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest() if files else "",
         "sample": [*samples.sample_shape, outputs],
         "optimizer": [options.optimizer, options.momentum, options.clip],
-        "numbers": [config.run.dtype, config.run.precision, config.run.jit, config.run.blas],
+        "numbers": [config.run.dtype, config.run.precision, config.run.jit],
     }
     return Workload(
         lambda: build_model(config.model, samples.sample_shape, outputs),

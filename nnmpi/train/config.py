@@ -625,13 +625,6 @@ class RunConfig:
     convolution: Literal["auto", "im2col", "cudnn", "tuned"] = "auto"
     """Convolutions on a CUDA device; auto: by cuDNN where it is installed (pip install nnmpi[cudnn]), else as products
     of matrices (im2col); tuned: by the fastest of cuDNN's plans, which are timed when a size is first met."""
-    blas: Literal["auto", "numpy", "avx2", "mkl"] = "auto"
-    """What multiplies matrices on the CPU: NumPy's BLAS, that with its code for AVX2 (the faster one on Zen 4, for
-    large matrices), or MKL (pip install nnmpi[mkl]); auto: the fastest one for this model on this machine, which is
-    found out once and kept."""
-    blas_threads: int = 0
-    """Threads of each rank's BLAS; 0: as the environment says, or else the cores divided by the ranks, or, of a single
-    process that no launcher has started, as many as are fastest when it starts."""
     jit: Switch = "auto"
     """Compute with compiled kernels, float32 on the CPU only; needs numba (pip install nnmpi[jit]); auto: where that is
     installed and the whole run multiplies so much that they save more time than they take to load."""
@@ -686,7 +679,6 @@ class RunConfig:
         not_negative("--stall-limit", self.stall_limit)
         in_order = not self.stall_limit or self.stall_limit >= self.stall_warning
         require(in_order, f"--stall-limit {self.stall_limit:g} is less than --stall-warning {self.stall_warning:g}")
-        not_negative("--blas-threads", self.blas_threads)
         self._check_products()
         compiled = self.dtype == self.precision == "float32" and self.backend != "cupy"
         require(compiled or self.jit != "on", "--jit compiles for float32 on the CPU alone; leave it out otherwise")

@@ -5,6 +5,7 @@ import platform
 import threadpoolctl
 
 from nnmpi.backend.blas import blas_pool, find_older
+from nnmpi.backend.mkl import installed_mkl
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, describe_stages
 from nnmpi.compose.trainer import Trainer
@@ -40,7 +41,7 @@ def header(context: RunContext) -> list[str]:
         f"MPI: {group.comm.world.library}",
         f"backend: {backend.name} on {backend.device}, {_numbers(config)}{_kernels(config)}; "
         f"{'kernels of its own' if backend.is_device else blas()}",
-        *context.computing.lines,
+        *filter(None, [context.computing.line]),
         *describe_device(backend, group, config.run.precision, config.run.verbose),
         f"data: {train.name}, {len(train)} training and {len(test)} test {_samples(train)}{_partition(config)}",
         f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
@@ -94,7 +95,9 @@ def blas() -> str:
     if not pool:
         return "BLAS unknown"
     threads = counted(pool["num_threads"], "thread")
-    return f"{pool['internal_api']} {pool.get('version') or ''}{kind}, {threads} per rank"
+    mkl = installed_mkl()
+    large = "" if mkl is None else f", mkl {mkl.version} for large products"
+    return f"{pool['internal_api']} {pool.get('version') or ''}{kind}{large}, {threads} per rank"
 
 
 def _layout(trainer: Trainer) -> str:

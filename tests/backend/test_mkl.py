@@ -1,125 +1,70 @@
 """Products by MKL, where it is installed (`pip install 'nnmpi[mkl]'`): what MKL computes, and what stays with NumPy."""
 
-from collections.abc import Iterator
-from typing import Any
-
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 
 import nnmpi
 from nnmpi import Tensor, nn, ops, optim
-from nnmpi.backend import mkl
-from nnmpi.backend.gemm import BlasName, gemm, other_blas, use_blas
-from nnmpi.backend.recording import Recorder
-from nnmpi.errors import UsageError
-from tests.backend.test_gemm import HEADS, Case, cases, check, plain
+from nnmpi.backend.mkl import Mkl, installed_mkl
+from tests.backend.test_gemm import Case, cases, check
 
-with_mkl = pytest.mark.skipif(mkl.find_mkl() is None, reason="MKL is not installed")
+pytestmark = pytest.mark.skipif(installed_mkl() is None, reason="MKL is not installed")
 
 
 @pytest.fixture(scope="module")
-def every_size() -> Iterator[mkl.Mkl]:
-    """MKL for products of any size, inside `use_blas`."""
-    products = mkl.Mkl(least=(0, 0))
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nnmpi.backend.gemm.installed_mkl", lambda: products)
-        yield products
+def every_size() -> Mkl:
+    """MKL for products of any size."""
+    mkl = installed_mkl()
+    assert mkl is not None
+    return Mkl(mkl._library, 1, least=0)
 
 
-@with_mkl
 @settings(max_examples=300)
-@example(Case(((2, 3, 4, 5), (2, 3, 5, 4), (2, 3, 4, 4)), (HEADS, HEADS, plain(2, 3, 4, 4)), True, ("float64",) * 2, 0))
 @given(cases())
-def test_any_product(every_size: mkl.Mkl, case: Case) -> None:
+def test_any_product(every_size: Mkl, case: Case) -> None:
     """Exactly what NumPy gives, of any shapes (0 among them), strides and dtypes, written or added."""
-    with use_blas("mkl"):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("nnmpi.backend.gemm.installed_mkl", lambda: every_size)
         check(np, case)
 
 
-@with_mkl
-@pytest.mark.parametrize(
-    ("shapes", "turned"),
-    [
-        pytest.param(((3, 4), (4, 5)), (), id="rows"),
-        pytest.param(((4, 3), (5, 4)), (0, 1), id="columns"),
-        pytest.param(((2, 3, 4), (4, 5)), (), id="stack"),
-        pytest.param(((2, 3, 4), (2, 4, 5)), (2,), id="stack-result"),
-    ],
-)
-def test_these_are_mkls(every_size: mkl.Mkl, shapes: tuple[tuple[int, ...], ...], turned: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("turned", [(), (0,), (1,), (0, 1)])
+def test_these_are_mkls(every_size: Mkl, turned: tuple[int, ...]) -> None:
     """Without them the test above could pass by NumPy alone."""
-    arrays = [np.ones(shape, np.float32) for shape in shapes]
-    a, b = (x.swapaxes(-1, -2) if i in turned else x for i, x in enumerate(arrays))
-    shape = (*a.shape[:-1], b.shape[-1])
-    out = np.full(shape, np.nan, np.float32)
-    if 2 in turned:
-        out = np.full((*shape[:-2], shape[-1], shape[-2]), np.nan, np.float32).swapaxes(-1, -2)
-    assert every_size.multiply(np, a, b, out, False) is out
-    np.testing.assert_array_equal(out, np.full(shape, 4))
+    a, b = (x.T.copy().T if i in turned else x for i, x in enumerate((np.eye(3, 4), np.arange(20.0).reshape(4, 5))))
+    out = np.ones((3, 5))
+    assert every_size.takes(a, b, out)
+    every_size.multiply(a, b, out, True)
+    np.testing.assert_array_equal(out, 1 + a @ b)
 
 
-@with_mkl
 def test_what_stays_with_numpy() -> None:
-    """Small products, whole numbers, what lies neither in rows nor in columns, and what is no product."""
-    products = mkl.Mkl()
+    """Small products, whole numbers, stacks, what lies neither in rows nor in columns, and what is no product."""
+    mkl = installed_mkl()
+    assert mkl is not None
     large, small = np.ones((128, 128), np.float32), np.ones((64, 64), np.float32)
-    assert products.multiply(np, large, large, None, False) is not None
+    assert mkl.takes(large, large, None)
     apart = np.ones((256, 256), np.float32)[::2, ::2]
-    for a, b in ((small, small), (large.astype(int), large.astype(int)), (apart, large), (large, large.astype(float))):
-        assert products.multiply(np, a, b, None, False) is None
-    assert products.multiply(np, large, small, None, False) is None
-    assert products.multiply(np, large, large, np.empty((128, 128)), False) is None
+    whole, stack = large.astype(int), large[None]
+    for a, b in ((small, small), (whole, whole), (apart, large), (large, large.astype(float)), (stack, stack)):
+        assert not mkl.takes(a, b, None)
+    assert not mkl.takes(large, small, None)
+    for out in (np.empty((128, 128)), large.T, small):
+        assert not mkl.takes(large, large, out) or out.flags.c_contiguous and out.shape == (128, 128)
 
 
-@with_mkl
-def test_the_block_ends() -> None:
-    """Inside another one, too, and a wrong name is refused."""
-    assert other_blas() is None
-    with use_blas("mkl"):
-        assert other_blas() is not None
-        with use_blas("numpy"):
-            assert other_blas() is None
-        assert other_blas() is not None
-    assert other_blas() is None
-    with pytest.raises(UsageError, match="BLAS 'blis' is unknown; choose numpy, avx2 or mkl"), use_blas("blis"):  # type: ignore[arg-type]
-        pass
-
-
-def test_without_mkl(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One sentence says what to do."""
-    monkeypatch.setattr(mkl, "find_mkl", lambda: None)
-    with pytest.raises(UsageError, match=r"MKL is not installed; install nnmpi\[mkl\]"):
-        mkl._load.__wrapped__(False)
-
-
-@with_mkl
-def test_a_recording_multiplies_again(every_size: mkl.Mkl) -> None:
-    """On the same memory, which the recording keeps though nobody else does; stacks too."""
-    a, b = np.ones((2, 3), np.float32), np.ones((3, 2), np.float32)
-    recorder = Recorder()
-    with recorder.running(), use_blas("mkl"):
-        module = recorder.module(np)
-        between = gemm(module, module.add(a, 0), b)
-        result = gemm(module, module.stack([between, between]), np.ones((2, 2, 2), np.float32))
-        del between
-    a[...] = 2
-    for call in recorder.calls:
-        call()
-    np.testing.assert_array_equal(result, np.full((2, 2, 2), 12))
-
-
-@with_mkl
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_training_step(every_size: mkl.Mkl, compiled: bool) -> None:
+def test_a_training_step(every_size: Mkl, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Attention, products of tensors and linear layers, compiled and not: NumPy's losses but for rounding."""
 
-    def losses(name: BlasName) -> list[float]:
+    def losses(mkl: Mkl | None) -> list[float]:
+        monkeypatch.setattr("nnmpi.backend.gemm.installed_mkl", lambda: mkl)
         model = nn.Sequential(nn.TransformerBlock(8, 2, 16), nn.Linear(8, 3)).initialize(seed=0, dtype="float64")
         optimizer = optim.SGD(model.storage, lr=0.1)
         x = np.random.Generator(np.random.PCG64(0)).normal(size=(2, 5, 8))
 
-        def step(values: Any) -> Tensor:
+        def step(values: Tensor) -> Tensor:
             model.zero_grad()
             with nn.training():
                 y = model(values)
@@ -128,8 +73,7 @@ def test_a_training_step(every_size: mkl.Mkl, compiled: bool) -> None:
             optimizer.step()
             return loss
 
-        with use_blas(name):
-            run = nnmpi.compile(step) if compiled else step
-            return [run(Tensor(x)).item() for _ in range(3)]
+        run = nnmpi.compile(step) if compiled else step
+        return [run(Tensor(x)).item() for _ in range(3)]
 
-    np.testing.assert_allclose(losses("mkl"), losses("numpy"), rtol=1e-12)
+    np.testing.assert_allclose(losses(every_size), losses(None), rtol=1e-12)

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from nnmpi import clock
+from nnmpi.backend.blas import one_blas_thread
 from nnmpi.backend.memory import share_freed_memory
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
@@ -33,7 +34,7 @@ from nnmpi.errors import CommError, UsageError
 
 T = TypeVar("T")
 # What says how to compute: ranks do it as who simulates them does (names of context variables).
-COMPUTING = ("nnmpi_kernels", "nnmpi_kernels_refused", "nnmpi_blas", "nnmpi_convolution", "nnmpi_precision")
+COMPUTING = ("nnmpi_kernels", "nnmpi_kernels_refused", "nnmpi_convolution", "nnmpi_precision")
 
 
 class SimulatedWorld:
@@ -222,7 +223,8 @@ def run_simulation(
             own.run(var.set, value)
         own.run(live, number)
 
-    scheduler.run(begin)
+    with one_blas_thread():  # here and not in the ranks, whose blocks would overlap
+        scheduler.run(begin)
     if scheduler.failure is not None:
         number, error = scheduler.failure
         if number >= 0:
