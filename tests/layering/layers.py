@@ -74,7 +74,6 @@ LATE_IMPORTS = {
     ("nnmpi/data/catalogue.py", "nnmpi.data.download"): "it imports Python's HTTP, for a tenth of all start-up time",
     ("nnmpi/train/cli.py", "nnmpi.comm.simulated.simulated_world"): "of use with --simulate alone: 2 % of each start",
     ("nnmpi/train/computing.py", "importlib.metadata"): "it imports Python's email; a run that goes on needs neither",
-    ("nnmpi/train/computing.py", "nnmpi.planner.profile"): "it imports the simulated world, where BLAS is to be chosen",
     ("nnmpi/train/session.py", "nnmpi.train.auto_layout"): "the planner, of use with --layout auto alone",
 }
 
