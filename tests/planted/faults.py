@@ -1,0 +1,189 @@
+"""The planted faults: one replaced line each, in every package, and the tests that should find it."""
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    """One fault.
+
+    Attributes:
+        name: what it is.
+        file: where it is planted.
+        before, after: the text that is replaced, which stands there once, and what replaces it.
+        tests: for pytest: where it should be found.
+    """
+
+    name: str
+    file: str
+    before: str
+    after: str
+    tests: str
+
+
+FAULTS = (
+    # ---- collectives, messages, two worlds ----
+    Fault(
+        "ring: the chunk of another step",
+        "nnmpi/comm/algorithms/ring.py",
+        "chunk=rank - i, reduce=False",
+        "chunk=rank - i - 1, reduce=False",
+        "tests/comm/test_prove.py",
+    ),
+    Fault(
+        "prove: a part may count twice",
+        "nnmpi/comm/prove.py",
+        "if count(total, each) > most]",
+        "if count(total, each) > most + 1]",
+        "tests/comm/test_prove.py",
+    ),
+    Fault(
+        "prove: what is missing is not seen",
+        "nnmpi/comm/prove.py",
+        "if wanted is not None and parts != wanted:",
+        "if wanted is not None and parts > wanted:",
+        "tests/comm/test_prove.py",
+    ),
+    Fault(
+        "simulated world: shared memory of two requests",
+        "nnmpi/comm/simulated/requests.py",
+        "if begin < high and low < end and (request.writes or other.writes):",
+        "if begin < high and low < end and (request.writes and other.writes):",
+        "tests/comm/simulated",
+    ),
+    Fault(
+        "simulated world: a buffer that is changed while it is sent",
+        "nnmpi/comm/simulated/requests.py",
+        "if request.checksum is not None and request.checksum != checksum(request.memory):",
+        "if request.checksum is not None and request.checksum > checksum(request.memory) + 1e300:",
+        "tests/comm/simulated",
+    ),
+    Fault(
+        "agreement: an error of one rank is lost",
+        "nnmpi/comm/agreement.py",
+        "self._error, self.stopped = error, True",
+        "self.stopped = True",
+        "tests/comm/test_agreement.py",
+    ),
+    Fault(
+        "shard: the longer parts come last",
+        "nnmpi/shard.py",
+        "return range(start, start + short + (index < longer))",
+        "return range(start, start + short + (index <= longer))",
+        "tests/test_shard.py",
+    ),
+    Fault(
+        "buckets: a limit is passed",
+        "nnmpi/shard.py",
+        "if i > start and total + size > limit:",
+        "if i > start and total > limit:",
+        "tests/test_shard.py",
+    ),
+    # ---- schedules ----
+    Fault(
+        "1F1B: one warm-up too few",
+        "nnmpi/schedule/registry.py",
+        "warm_up = min(ranks - 1 - rank, microbatches)\n    program",
+        "warm_up = min(max(ranks - 2 - rank, 0), microbatches)\n    program",
+        "tests/schedule",
+    ),
+    Fault(
+        "zero bubble: weights' halves too early",
+        "nnmpi/schedule/registry.py",
+        "microbatches), min(rank, microbatches)",
+        "microbatches), min(max(rank - 1, 0), microbatches)",
+        "tests/schedule",
+    ),
+    Fault(
+        "check: doubled work",
+        "nnmpi/schedule/check.py",
+        "if len(found) > 1:",
+        "if len(found) > 2:",
+        "tests/schedule",
+    ),
+    Fault(
+        "check: deadlock with rendezvous sends",
+        "nnmpi/schedule/check.py",
+        "for rendezvous in (False, True):",
+        "for rendezvous in (False,):",
+        "tests/schedule",
+    ),
+    Fault(
+        "lower: a gradient is not sent",
+        "nnmpi/schedule/lower.py",
+        "if is_backward and before:",
+        "if is_backward and before and one.microbatch:",
+        "tests/schedule",
+    ),
+    # ---- the engine ----
+    Fault(
+        "mean: the gradient is not divided",
+        "nnmpi/tensor/reduce.py",
+        "xp.broadcast_to(xp.divide(xp.reshape(grad, _kept(shape, self.axes)), count), shape)",
+        "xp.broadcast_to(xp.reshape(grad, _kept(shape, self.axes)), shape)",
+        "tests/tensor",
+    ),
+    Fault(
+        "variance: the correction is left out",
+        "nnmpi/tensor/reduce.py",
+        "for i in self.axes) - self.correction",
+        "for i in self.axes)",
+        "tests/tensor",
+    ),
+    Fault(
+        "indexing: elements that are named twice",
+        "nnmpi/tensor/index.py",
+        "xp.add.at(spread, self.key, grad)",
+        "spread[self.key] = grad",
+        "tests/tensor",
+    ),
+    Fault(
+        "clip: no margin",
+        "nnmpi/optim/clip.py",
+        "return min(1.0, max_norm / (norm + _MARGIN))",
+        "return max_norm / (norm + _MARGIN)",
+        "tests/optim",
+    ),
+    Fault(
+        "Adam: bias correction",
+        "nnmpi/optim/adam.py",
+        "rate = lr * root / (1 - beta1**self.steps)",
+        "rate = lr * root",
+        "tests/optim",
+    ),
+    Fault(
+        "AdamW: decay in the gradient",
+        "nnmpi/optim/adam.py",
+        "block.xp.multiply(block.data, 1 - lr * block.decay, out=block.data)",
+        "block.xp.multiply(block.data, 1 - block.decay, out=block.data)",
+        "tests/optim",
+    ),
+    Fault(
+        "warm-up: begins at 0",
+        "nnmpi/optim/schedule.py",
+        "((step + 1) / (self.steps + 1))",
+        "(step / (self.steps + 1))",
+        "tests/optim",
+    ),
+    # ---- data ----
+    Fault(
+        "sampler: the last batch is as long as all",
+        "nnmpi/data/sampler.py",
+        "global_rows = min(batch_size, n - start)",
+        "global_rows = batch_size",
+        "tests/data",
+    ),
+    Fault(
+        "normalize: the mean of the batches' means",
+        "nnmpi/data/transform.py",
+        'variance = sum(np.square(train.rows(cut, "float64") - mean).sum(axes) for cut in cuts) / count',
+        'variance = sum(np.square(train.rows(cut, "float64")).sum(axes) for cut in cuts) / count',
+        "tests/data",
+    ),
+    Fault(
+        "flip: upside down",
+        "nnmpi/data/transform.py",
+        "result[chosen] = x[chosen, :, ::-1]",
+        "result[chosen] = x[chosen, ::-1]",
+        "tests/data",
+    ),
+)
