@@ -35,14 +35,13 @@ from typing import Any, Literal, NoReturn, TextIO, TypeAlias, Union, get_args, g
 from unicodedata import category
 
 from nnmpi.custom import Custom, is_custom
-from nnmpi.errors import NnmpiError, UsageError
+from nnmpi.errors import NnmpiError, UsageError, shortened
 from nnmpi.launcher import read_launch
 from nnmpi.version import VERSION
 
 Switch: TypeAlias = Literal["auto", "on", "off"]  # what the program decides unless it is switched on or off
 
 HELP_WIDTH = 80  # of help texts, in characters: under MPI no rank knows the width of the terminal
-MOST_SHOWN = 200  # characters of what was given, in a sentence about it
 EXAMPLE = (" ", "python -m ", "mpirun ")  # how a line begins that is one
 HELP_INDENT = 26  # where the explanations begin
 
@@ -353,11 +352,6 @@ def _read(option: Option, written: str, words: Sequence[str]) -> Any:
             continue
     given = f"is {shortened(' '.join(words)) or 'empty'}" if words else "stands without a value"
     raise UsageError(f"{written} {given}; it must be {describe(option.type)}")
-
-
-def shortened(text: str) -> str:
-    """Return a text without its middle if nobody would read it to its end."""
-    return text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN // 2]} ... {text[-MOST_SHOWN // 2 :]}"
 
 
 def _read_as(kind: Any, words: Sequence[str]) -> Any:

@@ -19,6 +19,11 @@ def counted(n: int, singular: str, plural: str = "") -> str:
     return f"{n} {singular if n == 1 else plural or singular + 's'}"
 
 
+def shortened(text: str, most: int = 200) -> str:
+    """Return a text without its middle if nobody would read it to its end."""
+    return text if len(text) <= most else f"{text[: most // 2]} ... {text[-most // 2 :]}"
+
+
 class NnmpiError(Exception):
     """Any error whose text is written for the person who runs the program."""
 

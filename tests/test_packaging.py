@@ -38,7 +38,7 @@ def test_the_version_is_the_same_everywhere(settings: ConfigParser) -> None:
 def test_every_dependency_says_why_it_is_there() -> None:
     text = (ROOT / "setup.cfg").read_text().partition("install_requires =\n")[2].partition("\n\n")[0]
     lines = text.splitlines()
-    assert len(lines) == 8
+    assert len(lines) % 2 == 0
     assert all(line.startswith("    # ") for line in lines[::2])
     assert not any(line.startswith("    #") for line in lines[1::2])
 

@@ -53,7 +53,7 @@ class Prediction:
                 --refit with a single rank.
         """
         here = facts(group)
-        usual = on_root(group, lambda: str(default_file(here) or ""))
+        usual = on_root(group, lambda: str(default_file(here)))
         file = options.fit or (Path(usual) if usual else None)
         if options.refit:
             return cls(options.operation, _make(file, group, console), f" ({file})" if file else "")

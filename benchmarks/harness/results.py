@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nnmpi.errors import UsageError
-from nnmpi.train.folder import replace_durably
+from nnmpi.files import write_atomically
 
 
 def check_writable(option: str, file: Path | None) -> None:
@@ -40,4 +40,4 @@ def write(file: Path | None, content: Mapping[str, Any]) -> None:
         OSError: when the disk is full or gone.
     """
     if file is not None:
-        replace_durably(file, (json.dumps(content, indent=1) + "\n").encode())
+        write_atomically(file, (json.dumps(content, indent=1) + "\n").encode())

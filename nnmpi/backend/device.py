@@ -13,8 +13,9 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, Event, Stream, numpy_backend
 from nnmpi.backend.device_errors import Facts, explain_error, explain_import, explain_start
-from nnmpi.backend.memory import MemoryUse, gib
+from nnmpi.backend.memory import MemoryUse
 from nnmpi.errors import DeviceError, UsageError
+from nnmpi.units import format_bytes
 
 # Of the memory that is free, what the pools of the ranks on a device share; the rest is for what takes no memory from
 # the pools: contexts of CUDA (some hundred MB each), workspaces of libraries, buffers of NCCL.
@@ -258,8 +259,8 @@ class DeviceBackend(Backend):
         part = int(SHARED_FRACTION * (free + pool.total_bytes()) / ranks)
         pool.set_limit(size=part)
         self.pool.note = (
-            f"{SHARED_FRACTION:.0%} of the {gib(free)} that were free of {gib(total)}, shared by {ranks} ranks on the "
-            "device; CUPY_GPU_MEMORY_LIMIT sets another limit"
+            f"{SHARED_FRACTION:.0%} of the {format_bytes(free)} that were free of {format_bytes(total)}, shared by "
+            f"{ranks} ranks on the device; CUPY_GPU_MEMORY_LIMIT sets another limit"
         )
 
     def limit_memory(self, limit_bytes: int) -> None:

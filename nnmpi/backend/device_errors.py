@@ -6,8 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from nnmpi.backend.memory import MemoryUse, gib
+from nnmpi.backend.memory import MemoryUse
 from nnmpi.errors import DeviceError
+from nnmpi.units import format_bytes as words
 
 _INSUFFICIENT_DRIVER, _NO_DEVICE, _OUT_OF_MEMORY = 35, 100, 2
 # Why a device that is there cannot be used, and what would help.
@@ -160,18 +161,18 @@ def explain_error(error: BaseException, facts: Callable[[], Facts]) -> DeviceErr
 
 
 def _out_of_memory(asked: int | None, error: BaseException, facts: Callable[[], Facts]) -> DeviceError:
-    wanted = "some memory" if asked is None else gib(asked)
+    wanted = "some memory" if asked is None else words(asked)
     try:
         now = facts()
     except Exception:  # CUDA may answer to nothing any more
         return DeviceError(f"the device has no room for {wanted} more ({_short(error)}); {REMEDY}")
     use = now.use
     others = max(now.total_bytes - now.free_bytes - use.pool_bytes, 0)
-    limit = "" if use.limit_bytes is None else f" of the {gib(use.limit_bytes)} that it may ({use.note})"
+    limit = "" if use.limit_bytes is None else f" of the {words(use.limit_bytes)} that it may ({use.note})"
     return DeviceError(
-        f"{now.device} has no room for {wanted} more: arrays of this process use {gib(use.used_bytes)}, its pool holds "
-        f"{gib(use.pool_bytes)}{limit}, other processes and CUDA itself use {gib(others)} and {gib(now.free_bytes)} of "
-        f"{gib(now.total_bytes)} are free; {REMEDY}"
+        f"{now.device} has no room for {wanted} more: arrays of this process use {words(use.used_bytes)}, its pool "
+        f"holds {words(use.pool_bytes)}{limit}, other processes and CUDA itself use {words(others)} and "
+        f"{words(now.free_bytes)} of {words(now.total_bytes)} are free; {REMEDY}"
     )
 
 

@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from nnmpi.units import format_bytes
+
 _STATUS = Path("/proc/self/status")
 _CLEAR = Path("/proc/self/clear_refs")
 
@@ -36,13 +38,9 @@ class MemoryUse:
     note: str
 
     def __str__(self) -> str:
-        limit = "no limit" if self.limit_bytes is None else f"limit {gib(self.limit_bytes)}"
-        return f"{gib(self.used_bytes)} in use, {gib(self.peak_bytes)} at the peak, {limit} ({self.note})"
-
-
-def gib(count_bytes: int) -> str:
-    """Return bytes in words, in GiB or MiB."""
-    return f"{count_bytes / 2**30:.2f} GiB" if count_bytes >= 2**30 else f"{count_bytes / 2**20:.1f} MiB"
+        limit = "no limit" if self.limit_bytes is None else f"limit {format_bytes(self.limit_bytes)}"
+        used, peak = format_bytes(self.used_bytes), format_bytes(self.peak_bytes)
+        return f"{used} in use, {peak} at the peak, {limit} ({self.note})"
 
 
 def host_memory() -> MemoryUse:

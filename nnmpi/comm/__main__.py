@@ -118,8 +118,6 @@ def _fit(arguments: argparse.Namespace) -> str:
     """Measure this machine with these ranks, and keep the fit; run it under mpirun."""
     group = start()
     file = arguments.out or default_file(facts(group))
-    if file is None:
-        raise UsageError("no home directory is known to keep the fit in; give a file: --out FILE")
     refused = ""
     if group.is_root:  # before it takes half a minute
         try:

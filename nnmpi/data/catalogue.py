@@ -19,11 +19,12 @@ from nnmpi.data.cifar import load_cifar, locate_cifar
 from nnmpi.data.csvfile import read_csv, to_dataset
 from nnmpi.data.dataset import Dataset, Wanted, check_pair, split
 from nnmpi.data.documents import is_text
-from nnmpi.data.files import VARIABLE, cache_folder, expand, find, locked
+from nnmpi.data.files import find
 from nnmpi.data.idx import has_idx, load_idx
 from nnmpi.data.npz import load_npz, load_npz_whole
 from nnmpi.data.sources import sources
 from nnmpi.errors import DataError, UsageError
+from nnmpi.files import VARIABLE, cache_folder, expand, locked
 
 Pair = tuple[Dataset, Dataset]
 

@@ -20,10 +20,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nnmpi.command import shortened
 from nnmpi.data.dataset import Dataset, Wanted
 from nnmpi.data.files import read_bytes
-from nnmpi.errors import DataError
+from nnmpi.errors import DataError, shortened
 
 
 @dataclass(frozen=True)

@@ -4,16 +4,12 @@
                               ends.npy         where each document ends in it, int64
                               tokenizer.json
 
-KEY is a hash of the text, the tokenizer, and what a document is. The folder is written under another name and renamed,
-so it is there whole or not at all.
+KEY is a hash of the text, the tokenizer, and what a document is.
 """
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +19,9 @@ from numpy.typing import NDArray
 
 from nnmpi.backend.array import Array
 from nnmpi.data.documents import read_documents
-from nnmpi.data.files import cache_folder, locked
 from nnmpi.data.tokenizer import CHARACTERS, CharacterTokenizer, Tokenizer, load_tokenizer
 from nnmpi.errors import DataError
+from nnmpi.files import cache_folder, folder_atomically, locked
 
 FORMAT = 2  # of the files; a new one has other keys
 TOKENS, ENDS = "tokens.bin", "ends.npy"
@@ -105,7 +101,11 @@ def prepare_tokens(source: TextSource) -> Path:
         return folder
     with locked(parent):
         if not folder.is_dir():
-            _write(source, folder)
+            try:
+                with folder_atomically(folder) as temporary:
+                    _fill(source, temporary)
+            except OSError as error:
+                raise DataError(f"{folder} cannot be written ({error.strerror or error})") from error
     return folder
 
 
@@ -132,21 +132,6 @@ def _kind(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
     return np.dtype(np.uint16 if tokenizer.vocabulary_size <= 2**16 else np.uint32)
 
 
-def _write(source: TextSource, folder: Path) -> None:
-    """Write the folder under another name, and rename it."""
-    temporary = folder.with_name(f".{folder.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        _fill(source, temporary)
-        with suppress(FileExistsError):  # on a file system without locks another may have come first, with the same
-            temporary.rename(folder)
-    except OSError as error:
-        raise DataError(f"{folder} cannot be written ({error.strerror or error})") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
 def _fill(source: TextSource, folder: Path) -> None:
     tokenizer = source.load_tokenizer()
     if tokenizer is None:
@@ -166,8 +151,6 @@ def _fill(source: TextSource, folder: Path) -> None:
                     raise DataError(f"{source.path}: document {len(ends) + 1} is empty: it has no tokens")
                 ends.append(done)
                 begun = done
-        stream.flush()
-        os.fsync(stream.fileno())
     np.save(folder / ENDS, np.array(ends, np.int64))
     tokenizer.save(folder)
 

@@ -22,8 +22,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nnmpi.data.files import expand
 from nnmpi.errors import DataError, UsageError
+from nnmpi.files import expand
 from nnmpi.reading import read_json
 
 LIBRARY_FILE = "tokenizer.json"

@@ -17,11 +17,12 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from nnmpi.errors import CheckpointError, UsageError, counted
+from nnmpi.errors import CheckpointError, counted
+from nnmpi.files import is_locked
 from nnmpi.reading import parse_json, read_json, read_text
 from nnmpi.train.checkpoint_files import MODEL_FILE, STATE_FILE, load_checkpoint, steps
 from nnmpi.train.cli import read_run
-from nnmpi.train.folder import FAULTS_FILE, FolderLock, RunFolder
+from nnmpi.train.folder import FAULTS_FILE, RunFolder
 from nnmpi.train.log import describe_measures
 
 REACHED = ("process", "imports", "MPI", "data and model", "checkpoint")  # of a start, as starts.jsonl has them
@@ -83,7 +84,7 @@ def _judge(
     if checkpoint is None and steps(folder.checkpoints):
         resume = "no checkpoint is whole: bring one back from a copy, or start a new run with another --out"
     loses = f"; the {reached - step} steps since the checkpoint of step {step} are done again" if reached > step else ""
-    if _is_locked(path):
+    if is_locked(path):
         return f"The run still goes on; it is at step {reached} or later.", "wait, or watch its metrics.jsonl"
     if folder.finished.exists():
         return _judge_end(folder, checkpoint)
@@ -212,15 +213,6 @@ def _describe_restarts(found: list[dict[str, float]]) -> list[str]:
 def _command(starts: list[Any], path: Path) -> str:
     ranks = starts[-1].get("ranks", 1) if starts else 1
     return f"python -m nnmpi.run -n {ranks} -- --resume {quote(str(path))}"
-
-
-def _is_locked(path: Path) -> bool:
-    try:
-        with FolderLock(path, patience_s=0.0) as lock:
-            lock.take()
-    except UsageError:
-        return True
-    return False
 
 
 def _metrics(folder: RunFolder) -> list[dict[str, Any]]:

@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from reprlib import repr as shortened
 from typing import Final
 
 from nnmpi.aliases import also
 from nnmpi.backend.array import Array
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, shortened
 from nnmpi.optim.blocks import BufferBlock, block_kernels
 from nnmpi.optim.optimizer import Optimizer, below_one, decayed_gradient, non_negative
 from nnmpi.optim.storage import Storage
@@ -46,7 +45,7 @@ class Adam(Optimizer):
         try:
             beta1, beta2 = betas
         except (TypeError, ValueError):
-            raise UsageError(f"betas are {shortened(betas)}; give two numbers such as (0.9, 0.999)") from None
+            raise UsageError(f"betas are {shortened(repr(betas))}; give two numbers such as (0.9, 0.999)") from None
         self.betas: Final = (below_one("betas[0]", beta1), below_one("betas[1]", beta2))
         self.eps: Final = non_negative("eps", eps)
         super().__init__(storage, lr, weight_decay, slots=("m", "v"))

@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from operator import is_
-from reprlib import repr as shortened
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -19,7 +18,7 @@ import numpy as np
 from nnmpi.aliases import also, missing
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import perform
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.errors import ShapeError, UsageError, shortened
 from nnmpi.launcher import read_launch
 from nnmpi.optim.blocks import BufferBlock, ScratchArrays, block_elements, pieces
 from nnmpi.optim.storage import StateKeeper, Storage, check
@@ -85,7 +84,7 @@ def _number(name: str, value: Any, wanted: str) -> float:
 
 def _no_number(name: str, value: Any, wanted: str) -> UsageError:
     """Return the error for a value that no number can be made of."""
-    return UsageError(f"{name} is {shortened(value)}; give {wanted}")
+    return UsageError(f"{name} is {shortened(repr(value))}; give {wanted}")
 
 
 class Optimizer(ABC):

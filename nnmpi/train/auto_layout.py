@@ -24,7 +24,6 @@ from nnmpi import clock
 from nnmpi.backend.backend import Backend
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.algorithms.registry import AUTO
-from nnmpi.comm.fitting.fit import cache_folder
 from nnmpi.comm.fitting.measure import find_fit
 from nnmpi.comm.fitting.measure import measure as measure_fit
 from nnmpi.comm.group import Group
@@ -33,6 +32,7 @@ from nnmpi.compose.worker import Worker
 from nnmpi.custom import custom_file
 from nnmpi.data.dataset import Samples
 from nnmpi.errors import UsageError, counted
+from nnmpi.files import cache_folder, write_atomically
 from nnmpi.planner import report
 from nnmpi.planner.network import PlannedNetwork
 from nnmpi.planner.price import Pricer
@@ -53,7 +53,6 @@ from nnmpi.train.build import (
 from nnmpi.train.computing import Computing, choose_computing
 from nnmpi.train.config import Config, ParallelConfig, to_json
 from nnmpi.train.device import explained
-from nnmpi.train.folder import replace_durably
 from nnmpi.train.inputs import load_inputs, load_samples
 from nnmpi.train.signature import ModelSignature
 from nnmpi.units import format_seconds
@@ -163,25 +162,21 @@ def take_profile(workload: Workload, group: Group, ranks: int, backend: Backend,
     return workload, found
 
 
-def _keep(file: Path | None, found: Profile, say: Say) -> None:
-    if file is None:
-        return say("the profile is not kept: this user has no home folder; name one in $XDG_CACHE_HOME")
+def _keep(file: Path, found: Profile, say: Say) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        replace_durably(file, json.dumps(found.to_json()).encode())
+        write_atomically(file, json.dumps(found.to_json()).encode())
     except OSError as error:
         say(f"the profile cannot be kept: {error}")
-    return None
 
 
-def profile_file(workload: Workload) -> Path | None:
-    """Return where the profile of a workload with a whole key is kept; None without a home folder."""
-    cache = cache_folder()
-    return None if cache is None else default_file(workload.key or {}, cache)
+def profile_file(workload: Workload) -> Path:
+    """Return where the profile of a workload with a whole key is kept."""
+    return default_file(workload.key or {}, cache_folder())
 
 
-def _load(file: Path | None, workload: Workload) -> dict[str, Any] | None:
-    found = None if file is None else load_profile(file, workload.key or {})
+def _load(file: Path, workload: Workload) -> dict[str, Any] | None:
+    found = load_profile(file, workload.key or {})
     return None if found is None else found.to_json()
 
 

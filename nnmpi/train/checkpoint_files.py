@@ -22,9 +22,9 @@ from typing import Any
 
 from nnmpi.backend.array import Array
 from nnmpi.errors import CheckpointError
+from nnmpi.files import sha256, sync_folder, write_atomically, write_synced
 from nnmpi.parallel.shard_map import ArraySpec
 from nnmpi.reading import read_json
-from nnmpi.train.folder import replace_durably, sha256, sync_folder, write_durably
 from nnmpi.train.tensor_file import TensorFile, TensorWriter
 
 MODEL_FILE = "model.safetensors"
@@ -230,14 +230,14 @@ class CheckpointWriter:
         files = {name: writer.close() for name, writer in self._writers.items()}
         values = {"format": FORMAT, **state, "files": files}
         text = json.dumps({**values, "sha256": digest(values)}, indent=1, allow_nan=False)
-        write_durably(self._temporary / STATE_FILE, text.encode() + b"\n")
+        write_synced(self._temporary / STATE_FILE, text.encode() + b"\n")
         sync_folder(self._temporary)
         if self._final.exists():  # the same step again, after an older one was resumed
             shutil.rmtree(self._final)
         self._temporary.rename(self._final)
         sync_folder(self._folder)
         for file in (LATEST_FILE, BEST_FILE)[: 1 + best]:
-            replace_durably(self._folder / file, f"{self._final.name}\n".encode())
+            write_atomically(self._folder / file, f"{self._final.name}\n".encode())
         _prune(self._folder, self._final, keep)
         return self._final.name
 

@@ -24,7 +24,7 @@ from nnmpi.comm.stall import LIMIT_S, WARNING_S
 from nnmpi.comm.start import start, watch_alone
 from nnmpi.command import HelpAsked, read_words
 from nnmpi.data.catalogue import NAMES
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, shortened
 from nnmpi.launcher import process_began, read_launch
 from nnmpi.reading import read_json, read_text
 from nnmpi.train.config import Config, all_options, assemble, check, flatten
@@ -34,6 +34,30 @@ from nnmpi.train.loop import StopSignals
 from nnmpi.train.session import run
 
 T = TypeVar("T")
+
+# Options that left nnmpi, with their defaults: a run that has another value cannot be resumed.
+REMOVED: Mapping[str, Any] = {
+    **dict.fromkeys(("split", "overlap", "fused_update", "convolution", "tied"), "auto"),
+    **dict.fromkeys(("race", "bucket_mb", "pace", "shift_pixels", "loader_threads")),
+    **dict.fromkeys(("check_weights", "dedicated_servers", "staleness_lr", "nesterov", "verbose", "plot"), False),
+    **dict.fromkeys(("backup", "sync_warmup_epochs", "pace_ms", "simulation_seed", "eval_steps", "save_steps"), 0),
+    "sp_attention": "ulysses",
+    "recompute": "never",
+    "fit": "kept",
+    "neighbours": "ring",
+    "straggler": "",
+    "only_classes": "",
+    "normalize": True,
+    "lr_scaling": "none",
+    "base_batch": 32,
+    "grad_accum": 1,
+    "step_epochs": 10.0,
+    "step_factor": 0.1,
+    "print_every": 5.0,
+    "trace_steps": 20,
+    "keep": 3,
+    "stall_warning": 10.0,
+}
 
 PROGRAM = "python -m nnmpi.train"
 DESCRIPTION = """Train a network on MPI ranks: mpirun -n 4 python -m nnmpi.train [options].
@@ -255,6 +279,15 @@ def read_run(folder: Path, named: str) -> dict[str, Any]:
         raise UsageError(f"{file} cannot be read: {error}") from None
     if not isinstance(flat, dict):
         raise UsageError(f"{file} cannot be read: it holds no options by name")
+    for name in ("blas", "blas_threads"):  # were written as the run had chosen them
+        flat.pop(name, None)
+    gone = {name: flat.pop(name) for name in REMOVED if name in flat and name not in all_options()}
+    for name, value in gone.items():
+        if value != REMOVED[name]:
+            raise UsageError(
+                f"{file} has {name} {shortened(str(value))}, an option that left nnmpi (CHANGELOG.md says what is "
+                "written instead); go on with the version of nnmpi that began the run"
+            )
     values = check(flat, str(file))
     left_out = {"out", "resume", "config", "quiet", *SIMULATION}
     return {name: value for name, value in values.items() if name not in left_out}

@@ -10,10 +10,10 @@ from nnmpi.backend.cudnn import chosen, describe, use_convolution
 from nnmpi.backend.device import select
 from nnmpi.backend.device_errors import REMEDY, expects_device
 from nnmpi.backend.gemm import gemm_notice
-from nnmpi.backend.memory import gib
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.errors import DeviceError, NnmpiError, UsageError, counted
+from nnmpi.units import format_bytes
 
 # The options that do what REMEDY says.
 REMEDY_OPTIONS = (
@@ -100,7 +100,9 @@ def describe_device(backend: Backend, group: Group, precision: str, verbose: boo
     cards = {tuple(place) for place in places}
     most = max(places.count(list(card)) for card in cards)
     use = backend.memory()
-    limit = "no limit of memory" if use.limit_bytes is None else f"{gib(use.limit_bytes)} of memory for each rank"
+    limit = "no limit of memory"
+    if use.limit_bytes is not None:
+        limit = f"{format_bytes(use.limit_bytes)} of memory for each rank"
     shared = f", up to {most} ranks on one" if most > 1 else ""
     notices = sorted({each for each in group.gather(gemm_notice(backend.xp, precision)) if each is not None})
     return [

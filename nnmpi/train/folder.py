@@ -19,72 +19,27 @@ runs/digits-cnn-20260101-120000/
 """
 
 import errno
-import hashlib
 import json
 import os
 import platform
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from types import TracebackType
 
 from numpy import __version__ as numpy_version
 
 from nnmpi.custom import short_name
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.errors import CheckpointError, UsageError
+from nnmpi.files import LOCK_FILE, folder_atomically, sync_folder, write_atomically
 from nnmpi.models.pretrained import CONFIG
 from nnmpi.reading import parse_json, read_text
 from nnmpi.train.config import Config, flatten
 from nnmpi.version import VERSION
-
-
-def write_durably(file: Path, content: bytes) -> None:
-    """Write a new file and wait until the disk has it; the name may be seen half-written, so use it inside a folder
-    that nobody reads yet.
-
-    Raises:
-        OSError: when the disk is full or not writable.
-    """
-    with file.open("wb") as stream:
-        stream.write(content)
-        stream.flush()
-        os.fsync(stream.fileno())
-
-
-def replace_durably(file: Path, content: bytes) -> None:
-    """Give the file this content at once: readers see the old or the new one, also after a crash.
-
-    Raises:
-        OSError: when the disk is full or not writable; the old content then stays and nothing is left beside it.
-    """
-    temporary = file.with_name(f".{file.name}.tmp")  # one name: what a kill leaves, the next one writes over
-    try:
-        write_durably(temporary, content)
-        temporary.replace(file)
-    finally:
-        temporary.unlink(missing_ok=True)
-    sync_folder(file.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Wait until the disk has the folder's names."""
-    number = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(number)
-    finally:
-        os.close(number)
-
-
-def sha256(file: Path) -> str:
-    """Return the file's SHA-256 in hexadecimal digits."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
 
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
@@ -92,65 +47,8 @@ RUNS, LATEST_RUN = Path("runs"), "latest"  # where runs go by default, and a lin
 TIMES_FILE = "times.json"
 FINISHED_FILE = "finished.json"
 FAULTS_FILE = "faults.jsonl"
-POLL_S = 0.1
 LEAST_S = 1.0  # between two faults: a start takes as long
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # no mistake in the command: another start may find it mended
-
-
-class FolderLock(AbstractContextManager["FolderLock"]):
-    """Holds a folder from `take` to the end of its block.
-
-    The lock is the system's (flock) on the folder itself, so it leaves no file and ends with its process, however that
-    ends. Where the file system has no such locks (NFS refuses them for folders) the run goes on without.
-    """
-
-    def __init__(self, folder: Path, patience_s: float = 5.0) -> None:
-        """Do nothing yet.
-
-        Args:
-            patience_s: how long to wait for a job that is just being killed.
-        """
-        self._folder, self._patience_s = folder, patience_s
-        self._handle: int | None = None
-
-    def take(self) -> None:
-        """Take the lock of the folder, which exists.
-
-        Raises:
-            UsageError: when the folder cannot be read, or another process keeps the lock.
-        """
-        try:
-            self._handle = os.open(self._folder, os.O_RDONLY)
-        except OSError as error:
-            raise UsageError(f"{self._folder} cannot be read ({error.strerror}); give a folder that can") from None
-        deadline_s = time.monotonic() + self._patience_s
-        while not self._try():
-            if time.monotonic() > deadline_s:
-                raise UsageError(
-                    f"{self._folder} is in use by another job; wait for its end or stop it, or give another --out"
-                )
-            time.sleep(POLL_S)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        """Let go."""
-        if self._handle is not None:
-            os.close(self._handle)
-            self._handle = None
-
-    def _try(self) -> bool:
-        """Return whether the lock is held now, or cannot be had on this system."""
-        assert self._handle is not None
-        try:
-            import fcntl
-
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except (ImportError, OSError):  # Windows; a file system without locks
-            return True
-        return True
 
 
 @dataclass(frozen=True)
@@ -249,12 +147,8 @@ class RunFolder:
         if tokenizer is None:
             return
         if not self.tokenizer.is_dir():
-            temporary = self.tokenizer.with_name(f".{self.tokenizer.name}.tmp")
-            with self._written():
-                temporary.mkdir(exist_ok=True)
+            with self._written(), folder_atomically(self.tokenizer) as temporary:
                 tokenizer.save(temporary)
-                temporary.rename(self.tokenizer)
-                sync_folder(self.path)
         elif load_tokenizer(self.tokenizer).identity != tokenizer.identity:
             raise UsageError(
                 f"{self.path} was begun with another tokenizer, which lies in {self.tokenizer}: the text or the "
@@ -270,7 +164,7 @@ class RunFolder:
         self.make()
         text = json.dumps(flatten(config) | {"resume": None}, indent=1, allow_nan=False)
         with self._written():
-            replace_durably(self.config, text.encode() + b"\n")
+            write_atomically(self.config, text.encode() + b"\n")
 
     def note_start(self, words: Sequence[str], ranks: int, library: str, reached: Mapping[str, float]) -> None:
         """Write down how the run was started, and link runs/latest to it. A disk that takes neither costs only that.
@@ -311,7 +205,7 @@ class RunFolder:
 
     def withdraw(self) -> None:
         """Remove what a new run has written that is refused in its first step, so that a better one can begin here."""
-        for file in (self.config, self.metrics, self.console, self.starts):
+        for file in (self.config, self.metrics, self.console, self.starts, self.path / LOCK_FILE):
             file.unlink(missing_ok=True)
         for folder in (self.tokenizer, self.events):
             shutil.rmtree(folder, ignore_errors=True)

@@ -69,9 +69,10 @@ from typing import Any, BinaryIO
 
 from nnmpi import clock
 from nnmpi.errors import CheckpointError, NnmpiError
+from nnmpi.files import write_atomically
 from nnmpi.reading import parse_json
 from nnmpi.synchrony.staleness import Staleness
-from nnmpi.train.folder import RunFolder, replace_durably
+from nnmpi.train.folder import RunFolder
 
 to_line = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` makes an encoder for each call
 RUN_STALENESS = "staleness_run"
@@ -166,7 +167,7 @@ def cut_metrics(file: Path, step: int) -> int:
     try:
         records = read_metrics(file)
         kept = [each for each in records if each["global_step"] <= step and each["kind"] not in AT_THE_END]
-        replace_durably(file, "".join(json.dumps(record) + "\n" for record in kept).encode())
+        write_atomically(file, "".join(json.dumps(record) + "\n" for record in kept).encode())
         return len(records) - len(kept)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(

@@ -6,13 +6,12 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from math import isfinite
 from pathlib import Path
-from reprlib import repr as shortened
 from sys import float_info
 from typing import Any, NamedTuple
 
 from nnmpi.compose.runner import EvalReport
 from nnmpi.compose.trainer import Totals
-from nnmpi.errors import CheckpointError
+from nnmpi.errors import CheckpointError, shortened
 from nnmpi.mesh import AXES, SP
 
 
@@ -128,7 +127,7 @@ def check_stored(values: Mapping[str, Any], file: Path) -> None:
         if name not in values:
             raise CheckpointError(f"{file} lacks {name}, {kind.words}; {_WAY}")
         if not kind.fits(values[name]):
-            raise CheckpointError(f"{file} has {name} {shortened(values[name])}, not {kind.words}; {_WAY}")
+            raise CheckpointError(f"{file} has {name} {shortened(repr(values[name]))}, not {kind.words}; {_WAY}")
 
 
 def _is_count(value: Any) -> bool:

@@ -17,6 +17,7 @@ from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.compose.runner import EvalReport
 from nnmpi.errors import CheckpointError, ShapeError, UsageError, counted
+from nnmpi.files import locked, write_atomically
 from nnmpi.models.pretrained import read_size, save_pretrained
 from nnmpi.parallel.pace import Pace
 from nnmpi.reading import read_json
@@ -26,7 +27,7 @@ from nnmpi.train.checkpoint_files import MODEL_FILE, STATE_FILE, newest
 from nnmpi.train.config import Config
 from nnmpi.train.curves import check_can_draw, draw
 from nnmpi.train.device import check_compiled, check_convolution, explained, take_backend
-from nnmpi.train.folder import FolderLock, RunFolder, replace_durably
+from nnmpi.train.folder import RunFolder
 from nnmpi.train.header import header
 from nnmpi.train.log import Console, Reporter
 from nnmpi.train.loop import Loop
@@ -36,6 +37,8 @@ from nnmpi.units import format_duration
 
 if TYPE_CHECKING:
     from nnmpi.train.auto_layout import ChosenLayout
+
+PATIENCE_S = 5.0  # for a job in the same folder that is just being killed
 
 
 def run(
@@ -75,7 +78,7 @@ def run(
         check_convolution(config.run.convolution, backend)
     compiled = jit() if config.run.jit == "on" else nullcontext()  # a device has kernels of its own
     convolution = use_convolution(config.run.convolution)
-    with explained(backend), np.errstate(all="ignore"), compiled, convolution, FolderLock(config.run.out) as lock:
+    with explained(backend), np.errstate(all="ignore"), compiled, convolution, ExitStack() as lock:
         _run(config, group, console, RunFolder(config.run.out), lock, backend, local_rank, words, dict(reached or {}))
 
 
@@ -84,14 +87,18 @@ def _run(
     group: Group,
     console: Console,
     folder: RunFolder,
-    lock: FolderLock,
+    lock: ExitStack,
     backend: Backend,
     local_rank: int,
     words: Sequence[str],
     reached: dict[str, float],
 ) -> None:
     resuming = config.run.resume is not None
-    on_root(group, lock.take if resuming else folder.check_free)
+
+    def take() -> None:
+        lock.enter_context(locked(folder.path, PATIENCE_S))
+
+    on_root(group, take if resuming else folder.check_free)
     last = find(folder, group) if resuming else None
     chosen = None
     if config.parallel.layout == "auto":
@@ -117,7 +124,7 @@ def _run(
     def take_folder() -> None:
         if not resuming:
             folder.make()
-            lock.take()
+            take()
             folder.check_free()  # once more: another job may have come first
         folder.keep_tokenizer(context.inputs.tokenizer)
         folder.create(settled)
@@ -208,7 +215,7 @@ def _prove_end(context: RunContext, state: RunState, report: EvalReport, measure
     def write() -> None:
         with _explained(folder):
             stored = read_json(newest(folder.checkpoints) / STATE_FILE)
-            replace_durably(folder.finished, json.dumps(values(stored), indent=1).encode() + b"\n")
+            write_atomically(folder.finished, json.dumps(values(stored), indent=1).encode() + b"\n")
 
     def values(stored: Any) -> dict[str, Any]:
         return {
@@ -239,7 +246,7 @@ def _write_times(folder: RunFolder, pace: Pace, group: Group) -> None:
     costs = pace.measured(group)
     if group.is_root and costs is not None:
         with suppress(OSError):
-            replace_durably(folder.times, json.dumps(costs.to_json()).encode())
+            write_atomically(folder.times, json.dumps(costs.to_json()).encode())
 
 
 def _print_result(

@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from nnmpi.backend.array import Array
 from nnmpi.comm.buffers import as_bytes
 from nnmpi.errors import CheckpointError
+from nnmpi.files import sha256
 from nnmpi.parallel.shard_map import ArraySpec
-from nnmpi.train.folder import sha256
 
 HEADER_STEP_BYTES = 8  # the header is filled up with spaces, so that the elements are aligned
 NAMES = {

@@ -78,7 +78,7 @@ def test_a_disk_that_fails_on_rank_0_is_an_error_on_all(
     def fail(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("benchmarks.harness.results.replace_durably", fail)
+    monkeypatch.setattr("benchmarks.harness.results.write_atomically", fail)
     with pytest.raises(CommError, match="No space left on device"):
         main(f"--algorithms native --max 4 --iterations 1 --json {tmp_path / 'a'}".split(), group)
 

@@ -130,16 +130,6 @@ def test_the_default_file_tells_host_mpi_and_layout(monkeypatch: pytest.MonkeyPa
     assert default_file(one_node) == tmp_path / "nnmpi" / "fit-head-node-open-mpi-5.0.11-4-ranks.json"
 
 
-def test_without_a_home_there_is_no_default_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-
-    def homeless() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.setattr(Path, "home", homeless)
-    assert default_file(FACTS) is None
-
-
 def curve(**changed: float) -> Curve:
     points = {8: 2e-6, 4096: 3e-6, 8192: 6e-6, 2**20: 1e-4, 2**24: 2e-3}
     return Curve(tuple((float(n), changed.get(f"b{n}", seconds)) for n, seconds in points.items()))

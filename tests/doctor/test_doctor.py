@@ -19,8 +19,8 @@ from nnmpi.doctor.diagnosis import diagnose
 from nnmpi.doctor.machine import describe, find_faults, look
 from nnmpi.doctor.selftest import try_all
 from nnmpi.errors import UsageError
+from nnmpi.files import locked
 from nnmpi.train.cli import main
-from nnmpi.train.folder import FolderLock
 from tests.harness.job import mpirun, run
 
 STALLED = "the job is ended: it has waited for 9 s: rank 1 is at net.py:11 in f (step 8); rank 0 waits in a barrier"
@@ -174,8 +174,7 @@ def test_it_says_what_happened(name: str, finished: Path, tmp_path: Path) -> Non
 
 def test_a_run_that_goes_on_is_left_alone(finished: Path, tmp_path: Path) -> None:
     shutil.copytree(finished, tmp_path / "run")
-    with FolderLock(tmp_path / "run") as lock:
-        lock.take()
+    with locked(tmp_path / "run"):
         assert diagnose(tmp_path / "run").happened == "The run still goes on; it is at step 9 or later."
     with pytest.raises(UsageError, match="there is no run"):
         diagnose(tmp_path)

@@ -5,9 +5,9 @@ import pytest
 
 from nnmpi import nn, ops
 from nnmpi.backend.backend import Backend
-from nnmpi.backend.memory import gib
 from nnmpi.errors import DeviceError, NnmpiError
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.units import format_bytes
 
 
 def test_out_of_memory(device: Backend) -> None:
@@ -24,7 +24,7 @@ def test_out_of_memory(device: Backend) -> None:
         pool.set_limit(size=before)
     explained = device.explain(caught.value)
     assert isinstance(explained, DeviceError)
-    assert f"no room for {gib(asked)}" in str(explained) and "make the batch smaller" in str(explained)
+    assert f"no room for {format_bytes(asked)}" in str(explained) and "make the batch smaller" in str(explained)
     assert float(device.zeros(8, np.float64).sum()) == 0
 
 

@@ -5,6 +5,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {
             "errors",
+            "files",
             "shard",
             "threads",
             "launcher",
@@ -58,7 +59,8 @@ HOMES = {
 
 # Libraries that a user may not have: imported where they are needed. (Python has fcntl on POSIX only.)
 OPTIONAL = frozenset(
-    {"PIL", "cudnn", "cupy", "cupy_backends", "cupyx", "fcntl", "matplotlib", "ml_dtypes", "tensorboardX", "tokenizers"}
+    {"PIL", "cudnn", "cupy", "cupy_backends", "cupyx", "fcntl", "filelock", "ml_dtypes", "matplotlib", "pooch"}
+    | {"tensorboardX", "tokenizers"}
 )
 
 # Methods that are explained once, in the base class.

@@ -13,12 +13,12 @@ from nnmpi import plan
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.kernels.lookup import compiled_kernels
 from nnmpi.comm.fitting import measure
-from nnmpi.comm.fitting.fit import cache_folder
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError
+from nnmpi.files import cache_folder
 from nnmpi.plan import parse as parse_plan
 from nnmpi.planner import profile
 from nnmpi.planner.network import PlannedNetwork
@@ -198,9 +198,7 @@ def test_an_old_profile_is_measured_again(tmp_path: Path) -> None:
     for _ in range(2):
         simulate(take, 1)
     assert len(said) == 1
-    folder = cache_folder()
-    assert folder is not None
-    (file,) = folder.glob("profile-*.json")
+    (file,) = cache_folder().glob("profile-*.json")
     os.utime(file, (0, 0))
     simulate(take, 1)
     assert len(said) == 2

@@ -14,6 +14,7 @@ from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.errors import CheckpointError
+from nnmpi.files import sha256
 from nnmpi.mesh import Mesh
 from nnmpi.models.gpt import gpt
 from nnmpi.models.mlp import mlp
@@ -22,7 +23,7 @@ from nnmpi.train import checkpoint_files as module
 from nnmpi.train.checkpoint import LastCheckpoint, Saver, find, restore
 from nnmpi.train.checkpoint_files import CheckpointWriter, read_checkpoint
 from nnmpi.train.cli import main
-from nnmpi.train.folder import RunFolder, sha256
+from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
 from nnmpi.train.run_state import RunState
 from nnmpi.train.tensor_file import TensorFile, TensorWriter

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 
 from nnmpi.backend.array import Array
 from nnmpi.errors import CheckpointError
+from nnmpi.files import sha256
 from nnmpi.parallel.shard_map import ArraySpec
 from nnmpi.train import checkpoint_files as module
 from nnmpi.train import tensor_file
@@ -24,7 +25,6 @@ from nnmpi.train.checkpoint_files import (
     load_checkpoint,
     read_checkpoint,
 )
-from nnmpi.train.folder import sha256
 from tests.train.test_tensor_file import ARRAYS
 
 
@@ -99,7 +99,7 @@ def test_nothing_saved_yet_is_no_error(tmp_path: Path) -> None:
     assert load_checkpoint(tmp_path) is None
 
 
-@pytest.mark.parametrize("stage", ["TensorWriter", "write_durably", "sync_folder", "replace_durably", "_prune"])
+@pytest.mark.parametrize("stage", ["TensorWriter", "write_synced", "sync_folder", "write_atomically", "_prune"])
 def test_a_crash_while_saving_leaves_a_whole_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
@@ -143,7 +143,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_half_written(
     save(tmp_path, make(1), keep=1)
     real_put = tensor_file.TensorWriter._put
     monkeypatch.setattr(tensor_file.TensorWriter, "_put", put)
-    monkeypatch.setattr(module, "write_durably", write)
+    monkeypatch.setattr(module, "write_synced", write)
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, make(2), keep=1)
     assert names(tmp_path) == ["latest", "step-00000001"]

@@ -7,12 +7,14 @@ from pathlib import Path
 
 import pytest
 
+from nnmpi import files
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
-from nnmpi.train import folder, session
+from nnmpi.files import LOCK_FILE, is_locked, locked, write_atomically
+from nnmpi.train import session
 from nnmpi.train.cli import main
 from nnmpi.train.config import Config, assemble
-from nnmpi.train.folder import FolderLock, RunFolder, default_folder, replace_durably
+from nnmpi.train.folder import RunFolder, default_folder
 from nnmpi.train.loop import SAVING, saving_share
 from tests.data.locked import lock
 
@@ -70,11 +72,11 @@ def test_what_a_kill_leaves_beside_a_file_is_gone_after_the_next_write(tmp_path:
 
     child = os.fork()
     if child == 0:
-        folder.write_durably = killed  # type: ignore[assignment]
-        replace_durably(tmp_path / "latest", b"step-1")
+        files.write_synced = killed  # type: ignore[assignment]
+        write_atomically(tmp_path / "latest", b"step-1")
     os.waitpid(child, 0)
     assert len(list(tmp_path.iterdir())) == 1
-    replace_durably(tmp_path / "latest", b"step-2")
+    write_atomically(tmp_path / "latest", b"step-2")
     assert [each.name for each in tmp_path.iterdir()] == ["latest"]
 
 
@@ -82,31 +84,26 @@ def test_what_a_kill_leaves_beside_a_file_is_gone_after_the_next_write(tmp_path:
 
 
 def test_a_folder_has_one_holder_at_a_time(tmp_path: Path) -> None:
-    with FolderLock(tmp_path) as first:
-        first.take()
-        with pytest.raises(UsageError, match="is in use by another job"), FolderLock(tmp_path, 0.0) as second:
-            second.take()
-    with FolderLock(tmp_path, 0.0) as third:
-        third.take()
-    assert list(tmp_path.iterdir()) == []
+    with locked(tmp_path):
+        assert is_locked(tmp_path)
+        with pytest.raises(UsageError, match="in use"), locked(tmp_path, 0.0):
+            pass
+    assert not is_locked(tmp_path)
 
 
 def test_a_run_in_use_is_neither_resumed_nor_written_over(
     group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "FolderLock", lambda folder: FolderLock(folder, 0.0))
+    monkeypatch.setattr(session, "PATIENCE_S", 0.0)
     run, words = tmp_path / "run", "--model mlp --dataset iris --max-steps 2"
     main(f"{words} --out {run}".split(), group)
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}
-    (tmp_path / "new").mkdir()
-    with FolderLock(run) as one, FolderLock(tmp_path / "new") as other:
-        one.take()
-        other.take()
+    with locked(run), locked(tmp_path / "new"):
         for more in (f"--resume {run} --max-steps 3", f"{words} --out {tmp_path / 'new'}"):
-            with pytest.raises(UsageError, match="is in use by another job"):
+            with pytest.raises(UsageError, match="is in use"):
                 main(more.split(), group)
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
-    assert list((tmp_path / "new").iterdir()) == []
+    assert [each.name for each in (tmp_path / "new").iterdir()] == [LOCK_FILE]
     main(f"--resume {run} --max-steps 3".split(), group)
 
 

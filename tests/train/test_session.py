@@ -16,11 +16,12 @@ from nnmpi.comm.simulated.simulated_world import PostponedWork
 from nnmpi.data.loader import Loader
 from nnmpi.data.upload import batches
 from nnmpi.errors import CheckpointError, DataError, DeviceError, DivergenceError, UsageError
+from nnmpi.files import sha256
 from nnmpi.reading import read_json
 from nnmpi.train.build import build_model
 from nnmpi.train.checkpoint_files import STATE_FILE, CheckpointWriter, digest
 from nnmpi.train.cli import main
-from nnmpi.train.folder import RunFolder, sha256
+from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import read_metrics
 from tests.device.here import on_device
 

@@ -10,10 +10,11 @@ import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.errors import CheckpointError
+from nnmpi.files import sha256
 from nnmpi.train.checkpoint import find
 from nnmpi.train.checkpoint_files import check_folder, digest, load_checkpoint, read_checkpoint
 from nnmpi.train.cli import main
-from nnmpi.train.folder import RunFolder, sha256
+from nnmpi.train.folder import RunFolder
 from nnmpi.train.run_state import RunState, check_stored
 from tests.data.locked import lock
 

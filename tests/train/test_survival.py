@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi import files
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.faults import Faults
 from nnmpi.comm.simulated.simulated_world import simulate
@@ -75,8 +76,8 @@ def finish_in_place(writer: CheckpointWriter, state: Any, keep: int, best: bool 
     writer._close()
     values = {"format": checkpoint_files.FORMAT, **state, "files": writer._files}
     text = checkpoint_files.json.dumps({**values, "sha256": checkpoint_files.digest(values)})
-    folder.write_durably(writer._final / "state.json", text.encode())
-    folder.replace_durably(writer._folder / "latest", writer._final.name.encode())
+    files.write_synced(writer._final / "state.json", text.encode())
+    files.write_atomically(writer._folder / "latest", writer._final.name.encode())
     writer._temporary = writer._folder / ".none"
     checkpoint_files._prune(writer._folder, writer._final, 1)
     return writer._final.name
@@ -107,7 +108,7 @@ def load_no_scalars(trainer: Trainer, values: Any) -> None:
     """Forget how many updates Adam has made."""
 
 
-PRUNE, RELEASE, REPLACE = checkpoint_files._prune, ParameterServer.release, checkpoint_files.replace_durably
+PRUNE, RELEASE, REPLACE = checkpoint_files._prune, ParameterServer.release, checkpoint_files.write_atomically
 
 
 def prune_newest(place: Path, newest: Path, keep: int) -> None:
@@ -157,8 +158,8 @@ def cut_and_claim(file: Path, step: int) -> int:
 PLANTED: dict[str, list[tuple[object, str, Any]]] = {
     "files of arrays are not synced": [(TensorWriter, "close", close_unsynced)],
     "state.json and latest are not synced": [
-        (checkpoint_files, "write_durably", write_unsynced),
-        (folder, "write_durably", write_unsynced),
+        (checkpoint_files, "write_synced", write_unsynced),
+        (files, "write_synced", write_unsynced),
     ],
     "the folder is not synced after a rename": [(checkpoint_files, "sync_folder", lambda place: None)],
     "the older checkpoints are removed first": [(CheckpointWriter, "begin", begin_by_removing)],
@@ -166,7 +167,7 @@ PLANTED: dict[str, list[tuple[object, str, Any]]] = {
         (CheckpointWriter, "begin", begin_in_place),
         (CheckpointWriter, "finish", finish_in_place),
     ],
-    "config.json is written in place": [(folder, "replace_durably", folder.write_durably)],
+    "config.json is written in place": [(folder, "write_atomically", files.write_synced)],
     "metrics are not brought to the disk before a checkpoint": [(metrics.MetricsFile, "sync", lambda file: None)],
     "metrics are not cut at a resume": [(session, "cut_metrics", lambda file, step: 0)],
     "the optimizer's state is not restored": [(session, "restore", restore_no_optimizer)],
@@ -175,7 +176,7 @@ PLANTED: dict[str, list[tuple[object, str, Any]]] = {
     "the number of updates is not restored": [(Trainer, "load_scalars", load_no_scalars)],
     "the newest checkpoint is removed": [(checkpoint_files, "_prune", prune_newest)],
     "the oldest checkpoint is taken": [(checkpoint_files, "_candidates", lambda place: FIND(place)[::-1])],
-    "latest is written once": [(checkpoint_files, "replace_durably", replace_all_but_latest)],
+    "latest is written once": [(checkpoint_files, "write_atomically", replace_all_but_latest)],
     "metrics are cut a step too far": [
         (session, "cut_metrics", lambda file, step: metrics.cut_metrics(file, step - 1))
     ],

@@ -11,8 +11,8 @@ from safetensors.numpy import load_file, save_file
 
 from nnmpi.backend.array import Array
 from nnmpi.errors import CheckpointError
+from nnmpi.files import sha256
 from nnmpi.parallel.shard_map import ArraySpec
-from nnmpi.train.folder import sha256
 from nnmpi.train.tensor_file import DTYPES, TensorFile, TensorWriter
 
 ARRAYS: dict[str, Array] = {

@@ -5,11 +5,8 @@ changes. Here it also notices when a helper in another file of this folder does.
 """
 
 import hashlib
-import os
-import tempfile
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +14,11 @@ from typing import Any, TypeVar
 import numba
 from numba import types
 from numba.core.caching import FunctionCache
+
+from nnmpi.errors import UsageError
+from nnmpi.files import cache_folder, locked
+
+config: Any = numba.config
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -27,7 +29,6 @@ OPTIONS: dict[str, Any] = {"fastmath": set(FAST), "error_model": "numpy", "nogil
 
 # A compilation takes seconds; who waits longer than this for another process's compiles for itself.
 WAIT_S = 120.0
-POLL_S = 0.02
 
 int64, float64, boolean = types.int64, types.float64, types.boolean
 
@@ -50,8 +51,8 @@ def strided(ndim: int) -> Any:
 def build(function: F, *arguments: Any) -> F:
     """Return the function compiled for arguments of these types, from the cache on disk if it is there."""
     compiled = numba.njit(**OPTIONS)(function)
-    with suppress(RuntimeError):  # where no folder can be written to, each process compiles for itself
-        compiled._cache = _Cache(function)  # type: ignore[no-untyped-call]
+    with suppress(RuntimeError, UsageError):  # where no folder can be written to, each process compiles for itself
+        compiled._cache = _Cache(function)
     with _one_at_a_time():
         compiled.compile(types.void(*arguments))
     compiled.disable_compile()
@@ -68,8 +69,20 @@ def inlined(function: F) -> F:
 class _Cache(FunctionCache):
     """Numba's cache, which here tells apart machine code from different states of this folder."""
 
+    def __init__(self, function: Callable[..., Any]) -> None:
+        before, config.CACHE_DIR = config.CACHE_DIR, str(kernels_folder())
+        try:
+            super().__init__(function)  # type: ignore[no-untyped-call]
+        finally:
+            config.CACHE_DIR = before
+
     def _index_key(self, sig: Any, codegen: Any) -> Any:
         return (*super()._index_key(sig, codegen), sources())  # type: ignore[no-untyped-call]
+
+
+def kernels_folder() -> Path:
+    """Return where machine code is kept: $NUMBA_CACHE_DIR, or in nnmpi's folder for such."""
+    return Path(config.CACHE_DIR) if config.CACHE_DIR else cache_folder() / "kernels"
 
 
 @cache
@@ -83,46 +96,10 @@ def sources() -> str:
 
 @contextmanager
 def _one_at_a_time() -> Iterator[None]:
-    """Keep this user's other processes with the same cache waiting; they then find there what is compiled here.
-
-    A lock of the operating system's, which ends with the process that holds it.
-    """
-    descriptor = _lock_file()
-    if descriptor is None:
+    """Keep this user's other processes waiting; they then find there what is compiled here."""
+    with ExitStack() as held:
+        with suppress(
+            UsageError
+        ):  # where no folder can be written, or another takes too long, each compiles for itself
+            held.enter_context(locked(kernels_folder(), WAIT_S))
         yield
-        return
-    try:
-        _lock(descriptor)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _lock_file() -> int | None:
-    """Return a descriptor of the file to lock, or None where there can be none."""
-    if not hasattr(os, "getuid"):
-        return None
-    cached = f"{os.environ.get('NUMBA_CACHE_DIR', '')} {Path(__file__).parent}"
-    number = hashlib.blake2b(cached.encode(), digest_size=4).hexdigest()
-    path = Path(tempfile.gettempdir()) / f"nnmpi-compile-{os.getuid()}-{number}.lock"
-    try:
-        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    except OSError:
-        return None
-
-
-def _lock(descriptor: int) -> None:
-    import fcntl
-
-    end = time.monotonic() + WAIT_S
-    while True:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > end:
-                return
-            time.sleep(POLL_S)
-        except OSError:  # a file system without locks
-            return
-        else:
-            return

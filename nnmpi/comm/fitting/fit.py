@@ -8,7 +8,6 @@ shared memory) was measured as it is, at several lengths.
 """
 
 import json
-import os
 import re
 import tempfile
 from collections.abc import Mapping
@@ -24,6 +23,7 @@ from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.machine import Curve, Machine
 from nnmpi.comm.simulate import simulate_collective
 from nnmpi.errors import NnmpiError, UsageError, counted
+from nnmpi.files import cache_folder, write_atomically
 from nnmpi.reading import check_ordinary, read_json
 
 FORMAT = 1
@@ -209,31 +209,18 @@ def save_fit(fit: Fit, file: Path) -> None:
         OSError: when it cannot be written.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=file.parent, prefix=file.name, suffix=".part")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as stream:
-            json.dump(fit.to_json(), stream, indent=1)
-            stream.write("\n")
-        os.replace(name, file)
-    except BaseException:
-        os.unlink(name)
-        raise
+    write_atomically(file, json.dumps(fit.to_json(), indent=1).encode() + b"\n")
 
 
-def default_file(facts: Mapping[str, Any]) -> Path | None:
-    """Return where a fit with these facts is kept for reuse; None where no home directory is known."""
+def default_file(facts: Mapping[str, Any]) -> Path:
+    """Return where a fit with these facts is kept for reuse.
+
+    Raises:
+        UsageError: as `cache_folder`.
+    """
     nodes = len(set(facts["nodes"]))
     words = f"fit-{facts['host']}-{facts['mpi']}-{facts['ranks']}-ranks" + (f"-{nodes}-nodes" if nodes > 1 else "")
-    cache = cache_folder()
-    return None if cache is None else cache / (re.sub(r"[^a-z0-9.]+", "-", words.lower()) + ".json")
-
-
-def cache_folder() -> Path | None:
-    """Return where measurements of this machine are kept; None where no home directory is known."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nnmpi"
-    except RuntimeError:
-        return None
+    return cache_folder() / (re.sub(r"[^a-z0-9.]+", "-", words.lower()) + ".json")
 
 
 def _describe(ranks: int, nodes: list[int], mpi: str) -> str:

@@ -105,9 +105,9 @@ def find_fit(group: Group, file: Path | None = None) -> Fit | None:
 
 def _kept(known: Mapping[str, Any]) -> Fit | None:
     """Return the fit that was kept for these facts; None if there is none, or it is damaged, doubtful or old."""
-    file = default_file(known)
     try:
-        fit = None if file is None or not file.exists() else load_fit(file)
+        file = default_file(known)
+        fit = load_fit(file) if file.exists() else None
     except (UsageError, OSError):
         return None
     return None if fit is None or fit.doubt() or fit.age_days > OLD_DAYS else fit

@@ -1,0 +1,145 @@
+"""Files that a kill leaves whole: one atomic write, one lock of a folder, one folder for what nnmpi keeps.
+
+$NNMPI_DATA, or ~/.cache/nnmpi      (macOS: ~/Library/Caches/nnmpi)
+  mnist/ ...                          downloads
+  tokens/                             of texts
+  fit-*.json, profile-*.json          measurements of this machine
+  kernels/                            machine code that numba has made, unless $NUMBA_CACHE_DIR names a folder
+"""
+
+import hashlib
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from nnmpi.errors import UsageError
+
+VARIABLE = "NNMPI_DATA"
+LOCK_FILE = ".lock"
+POLL_S = 0.05  # between two attempts to take a lock
+
+
+def expand(path: Path, what: str) -> Path:
+    """Return the path with ~ or ~user at its head replaced by the home folder that it stands for.
+
+    Raises:
+        UsageError: when there is no such user, or the user has no home.
+    """
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise UsageError(f"{what} {path}: the system knows no home folder {path.parts[0]}; write it out") from None
+
+
+def cache_folder() -> Path:
+    """Return the folder for everything that nnmpi keeps between runs.
+
+    Raises:
+        UsageError: when the user has no home folder, as in a container.
+    """
+    if chosen := os.environ.get(VARIABLE):
+        return expand(Path(chosen), f"${VARIABLE}")
+    try:
+        if sys.platform == "darwin":
+            return Path.home() / "Library" / "Caches" / "nnmpi"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "nnmpi"
+    except RuntimeError:
+        raise UsageError(f"this user has no home folder to keep files in; name a folder in ${VARIABLE}") from None
+
+
+@contextmanager
+def locked(folder: Path, patience_s: float = 3600.0) -> Iterator[None]:
+    """Make the folder and hold its lock, which ends with the process that holds it, however that ends.
+
+    Raises:
+        UsageError: when the folder cannot be written, or another process keeps the lock for longer than `patience_s`.
+    """
+    from filelock import FileLock, Timeout
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(folder / LOCK_FILE, timeout=patience_s, poll_interval=POLL_S)
+        lock.acquire()
+    except Timeout:
+        raise UsageError(f"{folder} is in use by another process; wait for its end or stop it") from None
+    except OSError as error:
+        reason = error.strerror or error
+        raise UsageError(
+            f"{folder} cannot be written ({reason}); give another one, or set ${VARIABLE} if nnmpi has chosen it"
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def is_locked(folder: Path) -> bool:
+    """Return whether a process holds the lock of a folder, as far as the system says."""
+    from filelock import FileLock, Timeout
+
+    try:
+        with FileLock(folder / LOCK_FILE, timeout=0):
+            return False
+    except Timeout:
+        return True
+    except OSError:
+        return False
+
+
+def write_synced(file: Path, content: bytes) -> None:
+    """Write a file and wait until the disk has it; a kill may leave half of it."""
+    with file.open("wb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def write_atomically(file: Path, content: bytes) -> None:
+    """Give the file this content at once: readers see the old or the new one, also after a crash.
+
+    Raises:
+        OSError: when the disk is full or not writable; the old content then stays and nothing is left beside it.
+    """
+    temporary = file.with_name(f".{file.name}.tmp")  # one name: what a kill leaves, the next one writes over
+    try:
+        write_synced(temporary, content)
+        temporary.replace(file)
+    finally:
+        temporary.unlink(missing_ok=True)
+    sync_folder(file.parent)
+
+
+@contextmanager
+def folder_atomically(folder: Path) -> Iterator[Path]:
+    """Give an empty folder to be filled; when the body ends its files are brought to disk and it gets its name."""
+    temporary = folder.with_name(f".{folder.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        temporary.mkdir(parents=True)
+        yield temporary
+        for file in temporary.iterdir():
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+        sync_folder(temporary)
+        temporary.rename(folder)
+        sync_folder(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Wait until the disk has the folder's names."""
+    number = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def sha256(file: Path) -> str:
+    """Return the file's SHA-256 in hexadecimal digits."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
