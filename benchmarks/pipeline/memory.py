@@ -24,7 +24,9 @@ def measure(group: Group, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
     for schedule, recompute in settings["cases"]:
         model = network.build()
         pp = group.size
-        layout = Layout(1, pp, 1, schedule, split=network.cut(pp), recompute=recompute)
+        layout = Layout(
+            1, pp, 1, schedule, split=network.cut(pp), activation_memory="least" if recompute == "always" else None
+        )
         with traced() as building:
             where = arrange(model, group, layout)
             where.model.initialize(seed=1)

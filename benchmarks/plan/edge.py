@@ -47,7 +47,7 @@ def ways(ranks):
         return [Candidate()]
     stages = Candidate(pp=ranks, microbatches=2 * ranks)
     sharded = [Candidate(dp=ranks, zero=stage, allreduce="ring") for stage in (0, 1, 2, 3)]
-    again = Candidate(pp=ranks, microbatches=2 * ranks, recompute="always")
+    again = Candidate(pp=ranks, microbatches=2 * ranks, recompute=True)
     return [Candidate(dp=ranks), *sharded, stages, again, Candidate(tp=ranks)]
 
 

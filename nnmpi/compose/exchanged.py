@@ -91,7 +91,7 @@ def exchanged_elements(model: Module, where: Arrangement, rows: int, time: int) 
         None for a model of other layers, or one whose activations are computed again, for which nothing is known here.
     """
     layers = [layer for name, layer in model.named_modules() if name and "." not in name]
-    again = where.layout.recompute != "never" or where.layout.activation_memory is not None
+    again = where.layout.activation_memory is not None
     if again or not all(isinstance(layer, LAYERS) for layer in layers):
         return None
     found = 0

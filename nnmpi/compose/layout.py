@@ -12,7 +12,7 @@ from nnmpi.schedule.registry import SCHEDULES, Generator, name_of
 
 AUTO = "auto"
 FAST, FIXED = "fast", "fixed"
-NEVER, ALWAYS, EXCEPT_LAST = "never", "always", "except-last"
+LEAST = "least"
 PIPEDREAM, INFERENCE = "pipedream", "inference"
 TRAINING_SCHEDULES = tuple(name for name in SCHEDULES if name != INFERENCE)
 
@@ -29,8 +29,6 @@ class Layout:
             of one's own, (rank, ranks, microbatches) -> what the rank computes, which is checked before it runs.
         virtual_stages: stages per rank, for "interleaved".
         split: "auto" balances measured times; or the number of layers (see `nn.chain`) in each stage.
-        recompute: "never", "always", or "except-last" microbatch: keep only each stage's input between forward and
-            backward.
         reduction: "fast", or "fixed" for sums in an order that does not depend on dp and pp (see
             `parallel.fixed_reduction`).
         table: how layers are shared out over tp; by default the model's own.
@@ -38,7 +36,8 @@ class Layout:
             optimizer state; None for any. Activations and the sums of reduction "fixed" come on top.
         state_arrays: how many arrays of each parameter's size the optimizer keeps, for the limit (Adam 2, SGD 0).
         activation_memory: bytes that a pass may take on each rank for its activations, some of which are then computed
-            again (see `memory.recompute`); None for any. Without a pipeline.
+            again (see `memory.recompute`), without a pipeline; "least" for as few as possible: in a pipeline each stage
+            keeps its input alone; None for any.
         offload: where to activations may go and come back, if that is quicker: a folder for a file, or "host" for those
             of a device (see `memory.store`); None for nowhere.
         offload_state: what lies there for good, and comes when it is needed: "optimizer", its state, or "all", the
@@ -59,7 +58,6 @@ class Layout:
     schedule: Generator = "1f1b"
     virtual_stages: int = 1
     split: Split = "auto"
-    recompute: str = NEVER
     reduction: str = FAST
     table: Table | None = None
     memory_limit: int | None = None
@@ -68,7 +66,7 @@ class Layout:
     sp_attention: str = ULYSSES
     zero: int = 0
     unit_bytes: int | None = None
-    activation_memory: int | None = None
+    activation_memory: int | Literal["least"] | None = None
     offload: str | None = None
     offload_state: str | None = None
 
@@ -76,7 +74,8 @@ class Layout:
         """Check what can be checked without a model and a world."""
         if isinstance(self.schedule, str):
             _one_of("schedule", self.schedule, TRAINING_SCHEDULES)
-        _one_of("recompute", self.recompute, (NEVER, ALWAYS, EXCEPT_LAST))
+        if isinstance(self.activation_memory, str):
+            _one_of("activation_memory", self.activation_memory, (LEAST,))
         _one_of("reduction", self.reduction, (FAST, FIXED))
         _one_of("sp attention", self.sp_attention, WAYS)
         if self.virtual_stages < 1:
@@ -104,7 +103,10 @@ class Layout:
         if self.zero:
             self._check_zero()
         if self.asynchronous:
-            for name, given in (("reduction fixed", self.fixed), ("recompute", self.recompute != NEVER)):
+            for name, given in (
+                ("reduction fixed", self.fixed),
+                ("activation_memory", self.activation_memory is not None),
+            ):
                 if given:
                     raise UsageError(
                         f"{name} does not go with pipedream, whose forward and backward see different weights' "
@@ -167,9 +169,10 @@ class Layout:
         """Whether weights are updated after every microbatch, without a flush."""
         return self.schedule == PIPEDREAM
 
-    def recomputes(self, microbatch: int, microbatches: int) -> bool:
-        """Whether a microbatch's activations are computed again for its backward."""
-        return self.recompute == ALWAYS or (self.recompute == EXCEPT_LAST and microbatch < microbatches - 1)
+    @property
+    def recomputes(self) -> bool:
+        """Whether a pipeline's stages keep their inputs alone, and compute the rest again for the backward."""
+        return self.activation_memory == LEAST
 
 
 def _one_of(what: str, value: str, names: Sequence[str]) -> None:

@@ -107,7 +107,7 @@ class PipelineRunner(GradientSink):
         self._training = ReplayedParts(self._train, self.model, trainer.loss)
         # An update within a pass gives the weights another place. Else it is as with `ForwardBackward`.
         can = not self.updates and not layout.fixed and layout.zero < 2 and layout.offload is None
-        self._can_replay = can and not backend.is_device and layout.activation_memory is None
+        self._can_replay = can and not backend.is_device and (layout.activation_memory is None or layout.recomputes)
         self._report: PassReport | None = None
         self._most_rows = 0
         self._score = score_of(trainer.loss, arrangement)
@@ -125,7 +125,7 @@ class PipelineRunner(GradientSink):
                 arrangement.starts[number],
                 self._scope,
                 self._head if number == self._last else None,
-                self._recomputes,
+                layout.recomputes,
                 None if arrangement.sequence is None else self._shared_sequences,
                 self._training.part,
             )
@@ -135,7 +135,10 @@ class PipelineRunner(GradientSink):
         lane = f"d{place.d}t{place.t}" + (f"s{place.s}" if mesh.sp.size > 1 else "")
         pace = trainer.throttle.pace
         self.pipeline = Pipeline(mesh.pp, stages, count, layout.schedule, self, backend, synchronous_sends, lane, pace)
-        self._budget, self._planned_rows = layout.activation_memory, 0
+        self._budget, self._planned_rows = (
+            None if isinstance(layout.activation_memory, str) else layout.activation_memory,
+            0,
+        )
         self._plans: StagePlans | None = None
         self._told = False  # of these plans
         self.stage_costs: Mapping[int, StageCosts] = {}
@@ -412,10 +415,6 @@ class PipelineRunner(GradientSink):
         elif self._counts:
             running.scalars.add(LOSS, loss)
             running.scalars.add(SCORE, score)
-
-    def _recomputes(self, microbatch: int) -> bool:
-        running = self._batch
-        return running is not None and self.arrangement.layout.recomputes(microbatch, len(running.inputs))
 
     def _seeds(self, running: _Running) -> list[Array]:
         """Return the gradients of the microbatches' loss sums: scale / the targets that an update's mean is over.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple, replace
 from math import inf
-from typing import Any
+from typing import Any, Literal
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
@@ -186,7 +186,7 @@ class RecomputedModel:
 
     Args:
         model: initialized; best a `Sequential`, as only that can be cut.
-        budget: in bytes; None for what an ordinary pass takes.
+        budget: in bytes; "least" for the least possible; None for what an ordinary pass takes.
         backend: where it lives; NumPy by default.
         accumulates: whether gradients are added to those of earlier passes, which takes room.
         group: the ranks that compute along, which must do the same; None where that is no matter.
@@ -203,7 +203,7 @@ class RecomputedModel:
     def __init__(
         self,
         model: Module,
-        budget: int | None,
+        budget: int | Literal["least"] | None,
         backend: Backend | None = None,
         accumulates: bool = False,
         group: Group | None = None,
@@ -282,7 +282,7 @@ class RecomputedModel:
         Raises:
             UsageError: for a budget that is too small, or a model that a strategy runs.
         """
-        group = self._group
+        group, budget = self._group, self.budget
         if "forward" in vars(self.model) and self._weights is None:
             raise UsageError("a strategy has taken over this model's forward (ZeRO 2 or 3); give it as weights, too")
         counts = self.count_pieces(value)
@@ -299,7 +299,9 @@ class RecomputedModel:
             self.bandwidth = min(group.gather(self.bandwidth))
         self.plans = OptimalPlans(costs)
         with nullcontext() if group is None else agreed(group):
-            self.plan = self.find_plan(self.plans.all if self.budget is None else self.budget)
+            self.plan = self.find_plan(
+                self.plans.all if budget is None else self.plans.least if budget == "least" else budget
+            )
             if self.store is not None:
                 self.store.reserve(self.price.moved)
 

@@ -30,7 +30,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.memory_pool import ChunkPart
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.layout import ALWAYS, NEVER, Layout
+from nnmpi.compose.layout import Layout
 from nnmpi.compose.pipeline_runner import PipelineRunner
 from nnmpi.compose.replica_runner import ReplicaRunner
 from nnmpi.compose.runner import Runner
@@ -66,7 +66,7 @@ def measure_stages(
         backend: where they are computed.
     """
     schedule, split, (tp, sp) = "zero-bubble" if halves else "gpipe", [len(cut) for cut in cuts], share
-    layout = Layout(1, len(cuts), tp, schedule, split=split, recompute=ALWAYS if again else NEVER, sp=sp)
+    layout = Layout(1, len(cuts), tp, schedule, split=split, activation_memory="least" if again else None, sp=sp)
 
     def run(group: Group) -> tuple[tuple[int, ...], PassReport, Recorded]:
         worker, batch = ready_worker(workload, group, layout, rows, backend), repeated_batch(workload, rows, 2)

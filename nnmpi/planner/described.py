@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nnmpi.compose.layout import NEVER
 from nnmpi.errors import LayoutError
 from nnmpi.parallel.pipeline.profile import LayerProfile
 from nnmpi.parallel.zero.units import StateBytes
@@ -192,7 +191,7 @@ class DescribedShapes:
             inside = {s: sum(layers[i].value_bytes if again else layers[i].kept_bytes for i in own[s]) for s in own}
             peak = max(layers[i].kept_bytes if again else 0.0 for cut in own.values() for i in cut)
             waiting = {stage: entering[stage] + inside[stage] for stage in own}
-            if one.recompute != NEVER:
+            if one.recompute:
                 waiting, peak = entering, peak + max(inside.values())
             peak += sum(entering.values()) + sum(leaving)  # a receive of each kind is posted ahead
             found.append(round(most * (most_kept(schedule, rank, waiting) + peak) / share))

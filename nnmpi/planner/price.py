@@ -19,7 +19,6 @@ from typing import Protocol
 
 from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED
 from nnmpi.comm.gradients import BUCKET_BYTES
-from nnmpi.compose.layout import NEVER
 from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
 from nnmpi.mesh import Mesh
 from nnmpi.parallel.zero.units import StateBytes
@@ -269,7 +268,7 @@ class Pricer:
         ]
         forward = list(map(add, forward, before))
         backward = list(map(add, backward, behind))
-        if one.recompute != NEVER:
+        if one.recompute:
             backward = [b + f for b, f in zip(backward, forward, strict=True)]
         ranks = self._line(one)
         sends, returns = [0.0] * len(stages), [0.0] * len(stages)
@@ -279,7 +278,7 @@ class Pricer:
             sends[stage] = self.network.message(sender, receiver, nbytes)
             returns[stage + 1] = self.network.message(receiver, sender, nbytes)
         begins = [sum(firsts[cut.start : cut.stop]) * ratio + each for cut, each in zip(stages, behind, strict=True)]
-        if one.recompute != NEVER:
+        if one.recompute:
             begins = [first + f for first, f in zip(begins, forward, strict=True)]
         rests = [sum(seconds[cut.start : cut.stop]) * ratio for cut in stages]
         return InstructionCosts(

@@ -76,10 +76,11 @@ def options(one: PlannedLayout) -> Mapping[str, Any]:
         found["pipeline"] = candidate.schedule
         found["microbatches"] = candidate.microbatches
         found["split"] = ",".join(map(str, one.price.split))
-        found["recompute"] = candidate.recompute
         if candidate.virtual_stages > 1:
             found["virtual_stages"] = candidate.virtual_stages
-    if candidate.activation_memory:
+    if candidate.recompute:
+        found["activation_memory"] = "least"
+    elif candidate.activation_memory:
         found["activation_memory"] = str(candidate.activation_memory)
     if candidate.replicas > 1 and candidate.allreduce != "auto":
         found["allreduce"] = candidate.allreduce

@@ -17,13 +17,11 @@ from math import inf
 from typing import Any
 
 from nnmpi import clock
-from nnmpi.compose.layout import ALWAYS, EXCEPT_LAST, NEVER
 from nnmpi.errors import LayoutError
 from nnmpi.planner.price import LayoutPrice, Pricer
 from nnmpi.planner.space import Candidate, Refusals, candidates
 
 KEPT = 10
-BUDGETED = ("1f1b", "interleaved")  # GPipe holds more in the same time, zero bubble's halves are not apart with budgets
 LOOKED_AT = 10  # layouts, when none fits
 SAYS_S = 10.0  # after so long a search says how far it is
 
@@ -175,7 +173,7 @@ def _nearest(layouts: Sequence[Candidate], pricer: Pricer) -> tuple[Candidate, i
     """Return the layout that needs the fewest bytes of those with the least besides activations, and how many."""
 
     def few_first(one: Candidate) -> tuple[Any, ...]:
-        return pricer.least_bytes(one), -one.microbatches, (ALWAYS, EXCEPT_LAST, NEVER).index(one.recompute), one
+        return pricer.least_bytes(one), -one.microbatches, not one.recompute, one
 
     needs = {one: pricer.bytes(one) for one in nsmallest(LOOKED_AT, layouts, key=few_first)}
     for one in nsmallest(LOOKED_AT, filter(_can_have_budget, layouts), key=few_first):
@@ -187,4 +185,4 @@ def _nearest(layouts: Sequence[Candidate], pricer: Pricer) -> tuple[Candidate, i
 
 
 def _can_have_budget(one: Candidate) -> bool:
-    return one.recompute == NEVER and one.schedule in BUDGETED and not one.activation_memory
+    return one.pp == 1 and not one.activation_memory

@@ -165,8 +165,7 @@ class ModelShapes:
         if one.pp == 1:
             return [self._of_whole((one.tp, one.sp), rows[0], one.zero < 2)]
         schedule = lower(one.make())
-        recomputes = [one.layout().recomputes(number, len(rows)) for number in range(len(rows))]
-        stages = [self._of_stages(one, *each) for each in zip(rows, recomputes, strict=True)]
+        stages = [self._of_stages(one, each, one.recompute) for each in rows]
         everyones = list(zip(*stages, strict=True))  # of each microbatch, for each of those that share layers
         ways = (most_bytes, recorded_bytes)
         return [max(way(schedule, rank, each) for each in everyones for way in ways) for rank in range(one.pp)]

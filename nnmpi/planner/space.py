@@ -14,7 +14,7 @@ from itertools import product
 from typing import TypeAlias
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS, AUTO, HIERARCHICAL, NATIVE, SHARED
-from nnmpi.compose.layout import ALWAYS, EXCEPT_LAST, NEVER, Layout
+from nnmpi.compose.layout import Layout
 from nnmpi.errors import UsageError
 from nnmpi.parallel.zero.units import STAGES
 from nnmpi.schedule.registry import make
@@ -24,7 +24,7 @@ from nnmpi.units import format_bytes
 
 PIPELINES = (("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 4))
 MICROBATCHES = (1, 2, 4, 8)  # for each rank of a pipeline
-RECOMPUTATION = (NEVER, EXCEPT_LAST, ALWAYS)
+RECOMPUTATION = (False, True)
 SHARDED_SUMS = (NATIVE, "ring", "tree")  # those that scatter and gather, too
 Refusals: TypeAlias = Counter[str]
 """How many layouts fall out for which reason."""
@@ -50,7 +50,7 @@ class Candidate:
     schedule: str = "1f1b"
     virtual_stages: int = 1
     microbatches: int = 1
-    recompute: str = NEVER
+    recompute: bool = False
     allreduce: str = AUTO
     activation_memory: int = 0
 
@@ -89,10 +89,9 @@ class Candidate:
             self.tp,
             schedule=self.schedule,
             virtual_stages=self.virtual_stages,
-            recompute=self.recompute,
             sp=self.sp,
             zero=self.zero,
-            activation_memory=self.activation_memory or None,
+            activation_memory="least" if self.recompute else self.activation_memory or None,
         )
 
     def __str__(self) -> str:
@@ -104,8 +103,8 @@ class Candidate:
         if self.pp > 1:
             virtual = f" of {self.virtual_stages}" if self.virtual_stages > 1 else ""
             words.append(f"{self.schedule}{virtual}, {self.microbatches} microbatches")
-        if self.recompute != NEVER:
-            words.append(f"recompute {self.recompute}")
+        if self.recompute:
+            words.append("least activations")
         if self.activation_memory:
             words.append(f"activations in {format_bytes(self.activation_memory)}")
         if self.replicas > 1:

@@ -390,7 +390,7 @@ def check_open(config: ParallelConfig, asynchronous: bool, resuming: bool = Fals
         raise UsageError("--layout auto is for a new run; leave it out: with --resume the run's own layout goes on")
     plain = ParallelConfig()
     left_open = (
-        *("dp", "pp", "tp", "sp", "pipeline", "virtual_stages", "microbatches", "split", "recompute", "reduction"),
+        *("dp", "pp", "tp", "sp", "pipeline", "virtual_stages", "microbatches", "split", "reduction"),
         *("zero", "activation_memory", "offload_state", "allreduce", "fused_update", "overlap"),
     )
     for name in left_open:

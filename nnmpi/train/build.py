@@ -280,7 +280,6 @@ def build_layout(config: ParallelConfig, optimizer: str = "adam", momentum: floa
         schedule=own_or_name(config.pipeline, "--pipeline", "(rank, ranks, microbatches)"),
         virtual_stages=config.virtual_stages,
         split=config.layers_per_stage,
-        recompute=config.recompute,
         reduction=config.reduction,
         memory_limit=config.memory_limit_bytes,
         state_arrays=2 if optimizer != "sgd" else int(momentum > 0),

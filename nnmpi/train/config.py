@@ -103,8 +103,6 @@ class ParallelConfig:
     whatever the layout)."""
     split: str = "auto"
     """Where the pipeline is cut: auto balances measured times; or the number of layers in each stage, such as 5,4,3."""
-    recompute: Literal["never", "always", "except-last"] = "never"
-    """Keep only the input of each stage, and compute its activations again for the backward pass: less memory."""
     reduction: Literal["fast", "fixed"] = "fast"
     """fixed: add the gradients of whole microbatches in an order that does not depend on --dp and --pp, so that every
     such layout gives the same bits, for the same number of --microbatches."""
@@ -116,7 +114,7 @@ class ParallelConfig:
     everything there."""
     activation_memory: str | None = None
     """Bytes that a rank may use for activations, such as 64MiB: what does not fit is computed again for the backward
-    pass, whatever costs least time; with --pp those of all microbatches on their way."""
+    pass, whatever costs least time; or least: as few as possible, with --pp each stage keeps its input alone."""
     offload: str | None = None
     """With --activation-memory: a folder for a file, or host for those of a CUDA device: activations may also go there
     and come back ahead of their use, where that is quicker than to compute them again."""
@@ -214,9 +212,9 @@ class ParallelConfig:
         return _bytes("--memory-limit", self.memory_limit)
 
     @property
-    def activation_memory_bytes(self) -> int | None:
-        """The activations' limit as a number."""
-        return _bytes("--activation-memory", self.activation_memory)
+    def activation_memory_bytes(self) -> int | Literal["least"] | None:
+        """The activations' limit as a number, or as that word."""
+        return "least" if self.activation_memory == "least" else _bytes("--activation-memory", self.activation_memory)
 
     def describe_idle(self) -> str | None:
         """Return the first given option that means something in a pipeline alone; None if there is none."""
@@ -224,7 +222,6 @@ class ParallelConfig:
             "--pipeline": self.pipeline != "1f1b",
             "--virtual-stages": self.virtual_stages != 1,
             "--split": self.split != "auto",
-            "--recompute": self.recompute != "never",
         }
         return next((option for option, is_given in given.items() if is_given), None)
 

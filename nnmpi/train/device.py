@@ -17,8 +17,8 @@ from nnmpi.units import format_bytes
 
 # The options that do what REMEDY says.
 REMEDY_OPTIONS = (
-    "lower --batch-size, raise --grad-accum, use --recompute or --precision bf16, or spread the model over more ranks "
-    "with --tp or --pp"
+    "lower --batch-size, raise --grad-accum, use --activation-memory least or --precision bf16, or "
+    "spread the model over more ranks with --tp or --pp"
 )
 
 

@@ -169,7 +169,7 @@ def _pipeline(inputs: Inputs, where: Arrangement | None) -> list[str]:
     if where is None or not where.stages:
         return []
     microbatches = inputs.train_loader.microbatches
-    recompute = "" if where.layout.recompute == "never" else f", recomputing {where.layout.recompute}"
+    recompute = ", computing activations again" if where.layout.recomputes else ""
     samples = -(-inputs.batch_size // microbatches)
     return [
         f"pipeline: {name_of(where.layout.schedule)}, {counted(len(where.cuts), 'stage')}, "

@@ -78,7 +78,7 @@ def _header(options: Options, dataset: Dataset, ours: Trial) -> list[str]:
         f"{_optimizer(options.optimization.optimizer)}",
         f"data {dataset.name}, {len(dataset)} samples of shape {dataset.sample_shape}, in batches of {batch}; "
         f"microbatches of each: {microbatches(options, dataset)}",
-        f"reduction {options.parallel.reduction}, recompute {options.parallel.recompute}, "
+        f"reduction {options.parallel.reduction}, activation memory {options.parallel.activation_memory or 'any'}, "
         f"pipeline {options.parallel.pipeline}, allreduce {options.parallel.allreduce}",
         *ours.layout,
     ]

@@ -128,7 +128,7 @@ SHARED = {
     ModelConfig: ("model", "hidden", "dropout", "layers", "features", "heads", "context", "tied"),
     OptimizationConfig: ("batch_size", "optimizer", "lr", "weight_decay", "clip"),
     ParallelConfig: (
-        *("dp", "pp", "tp", "sp", "sp_attention", "pipeline", "virtual_stages", "microbatches", "split", "recompute"),
+        *("dp", "pp", "tp", "sp", "sp_attention", "pipeline", "virtual_stages", "microbatches", "split"),
         *("reduction", "memory_limit", "activation_memory", "offload", "offload_state", "allreduce", "bucket_mb"),
         "zero",
     ),

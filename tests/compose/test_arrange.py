@@ -211,7 +211,7 @@ def test_the_profile_takes_no_gradient_of_the_models_input() -> None:
             "schedule '2f2b' is unknown; choose one of naive, gpipe, 1f1b, interleaved, zero-bubble",
         ),
         ({"schedule": "inference"}, "schedule 'inference' is unknown"),
-        ({"recompute": "sometimes"}, "recompute 'sometimes' is unknown; choose one of never, always, except-last"),
+        ({"activation_memory": "most"}, "activation_memory 'most' is unknown; choose one of least"),
         ({"reduction": "slow"}, "reduction 'slow' is unknown; choose one of fast, fixed"),
         ({"virtual_stages": 0}, "0 virtual stages are not possible"),
         ({"virtual_stages": 2}, "belong to the pipeline schedule interleaved; 1f1b has one per rank"),
@@ -221,18 +221,9 @@ def test_the_profile_takes_no_gradient_of_the_models_input() -> None:
         ({"split": (2.5, 4)}, "is unknown; give auto, or numbers"),
         ({"tp": 2, "reduction": "fixed"}, "covers dp and pp; sharded layers add in parts"),
         ({"schedule": "pipedream", "reduction": "fixed"}, "reduction fixed does not go with pipedream"),
-        ({"schedule": "pipedream", "recompute": "always"}, "recompute does not go with pipedream"),
+        ({"schedule": "pipedream", "activation_memory": "least"}, "activation_memory does not go with pipedream"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, object], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         Layout(**options)  # type: ignore[arg-type]
-
-
-def test_which_microbatches_are_computed_again() -> None:
-    def again(recompute: str) -> list[bool]:
-        return [Layout(recompute=recompute).recomputes(m, 3) for m in range(3)]
-
-    assert again("never") == [False] * 3
-    assert again("always") == [True] * 3
-    assert again("except-last") == [True, True, False]

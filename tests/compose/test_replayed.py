@@ -162,8 +162,7 @@ def pipelines(size: int, make: Callable[[], nn.Module]) -> Iterator[Layout]:
     if size <= layers:
         plain = {"dp": 1, "pp": size, "split": cut(make, size)}
         yield Layout(**plain)
-        yield Layout(**plain, schedule="gpipe", recompute="except-last")
-        yield Layout(**plain, recompute="always")
+        yield Layout(**plain, schedule="gpipe", activation_memory="least")
     if 2 * size <= layers:
         yield Layout(dp=1, pp=size, schedule="interleaved", virtual_stages=2, split=cut(make, 2 * size))
     if 4 * size <= layers:

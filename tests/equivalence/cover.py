@@ -25,7 +25,7 @@ from tests.equivalence.reference import Setup, digits
 
 WORLDS = (1, 2, 3, 4, 6, 8)
 SCHEDULES = ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
-RECOMPUTES = ("never", "always", "never", "except-last")
+MEMORIES = (None, "least")
 ALGORITHMS = ("native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical")
 
 MOST_STAGES = 16
@@ -49,13 +49,13 @@ class Case:
     schedule: str = "1f1b"
     allreduce: str = "auto"
     reduction: str = "fast"
-    recompute: str = "never"
+    memory: str | None = None
 
     def __str__(self) -> str:
         """Return it as the test's name."""
         named = f"{self.model} dp {self.dp} pp {self.pp} tp {self.tp}"
         named += f" {self.schedule}" if self.pp > 1 else ""
-        return named + f" {self.allreduce}" * (self.dp > 1) + f" recompute {self.recompute}" * (self.pp > 1)
+        return named + f" {self.allreduce}" * (self.dp > 1) + f" {self.memory} memory" * (self.memory is not None)
 
     @property
     def mesh(self) -> tuple[int, int, int]:
@@ -70,7 +70,7 @@ class Case:
     @property
     def layout(self) -> Layout:
         """The layout, cut unevenly and always in the same places."""
-        options = {"reduction": self.reduction, "recompute": self.recompute}
+        options = {"reduction": self.reduction, "activation_memory": self.memory}
         return spread(SETUPS[self.model], self.mesh, self.schedule, **options)
 
 
@@ -129,7 +129,7 @@ def cases(world: int) -> list[Case]:
 def _in_turn(number: int, mesh: tuple[int, int, int]) -> Case:
     model, schedule = MODELS[number % len(MODELS)], SCHEDULES[number % len(SCHEDULES)]
     algorithm = ALGORITHMS[number % len(ALGORITHMS)] if mesh[0] > 1 else "auto"
-    return Case(model, *mesh, schedule, algorithm, recompute=RECOMPUTES[number % len(RECOMPUTES)])
+    return Case(model, *mesh, schedule, algorithm, memory=MEMORIES[number % 2])
 
 
 @cache
@@ -144,6 +144,6 @@ def _all() -> tuple[Case, ...]:
             seen[kind] = number = seen.get(kind, 0) + (j == len(MODELS) - 1)
             algorithm = ALGORITHMS[(3 * number + j) % len(ALGORITHMS)] if mesh[0] > 1 else "auto"
             before = sum(case.schedule == schedule and case.pp > 1 for case in found)
-            recompute = RECOMPUTES[before % len(RECOMPUTES)] if mesh[1] > 1 else RECOMPUTES[0]
-            found.append(Case(model, *mesh, schedule, algorithm, recompute=recompute))
+            memory = MEMORIES[before % 2] if mesh[1] > 1 else None
+            found.append(Case(model, *mesh, schedule, algorithm, memory=memory))
     return tuple(found)

@@ -52,8 +52,8 @@ def test_float32_has_the_serial_bits(group: Group, alone: Group, model: str) -> 
     dp = max(dp for dp, _, tp in meshes(group.size) if tp == 1 and dp <= 4)
     setup = replace(SETUPS[model], dtype="float32", microbatches=5, optimizer_options={"lr": 0.1})
     serial = serial_run(setup, alone, Layout(reduction="fixed")) if group.is_root else None
-    for recompute in ("never", "except-last"):
-        case = Case(model, dp, group.size // dp, 1, "1f1b", reduction="fixed", recompute=recompute)
+    for memory in (None, "least"):
+        case = Case(model, dp, group.size // dp, 1, "1f1b", reduction="fixed", memory=memory)
         assert_same_bits(group, setup, case.layout, serial)
 
 

@@ -34,24 +34,23 @@ def test_running_statistics_depend_on_the_number_of_microbatches(group: Group, a
     assert abs(parts[0].weights[name] - parts[1].weights[name]).max() > 1e-3
 
 
-@pytest.mark.parametrize("recompute", ["always", "except-last"])
-def test_recomputing_changes_nothing(group: Group, alone: Group, recompute: str) -> None:
+def test_recomputing_changes_nothing(group: Group, alone: Group) -> None:
     """Dropout drops the same elements again, and running statistics are updated once."""
     setup = Setup(own.noisy, microbatches=3)
     serial = serial_run(setup, alone) if group.is_root else None
-    for layout in kinds(group.size, setup, recompute=recompute):
+    for layout in kinds(group.size, setup, activation_memory="least"):
         if layout.pp == 1:
             continue
         assert_same(group, run(setup, group, layout, synchronous_sends=True), serial, setup, str(layout))
 
 
-@pytest.mark.parametrize(("recompute", "again"), [("never", 0), ("always", 4), ("except-last", 3)])
-def test_recomputing_computes_again(group: Group, recompute: str, again: int) -> None:
+@pytest.mark.parametrize(("memory", "again"), [(None, 0), ("least", 4)])
+def test_recomputing_computes_again(group: Group, memory: str | None, again: int) -> None:
     """On the rank of the last stage, whose counter sees each microbatch, once or twice."""
     setup = Setup(own.counted, microbatches=4)
     for mesh in meshes(group.size):
         if mesh[1] in (2, 4) and mesh[2] == 1:
-            worker = build(setup, group, spread(setup, mesh, "1f1b", recompute=recompute), synchronous_sends=True)
+            worker = build(setup, group, spread(setup, mesh, "1f1b", activation_memory=memory), synchronous_sends=True)
             worker.step(next(batches(setup, worker)))
             counters = [layer for _, layer in worker.model.named_modules() if isinstance(layer, own.Counter)]
             found = group.gather([counter.calls[True] for counter in counters])

@@ -118,7 +118,7 @@ def test_a_fixed_order_of_sums_gives_the_same_bits(group: Group, alone: Group, p
     serial = serial_run(setup, alone, Layout(reduction="fixed"), precision=precision)
     layouts = [Layout(dp=group.size, reduction="fixed")]
     if group.size <= 4:
-        layouts.append(Layout(pp=group.size, reduction="fixed", recompute="always"))
+        layouts.append(Layout(pp=group.size, reduction="fixed", activation_memory="least"))
     for layout in layouts:
         found = run(setup, group, layout, precision=precision)
         same = found.losses == serial.losses and found.norms == serial.norms

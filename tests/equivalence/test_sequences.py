@@ -1,6 +1,7 @@
 """Language models under every layout: sentences that end anywhere, batches, heads and stages that divide nothing."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.layout import Layout
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
-from tests.equivalence.cover import RECOMPUTES, SCHEDULES, meshes
+from tests.equivalence.cover import MEMORIES, SCHEDULES, meshes
 from tests.models.sequence_runs import TIME, TOKENS, compare, train
 
 MODELS: dict[str, Callable[[], Module]] = {
@@ -27,10 +28,11 @@ def layouts(model: str, ranks: int) -> list[Layout]:
     for number, mesh in enumerate(meshes(ranks, most)):
         schedule = SCHEDULES[(number + ranks) % len(SCHEDULES)] if mesh[1] > 1 else "1f1b"
         virtual = 2 if schedule == "interleaved" and 2 * mesh[1] <= most else 1
-        recompute = RECOMPUTES[(number + ranks) % len(RECOMPUTES)]
+        memory = MEMORIES[(number + ranks) % 2] if mesh[1] > 1 else None
         count = mesh[1] * virtual
         split = [most // count + (stage < most % count) for stage in range(count)]
-        found.append(Layout(*mesh, schedule, virtual, tuple(split) if mesh[1] > 1 else "auto", recompute))
+        layout = Layout(*mesh, schedule, virtual, tuple(split) if mesh[1] > 1 else "auto")
+        found.append(replace(layout, activation_memory=memory))
     return found
 
 

@@ -30,7 +30,7 @@ MIXES: Mapping[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     # name: dp, pp, tp for two ranks (a 0 stands for all the ranks that are left), options of the layout
     "pp naive": ((1, 0, 1), {"schedule": "naive"}),
     "pp gpipe": ((1, 0, 1), {"schedule": "gpipe"}),
-    "pp 1f1b": ((1, 0, 1), {"schedule": "1f1b", "recompute": "except-last"}),
+    "pp 1f1b": ((1, 0, 1), {"schedule": "1f1b", "activation_memory": "least"}),
     "pp interleaved": ((1, 0, 1), {"schedule": "interleaved"}),
     "pp zero-bubble": ((1, 0, 1), {"schedule": "zero-bubble"}),
     "pp pipedream": ((1, 0, 1), {"schedule": "pipedream"}),
@@ -39,7 +39,7 @@ MIXES: Mapping[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "dp x pp": ((0, 2, 1), {"schedule": "1f1b"}),
     "dp x pp fixed": ((0, 2, 1), {"schedule": "gpipe", "reduction": "fixed"}),
     "dp x tp": ((0, 1, 2), {}),
-    "pp x tp": ((1, 2, 0), {"schedule": "zero-bubble", "recompute": "always"}),
+    "pp x tp": ((1, 2, 0), {"schedule": "zero-bubble", "activation_memory": "least"}),
 }
 ALGORITHMS = ("auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical", "ipc")
 WAITING = [sync for sync in EVERY_MODE if sync.mode not in ("asp", "ssp") and not sync.backup]

@@ -362,8 +362,7 @@ RESULT: dict[str, str] = {  # what the result hangs on
 }
 LAYOUT: dict[str, str] = {  # and what it must not hang on; some need others beside them
     "--jit": "on|off",
-    "--activation-memory": "10KB|100KB|300KB --offload .|3MB",
-    "--recompute": "always|except-last|always --pp 2",
+    "--activation-memory": "10KB|least|least --pp 2|100KB|300KB --offload .|3MB",
     "--offload-state": "optimizer --offload .|all --offload . --zero 3",
     "--zero": "1|2|3|1 --grad-accum 3|2 --bucket-mb 0.001 --overlap on|3 --bucket-mb 0.001",
     "--pp": "2|3|2 --pipeline naive|2 --pipeline gpipe --microbatches 3|2 --pipeline interleaved --virtual-stages 2"

@@ -90,7 +90,7 @@ LAYOUTS = (
     Layout(sp=2, tp=2),
     Layout(sp=2, tp=2, sp_attention=RING),
     Layout(sp=2, dp=3),
-    Layout(sp=3, pp=2, split=(2, 4), sp_attention=RING, recompute="always"),
+    Layout(sp=3, pp=2, split=(2, 4), sp_attention=RING, activation_memory="least"),
     Layout(sp=2, tp=3, sp_attention=RING),  # 5 heads over 3 ranks
     Layout(sp=8, sp_attention=RING),  # a rank has no position
     Layout(sp=2, pp=2, tp=2, split=(3, 3), schedule="zero-bubble"),

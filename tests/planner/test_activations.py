@@ -74,12 +74,12 @@ def first_batch(work: Workload, group: Group, layout: Layout, microbatches: int)
     ("name", "one"),
     [
         ("gpt", Candidate(pp=3, microbatches=6)),
-        ("gpt", Candidate(pp=2, schedule="interleaved", virtual_stages=2, microbatches=4, recompute="always")),
+        ("gpt", Candidate(pp=2, schedule="interleaved", virtual_stages=2, microbatches=4, recompute=True)),
         ("gpt", Candidate(dp=2, pp=2, microbatches=4, allreduce="ring")),
         ("lstm", Candidate(pp=2, schedule="zero-bubble", microbatches=4)),
-        ("lstm", Candidate(pp=2, microbatches=4, recompute="except-last")),
+        ("lstm", Candidate(pp=2, microbatches=4, recompute=True)),
         ("mlp", Candidate(pp=2, schedule="gpipe", microbatches=4)),
-        ("mlp", Candidate(pp=3, schedule="zero-bubble", microbatches=4, recompute="always")),
+        ("mlp", Candidate(pp=3, schedule="zero-bubble", microbatches=4, recompute=True)),
         ("cnn", Candidate(pp=2, microbatches=4)),
         ("cnn", Candidate(pp=2, schedule="interleaved", virtual_stages=2, microbatches=4)),
         ("resnet", Candidate(pp=3, microbatches=6)),  # a kept value crosses a cut beside the activation

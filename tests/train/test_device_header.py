@@ -92,6 +92,6 @@ def test_a_full_device_names_the_options_that_help() -> None:
     with pytest.raises(DeviceError) as caught, explained(cast("Backend", _FullDevice())):
         raise RuntimeError("out of memory")
     assert str(caught.value) == (
-        "the device has no room for more (out of memory); lower --batch-size, raise --grad-accum, use --recompute or "
-        "--precision bf16, or spread the model over more ranks with --tp or --pp"
+        "the device has no room for more (out of memory); lower --batch-size, raise --grad-accum, use "
+        "--activation-memory least or --precision bf16, or spread the model over more ranks with --tp or --pp"
     )

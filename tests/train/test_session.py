@@ -284,10 +284,7 @@ def test_progress_is_printed_inside_an_epoch(train: Train, capsys: pytest.Captur
         ("--model cnn --dataset digits --augment shift --shift-pixels 8", "--shift-pixels 8 moves images of 8 pixels"),
         ("--grad-accum 65", "--grad-accum 65 is more parts than the 64 samples of a batch"),
         ("--dp 2", "1 rank is not dp 2 x pp 1 x tp 1 = 2; these fit: dp 1 x pp 1 x tp 1"),
-        (
-            "--recompute always",
-            "--recompute belongs to a pipeline, and dp 1 x pp 1 x tp 1 has none; give --pp 2 or more",
-        ),
+        ("--split 2,2", "--split belongs to a pipeline, and dp 1 x pp 1 x tp 1 has none; give --pp 2 or more"),
         ("--virtual-stages 2", "2 virtual stages belong to the pipeline schedule interleaved; 1f1b has one per rank"),
         ("--microbatches 5000", "--microbatches 5000 is more parts than the 64 samples of a batch; give less"),
         ("--microbatches 2 --grad-accum 3", "--grad-accum 3 and --microbatches 2 are two words for one thing"),

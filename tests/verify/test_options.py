@@ -20,7 +20,7 @@ def test_every_word_has_its_place() -> None:
     text = (
         "--model a/b.py:build --shape 8 8 3 --classes 7 --samples 20 --batch-size 6 --steps 2 "
         "--optimizer adamw --lr 0.1 --weight-decay 0.2 --clip 1 --dtype float32 --seed 4 --dp 2 --pp 3 --tp 1 "
-        "--pipeline interleaved --virtual-stages 2 --microbatches 5 --split 1,2,3 --recompute always --reduction fixed "
+        "--pipeline interleaved --virtual-stages 2 --microbatches 5 --split 1,2,3 --reduction fixed "
         "--memory-limit 2MiB --activation-memory 1MiB --allreduce ring --bucket-mb 0.5"
     )
     options = parse(text.split())
@@ -34,7 +34,7 @@ def test_every_word_has_its_place() -> None:
         "interleaved",
         2,
     )
-    assert (parallel.layers_per_stage, parallel.recompute, parallel.reduction) == ((1, 2, 3), "always", "fixed")
+    assert (parallel.layers_per_stage, parallel.reduction) == ((1, 2, 3), "fixed")
     assert parallel.activation_memory_bytes == 2**20
     assert (parallel.memory_limit_bytes, parallel.allreduce, parallel.bucket_mb) == (2**21, "ring", 0.5)
 

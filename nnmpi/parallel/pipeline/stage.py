@@ -75,7 +75,7 @@ class Stage:
         names: of the kept values at its beginning, sorted.
         scope: (microbatch, again) -> the mode to run in; `again` where a forward is repeated.
         head: on the last stage: (result, microbatch) -> the scalar whose gradient is wanted.
-        recompute: microbatch -> whether only its input is kept, and the rest computed again.
+        recompute: whether only the input of a microbatch is kept, and the rest computed again.
         shared: (tensor, enters) -> the tensor marked as a part of what other ranks share with this one, at the stage's
             beginning, and unmarked, at its end (see `parallel.sequence`); None where nothing is.
         part: (work, arrays) -> what work makes of them: arrays, and what is the same each time; it may be recorded and
@@ -93,7 +93,7 @@ class Stage:
         names: Sequence[str],
         scope: Scope,
         head: Head | None = None,
-        recompute: Callable[[int], bool] = lambda microbatch: False,
+        recompute: bool = False,
         shared: Callable[[Tensor, bool], Tensor] | None = None,
         part: Part = as_it_stands,
     ) -> None:
@@ -152,7 +152,7 @@ class Stage:
         else:
             ends, single = self._run(microbatch, leaves, flight.single)
             if keep:
-                flight.leaves, flight.ends = leaves, None if self._recompute(microbatch) else ends
+                flight.leaves, flight.ends = leaves, None if self._recompute else ends
         found = tuple(whole_values("the end of a stage", end) for end in ends)
         return found, (tuple(end.requires_grad for end in ends), single)
 
@@ -166,7 +166,7 @@ class Stage:
                 none are: what the plan says is done in one go.
         """
         flight = self._in_flight.pop(microbatch)
-        if self.planned is None and self._recompute(microbatch):
+        if self.planned is None and self._recompute:
             with self._scope(microbatch, True):
                 self._part(partial(self._run_again, flight, microbatch), ())
         found, _ = self._part(partial(self._go_back, flight, microbatch, halves), grads)

@@ -62,7 +62,7 @@ def staged(name: str, cuts: list[int], halves: bool, recompute: bool) -> tuple[R
         return cross_entropy(result, y[m], reduction="sum")
 
     stages = [
-        Stage(i, each, kept_at(layers, ranges[i].start), scope, head if i == len(cuts) else None, lambda m: recompute)
+        Stage(i, each, kept_at(layers, ranges[i].start), scope, head if i == len(cuts) else None, recompute)
         for i, each in enumerate(cut_chain(layers, ranges))
     ]
     losses = []
