@@ -11,7 +11,7 @@ MPI is started by `start()` and not by the import: the engine alone (`Tensor`, `
 """
 
 import gc
-import sys
+from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +23,6 @@ _collects = gc.isenabled()
 gc.disable()  # an import leaves nothing to collect, and a seventh of its time went into looking for it
 try:
     from nnmpi import backend, data, models, nn, ops, optim, tensor
-    from nnmpi.aliases import Imports, Package, answer, missing
     from nnmpi.backend.kernels.lookup import jit
     from nnmpi.backend.precision import use_precision
     from nnmpi.errors import NnmpiError
@@ -101,12 +100,6 @@ _WHEN_USED = {
 }
 
 
-for _room in (data, nn, nn.init, ops, optim, tensor):
-    answer(_room)
-tensor.__class__ = Package
-sys.meta_path.append(Imports)
-
-
 def __dir__() -> list[str]:
     """Return what is meant to be used, and nothing else."""
     return sorted([*__all__, "__version__"])
@@ -117,4 +110,6 @@ def __getattr__(name: str) -> Any:
         return getattr(import_module(_WHEN_USED[name]), name)
     if name in ("comm", "memory", "parallel"):
         return import_module(f"nnmpi.{name}")
-    raise missing("module 'nnmpi'", name)
+    close = get_close_matches(name, __all__, 1)
+    suggestion = f"; did you mean {close[0]!r}?" if close else ""
+    raise AttributeError(f"module 'nnmpi' has no attribute {name!r}{suggestion}")

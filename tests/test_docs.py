@@ -59,7 +59,7 @@ def test_the_first_programs_train(page: str, group: Group, capsys: pytest.Captur
     assert not any(everyone[1:]), everyone
 
 
-def test_the_script_for_pytorch_is_ported_by_eight_lines(
+def test_the_script_for_pytorch_is_ported_by_nine_lines(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Those that differ are counted; the port runs, on images of its size that are learned quickly."""
@@ -68,7 +68,7 @@ def test_the_script_for_pytorch_is_ported_by_eight_lines(
     )
     changes = difflib.SequenceMatcher(None, theirs, ours, autojunk=False).get_opcodes()
     count = sum(max(end - begin, stop - start) for kind, begin, end, start, stop in changes if kind != "equal")
-    assert 38 <= len(theirs) <= 44 and count == 8, changes
+    assert 38 <= len(theirs) <= 44 and count == 9, changes
     y = np.arange(480) % 10
     x = (np.random.default_rng(0).integers(0, 60, (480, 28, 28, 1)) + 190 * (y // 5)[:, None, None, None]).astype(
         "uint8"

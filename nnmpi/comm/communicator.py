@@ -6,11 +6,10 @@ Nothing here sums or moves arrays; `group.Group` does.
 import json
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NoReturn, Self, cast
+from typing import Any, NoReturn, Self, cast
 
 import numpy as np
 
-from nnmpi.aliases import missing
 from nnmpi.comm.world import Comm
 from nnmpi.errors import CommError, UsageError
 
@@ -40,11 +39,6 @@ class Communicator:
     def __repr__(self) -> str:
         """Return rank and size."""
         return f"{type(self).__name__}(rank {self.rank} of {self.size})"
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise missing(type(self).__name__, name)
 
     def __reduce__(self) -> NoReturn:
         raise CommError(

@@ -192,7 +192,7 @@ def label_check(loss: Callable[[Tensor, Array], Tensor], classes: int) -> Check:
 
 
 def _check_indices(indices: NDArray[Any], model: Module) -> None:
-    entries = [module.entries for _, module in model.named_modules() if isinstance(module, Embedding)]
+    entries = [module.num_embeddings for _, module in model.named_modules() if isinstance(module, Embedding)]
     if not entries or not indices.size or (indices.min() >= 0 and indices.max() < max(entries)):
         return
     row, *_ = np.argwhere((indices < 0) | (indices >= max(entries)))[0]

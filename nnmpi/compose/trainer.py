@@ -27,10 +27,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 from nnmpi import clock
-from nnmpi.aliases import missing
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.comm.group import Group
@@ -342,11 +341,6 @@ class Trainer(ABC):
 
     in_step = False
     reports_per_batch = reporters = 1
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            raise missing(type(self).__name__, name)
 
     def __init__(
         self,

@@ -24,7 +24,6 @@ from zlib import crc32
 import numpy as np
 
 from nnmpi import clock, timeline
-from nnmpi.aliases import also
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.blas import loaded_pools
 from nnmpi.backend.memory import return_freed_memory
@@ -151,7 +150,6 @@ class Worker(Trainer):
 
     in_step = True
 
-    @also()
     def __init__(
         self,
         model: Module,

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from nnmpi.aliases import also
 from nnmpi.backend.array import Array
 from nnmpi.data.dataset import Samples, count_targets
 from nnmpi.data.prefetch import Prefetch
@@ -130,7 +129,6 @@ class Loader:
         UsageError: for sizes and counts that make no sense; the message names the value.
     """
 
-    @also(num_workers="workers")
     def __init__(
         self,
         dataset: Samples,

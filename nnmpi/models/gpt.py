@@ -63,7 +63,7 @@ class GPTEmbedding(Module):
         places[...] = namespace(places).arange(start, start + shape[1])
 
     def _check(self, shape: tuple[int, ...], start: int) -> None:
-        context = self.positions.entries
+        context = self.positions.num_embeddings
         if len(shape) != 2 or start + shape[1] > context:
             behind = f" behind {start} others" if start else ""
             raise ShapeError(

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from nnmpi.aliases import also
 from nnmpi.backend.random import key_pair
 from nnmpi.errors import UsageError
 from nnmpi.nn.mode import current, warn_later
@@ -21,15 +20,14 @@ class ReLU(Module):
 
 
 class LeakyReLU(Module):
-    """x where positive, slope * x elsewhere."""
+    """x where positive, negative_slope * x elsewhere."""
 
-    @also(negative_slope="slope")
-    def __init__(self, slope: float = 0.01) -> None:
-        self.slope = slope
+    def __init__(self, negative_slope: float = 0.01) -> None:
+        self.negative_slope = negative_slope
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x with its negative elements scaled."""
-        return leaky_relu(x, self.slope)
+        return leaky_relu(x, self.negative_slope)
 
 
 class GELU(Module):
@@ -70,13 +68,12 @@ class Sigmoid(Module):
 class Softmax(Module):
     """e^x / sum(e^x) along an axis."""
 
-    @also(dim="axis")
-    def __init__(self, axis: int = -1) -> None:
-        self.axis = axis
+    def __init__(self, dim: int = -1) -> None:
+        self.dim = dim
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the softmax."""
-        return softmax(x, self.axis)
+        return softmax(x, self.dim)
 
 
 class Flatten(Module):
@@ -114,22 +111,21 @@ class Dropout(Module):
     pass drops the same places both times: make a layer for each place. Without a new `step` the masks stay the same.
 
     Args:
-        rate: the probability that an element is dropped, in [0, 1).
+        p: the probability that an element is dropped, in [0, 1).
     """
 
-    @also(p="rate")
-    def __init__(self, rate: float = 0.5) -> None:
-        if not 0 <= rate < 1:
-            raise UsageError(f"dropout's rate is a probability in [0, 1), not {rate}")
-        self.rate = rate
+    def __init__(self, p: float = 0.5) -> None:
+        if not 0 <= p < 1:
+            raise UsageError(f"dropout's p is a probability in [0, 1), not {p}")
+        self.p = p
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x, or in training x with dropped elements."""
-        if not current().training or self.rate == 0:
-            if self.rate:
+        if not current().training or self.p == 0:
+            if self.p:
                 warn_later(x)
             return x
-        return dropout(x, self.rate, partial(mask_place, self.path))
+        return dropout(x, self.p, partial(mask_place, self.path))
 
 
 def mask_place(path: str) -> tuple[tuple[int, int], int]:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from nnmpi.aliases import also
 from nnmpi.errors import whole
 from nnmpi.nn.init import Normal, fan_in
 from nnmpi.nn.module import Module
@@ -13,27 +12,27 @@ from nnmpi.tensor.tensor import Tensor
 
 
 class Linear(Module):
-    """x W + b: (..., inputs) -> (..., outputs). The weight is stored (inputs, outputs).
+    """x W + b: (..., in_features) -> (..., out_features). The weight is stored (in_features, out_features).
 
     Args:
-        inputs, outputs: the numbers of features.
+        in_features, out_features: the numbers of features.
         bias: whether b is added.
-        init: draws the weight; by default uniform within 1 / sqrt(inputs), and so is the bias.
+        init: draws the weight; by default uniform within 1 / sqrt(in_features), and so is the bias.
         bias_init: draws the bias.
     """
 
-    @also(in_features="inputs", out_features="outputs")
     def __init__(
         self,
-        inputs: int,
-        outputs: int,
+        in_features: int,
+        out_features: int,
         bias: bool = True,
         init: Initializer | None = None,
         bias_init: Initializer | None = None,
     ) -> None:
-        inputs, outputs = whole("Linear's inputs", inputs), whole("Linear's outputs", outputs)
-        self.weight = Parameter((inputs, outputs), init or fan_in(inputs))
-        self.bias = Parameter((outputs,), bias_init or fan_in(inputs)) if bias else None
+        in_features = whole("Linear's in_features", in_features)
+        out_features = whole("Linear's out_features", out_features)
+        self.weight = Parameter((in_features, out_features), init or fan_in(in_features))
+        self.bias = Parameter((out_features,), bias_init or fan_in(in_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W + b. See `ops.linear`."""
@@ -45,21 +44,21 @@ class Linear(Module):
 
 
 class Embedding(Module):
-    """Rows of a trained table: integers (...) -> (..., features).
+    """Rows of a trained table: integers (...) -> (..., embedding_dim).
 
     Args:
-        entries: the number of rows.
-        features: their length.
+        num_embeddings: the number of rows.
+        embedding_dim: their length.
         init: draws the table; by default normal with standard deviation 1.
     """
 
-    @also(num_embeddings="entries", embedding_dim="features")
-    def __init__(self, entries: int, features: int, init: Initializer | None = None) -> None:
-        entries, features = whole("Embedding's entries", entries), whole("Embedding's features", features)
-        self.weight = Parameter((entries, features), init or Normal(1.0))
+    def __init__(self, num_embeddings: int, embedding_dim: int, init: Initializer | None = None) -> None:
+        num_embeddings = whole("Embedding's num_embeddings", num_embeddings)
+        embedding_dim = whole("Embedding's embedding_dim", embedding_dim)
+        self.weight = Parameter((num_embeddings, embedding_dim), init or Normal(1.0))
 
     @property
-    def entries(self) -> int:
+    def num_embeddings(self) -> int:
         """How many rows there are to pick, on all ranks that share the table."""
         return self.weight.shape[0]
 
@@ -69,9 +68,12 @@ class Embedding(Module):
 
 
 class TiedLinear(Module):
-    """x W^T with an embedding's table W: (..., features) -> (..., entries), logits without weights of their own.
+    """x W^T with an embedding's table W: (..., embedding_dim) -> (..., num_embeddings).
 
-    Press and Wolf, "Using the output embedding to improve language models", 2017.
+    The logits have no weights of their own:
+
+    Press and Wolf, "Using the output embedding to improve
+    language models", 2017.
 
     Args:
         embedding: whose table it is; its gradient is the sum of both uses.

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from nnmpi.aliases import also
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import binary_cross_entropy, check_reduction, cross_entropy, huber, mae, mse
 from nnmpi.tensor.tensor import Tensor
@@ -11,12 +10,10 @@ from nnmpi.tensor.tensor import Tensor
 class CrossEntropyLoss(Module):
     """Called with logits and labels; see `ops.cross_entropy`, also for the arguments."""
 
-    @also()
     def __init__(self, reduction: str = "mean", ignore_index: int | None = None, label_smoothing: float = 0.0) -> None:
         check_reduction(reduction)
         self.reduction, self.ignore_index, self.label_smoothing = reduction, ignore_index, label_smoothing
 
-    @also(input="logits", target="labels")
     def forward(self, logits: Tensor, labels: Any) -> Tensor:
         """Return the loss."""
         return cross_entropy(logits, labels, self.reduction, self.ignore_index, self.label_smoothing)
@@ -25,12 +22,10 @@ class CrossEntropyLoss(Module):
 class MSELoss(Module):
     """Called with outputs and targets; see `ops.mse`, also for the reduction."""
 
-    @also()
     def __init__(self, reduction: str = "mean") -> None:
         check_reduction(reduction)
         self.reduction = reduction
 
-    @also(input="x")
     def forward(self, x: Tensor, target: Any) -> Tensor:
         """Return the loss."""
         return mse(x, target, self.reduction)
@@ -39,7 +34,6 @@ class MSELoss(Module):
 class L1Loss(MSELoss):
     """Called with outputs and targets; see `ops.mae`."""
 
-    @also(input="x")
     def forward(self, x: Tensor, target: Any) -> Tensor:
         """Return the loss."""
         return mae(x, target, self.reduction)
@@ -48,7 +42,6 @@ class L1Loss(MSELoss):
 class BCEWithLogitsLoss(MSELoss):
     """Called with logits and targets in [0, 1]; see `ops.binary_cross_entropy`."""
 
-    @also(input="x")
     def forward(self, x: Tensor, target: Any) -> Tensor:
         """Return the loss."""
         return binary_cross_entropy(x, target, self.reduction)
@@ -57,12 +50,10 @@ class BCEWithLogitsLoss(MSELoss):
 class HuberLoss(Module):
     """Called with outputs and targets; see `ops.huber`, also for the arguments."""
 
-    @also()
     def __init__(self, reduction: str = "mean", delta: float = 1.0) -> None:
         check_reduction(reduction)
         self.reduction, self.delta = reduction, delta
 
-    @also(input="x")
     def forward(self, x: Tensor, target: Any) -> Tensor:
         """Return the loss."""
         return huber(x, target, self.reduction, self.delta)

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from nnmpi.aliases import also
 from nnmpi.backend.array import namespace
 from nnmpi.backend.recording import active, perform
 from nnmpi.errors import UsageError, whole
@@ -13,7 +12,7 @@ from nnmpi.nn.module import Module
 from nnmpi.ops.lstm import lstm
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.shape import concatenate, stack
-from nnmpi.tensor.tensor import Tensor, undivided
+from nnmpi.tensor.tensor import Tensor
 
 State = tuple[Any, Any]
 
@@ -38,47 +37,52 @@ class LSTMDirection(Module):
 
 
 class LSTM(Module):
-    """Layers of long short-term memory on one another: (batch, time, inputs) -> (batch, time, features).
+    """Layers of long short-term memory on one another: (batch, time, input_size) -> (batch, time, hidden_size).
 
     Hochreiter and Schmidhuber, "Long short-term memory", 1997. The gates lie side by side in the order i, f, o, g, and
     have one bias.
 
     Args:
-        inputs: the length of x's last axis.
-        features: that of h and c.
-        layers: how many.
+        input_size: the length of x's last axis.
+        hidden_size: that of h and c.
+        num_layers: how many.
         bidirectional: whether each layer reads the sequences from both ends (Schuster and Paliwal, 1997), with weights
-            for each direction; its result has both h side by side, 2 * features.
+            for each direction; its result has both h side by side, 2 * hidden_size.
         dropout: the probability with which an element between two layers is dropped in training.
     """
 
-    @also(input_size="inputs", hidden_size="features", num_layers="layers")
     def __init__(
-        self, inputs: int, features: int, layers: int = 1, *, bidirectional: bool = False, dropout: float = 0.0
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        *,
+        bidirectional: bool = False,
+        dropout: float = 0.0,
     ) -> None:
-        inputs, features = whole("LSTM's inputs", inputs), whole("LSTM's features", features)
-        layers = whole("LSTM's layers", layers)
-        self.features = features
+        input_size, hidden_size = whole("LSTM's input_size", input_size), whole("LSTM's hidden_size", hidden_size)
+        num_layers = whole("LSTM's num_layers", num_layers)
+        self.hidden_size = hidden_size
         self.directions = 2 if bidirectional else 1
         self.layers = [
-            LSTMDirection(inputs if number == 0 else self.directions * features, features, reverse)
-            for number in range(layers)
+            LSTMDirection(input_size if number == 0 else self.directions * hidden_size, hidden_size, reverse)
+            for number in range(num_layers)
             for reverse in (False, True)[: self.directions]
         ]
-        self.drops = [Dropout(dropout) for _ in range(layers - 1)]
+        self.drops = [Dropout(dropout) for _ in range(num_layers - 1)]
 
     def forward(self, x: Tensor, lengths: Any = None) -> Tensor:
         """Return h of each time of the last layer.
 
         Args:
-            x: (batch, time, inputs), with padding behind shorter sequences.
+            x: (batch, time, input_size), with padding behind shorter sequences.
             lengths: (batch,), of the sequences, integers; None where all are whole. h is 0 behind them.
         """
         if isinstance(lengths, tuple):
             raise UsageError("an LSTM that begins in a state is called as h, state = lstm.with_state(x, state)")
         memory = current().memory
         if memory is None:
-            return undivided(self._run(x, None, lengths, ends=False)[0])
+            return self._run(x, None, lengths, ends=False)[0]
         before = memory.get(self.path)
         y, ends = self.with_state(x, before, lengths)
         if before is None or active() is None:
@@ -86,14 +90,14 @@ class LSTM(Module):
         else:  # replays look for it in the same place
             for place, end in zip(before, ends, strict=True):
                 perform(namespace(place.data).copyto, place.data, end.data)
-        return undivided(y)
+        return y
 
     def with_state(self, x: Tensor, state: State | None = None, lengths: Any = None) -> tuple[Tensor, State]:
         """Return the result, and the state in which each layer and direction ends.
 
         Args:
             x, lengths: as for `forward`.
-            state: in which they begin, h and c, each (layers * directions, batch, features); None for 0.
+            state: in which they begin, h and c, each (num_layers * directions, batch, hidden_size); None for 0.
         """
         y, ends = self._run(x, state, lengths, ends=True)
         return y, (stack([end[:, 0] for end in ends]), stack([end[:, 1] for end in ends]))

@@ -25,7 +25,6 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from nnmpi.aliases import also, missing
 from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.random import stream
@@ -92,15 +91,6 @@ class Module:
     units: Mapping[str, Units] = NO_UNITS
     storage: FlatStorage
 
-    @also()
-    def __init__(self, *wrong: object) -> None:
-        """Take no arguments."""
-        if wrong:
-            raise TypeError(
-                f"{type(self).__name__} takes no arguments; leave {wrong[0]!r} out: no operation changes a tensor in "
-                "place, and nn.Flatten() keeps the first axis"
-            )
-
     def forward(self, *inputs: Any) -> Any:
         """Compute the result. Subclasses define it."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
@@ -126,7 +116,7 @@ class Module:
         # reached only for what is not there
         if name == "storage":
             raise UninitializedError("this model has no storage yet; call model.initialize(seed=0) first")
-        raise missing(type(self).__name__, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
     def __repr__(self) -> str:
         """Show the tree: each module's kind, the shapes of its own parameters and buffers, and how many parameters.
@@ -241,7 +231,6 @@ class Module:
         for path, module in self.named_modules():
             module.path = path
 
-    @also()
     def zero_grad(self) -> None:
         """Forget all gradients, so that the next backward pass starts anew."""
         storage = vars(self).get("storage")

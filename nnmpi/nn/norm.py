@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from nnmpi.aliases import also
 from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import ShapeError, UsageError, whole
 from nnmpi.nn.init import Constant
@@ -22,23 +21,22 @@ class BatchNorm(Module):
     running statistics take in one microbatch after the other; a forward that is repeated does not change them.
 
     Args:
-        channels: the length of the last axis.
+        num_features: the length of the last axis.
         eps: added to the variance.
         momentum: the share of a batch in the running statistics (variance with divisor n - 1 there).
     """
 
-    @also(num_features="channels")
-    def __init__(self, channels: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
-        channels = whole("BatchNorm's channels", channels)
+    def __init__(self, num_features: int, eps: float = 1e-5, momentum: float = 0.1) -> None:
+        num_features = whole("BatchNorm's num_features", num_features)
         if momentum is None or not 0 <= momentum <= 1 or eps <= 0:
             raise UsageError(
                 f"BatchNorm's momentum is {momentum} and its eps {eps}; give a momentum in 0..1 and an eps above 0"
             )
         self.momentum, self.eps = float(momentum), float(eps)
-        self.weight = Parameter((channels,), Constant(1.0))
-        self.bias = Parameter((channels,), Constant(0.0))
-        self.running_mean = Buffer((channels,), 0.0)
-        self.running_variance = Buffer((channels,), 1.0)
+        self.weight = Parameter((num_features,), Constant(1.0))
+        self.bias = Parameter((num_features,), Constant(0.0))
+        self.running_mean = Buffer((num_features,), 0.0)
+        self.running_variance = Buffer((num_features,), 1.0)
         self.all_reduce: AllReduce | None = None
         self.observe: Callable[[Array, Array], None] | None = None
 
@@ -46,7 +44,7 @@ class BatchNorm(Module):
         """Return x normalized, of the same shape.
 
         Raises:
-            ShapeError: when the last axis of x is not `channels` long.
+            ShapeError: when the last axis of x is not `num_features` long.
         """
         return self.normalize(x, self.weight, self.bias, self.all_reduce)
 
@@ -54,15 +52,15 @@ class BatchNorm(Module):
         """Normalize x with this weight and bias instead of the layer's own.
 
         Args:
-            x: (..., channels).
-            weight, bias: (channels,); a rank of a sharded layer gives its part of them, and of x.
+            x: (..., num_features).
+            weight, bias: (num_features,); a rank of a sharded layer gives its part of them, and of x.
             all_reduce: sums a float64 array over the ranks that share the batch, so that the statistics are those of
                 the whole batch; None where one rank has all of it.
 
         Errors are those of `forward`.
         """
         if x.shape[-1:] != weight.shape:
-            raise ShapeError(f"batch normalization of {weight.size} channels does not fit an array of shape {x.shape}")
+            raise ShapeError(f"batch normalization of {weight.size} channels does not fit shape {x.shape}")
         if not current().training:
             # as operations on tensors, which a compiled step computes anew when the statistics have moved
             scale = weight * (1 / (Tensor(self.running_variance.data) + self.eps).sqrt())
@@ -98,16 +96,17 @@ class LayerNorm(Module):
     """Normalizes each row over its last axes (Ba, Kiros and Hinton, 2016).
 
     Args:
-        features: the length of the last axis, or the lengths of the last axes.
+        normalized_shape: the length of the last axis, or the lengths of the last axes.
         eps: added to the variance.
     """
 
-    @also(normalized_shape="features")
-    def __init__(self, features: int | tuple[int, ...], eps: float = 1e-5) -> None:
-        lengths = features if isinstance(features, tuple | list) else (features,)
-        shape = tuple(whole("LayerNorm's features", length) for length in lengths)
+    def __init__(self, normalized_shape: int | tuple[int, ...], eps: float = 1e-5) -> None:
+        lengths = normalized_shape if isinstance(normalized_shape, tuple | list) else (normalized_shape,)
+        shape = tuple(whole("LayerNorm's normalized_shape", length) for length in lengths)
         if not shape or eps <= 0:
-            raise UsageError(f"LayerNorm's features are {shape} and its eps {eps}; give a length and an eps above 0")
+            raise UsageError(
+                f"LayerNorm's normalized_shape is {shape} and its eps {eps}; give lengths and an eps above 0"
+            )
         self.eps = eps
         self.weight = Parameter(shape, Constant(1.0))
         self.bias = Parameter(shape, Constant(0.0))

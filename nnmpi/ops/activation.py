@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.aliases import also
 from nnmpi.backend.array import Array, zero
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.kernels.lookup import kernels_for
@@ -114,25 +113,21 @@ def _sigmoid(xp: Any, x: Array) -> Any:
     return small
 
 
-@also(input="x")
 def relu(x: Tensor) -> Tensor:
     """Return max(x, 0), elementwise."""
     return in_float32(Relu(), require_floating("relu", x))
 
 
-@also(input="x", negative_slope="slope")
-def leaky_relu(x: Tensor, slope: float = 0.01) -> Tensor:
-    """Return x where it is positive and slope * x elsewhere."""
-    return in_float32(LeakyRelu(float(slope)), require_floating("leaky_relu", x))
+def leaky_relu(x: Tensor, negative_slope: float = 0.01) -> Tensor:
+    """Return x where it is positive and negative_slope * x elsewhere."""
+    return in_float32(LeakyRelu(float(negative_slope)), require_floating("leaky_relu", x))
 
 
-@also(input="x")
 def sigmoid(x: Tensor) -> Tensor:
     """Return 1 / (1 + e^-x), elementwise, without overflow."""
     return in_float32(SigmoidFunction(), require_floating("sigmoid", x))
 
 
-@also(input="x")
 def silu(x: Tensor) -> Tensor:
     """Return x * sigmoid(x), elementwise: SiLU, also called swish (Elfwing, Uchibe and Doya, 2017)."""
     return in_float32(Silu(), require_floating("silu", x))
@@ -272,7 +267,6 @@ class LogSoftmax(Function):
         return (xp.subtract(grad, share, out=share),)
 
 
-@also(input="x", dim="axis")
 def softmax(x: Tensor, axis: int = -1) -> Tensor:
     """Return e^x / sum(e^x) along `axis`: positive numbers that add up to 1.
 
@@ -285,7 +279,6 @@ def softmax(x: Tensor, axis: int = -1) -> Tensor:
     return with_kernels(kernels, function, x) if axis % x.ndim == x.ndim - 1 else in_float32(function, x)
 
 
-@also(input="x", dim="axis")
 def log_softmax(x: Tensor, axis: int = -1) -> Tensor:
     """Return the logarithm of softmax along `axis`, computed without overflow or log of 0.
 

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from nnmpi.aliases import also
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels.attention import AttentionDropout, Heads
 from nnmpi.backend.kernels.base import Kernels
@@ -274,7 +273,6 @@ def attention(
     return with_kernels(kernels, PackedAttention(heads, causal, kernels, before), packed)
 
 
-@also(query="q", key="k", value="v", is_causal="causal")
 def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
     """Return softmax(q k^T / sqrt(features)) v, for each sequence and head.
 

@@ -7,7 +7,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nnmpi.aliases import also
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.kernels.lookup import kernels_for
@@ -65,15 +64,14 @@ def _places(part: Region) -> Array:
     return places
 
 
-@also(p="rate", input="x")
 def dropout(
     x: Tensor,
-    rate: float = 0.5,
+    p: float = 0.5,
     key: Key | Callable[[], Place] | None = None,
     first_row: int = 0,
     columns: Array | None = None,
 ) -> Tensor:
-    """Return x with each element dropped with probability `rate`, the others divided by 1 - rate.
+    """Return x with each element dropped with probability `p`, the others divided by 1 - p.
 
     Srivastava et al., "Dropout: a simple way to prevent neural networks from overfitting", 2014.
 
@@ -86,20 +84,20 @@ def dropout(
         columns: (elements of a row,) uint32; their places in a whole row, where x has only a part of each.
 
     Raises:
-        UsageError: when the rate is not in [0, 1), or there is no key.
+        UsageError: when p is not in [0, 1), or there is no key.
         ShapeError: when there is not one place for each element of a row.
     """
-    if not 0 <= rate < 1:
-        raise UsageError(f"dropout's rate is a probability in [0, 1), not {rate}")
+    if not 0 <= p < 1:
+        raise UsageError(f"dropout's p is a probability in [0, 1), not {p}")
     if not callable(key) and not isinstance(key, tuple):
         raise UsageError(
             f"dropout needs a key, from which the mask is drawn, not {key}; a layer brings its own: "
-            f"self.drop = nn.Dropout({rate}) in __init__, self.drop(x) in forward"
+            f"self.drop = nn.Dropout({p}) in __init__, self.drop(x) in forward"
         )
     if columns is not None and columns.shape != (prod(x.shape[1:]),):
         raise ShapeError(f"dropout of rows of shape {x.shape[1:]} got the places of {columns.size} elements")
     place = key if callable(key) else lambda: (key, first_row)
-    if rate == 0:
+    if p == 0:
         return x
     kernels = kernels_for(require_floating("dropout", x).data)
-    return with_kernels(kernels, DropoutFunction(float(rate), place, columns, kernels), x)
+    return with_kernels(kernels, DropoutFunction(float(p), place, columns, kernels), x)

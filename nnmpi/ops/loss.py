@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.aliases import INSTEAD, also
 from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.kernels.lookup import kernels_for
@@ -152,7 +151,6 @@ class BinaryCrossEntropy(_Error):
         return to_x, xp.multiply(xp.negative(x), share) if self.needs[1] else None
 
 
-@also(input="logits", target="labels")
 def cross_entropy(
     logits: Tensor, labels: Any, reduction: str = "mean", ignore_index: int | None = None, label_smoothing: float = 0.0
 ) -> Tensor:
@@ -207,7 +205,6 @@ def checked_labels(
     return values
 
 
-@also(input="x")
 def mse(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """Return the squared error (x - target)^2: its mean over all elements, its sum, or each one.
 
@@ -225,7 +222,6 @@ def mse(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     return in_float32(SquaredError(reduction), require_floating("mse", x), _target("mse", x, target), narrow=False)
 
 
-@also(input="x")
 def mae(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """Return the absolute error |x - target|: its mean over all elements, its sum, or each one (PyTorch's l1_loss).
 
@@ -235,7 +231,6 @@ def mae(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     return in_float32(AbsoluteError(reduction), require_floating("mae", x), _target("mae", x, target), narrow=False)
 
 
-@also(input="x")
 def huber(x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0) -> Tensor:
     """Return Huber's error: half the square where |x - target| <= delta, else a straight line of slope delta.
 
@@ -255,7 +250,6 @@ def huber(x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0) -
     return in_float32(function, require_floating("huber", x), _target("huber", x, target), narrow=False)
 
 
-@also(input="logits")
 def binary_cross_entropy(logits: Tensor, target: Any, reduction: str = "mean") -> Tensor:
     """Return the cross-entropy between sigmoid(logits) and targets in [0, 1], computed from the logits.
 
@@ -282,7 +276,10 @@ def check_reduction(reduction: str) -> None:
         UsageError: naming those that there are; for an array, what weighs classes.
     """
     if is_array(reduction):
-        raise UsageError(f"reduction is one of {', '.join(REDUCTIONS)}, and no array; {INSTEAD['weight']}")
+        raise UsageError(
+            f"reduction is one of {', '.join(REDUCTIONS)}, and no array; to weigh classes, take reduction='none': "
+            "(losses * weight[y]).sum() / weight[y].sum()"
+        )
     if not isinstance(reduction, str) or reduction not in REDUCTIONS:
         raise UsageError(f"reduction {reduction!r} is unknown; choose one of {', '.join(REDUCTIONS)}")
 

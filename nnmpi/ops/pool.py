@@ -5,7 +5,6 @@ The operations check shapes and keep what backward needs; kernels compute (see `
 
 from typing import Any
 
-from nnmpi.aliases import also
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.backend.kernels.lookup import kernels_for
@@ -62,30 +61,29 @@ class AvgPool2dFunction(Pool2dFunction):
         return (self.kernels.avg_pool_grad(self.xp, grad, self.saved, self.over),)
 
 
-@also(input="x", kernel_size="kernel")
-def max_pool2d(x: Tensor, kernel: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> Tensor:
+def max_pool2d(x: Tensor, kernel_size: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> Tensor:
     """Return the largest element of each window, (batch, out_height, out_width, channels).
 
     Args:
         x: images, (batch, height, width, channels).
-        kernel, stride, padding: one number, or one for rows and one for columns; the stride is by default the kernel.
+        kernel_size, stride, padding: one number, or one for rows and one for columns; the stride is the kernel_size by
+            default.
             The border counts for nothing. Rows and columns that no window covers are left out.
 
     Raises:
         ShapeError: when x is no batch of images, or the window does not fit.
-        UsageError: for a kernel or stride below 1, or a padding of more than half of the kernel.
+        UsageError: for a kernel_size or stride below 1, or a padding of more than half of the kernel_size.
         DtypeError: for integers.
     """
-    return pooled(MaxPool2dFunction, x, _checked("max_pool2d", x, kernel, stride, padding))
+    return pooled(MaxPool2dFunction, x, _checked("max_pool2d", x, kernel_size, stride, padding))
 
 
-@also(input="x", kernel_size="kernel")
-def avg_pool2d(x: Tensor, kernel: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> Tensor:
+def avg_pool2d(x: Tensor, kernel_size: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> Tensor:
     """Return the mean of each window, (batch, out_height, out_width, channels); the border counts as zeros.
 
     Arguments and errors are those of `max_pool2d`.
     """
-    return pooled(AvgPool2dFunction, x, _checked("avg_pool2d", x, kernel, stride, padding))
+    return pooled(AvgPool2dFunction, x, _checked("avg_pool2d", x, kernel_size, stride, padding))
 
 
 def pooled(function: type[Pool2dFunction], x: Tensor, over: PoolWindows) -> Tensor:
@@ -94,25 +92,27 @@ def pooled(function: type[Pool2dFunction], x: Tensor, over: PoolWindows) -> Tens
     return with_kernels(kernels, function(kernels, over), x)
 
 
-def _checked(name: str, x: Tensor, kernel: int | Pair, stride: int | Pair | None, padding: int | Pair) -> PoolWindows:
+def _checked(
+    name: str, x: Tensor, kernel_size: int | Pair, stride: int | Pair | None, padding: int | Pair
+) -> PoolWindows:
     require_floating(name, x)
-    over = pool_windows(kernel, stride, padding)
+    over = pool_windows(kernel_size, stride, padding)
     sizes, steps, border = over
     if x.ndim != 4:
         raise ShapeError(f"{name} needs images (batch, height, width, channels), not an array of shape {x.shape}")
     for axis, what in ((0, "height"), (1, "width")):
         if 2 * border[axis] > sizes[axis]:
-            raise UsageError(f"{name}'s padding {border} is more than half of its kernel {sizes}")
+            raise UsageError(f"{name}'s padding {border} is more than half of its kernel_size {sizes}")
         if out_size(x.shape[axis + 1], sizes[axis], steps[axis], border[axis]) < 1:
             raise ShapeError(f"{name}'s window of {sizes} does not fit the {what} of images {x.shape}")
     return over
 
 
-def pool_windows(kernel: int | Pair, stride: int | Pair | None, padding: int | Pair) -> PoolWindows:
+def pool_windows(kernel_size: int | Pair, stride: int | Pair | None, padding: int | Pair) -> PoolWindows:
     """Return how windows go over images, of what a user gives.
 
     Raises:
-        UsageError: for a kernel or stride below 1, or a padding below 0.
+        UsageError: for a kernel_size or stride below 1, or a padding below 0.
     """
-    sizes = pair("kernel", kernel, 1)
+    sizes = pair("kernel_size", kernel_size, 1)
     return PoolWindows(sizes, sizes if stride is None else pair("stride", stride, 1), pair("padding", padding, 0))

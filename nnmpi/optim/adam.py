@@ -4,7 +4,6 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from nnmpi.aliases import also
 from nnmpi.backend.array import Array
 from nnmpi.errors import UsageError, shortened
 from nnmpi.optim.blocks import BufferBlock, block_kernels
@@ -33,7 +32,6 @@ class Adam(Optimizer):
         UsageError: for values out of range or an unknown group.
     """
 
-    @also()
     def __init__(
         self,
         storage: Storage,
@@ -103,7 +101,6 @@ class AdamW(Adam):
         weight_decay: the part of a weight that an update takes away, times lr; one number, or one for each group.
     """
 
-    @also()
     def __init__(
         self,
         storage: Storage,

@@ -11,11 +11,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from operator import is_
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import numpy as np
 
-from nnmpi.aliases import also, missing
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import perform
 from nnmpi.errors import ShapeError, UsageError, shortened
@@ -142,11 +141,6 @@ class Optimizer(ABC):
         elements: int = getattr(self.storage, "size", sum(data.size for data in self.storage.data))  # without gaps
         return f"{type(self).__name__}(lr={self.lr:g}, {elements:,} parameters, after {self.steps} steps)"
 
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            raise missing(type(self).__name__, name)
-
     def step(self) -> None:
         """Do one update of all buffers with the learning rate `lr`; nothing is allocated.
 
@@ -249,7 +243,6 @@ class Optimizer(ABC):
         self._moves = getattr(self.storage, "moves", 0)
         self._blocks = self.cut() if self._keeper is None else ()
 
-    @also()
     def zero_grad(self) -> None:
         """Forget all gradients, as the model's `zero_grad` does.
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping
 from typing import Final
 
-from nnmpi.aliases import also
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels.base import UpdateKernels
 from nnmpi.errors import UsageError
@@ -34,7 +33,6 @@ class SGD(Optimizer):
         UsageError: for values out of range, Nesterov's momentum without momentum, or an unknown group.
     """
 
-    @also()
     def __init__(
         self,
         storage: Storage,

@@ -12,12 +12,11 @@ while backward still runs (Li et al., "PyTorch Distributed: experiences on accel
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from nnmpi import clock
-from nnmpi.aliases import missing
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.recording import perform
@@ -132,13 +131,6 @@ class DataParallel:
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return what the model computes, as `model(...)` does."""
         return self.model(*inputs, **named)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> NoReturn:
-            if hasattr(vars(self).get("model"), name):
-                raise AttributeError(f"{type(self).__name__} has no attribute {name!r}; its .model has it")
-            raise missing(type(self).__name__, name)
 
     def _start_equal(self) -> None:
         """Give all ranks the same values."""

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nnmpi.aliases import also, missing
 from nnmpi.backend.array import Array
 from nnmpi.backend.recording import active
 from nnmpi.errors import ShapeError, UninitializedError
@@ -48,7 +47,6 @@ class Parameter(Tensor):
 
     guard: Callable[[], None] | None
 
-    @also()
     def __init__(
         self, shape: tuple[int, ...] | Array, init: Initializer | None = None, region: Region | None = None
     ) -> None:
@@ -100,7 +98,7 @@ class Parameter(Tensor):
     def __getattr__(self, name: str) -> Any:
         # reached only when a slot is empty, or a property needs an empty one
         if name == "declared" or (name != "data" and not hasattr(type(self), name)):
-            raise missing(type(self).__name__, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         raise UninitializedError(
             f"a parameter of shape {self.declared} has no values yet; call model.initialize(seed=0) first; a layer "
             "that is neither a module's attribute nor an item of a list that is one is not found then"

@@ -7,7 +7,6 @@ from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from nnmpi.aliases import also
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels.lookup import FLOAT32
 from nnmpi.errors import DtypeError, ShapeError
@@ -259,14 +258,12 @@ def squeeze(x: Tensor, axis: int) -> Tensor:
     return reshape(x, shape)
 
 
-@also(start_dim="start")
 def flatten(x: Tensor, start: int = 1) -> Tensor:
     """Return x with the axes from `start` on made into one, row by row; by default all but the batch axis."""
     shape = x.shape
     return reshape(x, (*shape[:start], prod(shape[start:])))
 
 
-@also(dim="axis")
 def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     """Return the tensors one after another along an axis.
 
@@ -287,7 +284,6 @@ def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     return Concatenate(axis % ndim)(*tensors)
 
 
-@also(dim="axis")
 def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     """Return tensors of one shape along a new axis. Errors are those of `concatenate`."""
     return concatenate([expand_dims(x, axis) for x in tensors], axis)

@@ -10,16 +10,13 @@ A gradient in three lines:
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from dis import opmap
 from math import prod
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 
-from nnmpi.aliases import also, missing
 from nnmpi.backend.array import Array, is_array, mixed_error, namespace, ones
 from nnmpi.backend.precision import is_floating
 from nnmpi.backend.recording import refuse
@@ -30,22 +27,6 @@ from nnmpi.tensor.matmul import matmul
 from nnmpi.tensor.operand import whole_values
 from nnmpi.tensor.tape import Deferred, walk_back
 from nnmpi.tensor.variable import Variable
-
-
-class Size(int):
-    """The number of elements, as NumPy means `size`; called, it is what PyTorch means."""
-
-    shape: tuple[int, ...]
-
-    def __new__(cls, shape: tuple[int, ...]) -> Size:
-        """Return the number of a shape's elements."""
-        found = super().__new__(cls, prod(shape))
-        found.shape = shape
-        return found
-
-    def __call__(self, dim: int | None = None) -> Any:
-        """Return the shape, or the length of an axis."""
-        return self.shape if dim is None else self.shape[dim]
 
 
 class Tensor(Variable):
@@ -160,13 +141,9 @@ class Tensor(Variable):
         return self.data.ndim
 
     @property
-    def size(self) -> Size:
-        """The number of elements; x.size() is the shape, and x.size(0) the length of an axis, as in PyTorch."""
-        return Size(self.shape)
-
-    def numel(self) -> int:
-        """Return the number of elements."""
-        return self.size
+    def size(self) -> int:
+        """The number of elements."""
+        return prod(self.shape)
 
     @property
     def T(self) -> Tensor:
@@ -196,11 +173,6 @@ class Tensor(Variable):
 
     def __format__(self, form: str) -> str:
         return format(self.item(), form) if form else str(self)
-
-    if not TYPE_CHECKING:
-
-        def __getattr__(self, name: str) -> Any:
-            raise missing(type(self).__name__, name)
 
     # An ndarray on the left would otherwise take the tensor apart element by element.
     __array_ufunc__ = None
@@ -285,32 +257,26 @@ class Tensor(Variable):
         refuse("a comparison")
         return self.data >= _values(other)
 
-    @also(dim="axis", keepdim="keepdims")
     def sum(self, axis: reduce.Axis = None, keepdims: bool = False) -> Tensor:
         """Return the sum over axes. See `reduce.total`."""
         return reduce.total(self, axis, keepdims)
 
-    @also(dim="axis", keepdim="keepdims")
     def mean(self, axis: reduce.Axis = None, keepdims: bool = False) -> Tensor:
         """Return the mean over axes. See `reduce.mean`."""
         return reduce.mean(self, axis, keepdims)
 
-    @also(dim="axis", keepdim="keepdims", ddof="correction")
     def var(self, axis: reduce.Axis = None, keepdims: bool = False, correction: int = 0) -> Tensor:
         """Return the variance over axes. See `reduce.variance`."""
         return reduce.variance(self, axis, keepdims, correction)
 
-    @also()
     def max(self, axis: reduce.Axis = None, keepdims: bool = False) -> Tensor:
         """Return the largest element over axes. See `reduce.largest`."""
-        return undivided(reduce.largest(self, axis, keepdims))
+        return reduce.largest(self, axis, keepdims)
 
-    @also()
     def min(self, axis: reduce.Axis = None, keepdims: bool = False) -> Tensor:
         """Return the smallest element over axes. See `reduce.smallest`."""
-        return undivided(reduce.smallest(self, axis, keepdims))
+        return reduce.smallest(self, axis, keepdims)
 
-    @also(dim="axis", keepdim="keepdims")
     def argmax(self, axis: int | None = None, keepdims: bool = False) -> Any:
         """Return the indices of the largest elements along an axis, or of all, as a plain array of integers."""
         refuse("argmax")
@@ -332,7 +298,6 @@ class Tensor(Variable):
         """Return the hyperbolic tangent of the elements."""
         return elementwise.tanh(self)
 
-    @also(min="low", max="high")
     def clip(self, low: float | None = None, high: float | None = None) -> Tensor:
         """Return the elements kept between two bounds. See `elementwise.clip`."""
         return elementwise.clip(self, low, high)
@@ -361,32 +326,9 @@ class Tensor(Variable):
 
     view = reshape  # PyTorch's name
 
-    @also(start_dim="start")
     def flatten(self, start: int = 1) -> Tensor:
         """Return the tensor with the axes from `start` on made into one."""
         return shape.flatten(self, start)
-
-
-class Undivided(Tensor):
-    """A result that PyTorch gives in a pair with something else: the pair's two names are refused its rows."""
-
-    __slots__ = ()
-
-    def __iter__(self) -> Iterator[Tensor]:
-        caller = sys._getframe(1)
-        if caller.f_code.co_code[caller.f_lasti] == opmap["UNPACK_SEQUENCE"]:
-            raise UsageError(
-                "one tensor comes back and no pair: values = x.max(1), places = x.argmax(1); "
-                "h = lstm(x), or h, state = lstm.with_state(x)"
-            )
-        return super().__iter__()
-
-
-def undivided(x: Tensor) -> Tensor:
-    """Return the same tensor, whose rows are not given to names: `a, b = x` is an error, `for row in x` is not."""
-    if type(x) is Tensor:  # one that is cut over ranks has a class already
-        x.__class__ = Undivided
-    return x
 
 
 def _values(x: Any) -> Any:

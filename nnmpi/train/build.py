@@ -185,7 +185,7 @@ def check_vocabulary(model: Module, samples: Samples) -> None:
     Raises:
         UsageError: with both numbers.
     """
-    entries = [module.entries for _, module in model.named_modules() if isinstance(module, Embedding)]
+    entries = [module.num_embeddings for _, module in model.named_modules() if isinstance(module, Embedding)]
     if entries and samples.vocabulary > max(entries):
         raise UsageError(
             f"{samples.name} has {samples.vocabulary} tokens, but the model's embedding {max(entries)} rows: token "

@@ -260,7 +260,7 @@ def freeze(model: nn.Module, epoch: int) -> None:
 
 def slow_down(model: nn.Module, epoch: int) -> None:
     if epoch == 2:
-        model.layers[5].rate = 0.1
+        model.layers[5].p = 0.1
 
 
 def exchange(model: nn.Module, epoch: int) -> None:

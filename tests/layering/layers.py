@@ -17,7 +17,6 @@ LAYERS: tuple[frozenset[str], ...] = (
             "reading",
             "units",
             "version",
-            "aliases",
         }
     ),
     frozenset({"backend"}),

@@ -18,7 +18,7 @@ TOKENS = np.random.default_rng(0).integers(0, 7, (3, 5))
 
 def cases() -> dict[str, tuple[Module, Any]]:
     """Return models of every kind of layer, with something that they take."""
-    bidirectional = nn.Sequential(nn.Embedding(7, 4), nn.LSTM(4, 5, layers=2, bidirectional=True), nn.Linear(10, 7))
+    bidirectional = nn.Sequential(nn.Embedding(7, 4), nn.LSTM(4, 5, num_layers=2, bidirectional=True), nn.Linear(10, 7))
     return {
         "cnn": (models.cnn((8, 6, 2), 10), IMAGES),
         "mlp": (models.mlp((8, 6, 2), 10, (9,)), IMAGES),

@@ -6,7 +6,6 @@ import tracemalloc
 import numpy as np
 import pytest
 
-import nnmpi
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.nn.activation import ReLU
 from nnmpi.nn.container import Residual, Sequential
@@ -218,14 +217,7 @@ def test_before_initialize():
             use()
 
 
-def test_attributes_that_are_not_there():
-    """As Python says it; with what stands for them here, where PyTorch has them."""
-    with pytest.raises(AttributeError, match=r"has no attribute 'manual_seed'; .* model.initialize\(seed=0\)"):
-        _ = nnmpi.manual_seed
-    with pytest.raises(AttributeError, match="module 'nnmpi' has no attribute 'second'$"):
-        _ = nnmpi.second
-    with pytest.raises(AttributeError, match="Twice has no attribute 'second'"):
-        _ = Twice(2).second
+def test_a_module_without_forward():
     with pytest.raises(NotImplementedError, match="Module defines no forward"):
         Module()(1)
 

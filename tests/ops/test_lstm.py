@@ -30,7 +30,7 @@ def test_gradients(reverse: bool, lengths: np.ndarray | None) -> None:
 
 
 def layer(**options: bool) -> nn.LSTM:
-    return nn.LSTM(INPUTS, FEATURES, layers=2, **options).initialize(1, "float64")
+    return nn.LSTM(INPUTS, FEATURES, num_layers=2, **options).initialize(1, "float64")
 
 
 def run(model: nn.LSTM, x: np.ndarray, lengths: np.ndarray | None) -> tuple[np.ndarray, list[np.ndarray]]:
@@ -122,5 +122,5 @@ def test_what_does_not_work() -> None:
         ops.lstm(x, *weights, state=(STATE[0][:2], STATE[1]))
     with pytest.raises(ShapeError, match="4 features"):
         ops.lstm(x, weights[1], *weights[1:])
-    with pytest.raises(UsageError, match="LSTM.s features is 0; give a whole number of at least 1"):
+    with pytest.raises(UsageError, match="hidden_size is 0"):
         nn.LSTM(3, 0)

@@ -126,11 +126,11 @@ def test_nan_is_not_hidden():
         ((4, 4, 1), (2,), ShapeError, r"images .* not an array of shape \(4, 4, 1\)"),
         ((1, 1, 4, 1), (2,), ShapeError, r"window of \(2, 2\) does not fit the height of images \(1, 1, 4, 1\)"),
         ((1, 4, 1, 1), (2,), ShapeError, "the width"),
-        ((1, 4, 4, 1), (0,), UsageError, "kernel .* at least 1"),
+        ((1, 4, 4, 1), (0,), UsageError, "kernel_size .* at least 1"),
         ((1, 4, 4, 1), (2, 0), UsageError, "stride .* at least 1"),
         ((1, 4, 4, 1), (2, 2, -1), UsageError, "padding .* at least 0"),
-        ((1, 4, 4, 1), (2, 2, 2), UsageError, r"padding \(2, 2\) is more than half of its kernel \(2, 2\)"),
-        ((1, 4, 4, 1), ((2, 2, 2),), UsageError, r"kernel .* \(2, 2, 2\)"),
+        ((1, 4, 4, 1), (2, 2, 2), UsageError, r"padding \(2, 2\) is more than half of its kernel_size \(2, 2\)"),
+        ((1, 4, 4, 1), ((2, 2, 2),), UsageError, r"kernel_size .* \(2, 2, 2\)"),
     ],
 )
 def test_what_does_not_fit(kind, shape, options, error, words):

@@ -203,7 +203,7 @@ def test_a_parameter_knows_its_shape_before_it_has_values():
             GraphError, match=r"shape \(2, 3\) has no values yet; call model.initialize\(seed=0\) first"
         ):
             use()
-    with pytest.raises(AttributeError, match="Parameter has no attribute 'colour'"):
+    with pytest.raises(AttributeError, match="no attribute 'colour'"):
         _ = p.colour
 
 

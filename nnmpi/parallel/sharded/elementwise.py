@@ -30,7 +30,7 @@ def place_elementwise(layer: Module, context: LayerContext) -> Placed:
 
 def place_softmax(layer: Softmax, context: LayerContext) -> Placed:
     """Return the layer as it is, unless its axis is cut; then on whole activations."""
-    if context.sharding is Sharding.REPLICATED or _is_cut(layer.axis, context):
+    if context.sharding is Sharding.REPLICATED or _is_cut(layer.dim, context):
         return context.on_replicated(layer)
     return layer, context.placement
 
@@ -70,20 +70,20 @@ class PartDropout(Dropout):
     """
 
     def __init__(self, layer: Dropout, group: Group, placement: Placement) -> None:
-        self.rate = layer.rate
+        self.p = layer.p
         self._group, self._placement = group, placement
         self._columns: dict[Any, Array] = {}  # by library and shape of a row: `positions`, made once
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x, or in training x with dropped elements."""
-        if not current().training or self.rate == 0:
+        if not current().training or self.p == 0:
             return x
         xp, row = namespace(x.data), x.shape[1:]
         columns = self._columns.get((xp.__name__, row))
         if columns is None:
             columns = xp.asarray(positions(self._group, self._placement, row))
             self._columns[xp.__name__, row] = columns
-        return dropout(x, self.rate, self._draw, columns=columns)
+        return dropout(x, self.p, self._draw, columns=columns)
 
     def _draw(self) -> tuple[tuple[int, int], int]:
         """Return what the mask depends on. See `nn.Dropout`."""

@@ -68,7 +68,7 @@ class VocabularyEmbedding(Embedding):
         self._group = sharder.group
 
     @property
-    def entries(self) -> int:
+    def num_embeddings(self) -> int:
         """How many rows there are to pick, on all ranks that share the table."""
         return self._entries
 

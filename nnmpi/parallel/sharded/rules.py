@@ -81,7 +81,7 @@ def shape_after(layer: Module, shape: Shape | None) -> Shape | None:
     if isinstance(layer, Linear):
         return (*shape[:-1], layer.weight.shape[1])
     if isinstance(layer, LSTM):
-        return (*shape[:-1], layer.directions * layer.features)
+        return (*shape[:-1], layer.directions * layer.hidden_size)
     if isinstance(layer, TiedLinear):
         return (*shape[:-1], layer.weight.shape[0])
     if isinstance(layer, Embedding):

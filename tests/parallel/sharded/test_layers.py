@@ -24,11 +24,11 @@ C, R, H, V = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB
 IMAGE = (6, 5, 4)
 
 CONVOLUTIONS: list[dict[str, Any]] = [
-    {"kernel": 3, "stride": 2, "padding": 1},
-    {"kernel": (3, 2), "dilation": (2, 1), "padding": (2, 1)},
-    {"kernel": (1, 3), "padding": 3, "bias": False},
-    {"kernel": 2, "stride": 3},
-    {"kernel": (5, 1), "padding": (2, 0)},
+    {"kernel_size": 3, "stride": 2, "padding": 1},
+    {"kernel_size": (3, 2), "dilation": (2, 1), "padding": (2, 1)},
+    {"kernel_size": (1, 3), "padding": 3, "bias": False},
+    {"kernel_size": 2, "stride": 3},
+    {"kernel_size": (5, 1), "padding": (2, 0)},
 ]
 
 

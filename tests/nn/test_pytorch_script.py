@@ -1,0 +1,220 @@
+"""A script written for PyTorch, wrong arguments, and what is printed."""
+
+import re
+import runpy
+import warnings
+from collections.abc import Callable
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+import nnmpi
+from nnmpi import data, models, nn, ops, optim
+from nnmpi.errors import GraphError, UsageError
+
+TREE = """\
+Sequential      41 parameters
+|  0  Flatten
+|  1  Linear    20  weight (4, 4), bias (4,)
+|  2  ReLU
+|  3  Linear    15  weight (4, 3), bias (3,)
+|  4  BatchNorm  6  weight (3,), bias (3,), running_mean (3,), running_variance (3,)"""
+
+
+def test_a_model_is_printed_as_a_tree() -> None:
+    """With or without values: the kinds, the shapes and how many parameters."""
+    model = nn.Sequential(nn.Flatten(), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3), nn.BatchNorm(3))
+    assert [line.split() for line in repr(model).splitlines()] == [line.split() for line in TREE.splitlines()]
+    assert repr(model) == repr(model.initialize())
+
+
+def test_a_state_brings_its_values() -> None:
+    """Also to a model that has none yet, in its dtype."""
+    first = models.mlp((4,), 3, (5,)).initialize(seed=3, dtype="float64")
+    second = models.mlp((4,), 3, (5,))
+    second.load_state(first.state())
+    x = np.ones((2, 4))
+    assert (first(x).numpy() == second(x).numpy()).all()
+
+
+def test_reprs_say_what_it_is() -> None:
+    """Without a number of the data."""
+    train, _ = data.load("iris")
+    model = models.mlp((4,), 3, (5,)).initialize()
+    assert repr(train) == "Dataset(iris: 120 samples of 4, float32, 3 classes)"
+    assert repr(data.Loader(train, 50)) == "Loader(iris: 3 batches of 50, part of rank 0 of 1)"
+    assert repr(optim.SGD(model.storage, lr=0.1)) == "SGD(lr=0.1, 43 parameters, after 0 steps)"
+    for x, y in data.Loader(train, 50).epoch(0):
+        assert len(x) == len(y)
+    assert repr(nnmpi.Layout(dp=2, pp=3, schedule="gpipe")) == "Layout(dp=2, pp=3, schedule='gpipe')"
+    assert repr(nnmpi.Layout()) == "Layout()"
+
+    def say(group: nnmpi.Group) -> str:
+        fresh = models.mlp((4,), 3, (5,)).initialize()
+        worker = nnmpi.Worker(fresh, optim.SGD(fresh.storage, lr=0.1), group)
+        said = repr(worker)
+        worker.release()
+        return said
+
+    said = "Worker(Sequential of 43 parameters, SGD(lr=0.1, 43 parameters, after 0 steps), rank 1 of 2 ranks)"
+    assert nnmpi.simulate(say, 2)[1] == said
+
+
+class Net(nn.Module):
+    """Written as for PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(in_channels=1, out_channels=4, kernel_size=3)
+        self.pool = nn.MaxPool2d(kernel_size=2)
+        self.normal = nn.ModuleList([nn.BatchNorm2d(num_features=4)])
+        self.out = nn.Linear(in_features=36, out_features=3)
+        self.drop = nn.Dropout(p=0.1)
+        self.scale = nn.Parameter(np.full(3, 2.0))
+
+    def forward(self, x: nnmpi.Tensor) -> nnmpi.Tensor:
+        x = self.normal[0](self.pool(self.conv(x)))
+        x = self.drop(x.view(x.shape[0], -1))
+        return self.out(x) * self.scale
+
+
+def test_what_is_written_for_pytorch_computes_the_same() -> None:
+    """Arguments, layers, states, optimizers and loops by PyTorch's names do what ours do by their own."""
+    model, other = Net(), Net().initialize(seed=0)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)  # the model has its values now
+    assert optimizer.storage is model.storage
+    criterion, draw = nn.CrossEntropyLoss(), np.random.default_rng(0)
+    sets = data.Dataset("mine", draw.normal(size=(10, 8, 8, 1)).astype(np.float32), np.arange(10) % 3, 3)
+    loader = data.Loader(sets, batch_size=4)
+    assert len(loader) == 3
+    for epoch in range(2):
+        for (x, y), same in zip(loader, loader.epoch(epoch), strict=True):
+            assert (x == same.x).all()
+            optimizer.zero_grad()
+            with nn.training(step=optimizer.steps):
+                loss = criterion(model(x), y)
+            loss.backward()
+            norm = optim.clip_by_global_norm(model.parameters(), 1e-3)  # type: ignore[arg-type]
+            assert 0.99e-3 < optim.clip_by_global_norm(model.storage.grads, 1.0) < 1e-3 < norm
+            optimizer.step()
+    other.load_state_dict(model.state_dict())
+    assert (other(x).numpy() == model(x).numpy()).all() and model.state_dict()["scale"].shape == (3,)
+    assert (Net().initialize().state_dict()["scale"] == 2).all()
+    assert nn.Parameter([2.0, 0.5, 0.5]).shape == (3,) and nn.Linear(2, 3).weight.size == 6
+    assert nn.Parameter([2, 3]).shape == nn.Parameter((2, 3)).shape == (2, 3)  # type: ignore[arg-type]
+    tensor = nnmpi.Tensor(np.arange(6.0).reshape(1, 2, 3))
+    assert tensor.permute(0, 2, 1).view(6).numpy().tolist() == [0, 3, 1, 4, 2, 5]
+
+
+def test_a_loss_computed_in_evaluation_warns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one sentence at the line of backward, where dropout or batch normalization is in it and nobody has said so."""
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "2")
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "0")
+    x, y = np.ones((6, 4), np.float32), np.arange(6) % 3
+
+    def loss(*layers: nn.Module) -> nnmpi.Tensor:
+        return nn.CrossEntropyLoss()(nn.Sequential(nn.Linear(4, 3), *layers).initialize()(x), y)
+
+    for layer in (nn.Dropout(), nn.BatchNorm(3)):
+        with pytest.warns(UserWarning, match=r"compute the loss within `with nn.training\(step=") as told:
+            loss(layer).backward()
+        assert [each.filename for each in told] == [__file__]
+        (loss() + loss(layer) * 0).detach()  # what nobody asks a gradient of
+        with warnings.catch_warnings(action="error"):
+            for mode in (nn.training(), nn.evaluation()):
+                with mode:
+                    value = loss(layer)
+                value.backward()
+            loss(nn.Dropout(0.0)).backward()
+    with pytest.warns(UserWarning):
+        (loss() + loss(nn.Dropout())).backward()  # of two graphs that meet
+    step = nnmpi.compile(lambda x: loss(nn.Dropout(0.3)).backward())
+    with pytest.warns(UserWarning):
+        step(nnmpi.Tensor(x))
+    monkeypatch.setenv("OMPI_COMM_WORLD_RANK", "1")
+    with warnings.catch_warnings(action="error"):
+        loss(nn.Dropout()).backward()  # one rank warns for all
+
+
+def test_wrong_arguments_are_refused_by_name() -> None:
+    """The sentence names the argument as the signature does."""
+    typed: Any = nnmpi
+    x, model = nnmpi.Tensor([1.0, 2.0]), models.mlp((4,), 3, ()).initialize()
+    calls: dict[str, Callable[[], object]] = {
+        "in_features": lambda: typed.nn.Linear("3", 4),
+        "out_features": lambda: typed.nn.Linear(3, 4.0),
+        "num_embeddings": lambda: typed.nn.Embedding(0, 4),
+        "in_channels": lambda: typed.nn.Conv2d("3", 4, 3),
+        "num_layers": lambda: typed.nn.LSTM(3, 4, 1.0),
+        "num_features": lambda: typed.nn.BatchNorm2d("3"),
+        "momentum is None": lambda: typed.nn.BatchNorm2d(3, momentum=None),
+        "normalized_shape": lambda: typed.nn.LayerNorm([2, 0]),
+        "batch_size": lambda: typed.data.Loader(None, "4"),
+        "classes": lambda: typed.data.Dataset("a", np.ones((2, 1)), np.ones(2), "2"),
+        "betas": lambda: typed.optim.Adam(model.storage, betas=0.9),
+        "model.storage, or model.parameters": lambda: typed.optim.SGD(list(model.parameters()), 1),
+        "dropout needs a key": lambda: typed.ops.dropout(x, p=0.1),
+        "reduction is one of": lambda: typed.nn.CrossEntropyLoss(np.ones(3)),
+        "reduction 'average'": lambda: typed.nn.MSELoss("average"),
+        "odd kernel_size": lambda: typed.nn.Conv2d(1, 3, 4, padding="same"),
+        "stride of 1": lambda: typed.nn.Conv2d(1, 3, 3, 2, padding="same"),
+        "with_state": lambda: typed.nn.LSTM(4, 4)(np.ones((2, 3, 4), np.float32), (None, None)),
+        "takes the modules themselves": lambda: nn.Sequential([nn.ReLU()]),
+        "takes modules": lambda: nn.Sequential(nn.Flatten(), ops.relu),
+        "split takes a data set": lambda: typed.data.split(np.ones(3), 0.2),
+    }
+    for words, call in calls.items():
+        with pytest.raises(UsageError, match=re.escape(words)):
+            call()
+    with pytest.raises(AttributeError, match="did you mean 'Worker'"):
+        typed.Workr  # noqa: B018
+    with pytest.raises(GraphError, match="needs a Tensor, not ndarray"):
+        ops.cross_entropy(cast(Any, np.ones((2, 3))), np.array([0, 1]))
+
+
+def test_numpy_reads_a_tensor() -> None:
+    """As numbers, not as an array of objects; where that would end a graph it is refused."""
+    x = nnmpi.Tensor([1.0, 2.0])
+    assert np.asarray(x).dtype == np.float32 and np.array(x, float).tolist() == [1.0, 2.0]
+    assert np.stack([x, x]).dtype == np.float32 and np.mean([x.sum(), x.max()]) == 2.5
+    x.requires_grad = True
+    assert np.array([x.sum(), x.sum()]).tolist() == [3.0, 3.0]
+    with pytest.raises(GraphError, match=r"becomes an array by x.numpy\(\)"):
+        np.stack([x, x])
+    with pytest.raises(UsageError, match=r"nnmpi.tensor.stack and concatenate"):
+        nnmpi.Tensor([x.sum(), x.sum()])
+
+
+def test_a_parameter_is_not_replaced_by_an_array() -> None:
+    """Which would compute, and not be trained."""
+    layer: Any = nn.Linear(2, 3)
+    with pytest.raises(UsageError, match=r"written by weight.data\[...\] = values"):
+        layer.weight = np.zeros((2, 3), np.float32)
+    layer.initialize().weight.data[...] = 0
+    layer.scale = np.ones(3)
+    layer.scale = np.zeros(3)  # no parameter
+    assert (layer(np.ones((1, 2), np.float32)).numpy() == layer.bias.data).all() and not layer.scale.any()
+
+
+@pytest.mark.parametrize(
+    ("loss", "operation"),
+    [
+        (nn.MSELoss(), ops.mse),
+        (nn.L1Loss("sum"), lambda x, y: ops.mae(x, y, "sum")),
+        (nn.HuberLoss(delta=0.5), lambda x, y: ops.huber(x, y, delta=0.5)),
+        (nn.BCEWithLogitsLoss(reduction="none"), lambda x, y: ops.binary_cross_entropy(x, y, "none")),
+    ],
+)
+def test_losses_are_modules_too(loss: nn.Module, operation: Callable[..., nnmpi.Tensor]) -> None:
+    """And give what the operations give."""
+    x, y = nnmpi.Tensor([[0.5, -2.0, 3.0]]), np.array([[0.1, 0.9, 0.3]], np.float32)
+    assert (loss(x, y).numpy() == operation(x, y).numpy()).all()
+
+
+def test_the_package_lists_its_product(capsys: pytest.CaptureFixture[str]) -> None:
+    """And nothing else; `python -m nnmpi` lists the commands."""
+    assert dir(nnmpi) == sorted([*nnmpi.__all__, "__version__"])
+    assert all(hasattr(nnmpi, name) for name in dir(nnmpi))
+    runpy.run_module("nnmpi", run_name="__main__")
+    assert "python -m nnmpi.evaluate" in capsys.readouterr().out
