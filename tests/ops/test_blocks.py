@@ -81,20 +81,6 @@ def test_blocks_do_not_matter(name, size, elements, monkeypatch):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("form", ["none", "tanh"])
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_linear_gelu_is_gelu_of_linear(form, dtype):
-    """Bit for bit, for leading axes of any kind, forward and backward."""
-    rng = np.random.default_rng(0)
-    for leading in ((), (4,), (4, 5), (0,)):
-        arrays = [rng.standard_normal(shape).astype(dtype) for shape in ((*leading, 3), (3, 2), (2,))]
-        grad = rng.standard_normal((*leading, 2)).astype(dtype)
-        fused = run(lambda x, w, b: ops.linear_gelu(x, w, b, form), arrays, grad)
-        plain = run(lambda x, w, b: ops.gelu(ops.linear(x, w, b), form), arrays, grad)
-        for one, other in zip(fused, plain, strict=True):
-            np.testing.assert_array_equal(one, other)
-
-
 @pytest.mark.parametrize("rows", [1, 5, 300])
 @pytest.mark.parametrize("features", [1, 3, 250, 300])
 def test_layer_norm_in_float32(rows, features):

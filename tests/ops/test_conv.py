@@ -81,15 +81,6 @@ def test_blocks_of_images(images_each, monkeypatch):
     compare((5, 4, 4, 2, 2), (3, 3), (1, 1), (1, 1), (1, 1), 1)
 
 
-def test_one_number_means_both():
-    """For rows and columns."""
-    rng = np.random.default_rng(1)
-    x, weight = Tensor(rng.standard_normal((1, 6, 6, 1))), Tensor(rng.standard_normal((3, 3, 1, 1)))
-    one = conv2d(x, weight, stride=2, padding=1, dilation=2)
-    two = conv2d(x, weight, stride=(2, 2), padding=[1, 1], dilation=np.int64(2))
-    np.testing.assert_array_equal(one.data, two.data)
-
-
 def zeros(*shape):
     """Return a tensor of zeros."""
     return Tensor(np.zeros(shape))

@@ -6,12 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nnmpi
-from nnmpi.errors import DtypeError, ShapeError, UsageError
+from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv import columns, winograd_numpy
 from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
 from nnmpi.ops.pool import max_pool2d
-from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -75,22 +74,6 @@ def test_against_the_chain(sizes, kernel, padding, dilation, pool, block, with_b
                 chain(*[Tensor(a) for a in arrays], **options)
 
 
-@pytest.mark.parametrize("pool", [1, 2, 3, (1, 2), (3, 1)])
-@pytest.mark.parametrize("channels", [1, 3, 8, 32])
-def test_random_numbers(pool, channels):
-    """More than a block of images; the kernel's row is a short run of memory or a long one."""
-    rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal(shape) for shape in ((20, 13, 10, channels), (3, 3, channels, 16), (16,))]
-    compare(arrays, padding=1, pool=pool)
-
-
-@pytest.mark.parametrize("size", [(200, 3), (3, 200), (90, 70)])
-def test_large_images(size):
-    """One image's columns are more than a block."""
-    rng = np.random.default_rng(0)
-    compare([rng.standard_normal(shape) for shape in ((2, *size, 8), (3, 3, 8, 4), (4,))], padding=(1, 2))
-
-
 @pytest.mark.parametrize(
     "options",
     [{"stride": 2}, {"groups": 2}, {"padding": 3}, {"padding": (0, 4)}, {"stride": (1, 2), "dilation": 2}],
@@ -124,40 +107,6 @@ def test_nan_and_infinity():
     np.testing.assert_allclose(one, other)
 
 
-def test_arrays_with_gaps():
-    """Images seen from elsewhere, a gradient that is broadcast."""
-    rng = np.random.default_rng(0)
-    base = rng.standard_normal((10, 3, 12, 4))
-    x = Tensor(base.transpose(2, 0, 3, 1)[::2, ::-1], requires_grad=True)  # (6, 10, 4, 3)
-    weight = Tensor(rng.standard_normal((4, 3, 3, 3)).swapaxes(0, 3), requires_grad=True)  # no order that C knows
-    results = []
-    for function in (conv_relu_pool, chain):
-        x.grad = weight.grad = None
-        function(x, weight, padding=1).sum().backward()
-        results.append((x.grad, weight.grad))
-    for one, other in zip(*results, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-12)
-
-
-def test_only_what_is_wanted():
-    """Gradients of some inputs alone, and none at all."""
-    rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal(shape) for shape in ((3, 6, 6, 2), (3, 3, 2, 4), (4,))]
-    everything = run(conv_relu_pool, arrays, np.ones, "float64", padding=1)[1]
-    for wanted in np.ndindex(2, 2, 2):
-        leaves = [Tensor(a, requires_grad=bool(want)) for a, want in zip(arrays, wanted, strict=True)]
-        y = conv_relu_pool(*leaves, padding=1)
-        if any(wanted):
-            y.sum().backward()
-        for leaf, expected, want in zip(leaves, everything, wanted, strict=True):
-            if want:
-                np.testing.assert_allclose(leaf.grad, expected, atol=1e-12)
-            else:
-                assert leaf.grad is None
-    with no_grad():
-        np.testing.assert_array_equal(conv_relu_pool(*leaves, padding=1).data, y.data)
-
-
 @pytest.mark.parametrize("channels", [1, 3, 16])
 @pytest.mark.parametrize("function", [conv2d, conv_relu, conv_relu_pool])
 def test_replayed(function, channels, monkeypatch):
@@ -189,18 +138,6 @@ def test_replayed(function, channels, monkeypatch):
     assert compiled.recordings == 1
 
 
-def test_without_pooling():
-    """conv_relu is the same without it."""
-    rng = np.random.default_rng(0)
-
-    def expected(*args, **options):
-        return relu(conv2d(*args, **options))
-
-    for options in ({"padding": 1}, {"stride": 2}, {"dilation": 2, "padding": 2}, {"groups": 2}):
-        shapes = (5, 7, 6, 4), (3, 3, 4 // options.get("groups", 1), 6), (6,)
-        compare([rng.standard_normal(shape) for shape in shapes], expected, conv_relu, **options)
-
-
 @pytest.mark.parametrize(
     ("arrays", "options", "error", "words"),
     [
@@ -215,14 +152,3 @@ def test_what_does_not_fit(arrays, options, error, words):
     """The same sentences as the chain's."""
     with pytest.raises(error, match=words):
         conv_relu_pool(*[Tensor(np.zeros(shape)) for shape in arrays], **options)
-
-
-def test_dtypes_are_not_mixed():
-    """Nor changed silently."""
-    with pytest.raises(DtypeError, match="conv2d of float64, float32"):
-        conv_relu_pool(Tensor(np.zeros((1, 5, 5, 1))), Tensor(np.zeros((3, 3, 1, 1), "float32")))
-    for channels in (1, 16):
-        x, weight = Tensor(np.ones((1, 6, 6, channels), int)), Tensor(np.ones((3, 3, channels, 16), int))
-        with pytest.raises(DtypeError, match="floating point, not int64"):
-            conv_relu_pool(x, weight, padding=1)
-        assert (conv2d(x, weight).data == 9 * channels).all()

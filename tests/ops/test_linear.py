@@ -23,16 +23,6 @@ def test_linear_is_x_times_w_plus_b():
         np.testing.assert_allclose(y.data, x @ weight + bias, rtol=1e-13)
 
 
-def test_one_parameter_as_input_and_weight():
-    """Both of its gradients arrive, though one of them could be computed in place."""
-    rng = np.random.default_rng(0)
-    w, grad = rng.standard_normal((3, 3)), rng.standard_normal((3, 3))
-    p = Tensor(w, requires_grad=True)
-    p.buffer = p.data * 0
-    ops.linear(p, p).backward(grad)
-    np.testing.assert_allclose(p.grad, grad @ w.T + w.T @ grad)
-
-
 def test_a_tied_embedding():
     """One table to read words and to score them."""
     rng = np.random.default_rng(0)

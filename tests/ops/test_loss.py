@@ -49,14 +49,6 @@ def test_ignored_labels():
     np.testing.assert_array_equal(grad[1], 0)
 
 
-def test_an_ignored_class():
-    """ignore_index may be one of the classes."""
-    value, grad = run(cross_entropy, LOGITS, LABELS, "none", 0)
-    assert value[1] == 0
-    assert (grad[1] == 0).all()
-    assert (value[[0, 2]] > 0).all()
-
-
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_nothing_counts(reduction):
     """With all labels ignored, or no rows at all, the loss is 0 and not NaN."""
@@ -82,18 +74,6 @@ def test_large_logits(dtype):
     np.testing.assert_array_equal(grad, [[0, -1], [0, 1]])
     value, _ = run(cross_entropy, np.full((1, 2), 1e4, dtype), [0], "none")
     np.testing.assert_allclose(value, [math.log(2)], rtol=1e-6)
-
-
-def test_small_losses_are_not_rounded_to_zero():
-    """log(1 + e^-x) keeps its digits where e^-x is small beside 1."""
-    value, _ = run(binary_cross_entropy, np.array([40.0]), np.array([1.0]), "sum")
-    np.testing.assert_allclose(value, math.exp(-40), rtol=1e-12)
-
-
-def test_nan_is_not_hidden():
-    """A NaN logit makes the loss NaN."""
-    for loss, target in ((cross_entropy, [0]), (mse, np.zeros((1, 2))), (binary_cross_entropy, np.zeros((1, 2)))):
-        assert np.isnan(run(loss, np.array([[np.nan, 0.0]]), target)[0])
 
 
 def test_labels_of_any_kind():

@@ -7,7 +7,6 @@ import nnmpi
 from nnmpi import Tensor, nn, ops
 from nnmpi.errors import DtypeError, ShapeError, UsageError
 from nnmpi.tensor import check_gradients
-from nnmpi.tensor.shape import concatenate
 from tests.device.here import here
 
 BATCH, TIME, INPUTS, FEATURES = 5, 7, 3, 4
@@ -64,29 +63,6 @@ def test_padding_behind_the_end_changes_nothing_forwards() -> None:
     """Without lengths: what comes later is not seen."""
     model = layer()
     assert np.array_equal(run(model, X, None)[0][:, :4], run(model, X[:, :4], None)[0])
-
-
-def test_the_state_goes_on() -> None:
-    """Two halves, the second from where the first one ended, are the whole."""
-    model = layer()
-    whole, (h, c) = model.with_state(Tensor(here(X)))
-    first, state = model.with_state(Tensor(here(X[:, :3])))
-    second, (last_h, last_c) = model.with_state(Tensor(here(X[:, 3:])), state)
-    for found, expected in ((concatenate([first, second], 1), whole), (last_h, h), (last_c, c)):
-        np.testing.assert_allclose(found.numpy(), expected.numpy(), rtol=0, atol=1e-15)
-    assert h.shape == (2, BATCH, FEATURES)
-
-
-def test_halves_and_twice() -> None:
-    """A graph that is kept gives the same gradients again."""
-    model = layer()
-    model.zero_grad()
-    loss = model(Tensor(here(X)), LENGTHS).sum()
-    loss.backward(retain_graph=True)
-    once = [Tensor(p.grad).numpy().copy() for p in model.parameters()]
-    loss.backward()
-    for one, parameter in zip(once, model.parameters(), strict=True):
-        np.testing.assert_allclose(Tensor(parameter.grad).numpy(), 2 * one, rtol=1e-14)
 
 
 def test_compiled() -> None:

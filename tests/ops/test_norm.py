@@ -89,57 +89,6 @@ def test_nothing_cancels_far_from_zero():
     np.testing.assert_allclose(serial, (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-5) + 1, atol=1e-6)
 
 
-@pytest.mark.parametrize("needs", [True, False])
-def test_every_rank_sums_as_often(needs):
-    """Twice forward, and once backward where x needs a gradient, whether a rank has rows or not: nobody waits alone."""
-    for rows in (0, 3):
-        calls = []
-
-        def all_reduce(array, calls=calls):
-            calls.append(array.shape)
-            return array + 1.0
-
-        x = Tensor(np.ones((rows, 2)), requires_grad=needs)
-        scale = Tensor(np.ones(2), requires_grad=True)
-        batch_norm(x, scale, scale, all_reduce=all_reduce)[0].sum().backward()
-        assert calls == [(3,), (2,), (4,)][: 3 if needs else 2]
-
-
-def test_one_parameter_as_scale_and_shift():
-    """Its gradients add up, though one of them could be computed in place."""
-    rng = np.random.default_rng(0)
-    x, p = Tensor(rng.standard_normal((4, 2))), Tensor(np.array([2.0, 3.0]), requires_grad=True)
-    p.buffer = p.data * 0
-    scale, shift = (Tensor(p.data, requires_grad=True) for _ in range(2))
-    grad = rng.standard_normal((4, 2))
-    batch_norm(x, p, p)[0].backward(grad)
-    batch_norm(x, scale, shift)[0].backward(grad)
-    np.testing.assert_allclose(p.grad, scale.grad + shift.grad)
-
-
-@pytest.mark.parametrize("rows", [0, 1])
-def test_small_batches(rows):
-    """Without rows the result has none; one row is its own mean, and what is left is the shift."""
-    y, mean, variance, count = batch_norm(
-        Tensor(np.full((rows, 2), 5.0)), Tensor([1.0, 1.0], dtype="float64"), Tensor(np.array([3.0, 4.0]))
-    )
-    np.testing.assert_array_equal(y.data, np.array([[3, 4]] * rows).reshape(rows, 2))
-    np.testing.assert_array_equal(variance, [0, 0])
-    assert count == rows
-    assert (mean == 5 * rows).all()
-
-
-def test_normalized():
-    """Mean 0 and variance 1, over the batch or over the features."""
-    rng = np.random.default_rng(0)
-    x = Tensor(rng.uniform(3, 9, (50, 4, 6)))
-    one, zero = Tensor(np.ones(6)), Tensor(np.zeros(6))
-    y = batch_norm(x, one, zero)[0].data.reshape(-1, 6)
-    np.testing.assert_allclose([y.mean(0), y.var(0)], [np.zeros(6), np.ones(6)], atol=1e-5)
-    y = layer_norm(x, one, zero).data
-    np.testing.assert_allclose([y.mean(2), y.var(2)], [np.zeros((50, 4)), np.ones((50, 4))], atol=1e-4)
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_infinite_variance_is_nan(dtype):
     """Where squares overflow: not zeros, which would hide that a run diverges; elsewhere nothing changes."""

@@ -7,7 +7,7 @@ import pytest
 
 import nnmpi
 from nnmpi.backend.kernels import pooling
-from nnmpi.errors import DtypeError, ShapeError, UsageError
+from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.pool import avg_pool2d, max_pool2d
 from nnmpi.tensor.tensor import Tensor
 
@@ -94,15 +94,6 @@ def test_replayed(kind, stride):
     assert compiled.recordings == 1
 
 
-@pytest.mark.parametrize("kind", [max_pool2d, avg_pool2d])
-def test_the_stride_is_by_default_the_kernel(kind):
-    """And rows that no window covers are left out."""
-    x = Tensor(np.arange(25.0).reshape(1, 5, 5, 1))
-    np.testing.assert_array_equal(kind(x, 2).data, kind(x, (2, 2), (2, 2)).data)
-    assert kind(x, 2).shape == (1, 2, 2, 1)
-    assert kind(Tensor(np.zeros((0, 4, 4, 3))), 2).shape == (0, 2, 2, 3)
-
-
 def test_the_border_never_wins():
     """Not against negative values, nor in float32; where all values are the least possible, the result is that."""
     x = Tensor(np.full((1, 3, 3, 1), -1e30, "float32"))
@@ -137,10 +128,3 @@ def test_what_does_not_fit(kind, shape, options, error, words):
     """One sentence that names the values."""
     with pytest.raises(error, match=words):
         kind(Tensor(np.zeros(shape)), *options)
-
-
-@pytest.mark.parametrize("kind", [max_pool2d, avg_pool2d])
-def test_integers_are_refused(kind):
-    """They have no gradient, and their mean would be no integer."""
-    with pytest.raises(DtypeError, match=f"{kind.__name__} needs floating point, not int64"):
-        kind(Tensor(np.zeros((1, 4, 4, 1), "int64")), 2)

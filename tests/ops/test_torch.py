@@ -6,7 +6,6 @@ import pytest
 from nnmpi import ops
 from nnmpi.nn.mode import training
 from nnmpi.nn.norm import BatchNorm
-from nnmpi.tensor import index
 from nnmpi.tensor.tensor import Tensor
 
 torch = pytest.importorskip("torch")
@@ -17,11 +16,6 @@ functional = torch.nn.functional
 def images(array):
     """Return images (batch, height, width, channels) as PyTorch wants them: (batch, channels, height, width)."""
     return np.ascontiguousarray(array.transpose(0, 3, 1, 2))
-
-
-def kernels(array):
-    """Return kernels (kh, kw, in, out) as PyTorch wants them: (out, in, kh, kw)."""
-    return np.ascontiguousarray(array.transpose(3, 2, 0, 1))
 
 
 def same(array):
@@ -49,74 +43,6 @@ def normal():
     return lambda *shape: rng.standard_normal(shape)
 
 
-CONVOLUTIONS = [
-    # sizes (n, h, w, in, out), kernel, stride, padding, dilation, groups
-    ((2, 7, 8, 3, 4), (3, 3), 1, 0, 1, 1),
-    ((2, 7, 8, 3, 4), (3, 3), 1, 1, 1, 1),
-    ((2, 7, 8, 3, 4), (3, 3), 2, 1, 1, 1),
-    ((2, 7, 8, 4, 6), (3, 2), (2, 1), (0, 1), 1, 2),
-    ((2, 9, 8, 4, 4), (3, 3), 1, 2, 2, 4),
-    ((2, 9, 9, 2, 3), (2, 3), (3, 2), (1, 2), (2, 1), 1),
-    ((2, 5, 5, 3, 4), (1, 1), 1, 0, 1, 1),
-    ((2, 5, 5, 3, 4), (1, 1), 2, 0, 1, 1),
-    ((2, 5, 5, 3, 4), (1, 1), 1, 1, 1, 1),
-    ((1, 4, 5, 1, 2), (4, 5), 1, 0, 1, 1),
-    ((1, 3, 3, 2, 2), (5, 5), 1, 2, 1, 1),
-    ((1, 6, 6, 1, 1), (2, 2), 1, 3, 1, 1),
-    ((3, 1, 1, 4, 4), (3, 3), 1, 1, 1, 2),
-]
-
-
-@pytest.mark.parametrize("case", CONVOLUTIONS)
-@pytest.mark.parametrize("bias", [True, False])
-def test_conv2d(case, bias, normal):
-    """Stride, padding, dilation, groups; rows and columns alike and different; pixels and whole images as kernels."""
-    (n, h, w, c, o), kernel, stride, padding, dilation, groups = case
-    options = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    inputs = [normal(n, h, w, c), normal(*kernel, c // groups, o), normal(o)]
-    layouts = [images, kernels, same]
-    count = 3 if bias else 2
-    compare(
-        lambda *args: ops.conv2d(*args, **options),
-        lambda *args: functional.conv2d(*args, **options),
-        inputs[:count],
-        layouts[:count],
-        images,
-        rtol=1e-10,
-    )
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        (2, 2, 0),
-        (3, 1, 1),
-        (3, 2, 1),
-        (2, 3, 0),
-        ((3, 2), (1, 2), (1, 0)),
-        ((2, 4), (2, 1), (1, 2)),
-        (5, 5, 2),
-        (1, 2, 0),
-    ],
-)
-def test_pools(options, normal):
-    """Windows that overlap, touch and leave gaps; borders, which count for nothing and for zero."""
-    compare(
-        lambda x: ops.max_pool2d(x, *options),
-        lambda x: functional.max_pool2d(x, *options),
-        [normal(2, 7, 6, 3)],
-        [images],
-        images,
-    )
-    compare(
-        lambda x: ops.avg_pool2d(x, *options),
-        lambda x: functional.avg_pool2d(x, *options),
-        [normal(2, 7, 6, 3)],
-        [images],
-        images,
-    )
-
-
 @pytest.mark.parametrize("shape", [(6, 4), (2, 5, 3, 4)])
 @pytest.mark.parametrize("momentum", [0.1, 0.5])
 def test_batch_norm(shape, momentum, normal):
@@ -140,18 +66,6 @@ def test_batch_norm(shape, momentum, normal):
             np.testing.assert_allclose(getattr(layer, name).grad, getattr(reference, name).grad.numpy(), rtol=1e-10)
         np.testing.assert_allclose(layer.running_mean.data, reference.running_mean.numpy(), rtol=1e-12)
         np.testing.assert_allclose(layer.running_variance.data, reference.running_var.numpy(), rtol=1e-12)
-
-
-@pytest.mark.parametrize("features", [(5,), (3, 5)])
-def test_layer_norm(features, normal):
-    """Over the last axis, and over the last two."""
-    compare(
-        lambda *args: ops.layer_norm(*args, eps=1e-4),
-        lambda x, scale, shift: functional.layer_norm(x, features, scale, shift, 1e-4),
-        [normal(2, 4, *features), normal(*features), normal(*features)],
-        [same] * 3,
-        rtol=1e-10,
-    )
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -225,55 +139,3 @@ def test_errors(reduction, normal):
 def test_elementwise_and_softmax(ours, theirs, normal):
     """Values from the middle to the tails."""
     compare(ours, theirs, [normal(3, 4, 5) * 4], [same])
-
-
-@pytest.mark.parametrize("indices", [[0, 0, 0], [[3, 1], [1, 1]]])
-def test_embedding(indices, normal):
-    """Rows picked several times."""
-    compare(
-        lambda table: ops.embedding(table, indices),
-        lambda table: functional.embedding(torch.tensor(indices), table),
-        [normal(4, 3)],
-        [same],
-    )
-
-
-@pytest.mark.parametrize(
-    "key",
-    [
-        (slice(1, 3), slice(None, None, 2)),
-        (Ellipsis, 1),
-        (None, 2),
-        np.array([0, 2, 2, -1]),
-        (np.array([0, 2, 2]), np.array([1, 1, 1])),
-        (slice(None), np.array([[0, 0], [1, 4]])),
-        (np.array([0, 1]), slice(None), np.array([2, 2])),
-    ],
-)
-def test_indexing(key, normal):
-    """Slices, new axes, and integer arrays that name places twice."""
-
-    def plain(part):
-        return torch.tensor(part) if isinstance(part, np.ndarray) else part
-
-    theirs = tuple(plain(part) for part in key) if isinstance(key, tuple) else plain(key)
-    compare(lambda x: x[key], lambda x: x[theirs], [normal(4, 5, 3)], [same])
-
-
-def test_masks_and_gather(normal):
-    """A boolean mask, and picking along an axis."""
-    x = normal(4, 5)
-    mask, places = x > 0, np.array([[0, 0, 3], [1, 4, 4], [2, 2, 2], [0, 1, 2]])
-    compare(lambda t: t[mask], lambda t: t[torch.tensor(mask)], [x], [same])
-    compare(
-        lambda t: index.take_along_axis(t, places, 1), lambda t: torch.gather(t, 1, torch.tensor(places)), [x], [same]
-    )
-
-
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [((3,), (3,)), ((3,), (3, 2)), ((2, 3), (3,)), ((4, 1, 2, 3), (5, 3, 2)), ((3,), (4, 3, 2)), ((2, 0), (0, 3))],
-)
-def test_matmul(a, b, normal):
-    """Vectors, matrices, stacks that broadcast, and an inner size of 0."""
-    compare(lambda x, y: x @ y, lambda x, y: x @ y, [normal(*a), normal(*b)], [same] * 2)

@@ -7,7 +7,6 @@ import pytest
 
 from nnmpi.ops.conv import winograd_numpy
 from nnmpi.ops.conv.algorithm import ConvSpec
-from nnmpi.ops.conv.choice import fits_winograd
 from nnmpi.ops.conv.conv2d import Conv2dFunction, conv2d, conv_relu, conv_relu_pool
 from nnmpi.ops.conv.im2col import Im2col
 from nnmpi.ops.conv.winograd_numpy import WinogradNumpy
@@ -73,15 +72,6 @@ def test_sizes(spec, size, channels, n, monkeypatch):
     compare(spec, [rng.standard_normal(shape) for shape in ((n, *size, c), (3, 3, c, o), (o,))])
 
 
-@pytest.mark.parametrize("spec", EXPECTED, ids=NAMES)
-def test_each_element_in_its_place(spec):
-    """Single ones in images and kernels: numbers that leave no room for rounding, and ties."""
-    for row, column in np.ndindex(4, 6):
-        x = np.zeros((2, 4, 6, 1))
-        x[1, row, column] = 1
-        compare(spec, [x, np.arange(1.0, 10.0).reshape(3, 3, 1, 1), np.zeros(1)])
-
-
 @pytest.mark.parametrize("bias", [0.0, 0.5, -0.5])
 @pytest.mark.parametrize("spec", EXPECTED, ids=NAMES)
 def test_constant_regions(spec, bias):
@@ -90,51 +80,6 @@ def test_constant_regions(spec, bias):
     x = np.zeros((4, 12, 12, 16))
     x[:, 3:7, 4:9] = rng.standard_normal((4, 4, 5, 16))
     compare(spec, [x, rng.standard_normal((3, 3, 16, 5)), np.full(5, bias)])
-
-
-def test_only_what_is_wanted():
-    """Gradients of some inputs alone."""
-    rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal(shape) for shape in ((3, 6, 6, 2), (3, 3, 2, 4), (4,))]
-    everything = run(partial(tiled, RELU_POOL), arrays, "float64")[1:]
-    grad = np.random.default_rng(2).standard_normal((3, 3, 3, 4))
-    for wanted in list(np.ndindex(2, 2, 2))[1:]:
-        leaves = [Tensor(a, requires_grad=bool(want)) for a, want in zip(arrays, wanted, strict=True)]
-        tiled(RELU_POOL, *leaves).backward(grad)
-        for leaf, expected, want in zip(leaves, everything, wanted, strict=True):
-            if want:
-                np.testing.assert_allclose(leaf.grad, expected, atol=1e-12)
-            else:
-                assert leaf.grad is None
-
-
-def test_arrays_with_gaps():
-    """Images seen from elsewhere, and a gradient that is broadcast."""
-    rng = np.random.default_rng(0)
-    base, kernel = rng.standard_normal((8, 2, 12, 4)), rng.standard_normal((4, 3, 2, 3))
-    results = []
-    for function in (partial(tiled, ALONE), plain):
-        x = Tensor(base.transpose(2, 0, 3, 1)[::2, ::-1], requires_grad=True)  # (6, 8, 4, 2)
-        weight = Tensor(kernel.swapaxes(0, 3), requires_grad=True)
-        function(x, weight, None).sum().backward()
-        results.append((x.grad, weight.grad))
-    for one, other in zip(*results, strict=True):
-        np.testing.assert_allclose(one, other, atol=1e-12)
-
-
-def test_where_it_fits():
-    """3 x 3 with a border of one pixel, even sizes, enough channels, and images that the caches hold."""
-
-    def found(shape, o=16, groups=1, **options):
-        x, weight = Tensor(np.zeros(shape, "float32")), Tensor(np.zeros((3, 3, shape[3], o), "float32"))
-        return fits_winograd(x, weight, ConvSpec(**{"kernel": (3, 3), "padding": (1, 1), "groups": groups} | options))
-
-    assert found((2, 8, 6, 16))
-    for shape in ((2, 7, 6, 16), (2, 8, 5, 16), (2, 8, 6, 15), (0, 8, 6, 16), (1, 1024, 1024, 16)):
-        assert not found(shape)
-    others = ({"kernel": (3, 5)}, {"stride": (1, 2)}, {"padding": (0, 1)}, {"dilation": (2, 1)}, {"groups": 2})
-    for other in ({"o": 15}, *others):
-        assert not found((2, 8, 6, 16), **other)
 
 
 @pytest.mark.parametrize(

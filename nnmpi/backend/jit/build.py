@@ -30,8 +30,6 @@ OPTIONS: dict[str, Any] = {"fastmath": set(FAST), "error_model": "numpy", "nogil
 # A compilation takes seconds; who waits longer than this for another process's compiles for itself.
 WAIT_S = 120.0
 
-int64, float64, boolean = types.int64, types.float64, types.boolean
-
 
 def read(ndim: int, dtype: Any = types.float32) -> Any:
     """Return the type of a C-contiguous array that a kernel only reads (NumPy may have it marked as read-only)."""
@@ -41,11 +39,6 @@ def read(ndim: int, dtype: Any = types.float32) -> Any:
 def write(ndim: int, dtype: Any = types.float32) -> Any:
     """Return the type of a C-contiguous array that a kernel writes to."""
     return types.Array(dtype, ndim, "C")
-
-
-def strided(ndim: int) -> Any:
-    """Return the type of a float32 array with any strides, a view of some of another one's elements."""
-    return types.Array(types.float32, ndim, "A")
 
 
 def build(function: F, *arguments: Any) -> F:

@@ -38,23 +38,6 @@ _as_float = _reinterpret(types.int32, types.float32)
 _as_int = _reinterpret(types.float32, types.int32)
 
 
-@intrinsic
-def _product(context: Any, a: Any, b: Any) -> Any:
-    """Return a * b, of float32, before it is multiplied by anything else.
-
-    A product of more factors is taken in any order, so that 3e38 * 0 * 2 may become infinity * 0. A multiplication that
-    has one fast flag of its own gets no others (numba's rule), and is no part of such a rearrangement.
-    """
-
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fmul(*args, flags=("contract",))
-
-    return types.float32(types.float32, types.float32), generate
-
-
-product: Any = _product  # numba's type for it would ask for the context, too
-
-
 @inlined
 def exp(x: Any) -> Any:
     """Return e^x for a float32, within 2 units of the last place; NaN stays NaN, and e^-inf is 1e-38.

@@ -48,6 +48,6 @@ who computes when: `lookup`.
     recurrent   long short-term memory, step after step
     tables      embeddings and dropout
     pooling     the largest or the mean of windows of images; `planes` is how NumPy finds the largest
-    updates     optimizers' updates, where compiled code computes them
+    updates     optimizers' updates, where a device computes them
     sums        sums over many rows that keep their digits; blocks of rows that fit into a cache
 """

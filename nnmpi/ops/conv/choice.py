@@ -88,7 +88,7 @@ def fits_compiled(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec
     _, h, w, c = x.shape
     if h % 2 or w % 2 or min(h, w, c) == 0 or weight.shape[3] < FEWEST_OUTPUTS:  # a tile of the result is 2 x 2
         return False
-    return all(map(_is_float32, (x, weight, bias))) and (_is_direct(x, spec) or compiled.functions.has_products)
+    return all(map(_is_float32, (x, weight, bias))) and (_is_direct(x, spec) or compiled.functions.has_products())
 
 
 def fits_winograd(x: Tensor, weight: Tensor, spec: ConvSpec) -> bool:

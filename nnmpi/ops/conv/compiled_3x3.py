@@ -10,7 +10,7 @@ work on flat arrays, and every scratch array is given to them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,21 +19,18 @@ from nnmpi.backend.jit.tiling import FlatGradients, sizes
 from nnmpi.backend.recording import perform
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 
-if TYPE_CHECKING:
-    from nnmpi.backend.jit.table import CompiledFunctions
-
 
 class _Compiled(Algorithm):
     """What both share: inputs without gaps, and a bias.
 
     Args:
         spec: what is computed.
-        functions: numba's kernels.
+        functions: the module `backend.jit.table`.
     """
 
     __slots__ = ("functions",)
 
-    def __init__(self, spec: ConvSpec, functions: CompiledFunctions) -> None:
+    def __init__(self, spec: ConvSpec, functions: Any) -> None:
         super().__init__(spec)
         self.functions = functions
 
