@@ -23,10 +23,7 @@ from nnmpi.backend.recording import perform
 
 
 class DeviceFunctions(Dense, Rows, Images, Tables, Updates):
-    """The kernels of one library (CuPy); they are queued on its current stream.
-
-    Those that `backend.jit.table.CompiledFunctions` has too have the same names and arguments.
-    """
+    """The kernels of one library (CuPy); they are queued on its current stream."""
 
 
 def works_on(dtype: Dtype) -> bool:
