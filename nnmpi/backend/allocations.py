@@ -36,11 +36,6 @@ _FREE = ctypes.CFUNCTYPE(None, _POINTER, _POINTER, _SIZE)
 _counting: ContextVar[AllocationCount | None] = ContextVar("nnmpi_counting", default=None)
 
 
-def counted_here() -> AllocationCount | None:
-    """Return the account of the block that counts here; None outside."""
-    return _counting.get()
-
-
 def count_in(count: AllocationCount | None) -> AllocationCount | None:
     """Let what this thread makes be in an account, or in none, from now on; return the one before.
 

@@ -58,10 +58,7 @@ class PooledBlock:
         }
 
     def __del__(self) -> None:
-        pool, span = self.pool, self.span
-        pool.returned.append(span)
-        if pool.events:
-            pool.events[-1].append((span, 0))
+        self.pool.returned.append(self.span)
 
 
 class ChunkParts:
@@ -111,15 +108,10 @@ class ChunkParts:
 
 
 class MemoryPool(ChunkParts):
-    """The same, with memory.
-
-    Attributes:
-        events: if it is a list, what happens, since each `mark`: what was taken, with its bytes, or given back, with 0.
-    """
+    """The same, with memory."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.events: list[list[tuple[ChunkPart, int]]] | None = None
         self._chunks: list[Array] = []
 
     def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -129,16 +121,9 @@ class MemoryPool(ChunkParts):
             return np.empty(shape, dtype)
         rounded = -(-bytes_needed // LINE_BYTES) * LINE_BYTES
         span = self.take(rounded)
-        if self.events:
-            self.events[-1].append((span, rounded))
         block = self._chunks[span.chunk][span.start : span.stop]
         array: Array = np.asarray(PooledBlock(self, span, block, shape, dtype))
         return array if array.dtype == dtype else array.view(dtype)
-
-    def mark(self) -> None:
-        """Begin a new list of events, if there are any wanted."""
-        if self.events is not None:
-            self.events.append([])
 
     def _add_chunk(self, count_bytes: int) -> None:
         self._chunks.append(_aligned(count_bytes))

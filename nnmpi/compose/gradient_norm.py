@@ -19,10 +19,7 @@ SQUARES = "squares"  # the first part of their names in `DeferredScalars`
 
 
 def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
-    """Return the Euclidean length of the global gradient; collective over the replica's ranks.
-
-    In a fixed order of sums the parameters' squares are added exactly, so that it does not matter who has which.
-    """
+    """Return the Euclidean length of the global gradient; collective over the replica's ranks."""
     squares = [
         sum_of_squares([grad])
         for span, _, grad in storage.held()
@@ -51,16 +48,14 @@ def _root_of_sum(squares: list[float], arrangement: Arrangement) -> float:
     """Return the square root of the sum over all ranks that have something else to count; collective over them."""
     mesh = arrangement.mesh
     group = mesh.world if arrangement.layout.zero else mesh.model
-    if arrangement.layout.fixed:
-        return math.sqrt(_exact_sum([value for own in group.gather(squares) for value in own]))
     return math.sqrt(group.sum_floats([_exact_sum(squares)])[0])
 
 
 def _parts(storage: FlatStorage, arrangement: Arrangement | None) -> Iterator[tuple[int, Array]]:
     """Yield what this rank counts of the gradients, numbered.
 
-    In a fixed order of sums that is parameter by parameter. Otherwise it is as few pieces as there can be, since a
-    device takes as long to begin with a short one as with a long one: parameters that lie together are one.
+    It is as few pieces as there can be, since a device takes as long to begin with a short one as with a long one:
+    parameters that lie together are one.
     """
     if arrangement is None:
         yield from enumerate(storage.grads)
@@ -69,12 +64,11 @@ def _parts(storage: FlatStorage, arrangement: Arrangement | None) -> Iterator[tu
         held = [grad for span, _, grad in storage.held() if arrangement.counts(span.parameter.name, span.parameter)]
         yield from ((i, grad) for i, grad in enumerate(held) if grad is not None and grad.size)
         return
-    fixed = arrangement.layout.fixed
     found: list[tuple[int, int, int]] = []
     for span in storage.spans:
         if not arrangement.counts(span.parameter.name, span.parameter):
             found.append((-1, 0, 0))  # what follows does not lie beside what came before
-        elif not fixed and found and found[-1][0] == span.buffer:
+        elif found and found[-1][0] == span.buffer:
             found[-1] = (span.buffer, found[-1][1], span.stop)  # with the gap between them, which holds zeros
         else:
             found.append((span.buffer, span.start, span.stop))

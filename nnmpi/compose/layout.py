@@ -29,7 +29,7 @@ class Layout:
             of one's own, (rank, ranks, microbatches) -> what the rank computes, which is checked before it runs.
         virtual_stages: stages per rank, for "interleaved".
         split: "auto" balances measured times; or the number of layers (see `nn.chain`) in each stage.
-        reduction: "fast", or "fixed" for sums in an order that does not depend on dp and pp (see
+        reduction: "fast", or "fixed" for sums in an order that does not depend on dp (see
             `parallel.fixed_reduction`).
         table: how layers are shared out over tp; by default the model's own.
         memory_limit: bytes that a rank may use for parameters (with pipedream's older versions of them), gradients and
@@ -89,16 +89,12 @@ class Layout:
             raise UsageError(f"split {self.split!r} is unknown; give auto, or numbers of layers such as (5, 4, 3)")
         if self.split != AUTO and (not self.split or min(map(int, self.split)) < 1):
             raise UsageError(f"split {self.split} has a stage without layers; give each at least 1, or auto")
-        if self.fixed and self.tp not in (None, 1):
-            raise UsageError(
-                "a fixed order of sums covers dp and pp; sharded layers add in parts, whose rounding depends on "
-                f"tp {self.tp}: leave tp at 1, or reduction fixed out"
-            )
-        if self.fixed and self.sp != 1:
-            raise UsageError(
-                "a fixed order of sums covers dp and pp; ranks that share sequences add in parts, whose rounding hangs "
-                f"on sp {self.sp}: leave sp at 1, or reduction fixed out"
-            )
+        for axis, size in (("pp", self.pp), ("tp", self.tp), ("sp", self.sp)):
+            if self.fixed and size not in (None, 1):
+                raise UsageError(
+                    f"a fixed order of sums covers replicas; ranks of {axis} {size} add in parts, whose rounding "
+                    f"depends on it: leave {axis} at 1, or reduction fixed out"
+                )
         self._check_offload()
         if self.zero:
             self._check_zero()

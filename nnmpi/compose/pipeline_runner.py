@@ -1,8 +1,6 @@
 """The runner of a pipeline: microbatches through this rank's stages, and what becomes of the parameters' gradients.
 
-    backward of stage s, microbatch m  --> added(s, m)       fixed order: taken into the tree of s; tied parameters'
-                                                             go to the stage before that has them (pipeline.relay)
-    the last one of stage s            --> reduce(s)         else: its sum over the replicas begins, beside the rest
+    the last backward of stage s       --> reduce(s)         its sum over the replicas begins, beside the rest
     all done                           --> finish            wait for the sums; add up tied parameters over stages
 
 PipeDream (Narayanan et al., 2019) updates after every microbatch instead, without a flush. Each backward then uses the
@@ -13,19 +11,16 @@ their way keep the old ones until they have gone back (weight stashing).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from math import nan
 from statistics import median
 from typing import Any
 
-from nnmpi import clock
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.memory_pool import MemoryPool
 from nnmpi.backend.recording import active, perform
-from nnmpi.comm.agreement import agreed
 from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
@@ -48,21 +43,11 @@ from nnmpi.compose.runner import (
 )
 from nnmpi.compose.trainer import Trainer
 from nnmpi.data.loader import Batch
-from nnmpi.errors import UsageError
-from nnmpi.memory.chain import Value, plain
-from nnmpi.memory.plan import costs_to_json
-from nnmpi.memory.recompute import RecomputedModel, most_costs
-from nnmpi.nn.chain import whole_pieces
-from nnmpi.nn.container import Sequential
 from nnmpi.nn.mode import current, evaluation, training
 from nnmpi.nn.module import Module
 from nnmpi.parallel.divergence import explain_gradients
-from nnmpi.parallel.fixed_reduction import FixedReduction
-from nnmpi.parallel.pipeline.boundary import BoundaryArrays
-from nnmpi.parallel.pipeline.budget import StageCosts, StagePlans
 from nnmpi.parallel.pipeline.executor import GradientSink, Pipeline
 from nnmpi.parallel.pipeline.pass_report import PassReport
-from nnmpi.parallel.pipeline.relay import GradientRelay
 from nnmpi.parallel.pipeline.stage import Stage
 from nnmpi.schedule.instruction import Instruction
 from nnmpi.schedule.schedule import Schedule
@@ -70,7 +55,6 @@ from nnmpi.schedule.simulate import InstructionCosts, simulate_schedule
 from nnmpi.shard import split
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.units import format_bytes
 
 PASSES_KEPT = 20  # so many are enough for a mean, and old ones may be of another load of the machine
 
@@ -83,9 +67,6 @@ class PipelineRunner(GradientSink):
         arrangement: the trainer's, with stages.
         exchange: how gradients are summed over the replicas.
         synchronous_sends: see `comm.point_to_point.Messages`.
-
-    Attributes:
-        stage_costs: what each stage of this rank takes, once it was measured for a budget of activations.
     """
 
     def __init__(
@@ -101,13 +82,11 @@ class PipelineRunner(GradientSink):
         self._last = count - 1
         self._numbers = _numbers(arrangement)
         self._waiting = self._holders()
-        self._places = {stage: i for i, stage in enumerate(self._numbers)}
-        self.fixed = FixedReduction(self.model, mesh.dp, _first_numbers(arrangement), backend) if layout.fixed else None
         self._losses = (trainer.loss, trainer.evaluation_loss)
         self._training = ReplayedParts(self._train, self.model, trainer.loss)
         # An update within a pass gives the weights another place. Else it is as with `ForwardBackward`.
-        can = not self.updates and not layout.fixed and layout.zero < 2 and layout.offload is None
-        self._can_replay = can and not backend.is_device and (layout.activation_memory is None or layout.recomputes)
+        can = not self.updates and layout.zero < 2 and layout.offload is None
+        self._can_replay = can and not backend.is_device
         self._report: PassReport | None = None
         self._most_rows = 0
         self._score = score_of(trainer.loss, arrangement)
@@ -135,17 +114,6 @@ class PipelineRunner(GradientSink):
         lane = f"d{place.d}t{place.t}" + (f"s{place.s}" if mesh.sp.size > 1 else "")
         pace = trainer.throttle.pace
         self.pipeline = Pipeline(mesh.pp, stages, count, layout.schedule, self, backend, synchronous_sends, lane, pace)
-        self._budget, self._planned_rows = (
-            None if isinstance(layout.activation_memory, str) else layout.activation_memory,
-            0,
-        )
-        self._plans: StagePlans | None = None
-        self._told = False  # of these plans
-        self.stage_costs: Mapping[int, StageCosts] = {}
-        tied = {name: each for name, each in self.model.named_parameters() if name in arrangement.stages_of}
-        self._relay = GradientRelay(
-            tied, arrangement.stages_of, self.pipeline.messages, mesh.pp.size, 3 * count, backend
-        )
 
     @property
     def _counts(self) -> bool:
@@ -156,15 +124,10 @@ class PipelineRunner(GradientSink):
 
     def run(self, batch: Batch, step: int, scale: float, replays: bool = False) -> Outcome:
         """See `Runner.run`."""
-        check_cuts(batch, self.fixed is not None)
+        check_cuts(batch, False)
         device_batch = to_device(batch, self.model, self.backend)
-        if self._budget is not None and batch.global_rows > self._planned_rows:
-            self._plan(batch, device_batch, step, self._budget)
-            self._planned_rows = batch.global_rows
         self.scalars.clear()
         running = self._batch = _Running(batch, device_batch, step, self._losses[0], self.scalars, scale=scale)
-        if self.fixed is not None:
-            self.fixed.begin(batch.microbatches)
         self._waiting = self._holders()
         self._traffic = Traffic()
         self._report = None
@@ -174,10 +137,7 @@ class PipelineRunner(GradientSink):
             self._most_rows = max(self._most_rows, len(batch.y))
             self._training.go((), running.kinds(), replays and self._can_replay and can)
         report = self._report
-        begin = clock.now()
         traffic = self._traffic if self.updates else self._finish()
-        if self.fixed is not None:
-            traffic = Traffic(clock.now() - begin, 0.0, self.fixed.sent_bytes, len(self._numbers), nan)
         self._keep(report, running.staleness)
         targets = batch.own_targets if self._counts else 0
         return Outcome(partial(self._sums, batch), targets, traffic, report, tuple(running.staleness))
@@ -203,106 +163,10 @@ class PipelineRunner(GradientSink):
         assert running is not None
         self._report = self.pipeline.train(running.inputs, self._seeds(running))
 
-    def _plan(self, batch: Batch, device_batch: DeviceBatch, step: int, budget: int) -> None:
-        """Measure the layers of this rank's stages with the longest microbatch, and choose their plans. Collective.
-
-        Raises:
-            UsageError: on all ranks, for a budget that is too small, or a stage that is no chain.
-        """
-        world, stages = self.arrangement.mesh.world, self.pipeline.stages if batch.cuts else {}
-        with agreed(world):
-            models = {number: self._chain(number) for number in stages}
-        running = _Running(batch, device_batch, step, self._losses[0], DeferredScalars(self.backend), is_measured=True)
-        longest = max(running.parts, key=lambda part: part[1] - part[0], default=(0, 0))
-        number = running.parts.index(longest) if stages else 0
-        values = self._enter_stages(running, longest)
-        with agreed(world), self._planning(running, number):
-            counts = [[each, models[each].count_pieces(values[each])] for each in stages]
-        layers = self.arrangement.stages
-        members = {each: [module for layer in layers[each] for _, module in layer.members] for each in stages}
-        trained = [each for each in stages if any(p.requires_grad for m in members[each] for p in m.parameters())]
-        everyones = world.gather([counts, trained])
-        begin = min((each for _, theirs in everyones for each in theirs), default=self._last)
-        costs, copied = [], dict[int, bool]()
-        with agreed(world), self._planning(running, number):
-            for each, stage in stages.items():
-                models[each].join_pieces(next(own for theirs, _ in everyones for at, own in theirs if at == each))
-
-                def end(y: Tensor, at: int = each, stage: Stage = stage) -> Tensor:
-                    result = stage.end(y, number)
-                    copied[at] = not result.data.flags.c_contiguous
-                    return result
-
-                ways = [models[each].measure_layers(values[each], each > begin, end, adds) for adds in (False, True)]
-                costs.append([each, *map(costs_to_json, ways)])
-        told = [each for theirs in world.gather(costs) for each in theirs]
-        with agreed(world):
-            known = {
-                each: StageCosts(
-                    tuple(most_costs([first for at, first, _ in told if at == each])),
-                    tuple(most_costs([later for at, _, later in told if at == each])),
-                    values[each].array.nbytes if each else 0,
-                    each > begin,
-                    each == self._last,
-                    copied[each],
-                    self.backend.is_device,
-                )
-                for each in stages
-            }
-            self.stage_costs = known
-            if known:
-                schedule = self.pipeline.plan(len(running.inputs))
-                self._plans, self._told = StagePlans(schedule, self.pipeline.group.rank, known, budget), False
-                for each, plan in self._plans.plans.items():
-                    models[each].plan, stages[each].planned = plan, models[each]
-        ranks = world.gather([] if self._plans is None else [self._plans.most, self._plans.most_kept])
-        least, kept = (max(each[i] for each in ranks if each) for i in (0, 1))
-        if least > budget:
-            raise UsageError(
-                f"{budget} bytes are too few for the activations of this pipeline's ranks: even when all is computed "
-                f"again, {least} are needed ({format_bytes(least)}), and {kept} when nothing is; give at least "
-                f"{least}, or more and smaller microbatches"
-            )
-
-    def _enter_stages(self, running: _Running, part: tuple[int, int]) -> dict[int, Value]:
-        """Return what comes to the layers of this rank's stages for some rows of a batch. Collective."""
-        if not running.parts:
-            return {}
-        stages, scalars = self.pipeline.stages, DeferredScalars(self.backend)
-        trial = _Running(running.batch, running.device_batch, 0, self._losses[1], scalars, [part], trains=False)
-        for stage in stages.values():
-            stage.is_watched = True
-        self._batch = trial
-        with no_grad():
-            self.pipeline.infer(trial.inputs)
-        found = {}
-        for number, stage in stages.items():
-            x, cuts = plain(stage.begin(Tensor(stage.entered.arrays[0])))
-            found[number] = Value(x.data, cuts)
-            stage.is_watched, stage.entered = False, BoundaryArrays((), ())
-        return found
-
-    @contextmanager
-    def _planning(self, running: _Running, microbatch: int) -> Iterator[None]:
-        """Compute in the block as in a microbatch's pass."""
-        self._batch = running
-        with self._mode(running, microbatch, True) if running.parts else nullcontext():
-            yield
-
-    def _chain(self, number: int) -> RecomputedModel:
-        """Return a stage as a model that runs by a plan."""
-        pieces = whole_pieces(self.model, self.arrangement.stages[number])
-        return RecomputedModel(Sequential(*pieces), None, self.backend)
-
     def _sums(self, batch: Batch, values: Values) -> tuple[float, float]:
         """See `Outcome.sums`."""
         cuts = batch.cuts if self._counts else ()
-        numbered = {cut.number: values[LOSS, m] for m, cut in enumerate(cuts)}
-        total = sum(numbered.values())
-        if self.fixed is not None:
-            total = self.fixed.sum_numbers(numbered, self.arrangement.mesh.world)
-            total = total if self.arrangement.mesh.world.is_root else 0.0
-        return total, sum(values[SCORE, m] for m in range(len(cuts)))
+        return sum(values[LOSS, m] for m in range(len(cuts))), sum(values[SCORE, m] for m in range(len(cuts)))
 
     def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
         """See `Runner.evaluate`."""
@@ -332,7 +196,6 @@ class PipelineRunner(GradientSink):
         """Say how the last passes went, measured beside simulated; see `Runner.summary`."""
         if not self._passes:
             return []
-        planned, self._told = self._plans is not None and not self._told, True
         group = self.pipeline.group
         found = forecast(group, self.pipeline.plan(self._most), list(self._passes))
         self._passes.clear()
@@ -342,8 +205,6 @@ class PipelineRunner(GradientSink):
             f"bubble {found.measured_bubble:.0%}, simulated {found.simulated_bubble:.0%}; "
             f"ms per microbatch and stage: {stages}; activations kept: {', '.join(map(str, found.peak_live))}"
         ]
-        if planned and self._plans is not None:
-            lines.append(self._plans.describe())
         if self.updates:  # only schedules that update during a pass, such as pipedream, have weights that are old
             stale = group.gather(max(self._staleness, default=0))
             lines.append(f"staleness by rank: at most {', '.join(map(str, stale))} updates")
@@ -356,8 +217,6 @@ class PipelineRunner(GradientSink):
         self._is_released = True
         self.parallel.release()
         self.pipeline.free()
-        if self.fixed is not None:
-            self.fixed.release()
 
     # ---- what the stages call ----
 
@@ -372,8 +231,6 @@ class PipelineRunner(GradientSink):
         if not running.trains:
             return evaluation()
         cut = running.batch.cuts[microbatch]
-        if self.fixed is not None:
-            self.fixed.microbatch = cut.number
         if self.updates and not again:
             running.versions[microbatch] = self.optimizer.steps
         return training(self.seed, running.step + (microbatch if self.updates else 0), cut.first_row, again)
@@ -388,7 +245,7 @@ class PipelineRunner(GradientSink):
         running = self._batch
         assert running is not None
         device_batch = running.part(microbatch)
-        again = current().again and not running.is_measured
+        again = current().again
         if not again:
             self._check(device_batch, running.parts[microbatch][0], result)
         labels, recorder = device_batch.y, active()
@@ -429,21 +286,9 @@ class PipelineRunner(GradientSink):
 
     # ---- what the pipeline calls: see parallel.pipeline.executor.GradientSink ----
 
-    def adds(self, stage: int, microbatch: int) -> None:
-        """See `GradientSink.adds`."""
-        if self.fixed is not None:
-            self._relay.begin(stage, microbatch)
-
-    def added(self, stage: int, microbatch: int) -> None:
-        """See `GradientSink.added`."""
-        running = self._batch
-        if self.fixed is not None and running is not None:
-            self._relay.end(stage, microbatch)
-            self.fixed.add(self._places[stage], running.batch.cuts[microbatch].number)
-
     def reduce(self, stage: int, microbatch: int | None) -> None:
         """See `GradientSink.reduce`: only parameters whose last stage this is are final."""
-        if self.fixed is not None or microbatch is not None:
+        if microbatch is not None:
             return
         final = []
         for number in self._numbers[stage]:
@@ -477,10 +322,7 @@ class PipelineRunner(GradientSink):
             self._add_ties()
             self.parallel.finish()
             return self.parallel.traffic
-        if self.fixed is not None:
-            self.fixed.finish()
-        else:
-            self.parallel.finish()
+        self.parallel.finish()
         self._add_ties()
         return self.parallel.traffic
 
@@ -488,7 +330,7 @@ class PipelineRunner(GradientSink):
         """Add up the gradients of parameters that stand in stages of several ranks."""
         own = {span.parameter.name: span.parameter for span in self.model.storage.spans}
         for tie in self.arrangement.ties:  # in the same order on all ranks of the pipeline
-            own[tie.name].finish_gradient()  # in a fixed order the first stage has all, the others nothing
+            own[tie.name].finish_gradient()
             grad = own[tie.name].grad
             assert grad is not None
             total: Array = namespace(grad).ascontiguousarray(grad)
@@ -516,12 +358,11 @@ class _Running:
         scalars: DeferredScalars,
         parts: Sequence[tuple[int, int]] | None = None,
         trains: bool = True,
-        is_measured: bool = False,
         scale: float = 1.0,
     ) -> None:
         self.parts = [(cut.start, cut.stop) for cut in batch.cuts] if parts is None else parts
         self.batch, self.device_batch, self.step, self.loss, self.trains = batch, device_batch, step, loss, trains
-        self.scalars, self.is_measured, self.scale = scalars, is_measured, scale
+        self.scalars, self.scale = scalars, scale
         self.inputs = [device_batch.x[start:stop] for start, stop in self.parts]
         self.versions: dict[int, int] = {}
         self.staleness: list[int] = []
@@ -545,13 +386,6 @@ def _numbers(arrangement: Arrangement) -> dict[int, list[int]]:
         )
         for stage, layers in arrangement.stages.items()
     }
-
-
-def _first_numbers(arrangement: Arrangement) -> list[list[int]]:
-    """Return the same, but of a parameter that stands in several stages the first alone."""
-    spans = arrangement.model.storage.spans
-    shared = {i: arrangement.stages_of.get(span.parameter.name, ())[:1] for i, span in enumerate(spans)}
-    return [[i for i in numbers if shared[i] in ((), (stage,))] for stage, numbers in _numbers(arrangement).items()]
 
 
 @dataclass(frozen=True)

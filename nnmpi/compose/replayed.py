@@ -148,7 +148,6 @@ class _RecordedParts(Recording):
     def note(self, work: Work, arrays: Sequence[Array]) -> tuple[Sequence[Array], Any]:
         """Do a part, and note it."""
         recorder = self.recorder
-        recorder.pool.mark()
         first, places = len(recorder.calls), list(map(recorder.copy, arrays))
         with recorder.running():
             results, rest = work(*places)

@@ -491,9 +491,8 @@ class ReplicaRunner:
         replicas = world if arrangement is None else arrangement.mesh.replicas
         fixed = arrangement is not None and arrangement.layout.fixed
         self.parallel = data_parallel(trainer, exchange, is_summed)
-        numbers = range(len(model.storage.spans))
         self._plans = arrangement is not None and arrangement.layout.activation_memory is not None
-        self.fixed = FixedReduction(model, replicas, [numbers], backend) if fixed else None
+        self.fixed = FixedReduction(model, replicas, backend) if fixed else None
         strategy = self.parallel
         weights = strategy if isinstance(strategy, ShardedDataParallel) and strategy.stage > 1 else None
         self._passes = ForwardBackward(trainer, self._backward, self.fixed, weights=weights)
@@ -538,7 +537,7 @@ class ReplicaRunner:
         now, fixed = self._passes.now, self.fixed
         self.parallel.backward(loss, now.batch.global_targets, last and fixed is None, seed=seed)
         if fixed is not None:
-            fixed.add(0, now.cut.number)
+            fixed.add(now.cut.number)
 
     def _sums(self, values: Values) -> tuple[float, float]:
         return (values.get(LOSS, 0.0), values.get(SCORE, 0.0)) if self._passes.counts else (0.0, 0.0)

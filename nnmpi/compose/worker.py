@@ -78,7 +78,6 @@ from nnmpi.memory.ledger import (
     MemoryLedger,
 )
 from nnmpi.nn.chain import ModelPart
-from nnmpi.nn.mode import unfused
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.optim.loss_scale import LossScale
@@ -520,10 +519,9 @@ class Worker(Trainer):
         return [f"{most}{agrees}:", *wrap(kinds, 94, initial_indent="  ", subsequent_indent="  ")]
 
     def _deterministic(self) -> AbstractContextManager[object]:
-        """Compute in the worker's precision; with reduction "fixed" also to the same bits on every layout.
+        """Compute in the worker's precision; with reduction "fixed" also to the same bits on any number of replicas.
 
-        The bits of a product or a sum of squares may depend on how many threads BLAS has, and those of layers that are
-        computed as one differ from those of the same layers on two stages.
+        The bits of a product or a sum of squares may depend on how many threads BLAS has.
         """
         refuse_inside("a Worker's step or evaluation")
         if self.precision == mode_of() and self.scaling is None and not self._fixed:
@@ -534,7 +532,6 @@ class Worker(Trainer):
             stack.enter_context(np.errstate(over="ignore", invalid="ignore"))
         if self._fixed:
             stack.enter_context(loaded_pools().limit(limits=1, user_api="blas"))
-            stack.enter_context(unfused())
         return stack
 
     def _norm(self, values: Values) -> float:

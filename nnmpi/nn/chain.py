@@ -160,34 +160,6 @@ class ModelPart(Module):
         return x
 
 
-def whole_pieces(model: Module, layers: Sequence[ChainLayer]) -> list[Module]:
-    """Return some layers of a chain as modules through which one tensor passes after the other.
-
-    Args:
-        model: the model that has the layers' parameters.
-        layers: of `open_chain`; what skips some of them becomes one module with these.
-
-    Raises:
-        UsageError: when kept values are open at the ends.
-    """
-    pieces, run, open_names = list[Module](), list[ChainLayer](), set[str]()
-    for layer in layers:
-        run.append(layer)
-        open_names = (open_names | {layer.keeps or ""}) - {""}
-        if layer.takes is not None and layer.takes not in open_names:
-            break
-        open_names -= {layer.takes or ""}
-        if not open_names:
-            pieces.append(layer.module if len(run) == 1 and layer.module is not None else ModelPart(model, run))
-            run = []
-    if run:
-        raise UsageError(
-            f"a stage of the pipeline begins or ends within the shortcut of {run[0].name}, where more than one tensor "
-            "passes, so that its activations cannot be limited; cut elsewhere with split, or leave the limit out"
-        )
-    return pieces
-
-
 def join_layers(layers: Sequence[ChainLayer]) -> tuple[Run, ...]:
     """Return the calls that run some layers: one for several of them, where `nn.fuse` computes them as one."""
     runs: list[Run] = []

@@ -1,23 +1,21 @@
-"""Gradients summed in a fixed order: the same bits under every data-parallel and pipeline layout.
+"""Gradients summed in a fixed order: the same bits on any number of replicas.
 
 The bits of a floating-point sum depend on its order, and those of a matrix product on its shape. So each microbatch is
-computed as a whole on one replica, with the same shapes in every layout, and the microbatches' gradients are added in a
+computed as a whole on one replica, and the microbatches' gradients are added in a
 tree that depends on their number alone (see `comm.fixed_order`):
 
     serial              4 microbatches on 1 replica:    ((0 + 1) + (2 + 3))
     2 replicas          0 + 1  on one, 2 + 3 on the other, and then the sum of both
     3 replicas          0 + 1  |  2  |  3               the tree stays
 
-It works for any number of replicas (those beyond the number of microbatches have nothing to do), of stages and of
-microbatches, as long as no batch norm is used in two places. A parameter of several stages belongs to the first one,
-which adds to what the later ones hand on to it (see `parallel.pipeline.relay`). Two runs have the same bits if they
+It works for any number of replicas (those beyond the number of microbatches have nothing to do) and of microbatches,
+as long as no batch norm is used in two places. Two runs have the same bits if they
 have the same number of microbatches. That holds for what training computes (losses, gradients, their length, weights,
 running statistics), and not for the loss of an evaluation, whose batches the layout cuts. It holds on one processor
 type, with one BLAS library and one thread. Batch statistics are those of a microbatch; running statistics take in the
 microbatches in order.
 """
 
-from collections.abc import Sequence
 from functools import partial
 
 import numpy as np
@@ -35,28 +33,24 @@ from nnmpi.nn.norm import BatchNorm
 
 
 class FixedReduction:
-    """Sums a model's gradients over microbatches and replicas, part by part of the model.
+    """Sums a model's gradients over microbatches and replicas.
 
     Args:
         model: initialized; its batch norms' running statistics are updated here from now on.
         group: the replicas.
-        parts: for each part (a stage, or the whole model) its parameters, by their numbers in the model's storage; each
-            in one part alone.
         backend: where the model lives.
 
     Attributes:
         microbatch: the one whose forward runs, to which batch statistics then belong; the caller sets it before.
     """
 
-    def __init__(self, model: Module, group: Group, parts: Sequence[Sequence[int]], backend: Backend) -> None:
+    def __init__(self, model: Module, group: Group, backend: Backend) -> None:
         self.model, self.group, self.backend = model, group, backend
         self.storage = model.storage
         self.microbatch = 0
-        self._parts = [list(part) for part in parts]
-        self._pieces = [self._find_pieces(part) for part in self._parts]
         self._norms = [module for _, module in model.named_modules() if isinstance(module, BatchNorm)]
         self._seen: list[dict[int, tuple[Array, Array]]] = [{} for _ in self._norms]
-        self._trees: list[list[SumTree]] = []
+        self._trees: list[SumTree] = []
         self._count = 0
         for number, norm in enumerate(self._norms):
             norm.observe = partial(self._observe, number)
@@ -64,18 +58,17 @@ class FixedReduction:
     def begin(self, microbatches: int) -> None:
         """Begin a step with so many microbatches, over all replicas."""
         self._count = microbatches
-        self._trees = [[SumTree(microbatches) for _ in pieces] for pieces in self._pieces]
+        self._trees = [SumTree(microbatches) for _ in self.storage.grads]
         for seen in self._seen:
             seen.clear()
 
-    def add(self, part: int, microbatch: int) -> None:
-        """Take the gradients of one microbatch for one part of the model, and clear them in the model."""
-        for number in self._parts[part]:
-            self.storage.spans[number].parameter.finish_gradient()
-        for tree, place in zip(self._trees[part], self._places(part), strict=True):
-            tree.push(microbatch, to_host(place))
-        for number in self._parts[part]:
-            self.storage.spans[number].parameter.grad = None
+    def add(self, microbatch: int) -> None:
+        """Take the gradients of one microbatch, and clear them in the model."""
+        self.storage.finish_gradients()
+        for tree, grad in zip(self._trees, self.storage.grads, strict=True):
+            tree.push(microbatch, to_host(grad))
+        for span in self.storage.spans:
+            span.parameter.grad = None
 
     def finish(self) -> None:
         """Write the sums into the storage's gradients, and update running statistics. Collective."""
@@ -85,14 +78,12 @@ class FixedReduction:
             self._take_in(norm, seen)
 
     def _sum(self) -> None:
-        for part, trees in enumerate(self._trees):
-            for tree, place in zip(trees, self._places(part), strict=True):
-                out = room_like(place, place.shape) if is_device(place) else place
-                sum_in_fixed_order(self.group, tree, out)
-                put(out, place)
-            for number in self._parts[part]:
-                parameter = self.storage.spans[number].parameter
-                parameter.grad = parameter.buffer
+        for tree, grad in zip(self._trees, self.storage.grads, strict=True):
+            out = room_like(grad, grad.shape) if is_device(grad) else grad
+            sum_in_fixed_order(self.group, tree, out)
+            put(out, grad)
+        for span in self.storage.spans:
+            span.parameter.grad = span.parameter.buffer
 
     def sum_numbers(self, values: dict[int, float], group: Group) -> float:
         """Return the sum of one number per microbatch, which one rank each has, in the same tree; collective."""
@@ -109,7 +100,7 @@ class FixedReduction:
     @property
     def sent_bytes(self) -> int:
         """The bytes of gradients that are summed over the replicas in a step; 0 for a single one."""
-        size = sum(place.nbytes for part in range(len(self._parts)) for place in self._places(part))
+        size = sum(grad.nbytes for grad in self.storage.grads)
         return size if self.group.size > 1 else 0
 
     def release(self) -> None:
@@ -134,21 +125,3 @@ class FixedReduction:
         self.group.all_reduce(everyones.reshape(-1), check=False)  # one replica has each, so nothing is rounded
         for mean, variance in everyones:
             norm.take_in(self.backend.asarray(mean), self.backend.asarray(variance))
-
-    def _find_pieces(self, part: Sequence[int]) -> list[tuple[int, slice]]:
-        """Return where a part's parameters lie in the flat arrays: (number of the array, elements), few and long."""
-        pieces: list[tuple[int, slice]] = []
-        growing: dict[int, int] = {}  # for each flat array the piece that the next parameter lies beside
-        for number, span in enumerate(self.storage.spans):
-            if number not in part:
-                growing.pop(span.buffer, None)
-            elif span.buffer in growing:
-                at = growing[span.buffer]
-                pieces[at] = (span.buffer, slice(pieces[at][1].start, span.stop))
-            else:
-                growing[span.buffer] = len(pieces)
-                pieces.append((span.buffer, slice(span.start, span.stop)))
-        return pieces
-
-    def _places(self, part: int) -> list[Array]:
-        return [self.storage.grads[buffer][place] for buffer, place in self._pieces[part]]

@@ -23,13 +23,10 @@ from nnmpi.memory.plan import Costs, LayerCost, Plan, keep_all, price_plan
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
-from nnmpi.parallel.pipeline.budget import StageCosts, StagePlans
-from nnmpi.parallel.pipeline.pass_report import StageBytes, most_bytes, recorded_bytes
 from nnmpi.parallel.zero.units import StateBytes, predict_bytes
-from nnmpi.planner.activations import measure_costs, measure_stage_costs, measure_stages, measure_whole
+from nnmpi.planner.activations import measure_costs, measure_pipeline, measure_whole
 from nnmpi.planner.profile import LONGEST_S, Profile, Workload, between
 from nnmpi.planner.space import Candidate
-from nnmpi.schedule.lower import lower
 from nnmpi.schedule.partition import partition
 
 
@@ -72,9 +69,8 @@ class ModelShapes:
         self._parts: dict[tuple[int, int, int], CutModel] = {}
         self._states: dict[tuple[int, ...], tuple[StateBytes, ...]] = {}
         self._whole: dict[tuple[tuple[int, int], int, bool], int] = {}
-        self._stages: dict[tuple[Any, ...], tuple[StageBytes, ...]] = {}
+        self._stages: dict[tuple[Any, ...], list[int]] = {}
         self._plans: dict[tuple[int, ...], OptimalPlans] = {}
-        self._costs: dict[tuple[int, ...], dict[int, StageCosts]] = {}
         self._again: dict[Candidate, ComputedAgain] = {}
 
     def state(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> StateBytes:
@@ -141,7 +137,7 @@ class ModelShapes:
     def activations(self, one: Candidate, rows: Sequence[int]) -> list[int]:
         """Return the activations of each of a pipeline's ranks; one number of ranks without one.
 
-        They are exact, unless a microbatch takes so long that it is told from those of fewer rows.
+        Microbatches that take long are told from those of fewer rows.
 
         Args:
             one: the layout.
@@ -164,11 +160,11 @@ class ModelShapes:
     def _activations(self, one: Candidate, rows: Sequence[int]) -> list[int]:
         if one.pp == 1:
             return [self._of_whole((one.tp, one.sp), rows[0], one.zero < 2)]
-        schedule = lower(one.make())
-        stages = [self._of_stages(one, each, one.recompute) for each in rows]
-        everyones = list(zip(*stages, strict=True))  # of each microbatch, for each of those that share layers
-        ways = (most_bytes, recorded_bytes)
-        return [max(way(schedule, rank, each) for each in everyones for way in ways) for rank in range(one.pp)]
+        key = (one.axes[1:], one.schedule, one.virtual_stages, one.microbatches, one.recompute, max(rows))
+        if key not in self._stages:
+            cuts = self.part(one.tp, one.pp, one.virtual_stages).cuts
+            self._stages[key] = measure_pipeline(self.workload, one, cuts, max(rows), self._backend)
+        return self._stages[key]
 
     def again(self, one: Candidate, rows: int) -> ComputedAgain:
         """Return what a budget for activations costs.
@@ -180,8 +176,8 @@ class ModelShapes:
         alike = replace(one, zero=one.zero if one.zero > 1 else 0, allreduce=AUTO)
         if alike not in self._again:
             try:
-                found = self._in_whole(one, rows) if one.pp == 1 else self._in_stages(one, rows)
-            except NnmpiError:  # there is no plan, as for stages that begin within a shortcut: no memory is enough
+                found = self._in_whole(one, rows)
+            except NnmpiError:  # there is no plan: no memory is enough
                 found = ComputedAgain((sys.maxsize,) * one.pp, (0.0,) * (one.pp * one.virtual_stages))
             self._again[alike] = found
         return self._again[alike]
@@ -199,32 +195,6 @@ class ModelShapes:
         budget = max(one.activation_memory, plans.least)
         return ComputedAgain((min(budget, plans.all),), (_more(plans.costs, plans.plan(budget)),))
 
-    def _in_stages(self, one: Candidate, rows: int) -> ComputedAgain:
-        share, cuts = (one.tp, one.sp), self.part(one.tp, one.pp, one.virtual_stages).cuts
-        key = (*share, len(cuts), rows)
-        if key not in self._costs:
-            known = {
-                count: measure_stage_costs(self.workload, cuts, share, count, self._backend)
-                for count in self._measured_rows(rows)
-            }
-            self._costs[key] = {
-                stage: replace(
-                    costs,
-                    first=_costs_for(rows, {count: each[stage].first for count, each in known.items()}),
-                    later=_costs_for(rows, {count: each[stage].later for count, each in known.items()}),
-                    received=round(between({count: each[stage].received for count, each in known.items()}, rows)),
-                )
-                for stage, costs in next(iter(known.values())).items()
-            }
-        costs, schedule = self._costs[key], lower(one.make())
-        found = [
-            StagePlans(schedule, rank, {s: costs[s] for s in schedule.stages_of(rank)}, one.activation_memory)
-            for rank in range(one.pp)
-        ]
-        plans = {stage: plan for each in found for stage, plan in each.plans.items()}
-        more = tuple(_more(costs[stage].later, plans[stage]) for stage in range(len(cuts)))
-        return ComputedAgain(tuple(max(min(each.most_kept, one.activation_memory), each.most) for each in found), more)
-
     def _of_whole(self, share: tuple[int, int], rows: int, recorded: bool) -> int:
         measured, key = self.profile.steps[share].get(rows), (share, rows, recorded)
         if measured is not None:
@@ -232,14 +202,6 @@ class ModelShapes:
         if key not in self._whole:
             self._whole[key] = measure_whole(self.workload, share, rows, self._backend, recorded)
         return self._whole[key]
-
-    def _of_stages(self, one: Candidate, rows: int, again: bool) -> tuple[StageBytes, ...]:
-        share, halves = (one.tp, one.sp), one.schedule == "zero-bubble"
-        key = (share, one.pp * one.virtual_stages, rows, again, halves)
-        if key not in self._stages:
-            cuts = self.part(one.tp, one.pp, one.virtual_stages).cuts
-            self._stages[key] = measure_stages(self.workload, cuts, share, rows, again, halves, self._backend)
-        return self._stages[key]
 
 
 def _more(costs: Costs, plan: Plan) -> float:

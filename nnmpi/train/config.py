@@ -104,8 +104,8 @@ class ParallelConfig:
     split: str = "auto"
     """Where the pipeline is cut: auto balances measured times; or the number of layers in each stage, such as 5,4,3."""
     reduction: Literal["fast", "fixed"] = "fast"
-    """fixed: add the gradients of whole microbatches in an order that does not depend on --dp and --pp, so that every
-    such layout gives the same bits, for the same number of --microbatches."""
+    """fixed: add the gradients of whole microbatches in an order that does not depend on --dp, so that any
+    number of replicas gives the same bits, for the same number of --microbatches."""
     zero: int = 0
     """What the replicas share out (ZeRO), each keeping a part: 1: the optimizer's state; 2: gradients, too; 3: the
     weights, too, which are gathered block by block when they are needed. With --pp 1 alone."""

@@ -29,7 +29,7 @@ DESCRIPTION = """Does a model trained under a layout do what it does on one rank
 
 mpirun -n 8 python -m nnmpi.verify --model cnn --dp 2 --pp 2 --tp 2
 mpirun -n 6 python -m nnmpi.verify --model nets/mine.py:build --shape 32 32 3 --dp 3 --pp 2
-mpirun -n 4 python -m nnmpi.verify --dp 2 --pp 2 --reduction fixed
+mpirun -n 4 python -m nnmpi.verify --reduction fixed
 mpirun -n 4 python -m nnmpi.verify --model gpt --tp 2 --sp 2 --sp-attention ring
 
 Some steps are trained under the layout, and again on rank 0 alone, lstm and gpt on random tokens. Losses, gradients,

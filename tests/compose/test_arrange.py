@@ -219,7 +219,7 @@ def test_the_profile_takes_no_gradient_of_the_models_input() -> None:
         ({"split": ()}, "has a stage without layers"),
         ({"split": "5,4"}, "split '5,4' is unknown; give auto, or numbers of layers such as"),
         ({"split": (2.5, 4)}, "is unknown; give auto, or numbers"),
-        ({"tp": 2, "reduction": "fixed"}, "covers dp and pp; sharded layers add in parts"),
+        ({"tp": 2, "reduction": "fixed"}, "tp at 1"),
         ({"schedule": "pipedream", "reduction": "fixed"}, "reduction fixed does not go with pipedream"),
         ({"schedule": "pipedream", "activation_memory": "least"}, "activation_memory does not go with pipedream"),
     ],

@@ -64,7 +64,7 @@ def layouts(size: int) -> list[Layout]:
         Layout(pp=size, dp=1, schedule="pipedream"),
     ]
     if size % 2 == 0:
-        found += [Layout(pp=2, tp=size // 2, activation_memory="least"), Layout(dp=size // 2, pp=2, reduction="fixed")]
+        found += [Layout(pp=2, tp=size // 2, activation_memory="least")]
     return found
 
 

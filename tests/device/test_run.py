@@ -25,7 +25,7 @@ LAYOUTS = {
     "data": ("--model resnet --check-weights", 2),
     "pipeline": ("--model cnn --hidden 16 --pp 2 --pipeline zero-bubble --split 5,5", 2),
     "tensor": ("--model mlp --hidden 24 16 --tp 3", 3),
-    "fixed": ("--model mlp --hidden 24 16 --reduction fixed --dp 2 --pp 2 --split 3,3", 4),
+    "fixed": ("--model mlp --hidden 24 16 --reduction fixed", 4),
     "local": ("--model mlp --hidden 24 16 --sync local --local-steps 3", 2),
     "gossip": ("--model mlp --hidden 24 16 --sync gossip", 3),
     # no two ranks are as fast: who of those goes first that come at the same moment is drawn

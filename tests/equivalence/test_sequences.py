@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from nnmpi import models
@@ -45,18 +44,3 @@ def test_every_layout_is_the_serial_run(group: Group, alone: Group, model: str) 
         found = train(group, MODELS[model], layout)
         relative, absolute = compare(found, serial) if serial is not None else (0.0, 0.0)
         assert relative < 1e-11 and absolute < 1e-11, f"{layout}: {relative}, {absolute}"
-
-
-@pytest.mark.simulated(max_size=8)
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("model", ["gpt", "lstm"])
-def test_sums_in_a_fixed_order_have_the_serial_bits(group: Group, alone: Group, model: str, dtype: str) -> None:
-    """Also of the table that the first and the last stage share."""
-    serial = train(alone, MODELS[model], Layout(reduction="fixed"), dtype) if group.is_root else None
-    for each in layouts(model, group.size):
-        if each.tp == 1:
-            layout = Layout(each.dp, each.pp, 1, each.schedule, each.virtual_stages, each.split, reduction="fixed")
-            numbers, weights = train(group, MODELS[model], layout, dtype)
-            if serial is not None:
-                assert numbers == serial[0], layout
-                assert all(np.array_equal(value, weights[name]) for name, value in serial[1].items()), layout

@@ -108,7 +108,6 @@ def test_a_mean_is_over_the_labels_that_count(serial: dict[str, Any]) -> None:
         (6, Layout(pp=2, dp=3)),
         (8, Layout(pp=2, dp=2, tp=2)),
         (3, Layout(reduction="fixed")),
-        (4, Layout(reduction="fixed", pp=2)),
     ],
     ids=str,
 )

@@ -60,16 +60,14 @@ def test_adam_makes_no_updates_of_rounding(group: Group, optimizer: str) -> None
     assert main(words.split(), group)
 
 
-def test_what_lies_out_of_memory_and_limited_pipelines_are_the_serial_run(group: Group, tmp_path: Path) -> None:
+def test_what_lies_out_of_memory_is_the_serial_run(group: Group, tmp_path: Path) -> None:
     """The serial run has all in memory, and no stage of ZeRO, which weights out of memory want."""
     plain = "--model mlp --hidden 12 8 7 --samples 31 --batch-size 14 --steps 2"
     assert main(f"{plain} --dp {group.size} --zero 3 --offload {tmp_path} --offload-state all".split(), group)
-    assert main(f"{plain} --pp {group.size} --activation-memory 1MiB".split(), group)
 
 
 def test_fixed_sums_are_the_serial_run_to_the_last_bit(group: Group, capsys: pytest.CaptureFixture[str]) -> None:
-    pp = 2 if group.size % 2 == 0 else 1
-    words = f"--model mlp --hidden 12 8 7 --dp {group.size // pp} --pp {pp} --reduction fixed --dtype float32 --steps 3"
+    words = f"--model mlp --hidden 12 8 7 --dp {group.size} --reduction fixed --dtype float32 --steps 3"
     assert main(words.split(), group)
     assert not group.is_root or capsys.readouterr().out.splitlines()[-1] == "equal to the last bit"
 

@@ -6,8 +6,6 @@
         |            \
     stage       Stage              computes: forward and backward of one microbatch, and what is kept in between
     boundary    StageBoundary      sends and receives: activations forward, gradients back
-    budget      StagePlans         within a budget of bytes: what of a microbatch the stages keep, and compute again
-    relay       GradientRelay      under fixed sums: hands on the gradients of parameters that several stages have
 
 Read executor first, then stage and boundary. `profile` measures what each layer of a chain costs, so that a model can
 be cut into stages of equal cost.

@@ -14,17 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-import numpy as np
-
 from nnmpi import clock, timeline
-from nnmpi.backend.allocations import AllocationCount, counted_here
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages
 from nnmpi.parallel.pace import Pace
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoundary
-from nnmpi.parallel.pipeline.pass_report import InstructionBytes, PassReport
+from nnmpi.parallel.pipeline.pass_report import PassReport
 from nnmpi.parallel.pipeline.stage import Stage
 from nnmpi.schedule.check import check
 from nnmpi.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, parts
@@ -44,12 +41,6 @@ def _executable(name: Generator, ranks: int, microbatches: int, virtual: int) ->
 
 class GradientSink:
     """What becomes of the parameters' gradients: so a pipeline need not know data parallelism. Here nothing."""
-
-    def adds(self, stage: int, microbatch: int) -> None:
-        """A microbatch's gradients will now be added to the parameters of a stage."""
-
-    def added(self, stage: int, microbatch: int) -> None:
-        """A microbatch's gradients have been added to the parameters of a stage."""
 
     def reduce(self, stage: int, microbatch: int | None) -> None:
         """The gradients of a stage are final: begin their sum over the replicas, but do not wait for it.
@@ -79,7 +70,7 @@ class Pipeline:
         pace: how long computing lasts in training.
 
     Attributes:
-        messages: between the ranks; tags from 3 * `count` on are free for others.
+        messages: between the ranks.
     """
 
     def __init__(
@@ -170,16 +161,13 @@ class _Pass:
         self._input_grads: dict[tuple[int, int], list[Array]] = {}
         self._coming: dict[tuple[Kind, int], deque[int]] = {}
         self._posted: dict[tuple[Kind, int, int], Callable[[], Any]] = {}
-        self._count, self._sent, self._on_device = counted_here(), (0, 0, 0), pipeline.backend.is_device
         # Where a message's receive is posted ahead, the one before it has left or can leave when it is sent.
         self._waits = all(end.is_agreed(key) for end in boundaries.values() for key in self._keys)
-        self._report = PassReport(
-            len(inputs), count=self._count, begin_bytes=0 if self._count is None else self._count.used
-        )
+        self._report = PassReport(len(inputs))
         self._timeline = timeline.current()
         self._actions: dict[Kind, Callable[[int, Any], None]] = {
             Kind.F: self._forward,
-            Kind.B: self._backward,
+            Kind.B: partial(self._go_back, halves=False),
             Kind.I: partial(self._go_back, halves=True),
             Kind.W: self._weight_half,
             Kind.SEND_ACT: self._send_activation,
@@ -204,15 +192,13 @@ class _Pass:
             self._post_next(kind, stage)
         for item in self._program:
             for one in parts(item):
-                self._do(one) if self._count is None else self._do_counted(one, self._count)
+                self._do(one)
             self._messages.progress()
             self._sink.progress()
         waited = clock.now()
         self._messages.drain()
         for boundary in self._boundaries.values():
             boundary.let_go()
-        if self._count is not None:
-            self._count.reset_peak()
         end = clock.now()
         if self._timeline is not None:
             self._timeline.add("last sends", "waiting", timeline.WAITING, waited, end)
@@ -242,13 +228,6 @@ class _Pass:
         if one.kind not in RECEIVES and (one.kind is not Kind.STEP or one.microbatch is not None):
             self._show(one, begin, end)
 
-    def _do_counted(self, one: Instruction, count: AllocationCount) -> None:
-        """Do the same, and note what it does to memory."""
-        before, self._sent = count.used, (0, 0, 0)
-        count.reset_peak()
-        self._do(one)
-        self._report.bytes[one] = InstructionBytes(count.used - before, count.peak - before, *self._sent)
-
     def _show(self, one: Instruction, begin_s: float, end_s: float) -> None:
         if self._timeline is not None:
             category, track = _LOOKS[one.kind]
@@ -267,15 +246,8 @@ class _Pass:
         else:
             self._values[stage + 1, microbatch] = result
 
-    def _backward(self, stage: int, microbatch: int) -> None:
-        self._sink.adds(stage, microbatch)
-        self._go_back(stage, microbatch, halves=False)
-        self._sink.added(stage, microbatch)
-
     def _weight_half(self, stage: int, microbatch: int) -> None:
-        self._sink.adds(stage, microbatch)
         self._stages[stage].finish(microbatch)
-        self._sink.added(stage, microbatch)
 
     def _go_back(self, stage: int, microbatch: int, halves: bool) -> None:
         grads = [self._seeds[microbatch]] if stage == self._last else self._grads.pop((stage, microbatch))
@@ -295,20 +267,15 @@ class _Pass:
 
     def _send_activation(self, stage: int, microbatch: int) -> None:
         values = self._results.pop((stage, microbatch))
-        sent = self._boundaries[stage].send(self._keys[microbatch], values, self._waits)
-        self._note_sent(sent, self._stages[stage].holds(microbatch))
+        self._note_sent(self._boundaries[stage].send(self._keys[microbatch], values, self._waits))
 
     def _send_gradient(self, stage: int, microbatch: int) -> None:
         grads = self._input_grads.pop((stage, microbatch))
         self._note_sent(self._boundaries[stage - 1].send_back(grads, self._waits))
 
-    def _note_sent(self, sent: Sequence[Array], kept: Sequence[Array] = ()) -> None:
+    def _note_sent(self, sent: Sequence[Array]) -> None:
         report, nbytes = self._report, sum(array.nbytes for array in sent)
         report.sent_bytes, report.messages = report.sent_bytes + nbytes, report.messages + len(sent)
-        if self._count is not None and not self._on_device:  # a device's arrays have gone when their copies are sent
-            held = {each.ctypes.data: each for each in sent}.values()  # what is kept beside itself is sent twice
-            alone = [each for each in held if not any(np.may_share_memory(each, other) for other in kept)]
-            self._sent = nbytes, sum(each.nbytes for each in held), sum(each.nbytes for each in alone)
 
     def _receive(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Make sure that this receive is posted, and the next one between the two stages.

@@ -18,13 +18,11 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.memory_pool import alias
 from nnmpi.backend.recording import active
-from nnmpi.memory.chain import plain
-from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.nn.chain import ChainLayer, join_layers, run_layers
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, pack, unpack
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import whole_values
-from nnmpi.tensor.tape import Deferred, walk_back
+from nnmpi.tensor.tape import Deferred
 from nnmpi.tensor.tensor import Tensor
 
 Head: TypeAlias = Callable[[Tensor, int], Tensor]
@@ -37,7 +35,7 @@ Part: TypeAlias = Callable[[Work, Sequence[Array]], tuple[Sequence[Array], Any]]
 class _InFlight:
     """A microbatch between its forward and its backward: `ends` is None where they are to be computed again.
 
-    By a plan the end of a stage is here without its values; in a replay nothing is.
+    In a replay nothing is.
     """
 
     leaves: list[Tensor] = field(default_factory=list)
@@ -80,10 +78,6 @@ class Stage:
             beginning, and unmarked, at its end (see `parallel.sequence`); None where nothing is.
         part: (work, arrays) -> what work makes of them: arrays, and what is the same each time; it may be recorded and
             replayed (see `compose.replayed`).
-
-    Attributes:
-        planned: runs the layers by a plan, if there is one.
-        entered: what came to the stage last while there is a plan to be made; else None.
     """
 
     def __init__(
@@ -103,22 +97,11 @@ class Stage:
         self._part = part
         self._in_flight: dict[int, _InFlight] = {}
         self._halves: dict[int, Deferred] = {}
-        self.planned: RecomputedModel | None = None
-        self.is_watched, self.entered = False, BoundaryArrays((), ())
 
     @property
     def live(self) -> int:
         """The number of microbatches whose activations are kept now."""
         return len(self._in_flight) + len(self._halves)
-
-    def holds(self, microbatch: int) -> list[Array]:
-        """Return the arrays at the stage's ends that a microbatch keeps between its forward and its backward."""
-        flight = self._in_flight.get(microbatch)
-        return (
-            []
-            if flight is None
-            else [each.data for each in (*flight.leaves, *(flight.ends or ())) if hasattr(each, "data")]
-        )
 
     def forward(self, microbatch: int, values: BoundaryArrays, keep: bool = True) -> BoundaryArrays:
         """Return the stage's result for one microbatch.
@@ -128,8 +111,6 @@ class Stage:
             values: the stage's input.
             keep: whether a backward will follow.
         """
-        if self.is_watched:
-            self.entered = values
         flight = _InFlight(single=values.single)
         if keep:
             self._in_flight[microbatch] = flight
@@ -144,15 +125,9 @@ class Stage:
     ) -> tuple[Sequence[Array], Any]:
         """Return the ends' arrays; and which need a gradient, and whether they are a single tensor."""
         leaves = [Tensor(array, requires_grad=need) for array, need in zip(arrays, needs, strict=True)]
-        if keep and self.planned is not None:
-            ends, single = [self._run_plan(self.planned, microbatch, leaves[0])], True
-            flight.leaves, flight.ends = leaves, ends
-            if self.head is None:
-                flight.ends = [_without_values(end) for end in ends]
-        else:
-            ends, single = self._run(microbatch, leaves, flight.single)
-            if keep:
-                flight.leaves, flight.ends = leaves, None if self._recompute else ends
+        ends, single = self._run(microbatch, leaves, flight.single)
+        if keep:
+            flight.leaves, flight.ends = leaves, None if self._recompute else ends
         found = tuple(whole_values("the end of a stage", end) for end in ends)
         return found, (tuple(end.requires_grad for end in ends), single)
 
@@ -162,11 +137,10 @@ class Stage:
         Args:
             microbatch: its number; its forward was done with `keep`.
             grads: of the results that need one; on the last stage that of the head's scalar.
-            halves: whether the parameters' gradients are left to `finish` (see `schedule`, zero bubble). By a plan
-                none are: what the plan says is done in one go.
+            halves: whether the parameters' gradients are left to `finish` (see `schedule`, zero bubble).
         """
         flight = self._in_flight.pop(microbatch)
-        if self.planned is None and self._recompute:
+        if self._recompute:
             with self._scope(microbatch, True):
                 self._part(partial(self._run_again, flight, microbatch), ())
         found, _ = self._part(partial(self._go_back, flight, microbatch, halves), grads)
@@ -181,11 +155,9 @@ class Stage:
         ends, flight.ends = flight.ends, None
         assert ends is not None
         _comes_each_time(flight.leaves)  # one that passes through the stage is an end, too
-        deferred = Deferred() if halves and self.planned is None else None
+        deferred = Deferred() if halves else None
         needing = [end for end in ends if end.requires_grad]
-        if needing and self.planned is not None and self.head is None:
-            walk_back(needing[0], grads[0], retain=False)
-        elif len(needing) == 1:
+        if len(needing) == 1:
             needing[0].backward(grads[0], deferred=deferred)
         elif needing:
             CommonRoot(grads)(*needing).backward(np.zeros(()), deferred=deferred)
@@ -207,27 +179,20 @@ class Stage:
         self._in_flight.clear()
         self._halves.clear()
 
-    def end(self, x: Tensor, microbatch: int) -> Tensor:
-        """Return what the layers' result is at the stage's end: the loss on the last one."""
-        x = x if self._shared is None else self._shared(x, False)
-        return x if self.head is None else self.head(x, microbatch)
-
-    def begin(self, x: Tensor) -> Tensor:
-        """Return what comes to the stage as what comes to its layers."""
-        return x if self._shared is None else self._shared(x, True)
-
-    def _run_plan(self, planned: RecomputedModel, microbatch: int, x: Tensor) -> Tensor:
-        """Return the stage's end by the plan."""
-        return planned.run(*plain(self.begin(x)), lambda y: self.end(y, microbatch))
-
     def _run(self, microbatch: int, leaves: list[Tensor], single: bool) -> tuple[list[Tensor], bool]:
         _comes_each_time(leaves)
-        x, kept = unpack([self.begin(leaf) for leaf in leaves], single, self._names)
+        x, kept = unpack([self._enter(leaf) for leaf in leaves], single, self._names)
         x = run_layers(self.layers, self._joined, x, kept)
         if self.head is not None:
-            return [self.end(x, microbatch)], True
+            return [self.head(self._leave(x), microbatch)], True
         ends, single = pack(x, kept, self.number)
-        return [self.end(each, microbatch) for each in ends], single
+        return [self._leave(each) for each in ends], single
+
+    def _enter(self, x: Tensor) -> Tensor:
+        return x if self._shared is None else self._shared(x, True)
+
+    def _leave(self, x: Tensor) -> Tensor:
+        return x if self._shared is None else self._shared(x, False)
 
 
 def _comes_each_time(leaves: Sequence[Tensor]) -> None:
@@ -235,13 +200,6 @@ def _comes_each_time(leaves: Sequence[Tensor]) -> None:
     recorder = active()
     if recorder is not None:
         recorder.made.update(leaves)
-
-
-def _without_values(end: Tensor) -> Tensor:
-    """Return a tensor at the same place of the graph, which does not keep the values."""
-    found = Tensor.blank()
-    found.requires_grad, found.node, found.tape = end.requires_grad, end.node, end.tape
-    return found
 
 
 def _take_grad(leaf: Tensor) -> Array:
