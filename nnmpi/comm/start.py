@@ -17,8 +17,7 @@ import threadpoolctl
 
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.library import load_mpi
-from nnmpi.comm.mpi.shutdown import Shutdown, describe_uncaught, watch_exit, watch_leaving
-from nnmpi.comm.mpi.watchdog import Watchdog
+from nnmpi.comm.mpi.shutdown import Shutdown, describe_uncaught
 from nnmpi.command import printable
 from nnmpi.errors import LaunchError, UsageError
 from nnmpi.launcher import read_launch
@@ -31,8 +30,9 @@ SILENT_S = 3.0
 def start(exit_limit_s: float | None = None) -> Group:
     """Start MPI and return the group of all ranks; a second call returns the same group. Collective.
 
-    From then on an uncaught exception or a `sys.exit` with a status on one rank ends the whole job, with that rank's
-    traceback (for nnmpi's own errors: their sentence) printed once. See `nnmpi.comm.mpi.shutdown` for what is covered.
+    From then on an uncaught exception on one rank ends the whole job, with that rank's traceback (for nnmpi's own
+    errors: their sentence) printed once. `sys.exit(status)` on one rank does not: raise an exception instead. See
+    `nnmpi.comm.mpi.shutdown` for what is covered.
 
     Args:
         exit_limit_s: how long a rank that ended its program waits for the others before it ends the job. None leaves
@@ -63,20 +63,14 @@ def _start() -> tuple[Group, Shutdown]:
 
     _limit_running_blas()
     world = mpi_world()
-    shutdown = Shutdown(mpi, limit_s, world.comm.world)
+    shutdown = Shutdown(mpi, limit_s, world)
     if world.comm.size > 1:
         sys.excepthook = shutdown.on_exception
         threading.excepthook = shutdown.on_thread_exception
-        watch_exit(shutdown.on_exit)
-        watch_leaving(shutdown.on_leave)
         atexit.register(shutdown.on_end)
+        if mpi.Query_thread() >= mpi.THREAD_MULTIPLE:
+            shutdown.close = world.watch_over_ranks()
     group = Group(world.comm)
-    if world.comm.size > 1:
-        launch = read_launch(os.environ)
-        alone = launch is not None and launch.local_size == world.comm.size
-        lingers = alone and launch is not None and launch.name.startswith("Open MPI")
-        world.watchdog = Watchdog(group, world.operations, world.comm.world, alone, lingers)
-        shutdown.farewell = world.watchdog.leave
     return group, shutdown
 
 

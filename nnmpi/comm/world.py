@@ -28,6 +28,7 @@ T = TypeVar("T")
 Result = TypeVar("Result", covariant=True)
 
 PAGE_BYTES = 4096
+WARNING_S, LIMIT_S = 10.0, 300.0  # of a wait in training: it is reported; the job is ended
 
 Request: TypeAlias = Any
 """Something that was started: a message, or a collective."""
@@ -69,7 +70,7 @@ class World(Protocol):
         keeps_order: whether what a rank writes to shared memory is seen by others in the order of writing, so that a
             counter there may guard what was written before.
         step: the step of training that this rank is in, which whoever trains sets; for reports of what it waits for.
-        waiter: what waits for other ranks now and can say for what, see `stall.Waiter`; it sets and clears this itself.
+        waiter: what waits for other ranks now, whose `waits_for()` says for what; it sets and clears this itself.
     """
 
     comm: Comm

@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
-from nnmpi.comm.mpi.shutdown import leaving_refused
-from nnmpi.comm.stall import LIMIT_S, WARNING_S
+from nnmpi.comm.mpi.shutdown import exit_refused
 from nnmpi.comm.start import start, watch_alone
+from nnmpi.comm.world import LIMIT_S, WARNING_S
 from nnmpi.command import HelpAsked, read_words
 from nnmpi.data.catalogue import NAMES
 from nnmpi.errors import UsageError, shortened
@@ -168,12 +168,12 @@ def start_ranks(
                 )
             from nnmpi.comm.simulated.simulated_world import simulate  # of no use to ranks of MPI
 
-            with around(), leaving_refused(alone=True):
+            with around(), exit_refused():
                 simulate(partial(program, words), **options)
             return None
     group = start()
     group.comm.world.watch(WARNING_S, LIMIT_S)  # none waits for ever from now on
-    with leaving_refused(group.size == 1):
+    with exit_refused():
         return program(words, group)
 
 

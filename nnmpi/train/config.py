@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, get_type_hints
 
 from nnmpi.comm.machine import Machine, parse_network
-from nnmpi.comm.stall import LIMIT_S, WARNING_S
+from nnmpi.comm.world import LIMIT_S, WARNING_S
 from nnmpi.command import Option, Switch, convert, options_of, suggest
 from nnmpi.custom import Custom, is_custom
 from nnmpi.errors import UsageError

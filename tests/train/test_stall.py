@@ -58,7 +58,7 @@ def test_a_rank_that_does_not_come_is_named_and_the_job_ends(fault: str, tmp_pat
     begun = once(lambda: not asleep and lines(tmp_path / "run/metrics.jsonl") > 3, stop, ends=False)
     ending = train(tmp_path, words, ranks=2, is_lost=begun)
     assert ending.status == STALLED, ending.output
-    guilty = r"rank 1 is at net\.py:11 in Slow\.forward \(step \d+\)" if asleep else "rank 0 has not been heard of for"
+    guilty = r"rank 1 is at net\.py:11 in forward \(step \d+\)" if asleep else "rank 0 has not been heard of for"
     waiting = r"rank \d waits in .*, called at "
     for sentence in (rf"waiting for \d s: {guilty}.*{waiting}", rf"the job is ended: .*{guilty}.*{waiting}"):
         assert len(re.findall(sentence, ending.output)) == 1, ending.output

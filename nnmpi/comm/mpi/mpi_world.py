@@ -57,7 +57,7 @@ class MpiComm:
 
     def __init__(self, mpi: MPI.Comm, world: MpiWorld) -> None:
         self.mpi, self.world, self._world = mpi, cast(World, world), world
-        named = partial(_named, world.operations, mpi.Get_size())
+        named = partial(_named, world, mpi.Get_size())
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
         self._folder: Path | None = SHM  # of the windows
         self.isend, self.issend, self.irecv = mpi.Isend, mpi.Issend, mpi.Irecv
@@ -146,19 +146,26 @@ class MpiWorld:
         self.library = name_library(MPI.Get_library_version())
         self.step: int | None = None
         self.waiter: object = None
+        self.waiting: tuple[float, str] | None = None  # since when the main thread waits for other ranks, and for what
         self.keeps_order = platform.machine().lower() in ORDERED_MACHINES
         self._thread = ThreadPoolExecutor(1, "beside")  # it begins with the first work
 
     def wait_until(self, ready: Callable[[], bool], until_s: float = inf) -> bool:
         """Return when `ready()`, or at a time limit, asleep between looks at it."""
         pause_s = FIRST_S
-        while not ready():
-            left_s = until_s - clock.now()
-            if left_s <= 0:
-                return False
-            time.sleep(min(pause_s, left_s))
-            pause_s = min(2 * pause_s, LONGEST_S)
-        return True
+        if ready():
+            return True
+        self.waiting = time.monotonic(), self.operations[-1][1] if self.operations else "the start"
+        try:
+            while not ready():
+                left_s = until_s - clock.now()
+                if left_s <= 0:
+                    return False
+                time.sleep(min(pause_s, left_s))
+                pause_s = min(2 * pause_s, LONGEST_S)
+            return True
+        finally:
+            self.waiting = None
 
     def once(self, key: Hashable, make: Callable[[], T]) -> T:
         """Return what `make()` returns: every rank is a process of its own."""
@@ -167,6 +174,11 @@ class MpiWorld:
     def beside(self, work: Callable[[], T]) -> Future[T]:
         """Start some work on a thread."""
         return self._thread.submit(work)
+
+    def watch_over_ranks(self) -> Callable[[], None]:
+        """Start the watchdog, and return what ends it. Collective."""
+        self.watchdog = Watchdog(self)
+        return self.watchdog.close
 
     def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
         """Say for how long a wait for other ranks may last; see `watchdog`."""
@@ -179,13 +191,17 @@ class MpiWorld:
         return support()
 
 
-def _named(operations: Operations, size: int, name: str, call: Callable[..., T]) -> Callable[..., T]:
-    """Return a call that is written down when it begins."""
-    append, now, what = operations.append, time.perf_counter, f"{name} of {size} ranks"
+def _named(world: MpiWorld, size: int, name: str, call: Callable[..., T]) -> Callable[..., T]:
+    """Return a call that says while it runs what it waits for, and since when."""
+    append, now, since, what = world.operations.append, time.perf_counter, time.monotonic, f"{name} of {size} ranks"
 
     def named(*arguments: Any) -> T:
         append((now(), what))
-        return call(*arguments)
+        world.waiting = since(), what
+        try:
+            return call(*arguments)
+        finally:
+            world.waiting = None
 
     return named
 
