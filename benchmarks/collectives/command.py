@@ -209,7 +209,6 @@ def _header(options: argparse.Namespace, group: Group, backend: Backend, fit: st
         "algorithms": list(options.algorithms),
         "dtype": options.dtype,
         "backend": f"{backend.name} on {backend.device}",
-        "device_arrays": group.devices().describe() if backend.is_device else "",
         "checked": options.check,
         "ranks": group.size,
         "nodes": found.nodes,
@@ -238,7 +237,6 @@ def _header_lines(header: Mapping[str, Any], options: argparse.Namespace, fit_pl
         ("threads", header["blas"]),
         ("settings", settings or "none"),
         ("fit", header["fit"] + fit_place),
-        *([("device arrays", header["device_arrays"])] if header["device_arrays"] else []),
         *(("warning", text) for text in header["warnings"]),
     ]
     return labelled(named)

@@ -184,7 +184,7 @@ class Field:
         device, group = self._device_buffer(), self._group
         if name == AUTO:
             group.fit = self._fit
-            self.chosen[AUTO] = group.devices().choose(device).algorithm
+            self.chosen[AUTO] = group.choose(device).algorithm
         pending = group.bind(device, name, operation=self._options.operation)
 
         def run() -> None:

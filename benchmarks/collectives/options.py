@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from benchmarks.harness import command
-from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, IPC, NATIVE, NCCL, SHARED
+from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE, NCCL, SHARED
 from nnmpi.comm.buffers import DTYPES
 from nnmpi.errors import UsageError
 from nnmpi.units import format_bytes
@@ -34,7 +34,7 @@ def algorithms(operation: str, on_device: bool = False) -> tuple[str, ...]:
     made_of_steps = tuple(how for what, how in COLLECTIVES if what == operation)
     if operation != ALL_REDUCE:
         return (NATIVE, *made_of_steps, *([NCCL] if on_device else []))
-    return (NATIVE, SHARED, *made_of_steps, AUTO, *([IPC, NCCL] if on_device else [UPDATE, FUSED]))
+    return (NATIVE, SHARED, *made_of_steps, AUTO, *([NCCL] if on_device else [UPDATE, FUSED]))
 
 
 def known(operation: str, on_device: bool = False) -> tuple[str, ...]:

@@ -20,7 +20,6 @@ from nnmpi.units import format_bytes
 # Of the memory that is free, what the pools of the ranks on a device share; the rest is for what takes no memory from
 # the pools: contexts of CUDA (some hundred MB each), workspaces of libraries, buffers of NCCL.
 SHARED_FRACTION = 0.9
-_NOT_READY = 600  # cudaErrorNotReady
 UUID_BYTES = 16  # CuPy reads it as text, and may go on behind it to the next byte that is 0
 
 
@@ -86,15 +85,14 @@ def cublas_bindings() -> tuple[ModuleType, Callable[[], int]]:
     return bindings, importlib.import_module("cupy.cuda.device").get_cublas_handle
 
 
-def has_passed(event: Any) -> bool:
-    """Return whether the device has come to an event of CuPy's, without waiting.
+def name_card(xp: ModuleType, number: int) -> str:
+    """Return a device's address on its bus and its identity, by which ranks that see different numbers for it know it.
 
-    The event's own `done` is False for ever on a device that is lost. This raises then, as waiting does.
+    Parts of one card, which NVIDIA calls MIG, have the same address and memory of their own.
     """
-    status = importlib.import_module("cupy").cuda.runtime.eventQuery(event.ptr)
-    if status not in (0, _NOT_READY):
-        event.synchronize()
-    return bool(status == 0)
+    runtime = xp.cuda.runtime
+    identity = runtime.getDeviceProperties(number).get("uuid", b"")
+    return f"{runtime.deviceGetPCIBusId(number)} {bytes(identity[:UUID_BYTES]).hex()}"
 
 
 class DeviceStream:
@@ -175,13 +173,8 @@ class DeviceBackend(Backend):
 
     @property
     def card(self) -> str:
-        """The device's address on its bus and its identity, by which ranks that see different numbers for it know it.
-
-        (Parts of one card, which NVIDIA calls MIG, have the same address and memory of their own.)
-        """
-        runtime = self.xp.cuda.runtime
-        identity = runtime.getDeviceProperties(self.number).get("uuid", b"")
-        return f"{runtime.deviceGetPCIBusId(self.number)} {bytes(identity[:UUID_BYTES]).hex()}"
+        """What ranks on the same device have in common."""
+        return name_card(self.xp, self.number)
 
     def empty_pinned(self, elements: int, dtype: Any) -> Array:
         """Return a NumPy array of any values, (elements,), in page-locked memory."""

@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeAlias
 import nnmpi.shard as shard
 from nnmpi import clock, timeline
 from nnmpi.comm.agreement import agreed, require_equal
-from nnmpi.comm.algorithms.registry import AUTO, DEVICE_NAMES, IPC, NAMES, NATIVE, SHARED, How, find_algorithm, name_of
+from nnmpi.comm.algorithms.registry import AUTO, NAMES, NATIVE, NCCL, SHARED, How, find_algorithm, name_of
 from nnmpi.comm.buffers import Buffer, check_any, is_device
 from nnmpi.comm.choose import Choice
 from nnmpi.comm.execution import Pending
@@ -258,7 +258,7 @@ class BucketExchange:
         try:
             return group.bind(part, choice.algorithm if isinstance(name, str) else name, tag), choice
         except DeviceError as error:
-            if choice.algorithm not in (SHARED, IPC):
+            if choice.algorithm != SHARED:
                 raise
             reason = f"instead of {choice.algorithm}: {error}"
             instead = Choice(NATIVE, reason, predict(group, NATIVE, part.nbytes, self.overlap))
@@ -360,13 +360,13 @@ def predict(group: Group, algorithm: How, nbytes: int, started: bool = False) ->
 
     Args:
         group: the ranks.
-        algorithm: a name in `registry.NAMES` or `registry.DEVICE_NAMES`.
+        algorithm: a name in `registry.NAMES`, or "nccl".
         nbytes: the array's length in bytes.
         started: whether it is started and polled, and not a blocking call.
     """
     if group.size == 1:
         return 0.0
-    if group.fit is None or algorithm in DEVICE_NAMES or (algorithm == SHARED and group.fit.shared is None):
+    if group.fit is None or algorithm == NCCL or (algorithm == SHARED and group.fit.shared is None):
         return None
     return group.fit.predict(algorithm, nbytes, started)
 
@@ -387,8 +387,8 @@ def _check_names(names: Sequence[How], given: int, buckets: int, size: int) -> N
     for name in names:
         if not isinstance(name, str):
             check_proof(find_algorithm(name), size)
-        elif name not in (*NAMES, *DEVICE_NAMES):
-            known = ", ".join((*NAMES, *DEVICE_NAMES))
+        elif name not in (*NAMES, NCCL):
+            known = ", ".join((*NAMES, NCCL))
             raise UsageError(f"there is no all-reduce algorithm {name!r}; the names are {known}")
     if given != buckets:
         raise UsageError(f"{given} all-reduce algorithms are given for {buckets} buckets; give one, or one for each")

@@ -15,14 +15,22 @@ from nnmpi import timeline
 from nnmpi.backend.array import is_array, namespace
 from nnmpi.backend.precision import is_floating, is_low
 from nnmpi.comm.agreement import require_equal
-from nnmpi.comm.algorithms.registry import AUTO, HIERARCHICAL, NATIVE, SHARED, How, find_algorithm, find_collective
+from nnmpi.comm.algorithms.registry import (
+    AUTO,
+    HIERARCHICAL,
+    NATIVE,
+    NCCL,
+    SHARED,
+    How,
+    find_algorithm,
+    find_collective,
+)
 from nnmpi.comm.buffers import Buffer, as_bytes, check_any, check_buffer, check_contiguous, is_device, pieces
 from nnmpi.comm.choose import Choice, choose
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
 from nnmpi.comm.communicator import Communicator
-from nnmpi.comm.device.copies import from_host, put, room_like, to_host
-from nnmpi.comm.device.coroutine import Widened
-from nnmpi.comm.device.transport import Devices
+from nnmpi.comm.device.nccl import Nccl, NcclCollective
+from nnmpi.comm.device.staged import cuda_aware, from_host, put, room_like, staged, to_host, widened
 from nnmpi.comm.execution import MAX_MESSAGE_BYTES, Execution, NativeExecution, Pending
 from nnmpi.comm.fitting.fit import Fit
 from nnmpi.comm.prove import check_proof
@@ -56,14 +64,12 @@ class Group(Communicator):
         self._flying: dict[int, Pending] = {}
         self.fit: Fit | None = None
         self._memory: SharedMemory | None = None
-        self._devices: Devices | None = None
+        self._nccl: Nccl | None = None
 
     def duplicate(self) -> "Group":
         """Return a group of the same ranks whose messages, and waiting in shared memory, never meet this one's."""
         twin = Group(self.comm)
         twin.fit, twin._nodes = self.fit, self._nodes
-        if self._devices is not None:
-            twin._devices = Devices(twin, twin.memory, self._devices.awareness)
         if self._memory is not None and not self._memory.closed:
             with suppress(DeviceError):  # no room for its barriers: who asks for shared sums gets the error then
                 twin._memory = self._memory.twin(twin)
@@ -79,16 +85,11 @@ class Group(Communicator):
             self._memory = SharedMemory(self)
         return self._memory
 
-    def devices(self) -> Devices:
-        """Return what this group knows about device arrays, the same each time. Collective the first time."""
-        if self._devices is None:
-            self._devices = Devices(self, self.memory)
-        return self._devices
-
     def free(self) -> None:
         """Give the communicators back; for programs that make many groups. Shared arrays stay."""
-        if self._devices is not None:
-            self._devices.free()
+        if self._nccl is not None:
+            self._nccl.free()
+            self._nccl = None
         if self._memory is not None:
             self._memory.close()
         super().free()
@@ -103,8 +104,8 @@ class Group(Communicator):
                 8-bit integers does not fit, MPI's own may stop at the largest number and the others wrap around.
                 float16 and bfloat16 are added up in float32. It may be a device's: the result is there for what is
                 given to the current stream afterwards.
-            algorithm: a name in `registry.NAMES`, such as "auto", "native" or "ring"; for device arrays also "ipc" and
-                "nccl"; or a function of one's own, (rank, size) -> steps, which is proved before it runs first.
+            algorithm: a name in `registry.NAMES`, such as "auto", "native" or "ring"; for device arrays also "nccl";
+                or a function of one's own, (rank, size) -> steps, which is proved before it runs first.
             check: make sure first that n and dtype agree, by an exchange of a few bytes; without it ranks whose arrays
                 differ may wait for ever.
 
@@ -225,21 +226,21 @@ class Group(Communicator):
         persistent: bool = False,
     ) -> Pending:
         check_any(array)
-        if is_device(array):
-            if algorithm == AUTO and operation == ALL_REDUCE.name:
-                algorithm = self.devices().choose(array, self.fit, persistent=persistent).algorithm
-            host, direct = (
-                lambda part, on=on: self._bind_one(part, algorithm, tag, operation, persistent, on)
-                for on in (False, True)
-            )
-            return self.devices().bind(array, algorithm, tag, operation, persistent, host, direct)
         if is_low(array.dtype) and operation in (ALL_GATHER.name, BROADCAST.name):
             array = array.view(np.uint16)
         elif is_low(array.dtype):
-            return Widened(array, lambda wide: self._bind(wide, algorithm, tag, operation, persistent))
+            return widened(array, lambda wide: self._bind(wide, algorithm, tag, operation, persistent))
         if algorithm == AUTO and operation == ALL_REDUCE.name:
             algorithm = self.choose(array).algorithm
-        return self._bind_one(array, algorithm, tag, operation, persistent)
+        if not is_device(array):
+            return self._bind_one(array, algorithm, tag, operation, persistent)
+        if algorithm == NCCL:
+            if self._nccl is None:
+                self._nccl = Nccl(self, namespace(array))
+            return NcclCollective(array, self._nccl, operation)
+        if cuda_aware() and algorithm != SHARED:
+            return self._bind_one(array, algorithm, tag, operation, persistent, on_device=True)
+        return staged(array, lambda host: self._bind_one(host, algorithm, tag, operation, persistent))
 
     def _bind_one(
         self, array: Buffer, algorithm: How, tag: int, operation: str, persistent: bool, on_device: bool = False
@@ -259,16 +260,18 @@ class Group(Communicator):
         return Execution(steps, array, self.comm, tag, persistent=persistent, on_device=on_device)
 
     def choose(self, array: Buffer, started: bool = False) -> Choice:
-        """Return what "auto" means for this array, and why; the same on all ranks. Collective for device arrays alone.
+        """Return what "auto" means for this array, and why; the same on all ranks.
 
         Shared memory is among what is chosen from only if the array was allocated there (on all ranks): see `memory`.
 
         Args:
             started: whether it will be started and polled, and not be a blocking call.
         """
-        if is_device(array):
-            return self.devices().choose(array, self.fit, started)
-        shared = self._memory is not None and not self._memory.closed and self._memory.holds(array)
+        if is_device(array) and cuda_aware():
+            return Choice(NATIVE, "MPI takes device arrays")
+        shared = (
+            self._memory is not None and not self._memory.closed and not is_device(array) and self._memory.holds(array)
+        )
         return choose(array.nbytes, self.size, self.fit, shared, started)
 
     def check_same(self, array: Buffer) -> None:
@@ -368,7 +371,10 @@ class Group(Communicator):
             DtypeError: for an object array, or no array.
         """
         if is_device(array):
-            return self.devices().broadcast(array, root)
+            flat = as_bytes(array)
+            host = to_host(flat)
+            self.broadcast(host, root)
+            return put(host, flat)
         if not is_array(array):
             raise DtypeError(f"broadcast works on arrays, not {type(array).__name__}; group.share(value) sends others")
         for piece in pieces(as_bytes(check_contiguous(array)), MAX_MESSAGE_BYTES):

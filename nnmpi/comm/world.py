@@ -109,9 +109,6 @@ class World(Protocol):
             folder: of the run, where each rank leaves a record then; None for none.
         """
 
-    def cuda_support(self) -> tuple[bool, str]:
-        """Return whether messages may lie in a CUDA device's memory, as far as is known here, and how it is known."""
-
 
 class Comm(Protocol):
     """Some ranks, numbered 0..size-1 among themselves, whose messages meet nobody else's.

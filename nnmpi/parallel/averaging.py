@@ -36,8 +36,7 @@ from nnmpi import timeline
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.algorithms.gossip import gossip, pairwise
 from nnmpi.comm.buffers import is_device
-from nnmpi.comm.collective import NEIGHBOUR_AVERAGE
-from nnmpi.comm.device.staged import Staged
+from nnmpi.comm.device.staged import staged
 from nnmpi.comm.execution import Execution, Pending
 from nnmpi.comm.group import Group
 from nnmpi.comm.steps import Step
@@ -272,7 +271,7 @@ class Gossip(Averaging):
         if not is_device(array):
             return Execution(steps, array, comm, tag, persistent=persistent)
         bind = partial(Execution, steps, comm=comm, tag=tag, persistent=persistent)
-        return Staged(array, bind, NEIGHBOUR_AVERAGE.name, self.group.rank, self.group.size)
+        return staged(array, bind)
 
     def _rebind(self) -> None:
         """Bind the sums anew if the storage has moved to other arrays."""

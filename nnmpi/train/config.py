@@ -122,13 +122,12 @@ class ParallelConfig:
     """What lies in --offload's file (or the host's memory) for good, and comes when it is needed: the optimizer's
     state; with --zero 3 also all, that and the weights."""
     allreduce: (
-        Literal["auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical", "ipc", "nccl"]
+        Literal["auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical", "nccl"]
         | Custom
     ) = "auto"
     """How gradients are summed: MPI's own, through shared memory, ring, tree, parameter server ...; auto takes what the
-    fitted model predicts to be fastest, or what suits the size. With a CUDA device: ipc reads the device memory of a
-    node's other ranks, nccl is NVIDIA's library, with one rank for each GPU. Or a function (rank, size) of your own,
-    FILE.py:NAME, which is proved before it runs."""
+    fitted model predicts to be fastest, or what suits the size. With a CUDA device: nccl is NVIDIA's library,
+    with one rank for each GPU. Or a function (rank, size) of your own, FILE.py:NAME, which is proved before it runs."""
     fit: str = "kept"
     """The fitted cost model: a file, or "kept" for the one that `python -m nnmpi.comm fit` has kept for as many ranks,
     if there is one, or "none"."""

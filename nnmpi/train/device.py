@@ -11,6 +11,7 @@ from nnmpi.backend.device import select
 from nnmpi.backend.device_errors import REMEDY, expects_device
 from nnmpi.backend.gemm import gemm_notice
 from nnmpi.comm.agreement import agreed
+from nnmpi.comm.device.staged import cuda_aware
 from nnmpi.comm.group import Group
 from nnmpi.errors import DeviceError, NnmpiError, UsageError, counted
 from nnmpi.units import format_bytes
@@ -105,9 +106,10 @@ def describe_device(backend: Backend, group: Group, precision: str, verbose: boo
         limit = f"{format_bytes(use.limit_bytes)} of memory for each rank"
     shared = f", up to {most} ranks on one" if most > 1 else ""
     notices = sorted({each for each in group.gather(gemm_notice(backend.xp, precision)) if each is not None})
+    way = "given to MPI" if cuda_aware() else "staged through the host's memory"
     return [
         f"devices: {len(cards)} for {counted(group.size, 'rank')}{shared}; {limit} ({use.note})",
-        *([f"device arrays: {group.devices().describe()}"] if group.size > 1 else []),
+        *([f"device arrays: {way}"] if group.size > 1 else []),
         *(f"products: {each}" for each in notices),
         *(f"convolutions: {each}" for each in sorted(set(group.gather(describe(backend.xp))))),
         *lines,

@@ -116,7 +116,7 @@ def test_bits_do_not_depend_on_overlap_or_timing(group: Group) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("algorithm", ["tree", "shared", "auto", "ipc"])
+@pytest.mark.parametrize("algorithm", ["tree", "shared", "auto"])
 @pytest.mark.parametrize("overlap", [True, False])
 def test_device_gradients_are_summed_where_they_are(group: Group, overlap: bool, algorithm: str) -> None:
     """A bucket's copies go on while others are on their way; the double gives rubbish to those who do not wait."""

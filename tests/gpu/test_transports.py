@@ -5,7 +5,6 @@ import pytest
 
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import bfloat16
-from nnmpi.comm.device.ipc import ipc_problem
 from nnmpi.comm.group import Group
 from nnmpi.errors import DeviceError, NnmpiError
 from tests.gpu.test_ranks import ALGORITHMS
@@ -36,12 +35,6 @@ def test_all_reduce_of_other_dtypes(group: Group, device: Backend, kind: str) ->
     group.all_reduce(array, "ring")
     expected = (group.size * (np.arange(1000) % 60) + sum(range(group.size))).astype(dtype)
     assert np.array_equal(device.to_host(array).astype(np.float64), expected.astype(np.float64))
-
-
-@pytest.mark.mpi
-def test_ranks_read_one_anothers_device_memory(group: Group, device: Backend) -> None:
-    """The probe that decides on CUDA IPC: two processes on one card, or on two of a node."""
-    assert ipc_problem(group, device.xp) is None
 
 
 @pytest.mark.mpi

@@ -56,9 +56,7 @@ AUTO = "auto"  # chosen by size: see choose.py
 SHARED = "shared"  # loads and stores in memory that the ranks of a node share
 NAMES = (AUTO, NATIVE, SHARED, *ALGORITHMS)
 
-IPC = "ipc"  # device arrays: loads and stores in device memory that the ranks of a node share
 NCCL = "nccl"  # device arrays: NVIDIA's library
-DEVICE_NAMES = (IPC, NCCL)
 
 
 How: TypeAlias = str | Algorithm
@@ -78,7 +76,7 @@ def find_algorithm(name: How, nodes: Sequence[int] | None = None) -> Collective:
     """
     if not isinstance(name, str):
         return _own(name, ALL_REDUCE)
-    if name in DEVICE_NAMES:
+    if name == NCCL:
         raise UsageError(
             f"the all-reduce algorithm {name!r} sums device arrays, and this one is NumPy's; compute with "
             f"backend cupy, or choose one of {', '.join(NAMES)}"

@@ -17,7 +17,6 @@ Measured with 4 ranks on 2 cores and one that comes 2 s late, the processor time
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import platform
 import time
@@ -29,7 +28,6 @@ from math import inf
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
-import mpi4py.MPI
 from mpi4py import MPI
 
 from nnmpi import clock
@@ -186,10 +184,6 @@ class MpiWorld:
             self.watchdog.warning_s, self.watchdog.limit_s = warning_s, limit_s
             self.watchdog.folder = None if folder is None else folder.absolute()
 
-    def cuda_support(self) -> tuple[bool, str]:
-        """Return whether messages may lie in a device's memory, and how it is known."""
-        return support()
-
 
 def _named(world: MpiWorld, size: int, name: str, call: Callable[..., T]) -> Callable[..., T]:
     """Return a call that says while it runs what it waits for, and since when."""
@@ -222,36 +216,3 @@ def name_library(version: str) -> str:
     first = version.strip().splitlines()[0]
     words = first.replace("Version:", " ").split(",")[0].split()
     return " ".join(word[1:] if word[:1] == "v" and word[1:2].isdigit() else word for word in words)
-
-
-GPU_TYPE_CUDA = 0  # MPICH's MPIX_GPU_SUPPORT_CUDA
-
-
-def support() -> tuple[bool, str]:
-    """Return whether MPI says that it can be given device pointers, and how that is known, as half a sentence.
-
-    Asked in this order: the world's info key mpi_memory_alloc_kinds (MPI 4.1); MPIX_Query_cuda_support, which Open MPI
-    and its relatives have; MPIX_GPU_query_support, which MPICH and its relatives have. Else the answer is no.
-    """
-    kinds = _alloc_kinds()
-    if kinds is not None and "cuda" in kinds:
-        return True, f"MPI's memory kinds are {kinds}"
-    library = ctypes.CDLL(mpi4py.MPI.__file__)  # MPI's own symbols are not to be found by CDLL(None)
-    if hasattr(library, "MPIX_Query_cuda_support"):
-        if library.MPIX_Query_cuda_support():
-            return True, "MPIX_Query_cuda_support says yes"
-        return False, "MPI is not CUDA-aware: MPIX_Query_cuda_support says no"
-    if hasattr(library, "MPIX_GPU_query_support"):
-        flag = ctypes.c_int(0)
-        if library.MPIX_GPU_query_support(GPU_TYPE_CUDA, ctypes.byref(flag)) == 0 and flag.value:
-            return True, "MPIX_GPU_query_support says yes"
-        return False, "MPI is not CUDA-aware: MPIX_GPU_query_support says no"
-    known = f"its memory kinds are {kinds}" if kinds is not None else "it does not say"
-    return False, f"MPI is not known to be CUDA-aware: {known}"
-
-
-def _alloc_kinds() -> str | None:
-    info = MPI.COMM_WORLD.Get_info()
-    kinds = info.Get("mpi_memory_alloc_kinds")
-    info.Free()
-    return kinds

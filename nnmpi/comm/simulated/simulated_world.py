@@ -90,10 +90,6 @@ class SimulatedWorld:
     def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
         """Do nothing: when nobody can ever go on, the scheduler knows at once."""
 
-    def cuda_support(self) -> tuple[bool, str]:
-        """Return that messages lie in the host's memory."""
-        return False, "simulated ranks exchange arrays of the host"
-
     def kill(self, words: str) -> None:
         """Let this rank end here as by kill -9, and all others soon after: for faults in something else than calls."""
         self._scheduler.enter(self._own)

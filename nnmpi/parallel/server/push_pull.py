@@ -187,7 +187,7 @@ class PushPull:
             if number in self._going:
                 self._going[number].wait()  # the server has replied to that one, so this hardly ever waits
             write_push(message.header, self._message_id(number), replace(push, version=self._versions[number]))
-            message.put(self._shards[number].views(self._storage.grads), self._backend)
+            message.put(self._shards[number].views(self._storage.grads))
             self._going[number] = self._messages.send(message.buffer, self._roles.servers[number], PUSH_TAG)
         own = self._roles.server
         if self._endpoint is not None and own is not None:

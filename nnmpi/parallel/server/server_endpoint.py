@@ -199,7 +199,7 @@ class ServerEndpoint:
             self._going[worker].wait()  # the worker has pushed since that reply, so this hardly ever waits
         message, rank = self._replies[worker], self._roles.workers[worker]
         write_reply(message.header, message_id, reply)
-        message.put(server.master, self._backend)
+        message.put(server.master)
         # A receive may be left from the last segment: this server let the worker go on before it knew that it was over.
         if not reply.over and worker not in self._coming:
             self._coming[worker] = self._messages.receive(self._pushes[worker].buffer, rank, PUSH_TAG)

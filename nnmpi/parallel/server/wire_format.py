@@ -19,8 +19,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend
-from nnmpi.comm.buffers import is_device
-from nnmpi.comm.device.copies import copy_streams_of, room_for
+from nnmpi.comm.device.staged import from_host, room_for, to_host
 from nnmpi.errors import CommError
 from nnmpi.parallel.server.parameter_server import Push, Reply
 from nnmpi.parallel.server.shards import Shard
@@ -77,33 +76,21 @@ class MessageBuffer:
         dtypes = [np.dtype(str(view.dtype)) for view in views]
         sizes = [view.size * dtype.itemsize for view, dtype in zip(views, dtypes, strict=True)]
         stops = list(accumulate(sizes, initial=HEADER_BYTES))
-        xp = namespace(views[0]) if views else np
-        self._copies = None if xp is np else copy_streams_of(xp)
-        self.buffer = room_for(xp, stops[-1], np.uint8)
+        self.buffer = room_for(namespace(views[0]) if views else np, stops[-1], np.uint8)
         self.buffer[...] = 0
         self.header = self.buffer[:HEADER_BYTES].view(np.float64)
         self.values: list[Array] = [
             self.buffer[start:stop].view(dtype) for start, stop, dtype in zip(stops, stops[1:], dtypes, strict=False)
         ]
 
-    def put(self, views: Sequence[Array], backend: Backend) -> None:
+    def put(self, views: Sequence[Array]) -> None:
         """Copy arrays of the shard's lengths, one for each flat array, into the buffer."""
-        pairs = list(zip(self.values, views, strict=True))
-        if self._copies is not None and all(is_device(view) for view in views):
-            self._copies.fork()  # copy after what the device computes now, beside what it computes next
-            self._copies.copy_out([(view, value) for value, view in pairs]).synchronize()
-            return
-        for value, view in pairs:
-            value[...] = backend.to_host(view)
+        for value, view in zip(self.values, views, strict=True):
+            value[...] = to_host(view)
 
     def on_device(self, backend: Backend) -> list[Array]:
         """Return the values as arrays of the backend: with NumPy these are the buffer itself."""
-        if self._copies is None:
-            return [backend.asarray(value) for value in self.values]
-        arrays: list[Array] = [backend.xp.empty(value.shape, dtype=value.dtype) for value in self.values]
-        self._copies.fork()
-        self._copies.copy_in(list(zip(arrays, self.values, strict=True))).synchronize()  # the buffer is free again
-        return arrays
+        return [from_host(value, backend.xp) for value in self.values]
 
 
 def write_push(header: Array, message_id: MessageId, push: Push) -> None:

@@ -5,7 +5,6 @@ from typing import Any
 from cupy._streams import Event, ExternalStream, Stream, get_current_stream, get_elapsed_time
 from cupy.cuda import device, memory, pinned_memory, runtime
 from cupy.cuda.device import Device, get_cublas_handle, get_device_id
-from cupy.cuda.ipc import Memory
 from cupy.cuda.memory import (
     BaseMemory,
     MemoryHook,
@@ -23,7 +22,6 @@ __all__ = [
     "Device",
     "Event",
     "ExternalStream",
-    "Memory",
     "MemoryHook",
     "MemoryPointer",
     "MemoryPool",

@@ -10,7 +10,6 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -49,40 +48,15 @@ class NcclError(RuntimeError):
         self.status = status
 
 
-@dataclass(frozen=True)
-class Call:
-    """One call as it was made.
-
-    Attributes:
-        name: of the method.
-        count: of elements.
-        dtype: by name.
-        op: of the reduction, -1 for none.
-        root: -1 for none.
-        stream: its address.
-        depth: how many groups are open.
-    """
-
-    name: str
-    count: int
-    dtype: str
-    op: int
-    root: int
-    stream: int
-    depth: int
-
-
 class _Record:
     """What this process has done so far.
 
     Attributes:
-        calls: in their order.
         failure: for tests: what `check_async_error` is to find.
         ended: how communicators ended: "destroy", "abort".
     """
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
         self.failure: NcclError | None = None
         self.ended: list[str] = []
         self.depth = 0
@@ -160,17 +134,6 @@ class NcclCommunicator:
         into = recvbuf if self._rank == root else 0
         self._call("reduce", sendbuf, count, into, count, datatype, stream, lambda all_: _sum(all_, op), op, root)
 
-    def reduceScatter(self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int) -> None:
-        """Sum, and give each its part."""
-        own = slice(self._rank * recvcount, (self._rank + 1) * recvcount)
-        whole = recvcount * self._size
-        work = lambda all_: _sum(all_, op)[own]  # noqa: E731
-        self._call("reduceScatter", sendbuf, whole, recvbuf, recvcount, datatype, stream, work, op=op)
-
-    def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:
-        """Give everybody's part to all."""
-        self._call("allGather", sendbuf, count, recvbuf, count * self._size, datatype, stream, np.concatenate)
-
     def check_async_error(self) -> None:
         """Raise what has failed."""
         self._check()
@@ -188,14 +151,6 @@ class NcclCommunicator:
         """End at once."""
         self._comm = None
         RECORD.ended.append("abort")
-
-    def size(self) -> int:
-        """Return the number of ranks."""
-        return self._size
-
-    def device_id(self) -> int:
-        """Return its device."""
-        return self._device
 
     def _check(self) -> None:
         if self._comm is None:
@@ -216,8 +171,6 @@ class NcclCommunicator:
     ) -> None:
         self._check()
         dtype = DTYPES[datatype]
-        call = Call(name, count, dtype, op, root, stream, RECORD.depth)
-        RECORD.calls.append(call)
         if not count:
             raise NcclError(4, "count of 0")
 
@@ -231,7 +184,7 @@ class NcclCommunicator:
             queue._settle()
             everyones = self._comm.allgather(_bytes(source, count, dtype).tobytes())
             result = work([np.frombuffer(each, _kind(dtype)) for each in everyones])
-            if target:
+            if target:  # of whoever has the result
                 place = _bytes(target, into, dtype)
                 queue._push(_streams._Copy(lambda: result, lambda value: np.copyto(place, value), to_host=False))
 

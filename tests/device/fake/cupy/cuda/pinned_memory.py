@@ -1,11 +1,9 @@
 """Page-locked memory of the host: NumPy's, remembered, because copies to and from it go on by themselves."""
 
 import weakref
-from mmap import PAGESIZE
 from typing import Any
 
 import numpy as np
-from cupy_backends.cuda.api.runtime import CUDARuntimeError
 
 _RANGES: dict[int, int] = {}  # first address: bytes
 
@@ -47,21 +45,6 @@ class PinnedMemoryPool:
 
 
 POOL = PinnedMemoryPool()
-
-
-def lock(ptr: int, size: int) -> None:
-    """Take memory that the program has for page-locked."""
-    if ptr % PAGESIZE or size % PAGESIZE:
-        raise ValueError(f"{size} bytes at {ptr:#x} are no whole pages, of which CUDA would lock more than was said")
-    if ptr in _RANGES:
-        raise CUDARuntimeError(712)
-    _RANGES[ptr] = size
-
-
-def unlock(ptr: int) -> None:
-    """Take it for ordinary memory again."""
-    if _RANGES.pop(ptr, None) is None:
-        raise CUDARuntimeError(713)
 
 
 def alloc_pinned_memory(size: int) -> PinnedMemoryPointer:

@@ -10,8 +10,6 @@ from typing import Any
 
 from cupy_backends.cuda.api.runtime import CUDARuntimeError
 
-from cupy import _streams
-
 memoryTypeUnregistered, memoryTypeHost, memoryTypeDevice, memoryTypeManaged = range(4)
 HANDLE_BYTES = 64
 ERROR_NOT_READY = 600
@@ -115,43 +113,3 @@ def deviceGetPCIBusId(device: int) -> str:
     """Return the device's place on the bus."""
     getDeviceProperties(device)
     return f"0000:{device:02X}:00.0"
-
-
-def eventQuery(event: int) -> int:
-    """Return 0 where an event, named by its address, has come, and the code of an error otherwise; raises none."""
-    return 0 if _streams.EVENTS[event].done else ERROR_NOT_READY
-
-
-def ipcGetMemHandle(devPtr: int) -> bytes:
-    """Return a handle for the allocation around an address."""
-    from cupy.cuda import ipc
-
-    return ipc.handle_of(devPtr)
-
-
-def ipcOpenMemHandle(handle: bytes, flags: int = 1) -> int:
-    """Map another process's allocation."""
-    from cupy.cuda import ipc
-
-    return ipc.open_handle(handle)
-
-
-def ipcCloseMemHandle(devPtr: int) -> None:
-    """Unmap it."""
-    from cupy.cuda import ipc
-
-    ipc.close_handle(devPtr)
-
-
-def hostRegister(ptr: int, size: int, flags: int) -> None:
-    """Lock memory of the host."""
-    from cupy.cuda import pinned_memory
-
-    pinned_memory.lock(ptr, size)
-
-
-def hostUnregister(ptr: int) -> None:
-    """Let it go again."""
-    from cupy.cuda import pinned_memory
-
-    pinned_memory.unlock(ptr)
