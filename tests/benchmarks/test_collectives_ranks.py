@@ -26,7 +26,7 @@ def test_device_buffers_are_staged_and_right(group: Group, capsys: pytest.Captur
     printed = capsys.readouterr().out
     assert ("cupy on Fake device" in printed) == group.is_root
     assert ("device arrays: staged through page-locked host memory (MPI is not" in printed) == group.is_root
-    for name in ("native", "shared", "ring", "auto", "ipc"):
+    for name in ("native", "shared", "ring", "auto"):
         assert sum(line.startswith(f"{name} ") for line in printed.splitlines()) == (2 if group.is_root else 0)
     if group.size > 1:
         assert ("nccl is left out: NCCL needs a GPU for each rank, but ranks 0-" in printed) == group.is_root
