@@ -122,8 +122,7 @@ class ParallelConfig:
     """What lies in --offload's file (or the host's memory) for good, and comes when it is needed: the optimizer's
     state; with --zero 3 also all, that and the weights."""
     allreduce: (
-        Literal["auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical", "nccl"]
-        | Custom
+        Literal["auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical", "nccl"] | Custom
     ) = "auto"
     """How gradients are summed: MPI's own, through shared memory, ring, tree, parameter server ...; auto takes what the
     fitted model predicts to be fastest, or what suits the size. With a CUDA device: nccl is NVIDIA's library,
