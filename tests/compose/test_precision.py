@@ -1,28 +1,22 @@
 """Workers in half precision: they learn as much, skip overflows together, and refuse what does not go together."""
 
-from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 import pytest
 
-import nnmpi
 from nnmpi import data, models, nn, optim
 from nnmpi.backend.array import Array
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
-from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.options import Numerics
-from nnmpi.compose.trainer import Throttle
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
-from nnmpi.errors import DivergenceError, UsageError
+from nnmpi.errors import UsageError
 from nnmpi.nn.module import Module
-from nnmpi.synchrony.sync import Sync
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 from tests.harness.refusals import told
@@ -133,51 +127,6 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(group: Group, way: str)
     assert everyone == [[True, True]] * group.size, everyone
 
 
-@pytest.mark.simulated
-@pytest.mark.parametrize("layout", [None, {"reduction": "fixed"}], ids=["replicas", "fixed order"])
-def test_what_always_overflows_ends_the_run(group: Group, layout: dict[str, Any] | None) -> None:
-    """Sixteen steps are skipped; then the scale is 1, and the error says whence the infinity came."""
-    worker, fuse, loader = fused(group, None if layout is None else Layout(**layout))
-    assert fuse is not None
-    fuse.light(group.is_root)  # which has rows of every batch, on any number of ranks
-    steps, message = 0, ""
-    try:
-        for batch in islice(loader.epoch(0), 20):
-            worker.step(batch)
-            steps += 1
-    except DivergenceError as error:
-        message = str(error)
-    worker.release()
-    everyone = group.gather([steps, message])
-    assert all(each == everyone[0] for each in everyone)
-    assert everyone[0][0] == 16
-    assert "gradient of" in everyone[0][1] and "step 1:" in everyone[0][1]
-    assert everyone[0][1].endswith("; float16 ends at 65504: precision bf16 or smaller inputs may help")
-
-
-@pytest.mark.host_only("whole trainings; steps on a device are compared one by one")
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-@pytest.mark.parametrize("name", ["mlp", "cnn"])
-def test_half_precision_learns_as_much(group: Group, name: str, precision: str) -> None:
-    """Within a point of float32's accuracy on the digits' test data."""
-    found = {mode: train(group, name, mode) for mode in ("float32", precision)}
-    assert found["float32"] > 0.93
-    assert abs(found[precision] - found["float32"]) < 0.01, found
-
-
-def train(group: Group, name: str, precision: str) -> float:
-    """Return the accuracy on the test data after some epochs."""
-    trained, tested = data.load("digits")
-    build = models.mlp if name == "mlp" else models.cnn
-    model = build((8, 8, 1), 10).initialize(seed=0)
-    worker = Worker(model, optim.Adam(model.storage, lr=3e-3), group, numerics=Numerics(precision=precision))
-    loader = Loader(trained, 32, seed=0, workers=0)
-    for epoch in range(6):
-        for batch in loader.epoch(epoch):
-            worker.step(batch, lr=3e-3 * (1 - epoch / 6))
-    return worker.evaluate(Loader(tested, 64, shuffle=False, workers=0).epoch(0)).accuracy
-
-
 def test_parameters_gradients_and_state_stay_float32(group: Group) -> None:
     train_set, _ = data.load("digits")
     model = models.cnn((8, 8, 1), 10).initialize(seed=0)
@@ -189,23 +138,6 @@ def test_parameters_gradients_and_state_stay_float32(group: Group) -> None:
     assert {array.dtype for array in arrays} == {np.dtype(np.float32)}
     assert np.dtype(np.float16) in seen
     assert mode_of() == "float32"  # the caller's
-
-
-def test_the_scale_is_part_of_the_state(group: Group) -> None:
-    worker, _, _ = fused(group, None)
-    other, _, _ = fused(group, None)
-    assert worker.scaling is not None and other.scaling is not None
-    worker.scaling.shrink()
-    worker.scaling.grow()
-    other.load_scalars(worker.scalars())
-    assert other.scaling.state() == {"value": 2.0**15, "good": 1, "skipped": 1}
-
-
-def test_the_mode_of_the_context_is_the_default(group: Group) -> None:
-    model = models.mlp((8, 8, 1), 10).initialize(seed=0)
-    with nnmpi.use_precision("bf16"):
-        worker = Worker(model, optim.SGD(model.storage, lr=0.1), group)
-    assert worker.precision == "bf16" and worker.scaling is None
 
 
 @pytest.mark.parametrize(
@@ -225,28 +157,6 @@ def test_what_does_not_go_together(group: Group, options: dict[str, Any], words:
     where.model.initialize(seed=0, dtype=dtype)
     with pytest.raises(UsageError, match=words):
         Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where, **grouped(**options))
-
-
-def test_workers_that_do_not_meet_train_in_bf16_but_not_in_fp16() -> None:
-    train_set, _ = data.load("digits")
-
-    def main(precision: str, group: Group) -> tuple[float, float]:
-        model = models.mlp((8, 8, 1), 10).initialize(seed=0)
-        options = {"precision": precision, "seed": 1, "throttle": Throttle(0.01)}
-        worker = AsynchronousWorker(model, optim.SGD(model.storage, lr=0.1), group, Sync("asp"), **grouped(**options))
-        loader = Loader(train_set, 30, rank=group.rank, world=3, workers=0)
-        report = worker.run(loader, 0, 0, 30, step=0, lr=lambda step: 0.1)
-        test = Loader(train_set, 50, rank=group.rank, world=3, shuffle=False, workers=0)
-        accuracy = worker.evaluate(test.epoch(0)).accuracy
-        worker.release()
-        return report.totals.loss, accuracy
-
-    found = {each: simulate(partial(main, each), 3, cpu_factor=0)[0] for each in ("float32", "bf16")}
-    assert all(accuracy > 0.3 for _, accuracy in found.values())
-    assert found["bf16"][0] != found["float32"][0]
-    assert found["bf16"][0] == pytest.approx(found["float32"][0], rel=2**-7)
-    with pytest.raises(UsageError, match="with asp they do not meet in every step; use bf16"):
-        simulate(partial(main, "fp16"), 3, cpu_factor=0)
 
 
 @pytest.mark.simulated

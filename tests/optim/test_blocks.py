@@ -7,28 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnmpi.optim import blocks
-from nnmpi.optim.blocks import ScratchArrays, block_elements, cut, pieces
+from nnmpi.optim.blocks import ScratchArrays, block_elements, pieces
 
 SHAPES = st.lists(st.integers(0, 7), max_size=4).map(tuple)
-
-
-@given(SHAPES, st.integers(1, 40))
-def test_pieces_cover_every_element_once(shape, limit):
-    """Adding 1 to each piece adds 1 to each element, and no piece is larger than the limit or empty."""
-    array = np.zeros(shape)
-    for index in cut(shape, limit):
-        piece = array[index]
-        assert np.shares_memory(piece, array)
-        assert 0 < piece.size <= limit
-        piece += 1
-    assert (array == 1).all()
-
-
-def test_cut_takes_long_runs():
-    """Blocks are as many whole rows as fit; rows that do not fit are cut themselves."""
-    assert list(cut((5,), 2)) == [(slice(0, 2), ...), (slice(2, 4), ...), (slice(4, 5), ...)]
-    assert list(cut((4, 3), 7)) == [(slice(0, 2), ...), (slice(2, 4), ...)]
-    assert [len(index) for index in cut((2, 4), 3)] == [3, 3, 3, 3]
 
 
 @given(SHAPES, st.integers(1, 40), st.booleans())
@@ -43,13 +24,6 @@ def test_pieces_of_several_arrays_belong_together(shape, limit, transposed):
         assert np.shares_memory(b, second)
         seen += a.size
     assert seen == first.size
-
-
-def test_contiguous_arrays_are_cut_as_flat_ones():
-    """A short last dim does not make small blocks."""
-    array = np.zeros((5, 3, 2))
-    assert [a.shape for (a,) in pieces([array], 16)] == [(16,), (14,)]
-    assert [a.shape for (a,) in pieces([array.transpose(1, 0, 2)], 16)] == [(1, 5, 2)] * 3
 
 
 def test_scratch_is_shared_and_bounded(monkeypatch):

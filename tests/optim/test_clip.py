@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnmpi.errors import UsageError
 from nnmpi.optim import blocks
-from nnmpi.optim.clip import clip_by_global_norm, coefficient, global_norm, scale, sum_of_squares
+from nnmpi.optim.clip import clip_by_global_norm, global_norm, sum_of_squares
 
 
 @given(st.lists(st.lists(st.floats(-1e100, 1e100), max_size=30), max_size=4))
@@ -36,17 +35,6 @@ def test_float32_squares_that_overflow_or_underflow(size):
     assert global_norm(grads) == pytest.approx(2 * float(grads[0][0, 0]), rel=1e-12, abs=0)
 
 
-def test_gradients_too_large_for_a_float32_square_are_clipped():
-    grads = [np.full(4, 1e30, "float32")]
-    clip_by_global_norm(grads, 1.0)
-    np.testing.assert_allclose(grads[0], 0.5, rtol=1e-6)
-
-
-def test_small_numbers_beside_ordinary_ones():
-    """Squares that float32 loses do not count beside the others."""
-    assert global_norm([np.array([3, 1e-25, 4], "float32")]) == pytest.approx(5, rel=1e-7)
-
-
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_what_is_not_finite_comes_through_and_is_left_in_place(bad, dtype):
@@ -57,14 +45,6 @@ def test_what_is_not_finite_comes_through_and_is_left_in_place(bad, dtype):
     assert math.isnan(norm) if math.isnan(bad) else norm == math.inf
     for grad, copy in zip(grads, kept, strict=True):
         np.testing.assert_array_equal(grad, copy)
-
-
-def test_a_norm_too_large_for_float64_is_infinite():
-    assert global_norm([np.array([1e200])]) == math.inf
-
-
-def test_nan_wins_over_infinity():
-    assert math.isnan(global_norm([np.array([np.inf]), np.array([np.nan])]))
 
 
 @given(
@@ -81,17 +61,6 @@ def test_clipped_gradients_point_the_same_way_and_are_short_enough(lists, max_no
     np.testing.assert_allclose(np.concatenate(grads), kept * min(1, shrink), rtol=1e-13)
     if shrink >= 1:
         np.testing.assert_array_equal(np.concatenate(grads), kept)
-
-
-def test_shards_of_a_gradient_are_clipped_like_the_whole():
-    """What a strategy with sharded gradients does: add the squares over ranks, then one factor for all."""
-    whole = np.random.default_rng(0).standard_normal(1000)
-    shards = [part.copy() for part in np.split(whole, 4)]
-    factor = coefficient(math.sqrt(sum(sum_of_squares([shard]) for shard in shards)), 1.0)
-    for shard in shards:
-        scale([shard], factor)
-    clip_by_global_norm([whole], 1.0)
-    np.testing.assert_allclose(np.concatenate(shards), whole, rtol=1e-13)
 
 
 def test_no_large_copy_is_made():
@@ -115,30 +84,3 @@ def test_any_strides(monkeypatch):
     np.testing.assert_allclose(view, kept[::2, ::-3] / 4, rtol=1e-5)
     view[...] = kept[::2, ::-3]
     np.testing.assert_array_equal(base, kept)
-
-
-def test_empty_gradients():
-    assert global_norm([]) == 0.0
-    assert clip_by_global_norm([np.zeros(0), np.zeros((3, 0), "float32")], 1.0) == 0.0
-
-
-def test_on_a_device_the_result_is_fetched_once(device, monkeypatch):
-    monkeypatch.setattr(blocks, "DEVICE_BLOCK_BYTES", 64)
-    grads = [np.random.default_rng(i).standard_normal((20, 3)) for i in range(3)]
-    there = [device(grad.copy()) for grad in grads]
-    assert clip_by_global_norm(there, 0.5) == pytest.approx(clip_by_global_norm(grads, 0.5), rel=1e-14)
-    assert device.waits == 1
-    for one, other in zip(grads, there, strict=True):
-        np.testing.assert_allclose(one, other.host, rtol=1e-13)
-
-
-@pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
-def test_refusals(max_norm):
-    with pytest.raises(UsageError, match=f"max_norm is {max_norm}; give a number above 0"):
-        clip_by_global_norm([np.ones(3)], max_norm)
-
-
-def test_an_infinite_limit_only_measures():
-    grads = [np.array([3.0, 4.0])]
-    assert clip_by_global_norm(grads, math.inf) == 5.0
-    np.testing.assert_array_equal(grads[0], [3.0, 4.0])

@@ -3,16 +3,7 @@
 import pytest
 
 from nnmpi.errors import CheckpointError
-from nnmpi.optim.loss_scale import FIRST, LEAST, MOST, LossScale
-
-
-def test_it_doubles_after_so_many_good_steps() -> None:
-    scale = LossScale(8, good_steps=3)
-    seen = []
-    for _ in range(7):
-        scale.grow()
-        seen.append(scale.value)
-    assert seen == [8, 8, 16, 16, 16, 32, 32]
+from nnmpi.optim.loss_scale import FIRST, LEAST, LossScale
 
 
 def test_an_overflow_halves_it_and_counting_begins_anew() -> None:
@@ -36,13 +27,6 @@ def test_at_its_smallest_no_step_is_skipped() -> None:
         skipped += 1
     assert scale.value == LEAST
     assert skipped == scale.skipped == 16
-
-
-def test_it_does_not_grow_for_ever() -> None:
-    scale = LossScale(good_steps=1)
-    for _ in range(100):
-        scale.grow()
-    assert scale.value == MOST
 
 
 def test_its_state_is_put_back() -> None:

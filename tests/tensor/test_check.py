@@ -51,12 +51,6 @@ def test_one_wrong_element_is_found():
         check_gradients(lambda x, y: x + Spoils(None)(y), [X, X])
 
 
-def test_a_kink_is_no_pass():
-    """At 0 the two sides of |x| differ; the values sampled are shown."""
-    with pytest.raises(GradientError, match=r"no derivative at input 0 element \(1, 1\) \(value 0.0\).*sampled"):
-        check_gradients(abs, [X])
-
-
 def test_a_step_is_no_pass():
     """A function that jumps has no derivative there, though both slopes beside it are 0."""
     with pytest.raises(GradientError, match="no derivative"):
@@ -67,11 +61,3 @@ def test_float32_is_refused():
     """Differences of float32 are noise."""
     with pytest.raises(DtypeError, match="input 1 is float32"):
         check_gradients(lambda x, y: x, [X, X.astype("float32")])
-
-
-def test_the_inputs_are_left_as_they_were():
-    """They are moved in copies."""
-    x = X.copy()
-    x.flags.writeable = False
-    check_gradients(lambda t: t * t, [x])
-    np.testing.assert_array_equal(x, X)

@@ -8,7 +8,7 @@ import pytest
 
 from nnmpi.errors import GraphError, ShapeError, UsageError
 from nnmpi.ops.linear import linear
-from nnmpi.tensor.flat import ALIGNMENT_BYTES, FlatStorage, Span
+from nnmpi.tensor.flat import ALIGNMENT_BYTES, FlatStorage
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 from tests.device.here import here, zeros
@@ -92,14 +92,6 @@ def test_the_allocator_is_asked_twice_per_group():
     assert [id(a) for pair in zip(storage.data, storage.grads, strict=True) for a in pair] == [id(a) for a in given]
 
 
-def test_a_model_without_parameters():
-    """Nothing to store."""
-    storage = FlatStorage({}, {}, np.zeros)
-    assert (storage.data, storage.grads, storage.groups, storage.spans, storage.size) == ([], [], [], [], 0)
-    storage.zero_grad()
-    storage.finish_gradients()
-
-
 def test_values_of_another_shape_are_refused():
     """The parameter is named."""
     with pytest.raises(ShapeError, match=r"w got values of shape \(2,\), not \(3,\)"):
@@ -161,15 +153,6 @@ def test_finish_writes_zeros_where_no_pass_wrote():
         np.testing.assert_array_equal(pieces[name], np.ones(2) if name == "b.bias" else np.zeros(SHAPES[name]))
 
 
-def test_finish_takes_over_gradients_set_by_hand():
-    """The flat arrays hold the truth, whoever wrote it."""
-    storage, p = make("float64")
-    p["a.bias"].grad = here(np.arange(5.0))
-    storage.finish_gradients()
-    np.testing.assert_array_equal(storage.split(0, storage.grads[0])["a.bias"], np.arange(5.0))
-    assert p["a.bias"].grad is p["a.bias"].buffer
-
-
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, pickle.dumps])
 def test_copies_are_refused(duplicate):
     """A copied model's parameters would no longer lie in its storage."""
@@ -187,12 +170,6 @@ def test_parameter_that_lies_elsewhere_is_noticed(what):
         storage.finish_gradients()
 
 
-def test_spans_are_values():
-    """They compare by what they say."""
-    p = parameter((2,))
-    assert Span(p, 0, 0, 2) == Span(p, 0, 0, 2) != Span(p, 0, 2, 4)
-
-
 # ---------------------------------------------------------------- parameters
 def test_a_parameter_knows_its_shape_before_it_has_values():
     """And says what to do to get some."""
@@ -205,13 +182,6 @@ def test_a_parameter_knows_its_shape_before_it_has_values():
             use()
     with pytest.raises(AttributeError, match="no attribute 'colour'"):
         _ = p.colour
-
-
-def test_a_parameter_with_values_names_itself():
-    """By its full name."""
-    _, p = make()
-    assert repr(p["b.bias"]) == "Parameter(b.bias, shape=(2,))"
-    assert p["scale"].size == 1
 
 
 def test_parameters_move_to_other_arrays_and_find_their_values_there():
@@ -227,13 +197,3 @@ def test_parameters_move_to_other_arrays_and_find_their_values_there():
     np.testing.assert_array_equal(parameters["b.bias"].data, [2, 3])
     assert parameters["a.bias"].grad is None
     storage.finish_gradients()
-
-
-@pytest.mark.parametrize("change", [lambda a: a[1:], lambda a: a.astype("float64")])
-def test_arrays_of_another_kind_are_no_place_to_move_to(change):
-    storage, _ = make()
-    kept = storage.data[0]
-    with pytest.raises(ShapeError, match="arrays of the same lengths and dtypes"):
-        storage.move([kept], [change(storage.grads[0])])
-    assert storage.data[0] is kept
-    assert storage.moves == 0

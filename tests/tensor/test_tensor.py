@@ -150,13 +150,6 @@ def test_methods_are_the_functions():
     np.testing.assert_array_equal(x.argmax(1), [2, 2])
 
 
-def test_properties():
-    """Shape, length and the like are the array's."""
-    x = Tensor(np.ones((2, 3), "float32"))
-    assert (x.shape, x.ndim, x.size, len(x), x.dtype) == ((2, 3), 2, 6, 2, np.float32)
-    np.testing.assert_array_equal(x.numpy(), x.data)
-
-
 def test_iteration_ends():
     """Over rows, and unpacked; their gradients reach the whole."""
     x = Tensor(np.array([[1.0, 2.0], [3.0, 4.0]]), requires_grad=True)
@@ -166,32 +159,3 @@ def test_iteration_ends():
     assert len(list(x)) == 2
     with pytest.raises(ShapeError, match="without axes"):
         list(Tensor(1.0))
-
-
-def test_one_number():
-    """A tensor of one element is a number, a truth value, and nothing else is."""
-    assert (Tensor([[2.5]]).item(), float(Tensor(2.5)), bool(Tensor([0.0])), bool(Tensor(1))) == (2.5, 2.5, False, True)
-    assert type(Tensor(3).item()) is int
-    for function in (Tensor.item, float, bool):
-        with pytest.raises(ShapeError, match=r"\(2,\) is no single number"):
-            function(Tensor([1.0, 2.0]))
-    with pytest.raises(ShapeError, match="without axes"):
-        len(Tensor(1.0))
-
-
-def test_repr():
-    """The values, the dtype, and whether it wants a gradient."""
-    assert repr(Tensor([1.0, 2.0])) == "Tensor([1., 2.], dtype=float32)"
-    assert repr(Tensor(np.array(1.0), requires_grad=True)) == "Tensor(1., dtype=float64, requires_grad=True)"
-
-
-@pytest.mark.parametrize("other", [1, 2.0, np.ones(3), np.float32(1)])
-def test_equality_with_values_is_refused(other):
-    """It could only be False, whatever the values are; between tensors it is identity, for sets and dictionaries."""
-    x, y = Tensor([1.0, 1.0, 1.0]), Tensor([1.0, 1.0, 1.0])
-    for compare in (lambda: x == other, lambda: other == x, lambda: x != other):
-        with pytest.raises(UsageError, match=r"compare x\.data"):
-            compare()
-    assert x == x
-    assert x != y
-    assert len({x, y, x}) == 2

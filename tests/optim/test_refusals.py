@@ -1,0 +1,89 @@
+"""What optimizers, clipping and schedules refuse: a call, and the words of its sentence."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi import nn
+from nnmpi.errors import DtypeError, NnmpiError, ShapeError, UsageError
+from nnmpi.optim.clip import clip_by_global_norm
+from nnmpi.optim.names import build
+from nnmpi.optim.schedule import ConstantRate, Cosine, StepDecay, Warmup, linear_scaling
+from nnmpi.optim.storage import Arrays
+
+
+def made(name: str = "adam", lr: Any = 0.1, **options: Any) -> Callable[[], object]:
+    """Return what makes an optimizer of three numbers."""
+    return lambda: build(name, Arrays([np.zeros(3)], [np.zeros(3)]), lr=lr, **options)
+
+
+def held(data: Any, grads: Any = None, groups: Any = None) -> Callable[[], object]:
+    """Return what makes an optimizer of these arrays."""
+    return lambda: build("sgd", data if grads is None else Arrays(data, grads, groups), lr=0.1)
+
+
+def read_only() -> Any:
+    """Return numbers that cannot be written."""
+    array = np.ones(3)
+    array.flags.writeable = False
+    return array
+
+
+ROWS: list[tuple[Callable[[], object], type[NnmpiError], str]] = [
+    *((made(name, lr), UsageError, "lr is ") for name in ("sgd", "adam", "adamw") for lr in (-1.0, math.nan, "x")),
+    (made(weight_decay=-0.1), UsageError, "weight_decay is -0.1"),
+    (made(weight_decay={"default": -0.1}), UsageError, "weight_decay of 'default'"),
+    (made(weight_decay={"norms": 0.1}), UsageError, "group 'norms', which does not exist"),
+    (made("sgd", momentum=1.0), UsageError, "momentum is 1.0"),
+    (made("sgd", nesterov=True), UsageError, "nesterov needs momentum"),
+    (made(betas=(1.0, 0.9)), UsageError, r"betas\[0\] is 1.0"),
+    (made(betas=(0.9, math.nan)), UsageError, r"betas\[1\] is nan"),
+    (made("adamw", eps=-1e-8), UsageError, "eps is -1e-08"),
+    (made("adagrad"), UsageError, "'adagrad' is unknown"),
+    (made("adam", momentum=0.9), UsageError, "adam has no option momentum"),
+    (made("sgd", betas=(0.9, 0.99)), UsageError, "sgd has no option betas"),
+    (held([np.ones(3)]), UsageError, "model.storage"),
+    (held(nn.ReLU()), UsageError, "model.storage|no storage"),
+    (held([np.ones(3)], []), UsageError, "1 buffers, 0 gradients"),
+    (held([np.ones(3)], [np.ones(3)], ["a", "b"]), UsageError, "2 groups"),
+    (held([np.ones(3)], [np.ones((3, 1))]), ShapeError, "buffer 0"),
+    (held([np.ones(3)], [np.ones(3, "float32")]), DtypeError, "its gradient float32"),
+    (held([np.ones(3, ">f4")], [np.ones(3, ">f4")]), DtypeError, "buffer 0 is >f4"),
+    (held([read_only()], [np.ones(3)]), UsageError, "read-only"),
+    (held([np.broadcast_to(np.ones(1), 3)], [np.ones(3)]), UsageError, "read-only|broadcast"),
+    (lambda: clip_by_global_norm([np.ones(3)], 0.0), UsageError, "max_norm is 0.0"),
+    (lambda: clip_by_global_norm([np.ones(3)], math.nan), UsageError, "max_norm is nan"),
+    (lambda: ConstantRate(-0.1), UsageError, "lr is -0.1"),
+    (lambda: ConstantRate(0.1)(-1), UsageError, "step is -1"),
+    (lambda: StepDecay(0.1, 0), UsageError, "every is 0"),
+    (lambda: StepDecay(0.1, 1, 1.5), UsageError, "factor is 1.5"),
+    (lambda: Cosine(0.1, 0), UsageError, "total is 0"),
+    (lambda: Cosine(0.1, 5, -0.1), UsageError, "final is -0.1"),
+    (lambda: Warmup(-1, ConstantRate(0.1)), UsageError, "steps is -1"),
+    (lambda: linear_scaling(0.1, 0, 256), UsageError, "batch 0"),
+    (lambda: linear_scaling(1e307, 32, 1), UsageError, "a rate of inf"),
+]
+
+
+@pytest.mark.parametrize(("call", "error", "words"), ROWS)
+def test_refused(call: Callable[[], object], error: type[NnmpiError], words: str) -> None:
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_a_bad_rate_set_later_changes_nothing() -> None:
+    optimizer: Any = made("sgd")()
+    optimizer.lr = -0.1
+    with pytest.raises(UsageError, match="lr is -0.1"):
+        optimizer.step()
+    assert optimizer.steps == 0
+
+
+def test_options_arrive_by_name() -> None:
+    sgd: Any = made("sgd", momentum=0.75, nesterov=True, weight_decay=0.25)()
+    adam: Any = made("adamw", betas=(0.5, 0.75), eps=0.25)()
+    assert (sgd.lr, sgd.momentum, sgd.nesterov, sgd.weight_decay) == (0.1, 0.75, True, (0.25,))
+    assert (adam.betas, adam.eps, adam.weight_decay) == ((0.5, 0.75), 0.25, (0.01,))
