@@ -1,16 +1,11 @@
 """GPT-2: its sizes, its first weights, sequences that it cannot take, and a pipeline of all its layers."""
 
-from collections.abc import Callable
-from typing import Any
-
 import numpy as np
 import pytest
 
-import nnmpi
-from nnmpi import Tensor, models, nn, ops, optim
-from nnmpi.compose.layout import Layout
+from nnmpi import models, nn, ops
 from nnmpi.errors import ShapeError, UsageError
-from tests.models.sequence_runs import TIME, TOKENS, differences
+from tests.models.sequence_runs import TIME, TOKENS
 
 
 def small(dropout: float = 0.1) -> nn.Sequential:
@@ -39,12 +34,6 @@ def test_what_it_cannot_take() -> None:
         models.gpt(5, 5, features=10, layers=1.0, heads=2)  # type: ignore[arg-type]
 
 
-@pytest.mark.host_only("on a device nobody waits for a look at the tokens, and a wrong one gives a row of NaN")
-def test_a_token_outside_the_vocabulary() -> None:
-    with pytest.raises(ShapeError, match=r"index 23 is outside 0\.\.22"):
-        small().initialize(0)(np.full((2, 3), 23))
-
-
 def test_a_token_sees_nothing_after_it() -> None:
     """So the logits of a beginning are those of the whole."""
     model = small().initialize(0, "float64")
@@ -68,37 +57,3 @@ def test_the_tied_table_gets_both_gradients() -> None:
         table.data += step * way
         losses.append(ops.cross_entropy(model(x), y).item())
     assert np.isclose((losses[0] - losses[1]) / 2e-5, slope, rtol=1e-7)
-
-
-def test_a_stage_for_each_layer_is_the_serial_run() -> None:
-    """With dropout, in float64, with batches and sizes that do not divide; other layouts are in tests/equivalence."""
-    relative, absolute = differences(small, 7, Layout(pp=7, dp=1, split=(1,) * 7))
-    assert relative < 1e-12
-    assert absolute < 1e-11
-
-
-@pytest.mark.parametrize("build", [small, lambda: models.lstm(TOKENS, 10, 2, 0.1)])
-def test_a_compiled_step_is_the_same(build: Callable[[], nn.Sequential]) -> None:
-    """To the last bit, though the tied table gets its gradient from two operations."""
-
-    def run(compiled: bool) -> tuple[list[float], dict[str, Any]]:
-        model = build().initialize(0)
-        optimizer = optim.Adam(model.storage, lr=1e-2)
-
-        def step(x: np.ndarray, y: np.ndarray) -> Tensor:
-            model.zero_grad()
-            loss = ops.cross_entropy(model(x), y)
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        call, losses = nnmpi.compile(step) if compiled else step, []
-        for number in range(5):
-            x, y = np.random.default_rng(number).integers(0, TOKENS, (2, 4, TIME))
-            with nn.training(step=number):
-                losses.append(call(x, y).item())
-        return losses, model.state()
-
-    (losses, state), (again, other) = run(False), run(True)
-    assert losses == again
-    assert all(np.array_equal(array, other[name]) for name, array in state.items())

@@ -28,14 +28,6 @@ def test_mlp():
     assert model(np.zeros((3, 28, 28, 1), np.float32)).shape == (3, 10)
 
 
-def test_mlp_of_other_sizes():
-    """One hidden layer as for iris, none at all, another activation, dropout after each activation."""
-    assert models.mlp((4,), 3, (50,)).initialize().storage.size == 4 * 50 + 50 + 50 * 3 + 3
-    assert shapes(models.mlp((4,), 3, ())) == {"1.weight": (4, 3), "1.bias": (3,)}
-    kinds = [type(layer) for layer in models.mlp((4,), 3, (5, 6), "tanh", 0.2).layers]
-    assert kinds == [nn.Flatten, nn.Linear, nn.Tanh, nn.Dropout, nn.Linear, nn.Tanh, nn.Dropout, nn.Linear]
-
-
 @pytest.mark.parametrize(
     ("sample", "classes", "parameters"),
     [((28, 28, 1), 10, 429_258), ((32, 32, 3), 10, None), ((8, 8, 1), 10, None), ((9, 4, 2), 3, None)],
@@ -48,13 +40,6 @@ def test_cnn(sample, classes, parameters):
         assert shapes(model)["7.weight"] == (3136, 128)
     assert model(np.zeros((2, *sample), np.float32)).shape == (2, classes)
     assert model(np.zeros((0, *sample), np.float32)).shape == (0, classes)
-
-
-def test_cnn_of_other_sizes():
-    """Hidden sizes and dropout."""
-    model = models.cnn((8, 8, 1), 4, (20,), 0.5)
-    assert [type(layer) for layer in model.layers[6:]] == [nn.Flatten, nn.Linear, nn.ReLU, nn.Dropout, nn.Linear]
-    assert shapes(model)["7.weight"] == (256, 20)
 
 
 @pytest.mark.parametrize("sample", [(28, 28, 1), (32, 32, 3), (7, 5, 1), (4, 4, 1)])
@@ -138,15 +123,6 @@ def test_models_learn(make):
 
 def small(tied: bool = True) -> nn.Sequential:
     return models.lstm(TOKENS, features=10, layers=2, dropout=0.1, tied=tied)
-
-
-def test_sizes() -> None:
-    """The tied output has no weights of its own."""
-    sizes = {tied: sum(p.size for p in models.lstm(50, 8, 3, tied=tied).parameters()) for tied in (True, False)}
-    assert sizes[True] == 50 * 8 + 3 * (2 * 8 * 32 + 32)
-    assert sizes[False] == sizes[True] + 50 * 8 + 50
-    with pytest.raises(UsageError, match="lstm's layers is 0; give a whole number of at least 1"):
-        models.lstm(50, 8, 0)
 
 
 def test_padding_changes_nothing() -> None:

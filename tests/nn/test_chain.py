@@ -92,12 +92,6 @@ def test_a_shared_parameter_has_its_first_name_in_every_part() -> None:
     assert names == [["0.weight", "0.bias"], ["0.weight", "2.bias"]]
 
 
-def test_a_residual_network_can_be_cut_inside_its_blocks() -> None:
-    layers = open_chain(models.resnet((8, 8, 1), 10))
-    assert [layer.name for layer in layers][3:6] == ["3", "3.body.0", "3.body.1"]
-    assert kept_at(layers, 5) == ("3 (start)",)
-
-
 @pytest.mark.parametrize(
     ("layers", "sentence"),
     [
@@ -113,12 +107,6 @@ def test_skips_that_do_not_pair_up_are_refused(layers: list[Module], sentence: s
         model(Tensor(np.ones((2, 2))))
     with pytest.raises(UsageError, match=sentence):
         open_chain(model)
-
-
-def test_cuts_go_through_all_layers() -> None:
-    layers = open_chain(skips())
-    with pytest.raises(UsageError, match="each with at least one"):
-        cut_chain(layers, [range(3), range(3, 3), range(3, len(layers))])
 
 
 def test_a_shared_layers_running_statistics_have_all_its_names() -> None:

@@ -64,47 +64,6 @@ def test_a_mode_inside_leads_back_to_that_of_the_time():
                 np.testing.assert_array_equal(ours.data, plain.data)
 
 
-def test_conversions_are_made_each_time():
-    """A gradient or values of another dtype are converted anew."""
-    leaf = Tensor(np.ones(3, "float32"), requires_grad=True)
-
-    def step(x, grad):
-        (leaf * x).backward(grad)
-        return Tensor(x, dtype="float64") * 2
-
-    compiled = nnmpi.compile(step)
-    for factor in (1.0, 2.0, 4.0):
-        leaf.grad = None
-        wide = compiled(X[1] * np.float32(factor), np.full(3, factor))
-        np.testing.assert_array_equal(leaf.grad, X[1] * factor**2)
-        np.testing.assert_array_equal(wide.data, X[1] * 2 * factor)
-
-
-def test_gradients_add_up_where_they_are():
-    """A gradient that was put into another's place in between is the one to which the next is added."""
-    results = []
-    for wrap in (eager, nnmpi.compile):
-        leaf = Tensor(np.ones(3, "float32"), requires_grad=True)
-        step = wrap(lambda x, leaf=leaf: (leaf * x).sum().backward())
-        for number in range(5):
-            step(X[1])
-            if number == 2:
-                leaf.grad = leaf.grad * 0.5
-        results.append(leaf.grad)
-    np.testing.assert_array_equal(*results)
-
-
-def test_inputs_that_need_gradients_are_refused():
-    """The step works on copies, so they would get none."""
-    leaf = Tensor(np.ones(3, "float32"), requires_grad=True)
-    step = nnmpi.compile(lambda x: (leaf * x).sum())
-    step(X)
-    with pytest.raises(UsageError, match="needs a gradient"):
-        step(Tensor(X, requires_grad=True))
-    with nnmpi.no_grad():
-        assert step(Tensor(X, requires_grad=True)).item() == X.sum()
-
-
 def test_gradients_are_clipped_each_time():
     """As is everything that the step does to them; the norm itself is a number, which is refused."""
     results = []
@@ -125,38 +84,6 @@ def test_gradients_are_clipped_each_time():
         with pytest.raises(UsageError, match="norm"):
             nnmpi.compile(lambda x, model=model: global_norm(model.storage.grads))(X)
     np.testing.assert_array_equal(*results)
-
-
-def test_memory_without_gradients_is_used_again():
-    """Results that no backward pass needs lie where those before them were."""
-    model = nn.Sequential(*[layer for _ in range(20) for layer in (nn.Linear(64, 64), nn.Tanh())]).initialize()
-    step, x = nnmpi.compile(lambda x: model(x)), np.ones((64, 64), "float32")
-    with nnmpi.no_grad():
-        for factor in (1, 2):
-            np.testing.assert_array_equal(step(factor * x).data, model(Tensor(factor * x)).data)
-    (held,) = step._held.values()
-    assert held.recorder.pool.size_bytes <= 4 * x.nbytes
-
-
-def test_zeros_of_both_signs():
-    """They are equal, and yet not the same."""
-    step = nnmpi.compile(lambda x, factor: x * factor)
-    assert not np.signbit(step(X, 0.0).data).any()
-    assert np.signbit(step(X, -0.0).data).all()
-
-
-def test_a_method_is_compiled():
-    """It gets its object."""
-
-    class Trainer:
-        @nnmpi.compile
-        def step(self, x):
-            return x + self.shift
-
-    for shift in (1.0, 2.0):
-        trainer = Trainer()
-        trainer.shift = shift
-        np.testing.assert_array_equal(trainer.step(X).data, X + shift)
 
 
 def test_memory_goes_with_its_recording():

@@ -1,7 +1,6 @@
 """The module tree: names, shared parts, edits from outside, and what is said about mistakes."""
 
 import copy
-import tracemalloc
 
 import numpy as np
 import pytest
@@ -16,7 +15,6 @@ from nnmpi.nn.norm import BatchNorm
 from nnmpi.shard import Region
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
-from tests.device.here import here
 
 
 def zeros(generator, shape):
@@ -95,15 +93,6 @@ def test_full_names():
     assert model.parameters() == [parameter for _, parameter in model.named_parameters()]
 
 
-def test_names_are_known_after_initialize():
-    """To parameters and to modules."""
-    model = Everything().initialize()
-    for name, parameter in model.named_parameters():
-        assert parameter.name == name
-    for name, module in model.named_modules():
-        assert module.path == name
-
-
 def test_a_sequence_names_by_number():
     """And is a list: length, items, slices of the same objects."""
     model = Sequential(Linear(2, 3), ReLU(), Sequential(Linear(3, 1, bias=False)))
@@ -116,13 +105,6 @@ def test_a_sequence_names_by_number():
     for start, stop in ((-1, 2), (2, 1), (0, 4)):
         with pytest.raises(UsageError, match=rf"slice {start}\.\.{stop} .* 3 modules"):
             model.slice(start, stop)
-
-
-def test_slices_compute_what_the_whole_computes():
-    """One after another, with the weights of the whole."""
-    model = Sequential(Linear(2, 3), ReLU(), Linear(3, 2)).initialize(seed=1)
-    x = np.ones((4, 2), np.float32)
-    np.testing.assert_array_equal(model.slice(1, 3)(model.slice(0, 1)(x)).data, model(x).data)
 
 
 def test_shared_parts_stand_once():
@@ -172,15 +154,6 @@ def test_modules_that_are_not_there(use, words):
         use(Everything())
 
 
-def test_a_new_layer_has_no_values_until_the_model_is_initialized_again():
-    """Its forward says so."""
-    model = Sequential(Linear(2, 2), ReLU()).initialize()
-    model.replace("0", Linear(2, 3))
-    with pytest.raises(GraphError, match=r"shape \(2, 3\) has no values yet; call model.initialize\(seed=0\) first"):
-        model(np.ones((1, 2), np.float32))
-    assert model.initialize()(np.ones((1, 2), np.float32)).shape == (1, 3)
-
-
 @pytest.mark.parametrize("within", [lambda x: {"a": x}, lambda x: [[x]], lambda x: {x}, lambda x: ({"a": [x]},)])
 @pytest.mark.parametrize("make", [lambda: Linear(2, 2).initialize(), lambda: Linear(2, 2), lambda: Parameter((2,))])
 def test_a_part_that_is_not_found_is_refused(within, make):
@@ -193,47 +166,12 @@ def test_a_part_that_is_not_found_is_refused(within, make):
     assert "mine" in " ".join(name for name, _ in model.initialize().named_parameters())
 
 
-def test_a_sequence_has_no_parts_beside_its_modules():
-    """Its numbers are their names, and what runs."""
-    model = Sequential(Linear(2, 2))
-    model.extra = Linear(2, 2)
-    with pytest.raises(UsageError, match="extra holds a Linear .* a Sequential's the modules that it was given"):
-        model.initialize()
-
-
-def test_a_layer_that_is_kept_elsewhere_is_told_so():
-    """The model has been initialized: to do so again would not help."""
-    hidden = Linear(2, 2)
-    model = Sequential(Linear(2, 2)).initialize()
-    with pytest.raises(GraphError, match="nor an item of a list that is one is not found then$"):
-        hidden(model(np.ones((1, 2), np.float32)))
-
-
 def test_before_initialize():
     """Forward, storage and state say what to call."""
     model = Twice(2)
     for use in (lambda: model(np.ones((1, 2), np.float32)), lambda: model.storage, model.state):
         with pytest.raises(GraphError, match=r"call model.initialize\(seed=0\) first"):
             use()
-
-
-def test_a_module_without_forward():
-    with pytest.raises(NotImplementedError, match="Module defines no forward"):
-        Module()(1)
-
-
-def test_arrays_become_tensors():
-    """Among the inputs of any module; the rest is passed as it is."""
-
-    class Looks(Module):
-        def forward(self, *inputs):
-            return inputs
-
-    array, tensor = here(np.ones(2)), Tensor([1.0])
-    first, *rest = Looks()(array, tensor, "text", None)
-    assert type(first) is Tensor
-    assert first.data is array
-    assert rest == [tensor, "text", None]
 
 
 def test_observers_see_every_module():
@@ -246,28 +184,10 @@ def test_observers_see_every_module():
     assert seen == [("0", (3, 2)), ("1.body", (3, 2)), ("1", (3, 2)), ("", (3, 2))]
 
 
-def test_zero_grad():
-    """The next pass starts anew."""
-    model = Linear(2, 1).initialize()
-    for _ in range(2):
-        model.zero_grad()
-        model(np.ones((1, 2), np.float32)).sum().backward()
-        np.testing.assert_array_equal(model.weight.grad, [[1], [1]])
-
-
 def test_an_initialized_model_is_not_copied():
     """Its copy would train without its storage."""
     with pytest.raises(GraphError, match="build it again and use load_state"):
         copy.deepcopy(Linear(2, 2).initialize())
-
-
-def test_a_model_without_values_is_copied():
-    """So that a block can be repeated; the copies have parameters of their own."""
-    block = Linear(2, 2)
-    model = Sequential(block, copy.deepcopy(block)).initialize()
-    assert not hasattr(block, "storage")
-    assert list(model.state()) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert (model.state()["0.weight"] != model.state()["1.weight"]).any()
 
 
 @pytest.mark.parametrize("numbers", [[[1.0, 2.0]], ((1, 2), (3, 4)), [True, False]])
@@ -275,16 +195,6 @@ def test_lists_of_numbers_are_refused(numbers):
     """Their dtype would have to be guessed."""
     with pytest.raises(DtypeError, match=r"lists of numbers; convert with numpy\.asarray"):
         Linear(2, 2).initialize()(numbers)
-
-
-def test_lists_of_tensors_are_the_modules_business():
-    """A module may take them."""
-
-    class Add(Module):
-        def forward(self, parts):
-            return parts[0] + parts[1]
-
-    assert Add()([Tensor([1.0]), Tensor([2.0])]).item() == 3
 
 
 def test_residual():
@@ -313,20 +223,6 @@ def _share() -> Sequential:
             region = Region((WIDTH, WIDTH), 1, 0, WIDTH // RANKS)
             module.weight = Parameter(region.local_shape, module.weight.init, region)
     return model
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_only_one_parameter_is_whole_at_a_time(dtype: str) -> None:
-    model = _share()
-    tracemalloc.start()
-    try:
-        model.initialize(seed=3, dtype=dtype)
-        kept, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    whole = WIDTH * WIDTH * np.dtype("float64").itemsize
-    assert peak - kept < 4 * whole  # what an initializer needs to draw one, not the twelve of the model
-    assert kept < 2 * LAYERS * WIDTH * WIDTH // RANKS * np.dtype(dtype).itemsize + whole // 2
 
 
 def test_each_is_the_region_of_what_the_whole_would_draw() -> None:

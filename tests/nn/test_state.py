@@ -52,14 +52,6 @@ def test_values_do_not_depend_on_the_rest_of_the_model():
     np.testing.assert_array_equal(before["2.weight"], after["2.weight"])
 
 
-def test_float32_values_are_float64_values_rounded():
-    """Both precisions start from the same draw."""
-    narrow, wide = model().initialize(5, "float32").state(), model().initialize(5, "float64").state()
-    for name, values in narrow.items():
-        assert (values.dtype, wide[name].dtype) == (np.float32, np.float64)
-        np.testing.assert_array_equal(values, wide[name].astype("float32"))
-
-
 def test_known_values_stay_the_same():
     """A run of today can be repeated tomorrow: these are the first numbers of seed 0."""
     state = Sequential(Linear(2, 2)).initialize(seed=0, dtype="float64").state()
@@ -72,27 +64,6 @@ def test_dtypes_that_are_not_supported(dtype):
     """One sentence that says which are."""
     with pytest.raises(UsageError, match="is not supported; choose float32 or float64"):
         model().initialize(dtype=dtype)
-
-
-@pytest.mark.parametrize("dtype", ["float64", np.float64, np.dtype("float64")])
-def test_dtypes_by_any_name(dtype):
-    """Everything is of that dtype: values, gradients, buffers, results."""
-    made = model().initialize(dtype=dtype)
-    assert {values.dtype for values in made.state().values()} == {np.dtype("float64")}
-    assert {flat.dtype for flat in made.storage.data + made.storage.grads} == {np.dtype("float64")}
-    assert made(np.ones((2, 3))).dtype == np.float64
-
-
-def test_initialize_returns_the_model_and_may_be_repeated():
-    """The second time starts over, in new storage."""
-    made = model()
-    assert made.initialize(seed=1) is made
-    first, storage = made.state(), made.storage
-    made[0].weight.data[...] = 7
-    made[1].running_mean.data[...] = 7
-    assert made.initialize(seed=1).storage is not storage
-    for name, values in made.state().items():
-        np.testing.assert_array_equal(values, first[name])
 
 
 def test_groups_and_allocator_reach_the_storage():
@@ -174,16 +145,6 @@ def test_there_and_back():
     assert not np.array_equal(kept["1.running_mean"], np.zeros(4))
 
 
-def test_arrays_of_any_order_are_loaded():
-    """Also transposed ones and views."""
-    made = model().initialize(seed=1)
-    state = {name: np.asfortranarray(values) for name, values in made.state().items()}
-    other = model().initialize(seed=2)
-    other.load_state(state)
-    for name, values in made.state().items():
-        np.testing.assert_array_equal(other.state()[name], values)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -210,10 +171,3 @@ def test_states_that_do_not_fit(change, words):
         made.load_state({name: values for name, values in state.items() if values is not None})
     for name, values in made.state().items():
         np.testing.assert_array_equal(values, before[name])
-
-
-@pytest.mark.parametrize("state", [None, [np.zeros(3)], "0.weight"])
-def test_a_state_without_names_is_refused(state):
-    """Not by an AttributeError of Python's."""
-    with pytest.raises(CheckpointError, match=f"^the state is a {type(state).__name__}; give arrays by name"):
-        model().initialize().load_state(state)

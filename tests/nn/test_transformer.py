@@ -5,8 +5,6 @@ import pytest
 
 import nnmpi
 from nnmpi import nn, ops, optim
-from nnmpi.backend.backend import numpy_backend
-from tests.device.library import device_backend
 
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)  # the arrays are small, and other tests want the cores
@@ -104,18 +102,3 @@ def test_ways_to_run_it_agree(compiled, fused):
     ours, plain = train(compiled, fused), train(False, True)
     for name in plain:
         np.testing.assert_array_equal(ours[name], plain[name])
-
-
-@pytest.mark.parametrize("time", [1, 5, 130])
-def test_on_a_device_as_on_the_host(time):
-    """The same numbers; a NumPy array that meets a device array would raise."""
-    x, grad = (np.random.default_rng(i).standard_normal((2, time, 12)) for i in range(2))
-    results = []
-    for backend in (device_backend(), numpy_backend()):
-        model = nn.TransformerBlock(12, 3).initialize(seed=0, dtype="float64", backend=backend)
-        leaf = nnmpi.Tensor(backend.asarray(x), requires_grad=True)
-        y = model(leaf)
-        y.backward(backend.asarray(grad))
-        results.append([backend.to_host(each) for each in (y.data, leaf.grad, *(p.grad for p in model.parameters()))])
-    for device, host in zip(*results, strict=True):
-        np.testing.assert_allclose(device, host, rtol=1e-10, atol=1e-12)
