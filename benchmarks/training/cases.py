@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 MLP, CNN, BLOCK, GPT, LSTM = "mlp", "cnn", "block", "gpt", "lstm"
 LANGUAGE = (GPT, LSTM)  # models that predict the next token
-CROSS_ENTROPY, SQUARED, SOFTMAX_SQUARED = "cross-entropy", "mse", "softmax-mse"
+CROSS_ENTROPY, SQUARED = "cross-entropy", "mse"
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,7 @@ class Case:
         batch: rows of the global batch.
         sizes: MLP: of the layers; CNN: height, width, channels, classes; BLOCK: time, features, heads, hidden features;
             GPT: time, features, heads, layers, context, vocabulary; LSTM: time, features, layers, vocabulary.
-        loss: CROSS_ENTROPY, SQUARED (mean over all elements), or SOFTMAX_SQUARED (of softmax and one-hot labels, summed
-            within a row, mean over rows).
+        loss: CROSS_ENTROPY, or SQUARED (mean over all elements).
         seed: of data and first weights.
         large: whether only the ways that were fastest elsewhere take part: all of them would take many minutes, and
             more memory than there is.
@@ -96,12 +95,11 @@ class Case:
         return slice(rank * rows, (rank + 1) * rows)
 
 
-_SMALL = (784, 128, 127, 126, 125, 124, 123, 10)
 CASES: Mapping[str, Case] = MappingProxyType(
     {
         case.name: case
         for case in (
-            Case("mlp-small", MLP, 128, _SMALL),
+            Case("mlp-small", MLP, 128, (784, 128, 127, 126, 125, 124, 123, 10)),
             Case("mlp-large", MLP, 256, (784, 2048, 2048, 10)),
             Case("cnn", CNN, 64, (28, 28, 1, 10)),
             Case("gpt-block", BLOCK, 8, (128, 256, 4, 1024), SQUARED),
@@ -112,10 +110,3 @@ CASES: Mapping[str, Case] = MappingProxyType(
         )
     }
 )
-# ShallowSpeed's published set-up: the same network, with its own loss.
-SHALLOWSPEED = Case("shallowspeed", MLP, 128, _SMALL, SOFTMAX_SQUARED)
-
-
-def find(name: str) -> Case:
-    """Return a case by its name."""
-    return SHALLOWSPEED if name == SHALLOWSPEED.name else CASES[name]

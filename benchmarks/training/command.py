@@ -12,9 +12,9 @@ from benchmarks.harness import command, plots, results
 from benchmarks.harness.command import say
 from benchmarks.harness.machine import machine_facts
 from benchmarks.harness.tables import labelled, rewrite
-from benchmarks.training import start, tables
-from benchmarks.training.cases import CASES, SHALLOWSPEED, find
-from benchmarks.training.contestants import LLMC, SHARDED
+from benchmarks.training import tables
+from benchmarks.training.cases import CASES
+from benchmarks.training.contestants import SHARDED
 from benchmarks.training.measure import Findings, measure
 from benchmarks.training.rows import ratios, speedups
 from nnmpi.backend.blas import read_cpu
@@ -26,9 +26,7 @@ The README beside the program says how it is measured."""
 README = Path(__file__).with_name("README.md")
 WITHOUT = "PyTorch is not installed, so nnmpi runs alone; pip install torch==2.13.0 to compare"
 EVERY, NONE = ",".join(CASES), "none"
-CHECKED = "cnn,gpt-block,iris"  # with ShallowSpeed's network beside them, all operations
-GROWTH_STEPS, CHECK_STEPS = 1000, 20
-START_RANKS = 2
+CHECKED = "cnn,gpt-block,iris"
 PROCESSORS: Mapping[str, str] = {
     "GenuineIntel": "an Intel processor, on which MKL takes the widest vectors that it finds",
     "AuthenticAMD": "an AMD processor, on which MKL runs AVX2 code: half of what Zen 5 can, and all that Zen 4 can",
@@ -63,16 +61,9 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     )
     names = command.each(command.one_of(*CASES, NONE))
     add("--cases", type=names, metavar="A,B,...", help=f"models ({EVERY}), or {NONE}")
-    add("--shallowspeed", action="store_true", help="also: ShallowSpeed's design beside nnmpi, on its own set-up")
-    add("--start", action="store_true", help="also: the time from mpirun, and from torchrun, to the first step")
-    add("--growth", action="store_true", help=f"also: memory before and after {GROWTH_STEPS} steps")
     add("--sharded", action="store_true", help="instead: ZeRO 3 beside dp, and PyTorch's FSDP2 beside its DDP")
-    text = "also, in the cases of GPT: llm.c, of which FOLDER has train_gpt2.c; needs gcc"
-    add("--llmc", type=Path, metavar="FOLDER", help=text)
     add("--without-torch", dest="torch", action="store_false", help="nnmpi alone")
     command.add_blocks(parser, block_s=0.2)
-    text = "how often --start starts each (default: 7)"
-    add("--start-repeats", type=command.positive, default=7, metavar="N", help=text)
     add("--readme", action="store_true", help="replace the tables of the README beside the program")
     add("--plot", type=command.picture, metavar="FILE", help="draw the speeds: .png, .svg or .pdf")
     text = f"reduced: each part once, verified, no times worth keeping, and without --cases fewer of them ({CHECKED})"
@@ -80,20 +71,14 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     options = parser.parse(words)
     cases = options.cases or tuple((CHECKED if options.check else EVERY).split(","))
     options.cases = tuple(name for name in cases if name != NONE)
-    if options.shallowspeed or options.check:
-        options.cases += (SHALLOWSPEED.name,)
-    options.growth_steps = CHECK_STEPS if options.check else GROWTH_STEPS * options.growth
-    options.start_repeats = 1 if options.check else options.start_repeats * options.start
-    if options.llmc is not None and not (options.llmc / "train_gpt2.c").is_file():
-        raise UsageError(f"there is no train_gpt2.c in {options.llmc}; give --llmc the folder of llm.c's sources")
     if options.sharded and 1 in options.ranks:
         raise UsageError("--sharded is for several ranks; give --ranks 2, say")
     if options.check:
         options.rounds, options.block_s = 2, 0.0
     for name in options.cases:
         for ranks in options.ranks:
-            if find(name).batch % ranks:
-                raise UsageError(f"--ranks {ranks} does not divide the batch of {name}, {find(name).batch}")
+            if CASES[name].batch % ranks:
+                raise UsageError(f"--ranks {ranks} does not divide the batch of {name}, {CASES[name].batch}")
     return options
 
 
@@ -106,19 +91,16 @@ def _run(options: argparse.Namespace, removed: Mapping[str, str]) -> None:
     torch = options.torch and importlib.util.find_spec("torch") is not None
     if options.torch and not torch:
         say(WITHOUT)
-    found, started = Findings(), list[dict[str, Any]]()
+    found = Findings()
     for name in options.cases:
         measure(name, options, torch, found, lambda rows: say(tables.contestants(rows, options.markdown)))
-        _save(options, removed, found, started)
-    if options.start_repeats:
-        started += start.measure(START_RANKS, options.start_repeats, torch)
-        _save(options, removed, found, started)
+        _save(options, removed, found)
     header = _header_lines(_header(options, removed, found.facts))
     say(header)
-    for title, text in _summaries(options.markdown, found, started).values():
+    for title, text in _summaries(options.markdown, found).values():
         say(f"{title}\n\n{text}")
     if options.readme:
-        shown = {name: text for name, (_, text) in _summaries(True, found, started).items()}
+        shown = {name: text for name, (_, text) in _summaries(True, found).items()}
         rewrite(README, {"machine": "\n".join(f"    {line}" for line in header.splitlines()), **shown})
     if options.plot is not None:
         tables.draw_speeds(options.plot, found.rows)
@@ -160,28 +142,18 @@ def _header_lines(header: Mapping[str, Any]) -> str:
     return labelled(named)
 
 
-def _summaries(markdown: bool, found: Findings, started: Sequence[Mapping[str, Any]]) -> dict[str, tuple[str, str]]:
+def _summaries(markdown: bool, found: Findings) -> dict[str, tuple[str, str]]:
     """Return titles and tables by their names in the README, without those that nothing was measured for."""
     rows = found.rows
-    cases = [row for row in rows if row["case"] != SHALLOWSPEED.name]
     title = "Times: medians of blocks; CPU time of the thread on one rank, wall clock of the slowest on several"
     shown = {}
     if any(row["group"] == SHARDED for row in rows):
         return {"sharded": (title, tables.sharded(rows, markdown))}
-    if cases:
-        shown["speeds"] = (f"{title}; ratios with quartiles", tables.speeds(cases, markdown))
-        shown["floor"] = ("A step beside its products and its memory traffic alone", tables.floor(cases, markdown))
-        shown["memory"] = ("Peak resident memory of a rank", tables.memory(cases, markdown))
-    if any(row["group"] == LLMC for row in rows):
-        shown["llmc"] = ("llm.c beside nnmpi", tables.llmc(rows, markdown))
+    if rows:
+        shown["speeds"] = (f"{title}; ratios with quartiles", tables.speeds(rows, markdown))
+        shown["memory"] = ("Peak resident memory of a rank", tables.memory(rows, markdown))
     if speedups(rows):
         shown["several"] = ("Times as fast as one rank, same global batch, wall clock", tables.several(rows, markdown))
-    if len(cases) < len(rows):
-        shown["shallowspeed"] = ("ShallowSpeed's design beside nnmpi", tables.shallowspeed(rows, markdown))
-    if found.growth:
-        shown["growth"] = ("Resident memory of a rank over many steps", tables.growth(found.growth, markdown))
-    if started:
-        shown["start"] = ("From the command to the first step", tables.start(started, markdown))
     return shown
 
 
@@ -189,14 +161,11 @@ def _save(
     options: argparse.Namespace,
     removed: Mapping[str, str],
     found: Findings,
-    started: Sequence[Mapping[str, Any]],
 ) -> None:
     content = {
         "header": _header(options, removed, found.facts),
         "rows": found.rows,
         "ratios": ratios(found.rows),
         "speedups": speedups(found.rows),
-        "growth": found.growth,
-        "start": list(started),
     }
     results.write(options.json, content)

@@ -6,12 +6,12 @@ from dataclasses import dataclass, replace
 
 from benchmarks.training.cases import BLOCK, CNN, GPT, Case
 
-NNMPI, TORCH, NAIVE, LLMC = "nnmpi", "torch", "naive", "llm.c"
+NNMPI, TORCH = "nnmpi", "torch"
 # The groups of which the fastest one counts; EAGER is those of PURE that are not compiled.
 PURE, JIT, STOCK, TUNED = "nnmpi", "nnmpi jit", "PyTorch", "PyTorch, tuned malloc"
 EAGER = "nnmpi eager"
 SHARDED, FSDP = "nnmpi zero 3", "PyTorch FSDP2"  # with --sharded alone
-GROUPS = (PURE, JIT, STOCK, TUNED, NAIVE, LLMC, SHARDED, FSDP)
+GROUPS = (PURE, JIT, STOCK, TUNED, SHARDED, FSDP)
 # How nnmpi's ranks exchange gradients.
 WORKER, FUSED, PARALLEL = "worker", "fused", "parallel"
 CONTIGUOUS, CHANNELS_LAST = "contiguous", "channels_last"
@@ -23,9 +23,9 @@ class Contestant:
     """One way to run a case on so many ranks.
 
     Attributes:
-        side: NNMPI, TORCH, NAIVE (see `trainer_shallowspeed.py`), or LLMC (see `trainer_llmc.py`).
+        side: NNMPI or TORCH.
         case: its name.
-        ranks: processes of one thread each; of LLMC threads of one process.
+        ranks: processes of one thread each.
         exchange: of nnmpi on several ranks: `Worker`, `Worker` with the fused update, or `DataParallel` in a loop.
         compiled, jit: whether nnmpi replays a recorded step, and uses compiled kernels.
         layout: of PyTorch's images.
@@ -33,7 +33,6 @@ class Contestant:
         fused_sgd, bucket_view: options of PyTorch's SGD and of DistributedDataParallel.
         tuned: whether malloc keeps freed memory by the variables of `environment.TUNED_MALLOC`.
         sharded: whether the ranks share out weights, gradients and state: ZeRO 3 here, `fully_shard` there.
-        source: of LLMC, the folder with its `train_gpt2.c`.
         dtype: float64 for the reference that everybody is compared with.
     """
 
@@ -50,7 +49,6 @@ class Contestant:
     tuned: bool = False
     sharded: bool = False
     dtype: str = "float32"
-    source: str = ""
 
     @property
     def name(self) -> str:
@@ -63,18 +61,13 @@ class Contestant:
         return " ".join([self.side, *filter(None, words)])
 
     @property
-    def processes(self) -> int:
-        """How many it has."""
-        return 1 if self.side == LLMC else self.ranks
-
-    @property
     def group(self) -> str:
         """The group in which it competes."""
         if self.sharded:
             return SHARDED if self.side == NNMPI else FSDP
         if self.side == NNMPI:
             return JIT if self.jit else PURE
-        return self.side if self.side in (NAIVE, LLMC) else TUNED if self.tuned else STOCK
+        return TUNED if self.tuned else STOCK
 
 
 def nnmpi_field(case: Case, ranks: int, compiled: bool, jit: bool, reduced: bool = False) -> list[Contestant]:

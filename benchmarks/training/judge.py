@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks.harness.turns import WrongResultError
 from benchmarks.training.cases import Case
-from benchmarks.training.contestants import LLMC, NNMPI, TORCH, Contestant, nnmpi_field, reference
+from benchmarks.training.contestants import NNMPI, Contestant, nnmpi_field, reference
 from benchmarks.training.layouts import from_torch, split, to_torch
 from benchmarks.training.team import Team, Teams
 from benchmarks.training.trainer_nnmpi import build
@@ -65,7 +65,7 @@ class GradientErrors:
     """How far a contestant is from the reference.
 
     Attributes:
-        loss: relative error of the first loss; NaN for one that computes none.
+        loss: relative error of the first loss.
         gradient: largest error of a gradient's element, as a share of the largest of all elements.
         parameter: the same, with each parameter's own largest element; the worst parameter's.
         weights: largest difference from nnmpi's on one rank after some steps, as a share of the largest weight.
@@ -96,7 +96,7 @@ class Judge:
         """Compare a contestant.
 
         Raises:
-            WrongResultError: when it is further off than the tolerance, and neither PyTorch's nor llm.c's.
+            WrongResultError: when it is further off than the tolerance, and not PyTorch's.
         """
         losses, gradients = self._probe(team)
         trained = self._train(team)
@@ -107,8 +107,8 @@ class Judge:
             parameter=max(error([a], [b]) for each in gradients for a, b in zip(each, self._gradients, strict=True)),
             weights=max(error(each, self._weights) for each in trained),
         )
-        if team.contestant.side not in (TORCH, LLMC):
-            for name in ("loss", "gradient", "weights") if team.contestant.side == NNMPI else ("gradient", "weights"):
+        if team.contestant.side == NNMPI:
+            for name in ("loss", "gradient", "weights"):
                 value = getattr(found, name)
                 if isnan(value) or value > TOLERANCE:
                     raise WrongResultError(

@@ -11,26 +11,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.harness.turns import shuffled, steps_in_block
-from benchmarks.training.cases import GPT, SHALLOWSPEED, Case, find
-from benchmarks.training.contestants import (
-    JIT,
-    LLMC,
-    NAIVE,
-    PURE,
-    STOCK,
-    Contestant,
-    nnmpi_field,
-    sharded_field,
-    torch_field,
-)
+from benchmarks.training.cases import CASES, Case
+from benchmarks.training.contestants import Contestant, nnmpi_field, sharded_field, torch_field
 from benchmarks.training.judge import CaseFiles, Judge
-from benchmarks.training.rows import Seconds, best, row
+from benchmarks.training.rows import Seconds, row
 from benchmarks.training.team import Team, Teams
 from benchmarks.training.trainer_nnmpi import available
 from nnmpi.errors import NnmpiError
 
 Row = dict[str, Any]
-GROWTH_GROUPS = (PURE, JIT, STOCK)
 CLOCKS = ("cpu_s", "process_s", "wall_s")
 LR = 1e-5  # so small that the last of some thousand steps works on numbers like the first one's
 WARM_UP = 3
@@ -42,12 +31,10 @@ class Findings:
 
     Attributes:
         rows: of contestants, see `rows.row`.
-        growth: of the fastest ones, resident bytes before and after many steps.
         facts: which libraries compute in the contestants, by name.
     """
 
     rows: list[Row] = field(default_factory=list)
-    growth: list[Row] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)
 
 
@@ -66,7 +53,7 @@ def measure(
     Raises:
         WrongResultError: before anything is timed, when a result is not the reference's.
     """
-    case = find(name)
+    case = CASES[name]
     with tempfile.TemporaryDirectory(prefix="nnmpi-") as place:
         files = CaseFiles(case, Path(place))
         judge = Judge(files, torch)
@@ -74,8 +61,6 @@ def measure(
             contestants = list(entrants(case, ranks, options.check, torch))
             if options.sharded:
                 contestants = sharded_field(case, ranks, torch)
-            if options.llmc is not None and case.model == GPT:
-                contestants.append(Contestant(LLMC, name, ranks, source=str(options.llmc.resolve())))
             with Teams(contestants, files.folder) as teams:
                 rows = _together(list(teams), judge, options, found)
             found.rows += rows
@@ -92,8 +77,6 @@ def entrants(case: Case, ranks: int, reduced: bool, torch: bool) -> list[Contest
         torch: whether PyTorch takes part.
     """
     ours = nnmpi_field(case, ranks, *available(), reduced)
-    if case == SHALLOWSPEED:
-        return [*ours, Contestant(NAIVE, case.name, ranks)]
     return ours + (torch_field(case, ranks, reduced) if torch else [])
 
 
@@ -105,32 +88,7 @@ def _together(teams: Sequence[Team], judge: Judge, options: argparse.Namespace, 
         for hello in team.hello:
             found.facts |= hello["facts"]
     steps, seconds = time_blocks(teams, options.rounds, options.block_s)
-    rows = [row(team, steps, seconds[team.contestant.name], error) for team, error in zip(teams, errors, strict=True)]
-    for each, team in zip(rows, teams, strict=True):
-        answers = team.ask("floor")
-        each.update({name: max(answer[name] for answer in answers) for name in answers[0]})
-    if options.growth_steps:
-        fastest = best(rows, judge.files.case.name, teams[0].contestant.ranks)
-        names = [fastest[group]["name"] for group in GROWTH_GROUPS if group in fastest]
-        found.growth += [_growth(team, options.growth_steps) for team in teams if team.contestant.name in names]
-    return rows
-
-
-def _growth(team: Team, steps: int) -> Row:
-    """Return how much the resident size grows over many steps, in the rank in which it grows most."""
-    before = [answer["resident_bytes"] for answer in team.ask("memory")]
-    team.ask("block", lr=LR, steps=steps)
-    after = [answer["resident_bytes"] for answer in team.ask("memory")]
-    grown, begin = max((b - a, a) for a, b in zip(before, after, strict=True))
-    contestant = team.contestant
-    return {
-        "case": contestant.case,
-        "ranks": contestant.ranks,
-        "name": contestant.name,
-        "steps": steps,
-        "before_bytes": begin,
-        "after_bytes": begin + grown,
-    }
+    return [row(team, steps, seconds[team.contestant.name], error) for team, error in zip(teams, errors, strict=True)]
 
 
 def time_blocks(teams: Sequence[Team], rounds: int, block_s: float) -> tuple[int, Mapping[str, Seconds]]:

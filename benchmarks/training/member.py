@@ -17,14 +17,12 @@ from typing import Any
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
 
 from benchmarks.harness.memory import peak_bytes, reset_peak, resident_bytes  # noqa: E402
-from benchmarks.training.contestants import LLMC, NAIVE, NNMPI, TORCH, Contestant  # noqa: E402
+from benchmarks.training.contestants import NNMPI, TORCH, Contestant  # noqa: E402
 from benchmarks.training.trainer import Trainer  # noqa: E402
 
 TRAINERS = {
     NNMPI: ("trainer_nnmpi", "NnmpiTrainer"),
     TORCH: ("trainer_torch", "TorchTrainer"),
-    NAIVE: ("trainer_shallowspeed", "ShallowSpeedTrainer"),
-    LLMC: ("trainer_llmc", "LlmcTrainer"),
 }
 REPEATS = 3  # of nnmpi's step that is looked at: it is recorded in the first ones and replayed in the last
 SOCKET = "socket"
@@ -115,7 +113,6 @@ def main(words: list[str]) -> None:
         "block": partial(block, trainer),
         "memory": memory,
         "fresh": fresh,
-        "floor": trainer.floor,
     }
     with socket(AF_UNIX) as connection:
         connection.connect(str(folder / SOCKET))

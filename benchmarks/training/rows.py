@@ -7,15 +7,15 @@ from statistics import median
 from typing import Any
 
 from benchmarks.harness.turns import ratio, summary
-from benchmarks.training.contestants import EAGER, FSDP, GROUPS, JIT, LLMC, NAIVE, PURE, SHARDED, STOCK, TUNED
+from benchmarks.training.contestants import EAGER, FSDP, GROUPS, JIT, PURE, SHARDED, STOCK, TUNED
 from benchmarks.training.judge import GradientErrors
 from benchmarks.training.team import Team
 
 Row = Mapping[str, Any]
 Seconds = Mapping[str, Sequence[float]]
 """By clock: seconds per step, block by block."""
-RATIOS = ((STOCK, EAGER), (STOCK, PURE), (STOCK, JIT), (TUNED, PURE), (TUNED, JIT), (NAIVE, PURE), (NAIVE, JIT))
-RATIOS += ((LLMC, PURE), (LLMC, JIT), (SHARDED, PURE), (FSDP, SHARDED), (FSDP, STOCK))
+RATIOS = ((STOCK, EAGER), (STOCK, PURE), (STOCK, JIT), (TUNED, PURE), (TUNED, JIT))
+RATIOS += ((SHARDED, PURE), (FSDP, SHARDED), (FSDP, STOCK))
 
 
 def clock(ranks: int) -> str:

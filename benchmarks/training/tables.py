@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.harness.plots import new_figure, save
 from benchmarks.harness.tables import Columns, mib, ms, number, render, spread
-from benchmarks.training.contestants import EAGER, FSDP, JIT, LLMC, NAIVE, PURE, SHARDED, STOCK, TUNED
+from benchmarks.training.contestants import EAGER, FSDP, JIT, PURE, SHARDED, STOCK, TUNED
 from benchmarks.training.rows import best, pairs, ratios, speedups
 from nnmpi.errors import counted
 
@@ -53,31 +53,7 @@ def speeds(rows: Rows, markdown: bool) -> str:
         *((title, lambda row, group=group: _step_ms(row, group)) for group, title in names.items()),
         *((title, lambda row, both=both: _ratio(row, *both)) for title, both in RATIOS.items()),
     )
-    return render(columns, _cases(rows, naive=False), markdown)
-
-
-def floor(rows: Rows, markdown: bool) -> str:
-    """Return how many times as long nnmpi's fastest step takes as the longer of what it cannot do without."""
-
-    def fastest(row: Row) -> Row:
-        return min(
-            (row["best"][group] for group in (PURE, JIT) if group in row["best"]), key=lambda each: each["step_s"]
-        )
-
-    def multiple(row: Row) -> str:
-        each = fastest(row)
-        most = max(each["products_s"], each["traffic_s"])
-        return number(each["step_s"] / most if most else None)
-
-    columns = (
-        *_CASE,
-        ("nnmpi", lambda row: fastest(row)["name"]),
-        ("step, ms", lambda row: ms(fastest(row)["step_s"])),
-        ("products alone, ms", lambda row: ms(fastest(row)["products_s"])),
-        ("memory traffic, ms", lambda row: ms(fastest(row)["traffic_s"])),
-        ("step / the longer", multiple),
-    )
-    return render(columns, _cases(rows, naive=False), markdown)
+    return render(columns, _cases(rows), markdown)
 
 
 def memory(rows: Rows, markdown: bool) -> str:
@@ -98,7 +74,7 @@ def memory(rows: Rows, markdown: bool) -> str:
         ("nnmpi / PyTorch", lambda row: share(row, PURE)),
         ("jit / PyTorch", lambda row: share(row, JIT)),
     )
-    return render(columns, _cases(rows, naive=False), markdown)
+    return render(columns, _cases(rows), markdown)
 
 
 def sharded(rows: Rows, markdown: bool) -> str:
@@ -111,7 +87,7 @@ def sharded(rows: Rows, markdown: bool) -> str:
         *((title, lambda row, group=group: _step_ms(row, group)) for title, group in zip(names, groups, strict=True)),
         *((title, lambda row, pair=pair: _ratio(row, *pair)) for title, pair in both.items()),
     )
-    return render(columns, _cases(rows, naive=False), markdown)
+    return render(columns, _cases(rows), markdown)
 
 
 def several(rows: Rows, markdown: bool) -> str:
@@ -119,7 +95,7 @@ def several(rows: Rows, markdown: bool) -> str:
     found: dict[tuple[str, int], dict[str, float]] = {}
     for each in speedups(rows):
         found.setdefault((each["case"], each["ranks"]), {})[each["group"]] = each["speedup"]
-    groups = [group for group in (*GROUPS, NAIVE) if any(group in speeds for speeds in found.values())]
+    groups = [group for group in GROUPS if any(group in speeds for speeds in found.values())]
     columns = (
         ("case", lambda pair: pair[0][0]),
         ("ranks", lambda pair: f"1 to {pair[0][1]}"),
@@ -128,61 +104,13 @@ def several(rows: Rows, markdown: bool) -> str:
     return render(columns, found.items(), markdown)
 
 
-def shallowspeed(rows: Rows, markdown: bool) -> str:
-    """Return the time of ShallowSpeed's design beside nnmpi's."""
-    return _beside(rows, NAIVE, "its design", markdown)
-
-
-def llmc(rows: Rows, markdown: bool) -> str:
-    """Return llm.c's times and memory beside nnmpi's."""
-    return _beside(rows, LLMC, LLMC, markdown)
-
-
-def _beside(rows: Rows, group: str, name: str, markdown: bool) -> str:
-    """Return the times of a group, by this name, beside nnmpi's, in the cases in which it takes part."""
-    columns = (
-        *_CASE,
-        (f"{name}, ms", lambda row: _step_ms(row, group)),
-        ("nnmpi, ms", lambda row: _step_ms(row, PURE)),
-        ("nnmpi jit, ms", lambda row: _step_ms(row, JIT)),
-        (f"{name} / nnmpi", lambda row: _ratio(row, group, PURE)),
-        (f"{name} / jit", lambda row: _ratio(row, group, JIT)),
-    )
-    return render(columns, (row for row in _cases(rows, group == NAIVE) if group in row["best"]), markdown)
-
-
-def growth(rows: Rows, markdown: bool) -> str:
-    """Return resident sizes before and after many steps."""
-    columns = (
-        *_CASE,
-        ("contestant", "name"),
-        ("steps", "steps"),
-        ("before, MiB", lambda row: mib(row["before_bytes"])),
-        ("after, MiB", lambda row: mib(row["after_bytes"])),
-        ("more, MiB", lambda row: f"{(row['after_bytes'] - row['before_bytes']) / 2**20:+.2f}"),
-    )
-    return render(columns, rows, markdown)
-
-
-def start(rows: Rows, markdown: bool) -> str:
-    """Return the times from command to first step."""
-    columns = (
-        ("started by", "name"),
-        ("ranks", "ranks"),
-        ("seconds to the first step (quartiles)", lambda row: spread(row["start_s"], row["start_quartiles_s"])),
-        ("share of torchrun's", lambda row: number(row["share_of_torchrun"])),
-    )
-    return render(columns, rows, markdown)
-
-
-def _cases(rows: Rows, naive: bool) -> Iterable[Row]:
-    """Yield case, ranks, the fastest row of each group ("best") and their ratios, of those with or without NAIVE."""
+def _cases(rows: Rows) -> Iterable[Row]:
+    """Yield case, ranks, the fastest row of each group ("best") and their ratios."""
     found = ratios(rows)
     for case, ranks in pairs(rows):
         fastest = best(rows, case, ranks)
-        if (NAIVE in fastest) == naive:
-            own = {(each["of"], each["over"]): each for each in found if (each["case"], each["ranks"]) == (case, ranks)}
-            yield {"case": case, "ranks": ranks, "best": fastest, "ratios": own}
+        own = {(each["of"], each["over"]): each for each in found if (each["case"], each["ranks"]) == (case, ranks)}
+        yield {"case": case, "ranks": ranks, "best": fastest, "ratios": own}
 
 
 def _step_ms(row: Row, group: str) -> str:

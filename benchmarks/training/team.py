@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.harness.launch import environment
-from benchmarks.training.contestants import LLMC, TORCH, Contestant
+from benchmarks.training.contestants import TORCH, Contestant
 from benchmarks.training.environment import TUNED_MALLOC
 from benchmarks.training.member import SOCKET
 from nnmpi.errors import LaunchError
@@ -67,18 +67,16 @@ class Team:
     """
 
     def __init__(self, contestant: Contestant, folder: Path, number: int) -> None:
-        self.contestant, self.hello = contestant, [{}] * contestant.processes
-        self._connections: list[Any] = [None] * contestant.processes
+        self.contestant, self.hello = contestant, [{}] * contestant.ranks
+        self._connections: list[Any] = [None] * contestant.ranks
         self._output = folder / f"{number}.output"
         words = [sys.executable, str(MEMBER), str(folder), json.dumps(asdict(contestant))]
-        if contestant.side == TORCH or contestant.processes == 1:
-            every = [[*words, str(rank)] for rank in range(contestant.processes)]
+        if contestant.side == TORCH or contestant.ranks == 1:
+            every = [[*words, str(rank)] for rank in range(contestant.ranks)]
         else:
             every = [[find_mpirun(), "-n", str(contestant.ranks), *words, "-"]]
         self._shared_memory = SharedMemoryFolder()
         environ = {**environment(), **self._shared_memory.environ, **dict(TUNED_MALLOC if contestant.tuned else ())}
-        if contestant.side == LLMC:
-            environ["OMP_NUM_THREADS"] = str(contestant.ranks)
         with open(self._output, "wb") as sink:
             self._processes = [
                 subprocess.Popen(

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.training.cases import Case, find
+from benchmarks.training.cases import CASES, Case
 from benchmarks.training.contestants import Contestant
 
 
@@ -24,7 +24,7 @@ class Trainer(ABC):
 
     def __init__(self, contestant: Contestant, rank: int) -> None:
         self.contestant, self.rank, self.lr = contestant, rank, 0.0
-        self.case: Case = find(contestant.case)
+        self.case: Case = CASES[contestant.case]
 
     @abstractmethod
     def step(self) -> float:
@@ -46,13 +46,9 @@ class Trainer(ABC):
     def close(self) -> None:
         """Take apart what was made collectively."""
 
-    def floor(self) -> dict[str, float]:
-        """Return what bounds a step's time from below, see `floor.py`; nothing where that is not known."""
-        return {}
-
     def load(self, folder: Path) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return this rank's part of the global batch, in the contestant's dtype where it is floating point."""
-        part = self.case.share(self.rank, self.contestant.processes)
+        part = self.case.share(self.rank, self.contestant.ranks)
         x, y = (np.load(folder / f"{name}.npy", mmap_mode="r")[part] for name in ("x", "y"))
         dtype = self.contestant.dtype
         x, y = (np.array(each, dtype if each.dtype.kind == "f" else each.dtype) for each in (x, y))

@@ -12,9 +12,8 @@ import threadpoolctl
 from numpy.typing import NDArray
 
 import nnmpi
-from benchmarks.training.cases import BLOCK, CNN, CROSS_ENTROPY, GPT, LANGUAGE, LSTM, SOFTMAX_SQUARED, Case
+from benchmarks.training.cases import BLOCK, CNN, CROSS_ENTROPY, GPT, LANGUAGE, LSTM, Case
 from benchmarks.training.contestants import FUSED, PARALLEL, Contestant
-from benchmarks.training.floor import floor
 from benchmarks.training.trainer import Trainer
 from nnmpi import Tensor, models, nn, ops, optim
 from nnmpi.backend import keep_freed_memory
@@ -41,8 +40,6 @@ class NnmpiTrainer(Trainer):
         if contestant.jit:
             self._stack.enter_context(nnmpi.jit())
         self._x, self._y = self.load(folder)
-        if self.case.loss == SOFTMAX_SQUARED:
-            self._y = np.eye(self.case.classes, dtype=contestant.dtype)[self._y]
         self._where: Any = None
         model, options = build(self.case), dict[str, Any]()
         if contestant.sharded:
@@ -94,10 +91,6 @@ class NnmpiTrainer(Trainer):
         if self._group is not None:
             found["mpi"] = self._group.comm.world.library
         return found
-
-    def floor(self) -> dict[str, float]:
-        """See `Trainer.floor`."""
-        return floor(self.step, sum(array.nbytes for array in self._model.storage.data), self.barrier)
 
     def close(self) -> None:
         """See `Trainer.close`."""
@@ -176,8 +169,6 @@ def sum_loss(case: Case) -> Callable[[Tensor, Any], Tensor]:
     """Return (output, labels) -> the sum over the targets of each one's loss."""
     if case.loss == CROSS_ENTROPY:
         return lambda output, y: ops.cross_entropy(output, y, reduction="sum")
-    if case.loss == SOFTMAX_SQUARED:
-        return lambda output, y: ops.mse(ops.softmax(output), y, reduction="sum")
     return lambda output, y: ops.mse(output, y, reduction="sum") * (1 / case.elements)
 
 
@@ -191,8 +182,6 @@ def mean_loss(case: Case, output: Tensor, y: Any) -> Tensor:
     """
     if case.loss == CROSS_ENTROPY:
         return ops.cross_entropy(output, y)
-    if case.loss == SOFTMAX_SQUARED:
-        return sum_loss(case)(output, y) * (1 / output.shape[0])
     return ops.mse(output, y)
 
 
