@@ -25,7 +25,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
-from nnmpi.compose.layout import AUTO, LEAST, Layout
+from nnmpi.compose.layout import AUTO, Layout
 from nnmpi.errors import DeviceError, LayoutError
 from nnmpi.memory.state_offload import DEVICE_PIECE_BYTES, HOST_PIECE_BYTES, keep_state
 from nnmpi.memory.store import Store, make_store
@@ -181,13 +181,6 @@ def arrange(
     """
     backend = numpy_backend() if backend is None else backend
     mesh = find_mesh(group, layout)
-    if mesh.pp > 1 and layout.activation_memory not in (None, LEAST):
-        raise LayoutError(
-            f"a pipeline's stages keep everything or their inputs alone; give activation_memory {LEAST}, or pp 1 with "
-            "a number of bytes"
-        )
-    if mesh.pp > 1 and layout.recomputes and layout.offload is not None and layout.offload_state is None:
-        raise LayoutError("a pipeline's activations do not leave memory; give no offload, or pp 1")
     bound = mesh.bind(group)
     parameters = tuple(name for name, _ in model.named_parameters())
     order = (*parameters, *(name for name, _ in model.named_buffers()))

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
+from nnmpi.compose import refusals
+from nnmpi.compose.refusals import refuse
 from nnmpi.errors import UsageError
 from nnmpi.nn.sharding import Table
 from nnmpi.parallel.sequence.group import ULYSSES, WAYS
@@ -89,25 +91,10 @@ class Layout:
             raise UsageError(f"split {self.split!r} is unknown; give auto, or numbers of layers such as (5, 4, 3)")
         if self.split != AUTO and (not self.split or min(map(int, self.split)) < 1):
             raise UsageError(f"split {self.split} has a stage without layers; give each at least 1, or auto")
-        for axis, size in (("pp", self.pp), ("tp", self.tp), ("sp", self.sp)):
-            if self.fixed and size not in (None, 1):
-                raise UsageError(
-                    f"a fixed order of sums covers replicas; ranks of {axis} {size} add in parts, whose rounding "
-                    f"depends on it: leave {axis} at 1, or reduction fixed out"
-                )
+        if self.zero not in (0, *STAGES):
+            raise UsageError(f"ZeRO has no stage {self.zero}; choose one of {', '.join(map(str, STAGES))}")
         self._check_offload()
-        if self.zero:
-            self._check_zero()
-        if self.asynchronous:
-            for name, given in (
-                ("reduction fixed", self.fixed),
-                ("activation_memory", self.activation_memory is not None),
-            ):
-                if given:
-                    raise UsageError(
-                        f"{name} does not go with pipedream, whose forward and backward see different weights' "
-                        "versions; choose another pipeline schedule, such as 1f1b"
-                    )
+        refuse(self.features())
 
     def _check_offload(self) -> None:
         if self.offload is not None and self.activation_memory is None and self.offload_state is None:
@@ -125,30 +112,25 @@ class Layout:
                 "weights leave memory unit by unit, as ZeRO 3 computes with them, also on one rank; give zero 3, or "
                 f"offload_state {OPTIMIZER}"
             )
-        if self.asynchronous:
-            raise UsageError(
-                "the optimizer's state cannot go out of memory with pipedream, which updates after every microbatch; "
-                "choose another pipeline schedule, such as 1f1b, or leave offload_state out"
-            )
 
-    def _check_zero(self) -> None:
-        if self.zero not in STAGES:
-            raise UsageError(f"ZeRO has no stage {self.zero}; choose one of {', '.join(map(str, STAGES))}")
-        if self.zero > 1 and self.pp not in (None, 1):
-            raise UsageError(
-                f"ZeRO {self.zero} would sum and gather for each of a pipeline's microbatches, whose stages hold their "
-                f"gradients over the whole pass; take zero 1 with pp {self.pp}, or pp 1 with zero {self.zero}"
-            )
-        if self.fixed:
-            raise UsageError(
-                f"ZeRO {self.zero} scatters sums as they come, which is not the fixed order; leave reduction fixed or "
-                "zero out"
-            )
-        if self.asynchronous:
-            raise UsageError(
-                f"ZeRO {self.zero} does not go with pipedream, whose stages keep several versions of the weights; "
-                "choose another pipeline schedule, such as 1f1b"
-            )
+    def features(self) -> dict[str, str]:
+        """Return which features are asked for, by their names in `refusals`, as the user says them."""
+        sizes = {refusals.PIPELINE: self.pp, refusals.TENSOR: self.tp, refusals.SEQUENCE: self.sp}
+        found = {name: f"{name} {size}" for name, size in sizes.items() if size not in (None, 1)}
+        zero, memory = f"zero {self.zero}", f"activation_memory {self.activation_memory}"
+        for name, given, words in (
+            (refusals.PIPEDREAM, self.asynchronous and self.pp != 1, "the pipeline schedule pipedream"),
+            (refusals.FIXED, self.fixed, f"reduction {FIXED}"),
+            (refusals.ZERO, self.zero > 0, zero),
+            (refusals.ZERO_2, self.zero > 1, zero),
+            (refusals.LEAST, self.recomputes, memory),
+            (refusals.LIMIT, self.activation_memory not in (None, LEAST), memory),
+            (refusals.ACTIVATIONS_OUT, self.offload is not None and self.offload_state is None, "offload"),
+            (refusals.STATE_OUT, self.offload_state is not None, f"offload_state {self.offload_state}"),
+        ):
+            if given:
+                found[name] = words
+        return found
 
     def __repr__(self) -> str:
         """Name what is not as it is by default, which is one rank with everything."""

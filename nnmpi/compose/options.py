@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from inspect import getclosurevars
 from typing import TYPE_CHECKING, Any
-from zlib import crc32
 
 import numpy as np
 
@@ -15,6 +13,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import MODES, low_dtype
 from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.algorithms.registry import AUTO, How
+from nnmpi.compose import refusals
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.errors import UsageError
 from nnmpi.nn.chain import ModelPart
@@ -144,38 +143,11 @@ def update_numbers(optimizer: Optimizer, model: Module) -> list[str]:
 
 
 def _described(loss: Any) -> str:
-    """Return a loss in words: its name, its options, and of a function a sum of its code and the floats that it sees.
-
-    Arrays are not looked at, nor whole numbers, among which may be a rank's own.
-    """
+    """Return a loss in words: its name and, where it has any, its options."""
     if isinstance(loss, partial):
-        return _with(_described(loss.func), loss.keywords, bool, int, float, str)
-    code = getattr(loss, "__code__", None)
-    if code is None:
-        words = repr(loss)
-        values = getattr(loss, "__dict__", {})
-        return words if " at 0x" not in words else _with(type(loss).__name__, values, float, str)
-    constants = [each for each in (*code.co_consts, *(loss.__defaults__ or ())) if isinstance(each, float | int | str)]
-    number = crc32(repr([code.co_code, code.co_names, constants]).encode())
-    return _with(f"{loss.__qualname__} (code {number:08x})", getclosurevars(loss).nonlocals, float, str)
-
-
-def _with(name: str, values: Mapping[str, Any], *kinds: type) -> str:
-    listed = [f"{key.strip('_')} {each}" for key, each in values.items() if isinstance(each, kinds)]
-    return f"{name} with {', '.join(listed)}" if listed else name
-
-
-def check_fused_update(fused_update: bool | None, backend: Backend) -> None:
-    """Refuse a fused update of a model that does not live in the host's memory.
-
-    Raises:
-        UsageError: saying so.
-    """
-    if fused_update and backend.is_device:
-        raise UsageError(
-            f"the fused update works on weights in memory that the ranks of a node share, and these live on "
-            f"{backend.device}; leave it out"
-        )
+        return f"{_described(loss.func)} with {loss.keywords}"
+    words = repr(loss)
+    return words if " at 0x" not in words else str(getattr(loss, "__qualname__", type(loss).__name__))
 
 
 def refuse_scaling(mode: str, what: str) -> None:
@@ -200,9 +172,14 @@ def has_whole_model(arrangement: Arrangement | None) -> bool:
 
 
 def check_pairs(
-    model: Module, arrangement: Arrangement | None, fused_update: bool | None, clip: float | None, scaled: bool
+    model: Module,
+    arrangement: Arrangement | None,
+    fused_update: bool | None,
+    clip: float | None,
+    scaled: bool,
+    backend: Backend,
 ) -> None:
-    """Refuse options that do not go together.
+    """Refuse options that do not go together, and a model that is not the arrangement's.
 
     Args:
         scaled: whether losses are scaled.
@@ -210,11 +187,16 @@ def check_pairs(
     Raises:
         UsageError: saying which.
     """
-    if fused_update and model.storage.state_keeper is not None:
-        raise UsageError(
-            "the fused update shares out the optimizer's state among a node's ranks, and here it lies out of memory; "
-            "leave one of them out"
-        )
+    given: dict[str, str] = {}
+    if arrangement is not None:
+        mesh = arrangement.mesh.mesh
+        given = replace(arrangement.layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp).features()
+    given |= {refusals.STATE_OUT: "state out of memory"} if model.storage.state_keeper is not None else {}
+    given |= {refusals.FUSED: "the fused update"} if fused_update else {}
+    given |= {refusals.DEVICE: str(backend.device)} if backend.is_device else {}
+    given |= {refusals.FP16: "fp16"} if scaled else {}
+    given |= {refusals.CLIP: "clip"} if clip is not None else {}
+    refusals.refuse(given)
     if arrangement is None:
         if isinstance(model, ModelPart) or any(parameter.region is not None for parameter in model.parameters()):
             raise UsageError(
@@ -222,31 +204,10 @@ def check_pairs(
                 "arrangement that made it: arrangement=where"
             )
         return
-    layout, mesh = arrangement.layout, arrangement.mesh.mesh
     if model is not arrangement.model:
         raise UsageError("the model is not the arrangement's; initialize and use arrangement.model")
-    if layout.zero and not isinstance(model.storage, ShardedStorage):
+    if arrangement.layout.zero and not isinstance(model.storage, ShardedStorage):
         raise UsageError(
-            f"with zero {layout.zero} the model's storage is shared out from the beginning; initialize it with "
-            "storage=arrangement.storage"
-        )
-    if fused_update and layout.zero:
-        raise UsageError(
-            f"the fused update keeps the parameters once per node by itself, and zero {layout.zero} shares them out; "
-            "leave one of them out"
-        )
-    if fused_update and not has_whole_model(arrangement):
-        raise UsageError(
-            f"the fused update is for replicas of a whole model, summed as they come, not for {mesh} with reduction "
-            f"{layout.reduction}; leave it out"
-        )
-    if layout.asynchronous and scaled:
-        raise UsageError(
-            "with fp16 an update whose gradient overflows is left out on all ranks, but with pipedream each stage "
-            "updates when its own gradient is there; use bf16, or another pipeline schedule, such as 1f1b"
-        )
-    if layout.asynchronous and mesh.pp > 1 and clip is not None:
-        raise UsageError(
-            "clipping needs the gradient of all stages at once, but with pipedream each stage updates when its own is "
-            "there; leave one of them out"
+            f"with zero {arrangement.layout.zero} the model's storage is shared out from the beginning; initialize it "
+            "with storage=arrangement.storage"
         )

@@ -11,15 +11,13 @@ model may be cut and sharded (see `compose.arrange`); without one, every rank ha
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from math import isfinite, nan
-from operator import attrgetter
 from statistics import fmean
 from textwrap import wrap
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 
@@ -35,21 +33,16 @@ from nnmpi.comm.algorithms.registry import NATIVE, SHARED
 from nnmpi.comm.gradients import Traffic, predict
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.exchanged import Meter
 from nnmpi.compose.gradient_norm import gradient_norm, note_squares, read_norm
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.options import (
     DEFAULT_EXCHANGE,
     DEFAULT_NUMERICS,
-    UPDATES_DIFFER,
     GradientExchange,
     Numerics,
-    check_fused_update,
     check_numerics,
     check_pairs,
-    describe_update,
     has_whole_model,
-    update_numbers,
 )
 from nnmpi.compose.pipeline_runner import PipelineRunner
 from nnmpi.compose.replica_runner import ReplicaRunner, evaluate_all
@@ -77,17 +70,17 @@ from nnmpi.memory.ledger import (
     STATE,
     MemoryLedger,
 )
-from nnmpi.nn.chain import ModelPart
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.optim.loss_scale import LossScale
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.fused import SharedParameters, fuse_update, fusing_pays
 from nnmpi.parallel.replication import check_free, check_replicas
+from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.parallel.zero.storage import ShardedStorage
 from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.parallel.zero.units import describe_stages, predict_bytes
-from nnmpi.timeline import COUNTER, current
+from nnmpi.timeline import COUNTER, Timeline, TraceEvent, current, recording
 from nnmpi.units import format_bytes
 
 
@@ -113,8 +106,7 @@ def check_equal(model: Module, arrangement: Arrangement, backend: Backend) -> No
 
 
 _AS_IT_IS = nullcontext()
-NUMBERS_BYTES = 5 * 8  # loss, right answers, targets, and how a rank updates, twice, in float64
-UPDATE_HASHES = 2**20  # the sum of their squares over all ranks is exact in float64
+NUMBERS_BYTES = 3 * 8  # loss, right answers and targets in float64
 
 
 class Worker(Trainer):
@@ -170,15 +162,12 @@ class Worker(Trainer):
             check_loss(each, arrangement)
         self.exchange = exchange
         check_numerics(self)
-        self._update_values = attrgetter(*update_numbers(optimizer, model))
-        self._own_spans = () if isinstance(model, ModelPart) else model.storage.spans  # the same on all ranks
         self.scaling = LossScale() if self.precision == "fp16" else None
         self._sequence = None if arrangement is None else arrangement.sequence
         self._fixed = arrangement is not None and arrangement.layout.fixed
-        self._meter = Meter(arrangement is not None and max(arrangement.mesh.tp.size, arrangement.mesh.sp.size) > 1)
+        self._shares = arrangement is not None and max(arrangement.mesh.tp.size, arrangement.mesh.sp.size) > 1
         fused_update = exchange.fused_update
-        check_pairs(model, arrangement, fused_update, self.clip, self.scaling is not None)
-        check_fused_update(fused_update, self.backend)
+        check_pairs(model, arrangement, fused_update, self.clip, self.scaling is not None, self.backend)
         check_free(model)  # before anything is moved
         self._shared: SharedParameters | None = None
         self.notice = ""
@@ -275,19 +264,14 @@ class Worker(Trainer):
         nbytes = batch.x.nbytes + batch.y.nbytes
         self._note_memory({BATCHES: nbytes})
         counts = self._is_to_count(nbytes) or current() is not None  # then each pass is looked at, and none replayed
-        with self._deterministic(), self._meter.running(), self._counting() if counts else _AS_IT_IS:
+        with self._deterministic(), self._watching() as exchanged, self._counting() if counts else _AS_IT_IS:
             outcome = self.runner.run(batch, step, factor, not counts)
         if self.runner.held_bytes != self._recorded_bytes:  # there are new recordings
             self._recorded_bytes = self.runner.held_bytes
             self._note_memory({ACTIVATIONS: self._recorded_bytes})
-        if self._meter.needed:
-            self._meter.shape = batch.x.shape if batch.length is None else (len(batch.x), batch.length)
-        (loss_sum, score_sum, targets, hashes, squares), norm, traffic = self._sum_over_ranks(outcome)
+        (loss_sum, score_sum, targets), norm, traffic = self._sum_over_ranks(outcome)
         norm /= factor
-        if int(hashes) ** 2 != self.group.size * int(squares):  # equal if and only if all are (Cauchy and Schwarz)
-            frozen = [f"{span.parameter.name} frozen" for span in self._own_spans if not span.parameter.requires_grad]
-            words = [*describe_update(self), *frozen]
-            require_equal(self.group, words, UPDATES_DIFFER, "give all the same", UsageError)
+        traffic = traffic.plus(_exchanged(exchanged))
         if targets != batch.global_targets:
             raise UsageError(
                 f"the ranks' parts of this batch have {targets:.0f} labels that count together, but the global batch "
@@ -313,6 +297,19 @@ class Worker(Trainer):
             self._check_equal()
         report = self._report(batch, outcome, loss_sum, score_sum, norm, traffic, clock.now() - begin)
         return report if self.scaling is None else replace(report, loss_scale=factor, skipped=skipped)
+
+    @contextmanager
+    def _watching(self) -> Iterator[list[TraceEvent]]:
+        """Note what happens in the block if there are layers that exchange; where a trace is recorded, that serves."""
+        found: list[TraceEvent] = []
+        if not self._shares:
+            yield found
+            return
+        trace = current() or Timeline()
+        first = len(trace.events)
+        with recording(trace):
+            yield found
+        found += trace.events[first:]
 
     def _held_memory(self) -> dict[str, int]:
         """Return what this rank holds between steps; of what stands once per node, its part."""
@@ -369,16 +366,13 @@ class Worker(Trainer):
     def _sum_over_ranks(self, outcome: Outcome) -> tuple[list[float], float, Traffic]:
         """Return all ranks' loss, right answers and targets, the gradient's length, and what was communicated."""
         traffic = outcome.traffic
-        if self._meter.needed:
-            traffic = traffic.plus(self._meter.traffic)
         if outcome.report is not None and outcome.report.messages:
             sent = outcome.report
             traffic = traffic.plus(Traffic(sent.transfer_s, 0.0, sent.sent_bytes, sent.messages, nan))
         if self.backend.is_device and not self.runner.updates:
             note_squares(self.runner.scalars, self.model.storage, self.arrangement)
         values = self.runner.scalars.read()  # on a device the one wait of the step; the update is not waited for
-        own = self._hash_update()
-        numbers = [*outcome.sums(values), outcome.targets, own, own * own]
+        numbers = [*outcome.sums(values), outcome.targets]
         begin = clock.now()
         if self.fused is not None:
             norm, sums = self.fused.reduce(numbers)
@@ -391,20 +385,6 @@ class Worker(Trainer):
             traffic = traffic.plus(Traffic(spent_s, 0.0, NUMBERS_BYTES, 1, self._predicted_s))
         with self._deterministic():
             return sums, nan if self.runner.updates else self._norm(values), traffic
-
-    def _hash_update(self) -> int:
-        """Return a number that says how this rank is about to update: others go on with other weights.
-
-        0 without other ranks, and where the stages of a pipeline update at their own times.
-        """
-        if self.group.size == 1 or self.runner.updates:
-            return 0
-        trained = tuple(span.parameter.requires_grad for span in self._own_spans)
-        values = (self._update_values(self.optimizer), trained)
-        try:
-            return hash(values) % UPDATE_HASHES
-        except TypeError:  # there are lists
-            return crc32(repr(values).encode()) % UPDATE_HASHES
 
     def _report(
         self,
@@ -504,8 +484,8 @@ class Worker(Trainer):
         return ", ".join([*words, self.notice] if self.notice else words)
 
     def summary(self) -> list[str]:
-        """Return lines about the pipeline's passes and sharded layers' exchanges, if there are any."""
-        return [*self.runner.summary(), *self._meter.lines(self)]
+        """Return lines about the pipeline's passes, if there are any."""
+        return self.runner.summary()
 
     def memory(self) -> list[str]:
         """See `Trainer.memory`: of each kind on rank 0."""
@@ -564,6 +544,14 @@ class Worker(Trainer):
         self.parallel.check_equal()
         if self.arrangement is not None and self.model.storage.is_whole:
             check_equal(self.model, self.arrangement, self.backend)
+
+
+def _exchanged(events: Sequence[TraceEvent]) -> Traffic:
+    """Return what sharded layers exchanged, of what a timeline noted."""
+    events = [event for event in events if event.category == CATEGORY]
+    seconds = sum(event.end_s - event.begin_s for event in events)
+    count = sum(int((event.args or {}).get("bytes", 0)) for event in events)
+    return Traffic(seconds, 0.0, count, len(events), nan if events else 0.0)
 
 
 def _totals(report: StepReport, throttled_s: float, input_s: float, wall_s: float) -> Totals:

@@ -32,10 +32,7 @@ from nnmpi.nn.norm import BatchNorm
 from nnmpi.parallel.pace import Pace
 from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model, digest
 from nnmpi.schedule.instruction import Kind
-from nnmpi.tensor.convert import AsType
-from nnmpi.tensor.function import Function
 from nnmpi.tensor.parameter import Parameter
-from nnmpi.tensor.reduce import Mean
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -151,12 +148,9 @@ class DataParallel:
             seed: scale / samples, () float64, of a step that is recorded once for all its values; made here by default.
 
         Raises:
-            UsageError: when the gradients of the step before were not forgotten: see `Module.zero_grad`; for a loss
-                that is a mean and would be divided twice.
+            UsageError: when the gradients of the step before were not forgotten: see `Module.zero_grad`.
             CommError: when the pass before this one ended in an exception halfway.
         """
-        if samples > self.group.size:  # else it may be means that are averaged over the ranks
-            _refuse_mean(loss_sum, samples)
         # The gradient of the mean: so, too, `PipelineRunner._seeds` and `LocalGradient`; of the loss `Worker._report`.
         if seed is None or loss_sum.shape:
             seed = namespace(loss_sum.data).full(loss_sum.shape, scale / max(samples, 1))  # float64 until backward
@@ -326,15 +320,3 @@ class DataParallel:
         spent_s = clock.now() - begin
         self._statistics = self._statistics.plus(predict_traffic(self.group, total.nbytes, spent_s))
         return total
-
-
-def _refuse_mean(loss_sum: Tensor, samples: int) -> None:
-    """Refuse a loss that an operation has averaged."""
-    node = loss_sum.node
-    while isinstance(node, AsType) and node.edges is not None:
-        node = node.edges[0] if isinstance(node.edges[0], Function) else None
-    if loss_sum.size == 1 and (isinstance(node, Mean) or getattr(node, "reduction", None) == "mean"):
-        raise UsageError(
-            f"this loss is a mean, and backward(loss, {samples}) would divide it by {samples} once more; give the sum "
-            'of the losses, as cross_entropy(..., reduction="sum") does'
-        )

@@ -5,19 +5,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import models, nn, optim
+from nnmpi import models, nn
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, arrange, describe_stages
 from nnmpi.compose.layout import Layout
-from nnmpi.compose.worker import Worker
 from nnmpi.errors import DeviceError, LayoutError, UsageError
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
 from nnmpi.parallel.pipeline.profile import profile
 from nnmpi.parallel.zero.units import predict_bytes
-from nnmpi.tensor.tensor import Tensor
-from tests.worker_options import grouped
 
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
 
@@ -44,15 +41,6 @@ def test_the_stages_are_the_whole_model(group: Group) -> None:
     assert all(group.gather(bool(right)))
     assert all(group.gather(len(lines) == (group.size if group.size > 1 else 0)))
     assert all(group.gather(sum(len(part) for part in parts) == len(whole)))
-
-
-@pytest.mark.simulated(max_size=12)  # no deeper than the model
-def test_a_cut_by_hand_is_taken(group: Group) -> None:
-    count = group.size
-    layers = len(open_chain(deep()))
-    split = (layers - count + 1, *(1,) * (count - 1))
-    where = place(group, Layout(pp=count, dp=1, split=split))
-    assert all(group.gather([len(cut) for cut in where.cuts] == (list(split) if count > 1 else [])))
 
 
 def refuse(group: Group, layout: Layout, sentence: str, error: type[Exception] = LayoutError, **options: Any) -> None:
@@ -121,26 +109,6 @@ def test_a_limit_counts_the_older_versions_that_pipedream_keeps(group: Group) ->
 
 
 @pytest.mark.simulated(max_size=12)  # no deeper than the model
-def test_a_worker_refuses_what_does_not_go_together(group: Group) -> None:
-    where = place(group, Layout(pp=group.size, dp=1, schedule="pipedream"))
-    model = where.model.initialize()
-    optimizer = optim.SGD(model.storage, lr=0.1)
-    sentences = []
-    for options in ({"fused_update": True}, {"clip": 1.0}):
-        try:
-            Worker(model, optimizer, group, arrangement=where, **grouped(**options)).release()  # type: ignore[arg-type]
-            sentences.append("")
-        except UsageError as error:
-            sentences.append(str(error))
-    wanted = ["the fused update is for replicas", "with pipedream each stage updates"] if group.size > 1 else ["", ""]
-    right = [want in found for want, found in zip(wanted, sentences, strict=True)]
-    other = deep().initialize()
-    with pytest.raises(UsageError, match="the model is not the arrangement's"):
-        Worker(other, optim.SGD(other.storage, lr=0.1), group, arrangement=where)
-    assert all(group.gather(all(right))), sentences
-
-
-@pytest.mark.simulated(max_size=12)  # no deeper than the model
 def test_a_model_that_is_no_sequence_is_told_why(group: Group) -> None:
     class Net(nn.Sequential):
         pass
@@ -148,17 +116,6 @@ def test_a_model_that_is_no_sequence_is_told_why(group: Group) -> None:
     if group.size > 1:
         model = Net(nn.Flatten(), nn.Linear(64, 10))
         refuse(group, Layout(pp=group.size), "only nn.Sequential and nn.Residual are cut open, not a Net", model=model)
-
-
-@pytest.mark.simulated(max_size=12)  # no deeper than the model
-@pytest.mark.needs_ranks(2)
-def test_a_limit_that_a_cut_by_hand_does_not_keep_is_not_told_to_cut_as_often(group: Group) -> None:
-    if group.size != 2:
-        return
-    model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))  # 17,408 bytes with gradients and Adam's state
-    layout = Layout(pp=2, split=(1, 3), memory_limit=9000)
-    wanted = "at least 3 ranks with pp x tp, such as pp 3 or tp 3, or cut it more evenly, as split auto does"
-    refuse(group, layout, wanted, DeviceError, model=model)
 
 
 def test_the_profile_sees_the_heavy_layer() -> None:
@@ -185,21 +142,6 @@ def test_a_batch_norm_in_two_stages_is_refused(group: Group) -> None:
     assert all(group.gather(place(group, together, shared()).cuts[0] == range(5)))
 
 
-def test_the_profile_takes_no_gradient_of_the_models_input() -> None:
-    """A pipeline takes none either, and a first convolution's would be a third of its time."""
-    wanted: list[bool] = []
-
-    class Look(Module):
-        def forward(self, x: Tensor) -> Tensor:
-            wanted.append(x.requires_grad)
-            return x
-
-    model = nn.Sequential(nn.Flatten(), Look(), nn.Linear(64, 10), Look())
-    profile(model, open_chain(model), SAMPLE, "float32", numpy_backend())
-    assert set(wanted[: len(wanted) // 2]) == {False}
-    assert set(wanted[len(wanted) // 2 :]) == {True}
-
-
 # What a layout may be, without a world or a model.
 
 
@@ -219,9 +161,6 @@ def test_the_profile_takes_no_gradient_of_the_models_input() -> None:
         ({"split": ()}, "has a stage without layers"),
         ({"split": "5,4"}, "split '5,4' is unknown; give auto, or numbers of layers such as"),
         ({"split": (2.5, 4)}, "is unknown; give auto, or numbers"),
-        ({"tp": 2, "reduction": "fixed"}, "tp at 1"),
-        ({"schedule": "pipedream", "reduction": "fixed"}, "reduction fixed does not go with pipedream"),
-        ({"schedule": "pipedream", "activation_memory": "least"}, "activation_memory does not go with pipedream"),
     ],
 )
 def test_what_makes_no_sense_is_refused(options: dict[str, object], sentence: str) -> None:

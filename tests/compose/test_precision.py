@@ -8,7 +8,6 @@ import pytest
 
 from nnmpi import data, models, nn, optim
 from nnmpi.backend.array import Array
-from nnmpi.backend.precision import precision as mode_of
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
@@ -125,19 +124,6 @@ def test_an_overflow_on_one_rank_skips_the_update_on_all(group: Group, way: str)
     everyone = group.gather([told == wanted or repr(told), changed])
     worker.release()
     assert everyone == [[True, True]] * group.size, everyone
-
-
-def test_parameters_gradients_and_state_stay_float32(group: Group) -> None:
-    train_set, _ = data.load("digits")
-    model = models.cnn((8, 8, 1), 10).initialize(seed=0)
-    seen: list[np.dtype[Any]] = []
-    worker = Worker(model, optim.Adam(model.storage), group, numerics=Numerics(precision="fp16"))
-    with nn.mode.observed(lambda module, result: seen.append(result.dtype)):
-        worker.step(next(iter(Loader(train_set, 32).epoch(0))))
-    arrays = [*model.storage.data, *model.storage.grads, *sum(worker.optimizer.slots().values(), [])]
-    assert {array.dtype for array in arrays} == {np.dtype(np.float32)}
-    assert np.dtype(np.float16) in seen
-    assert mode_of() == "float32"  # the caller's
 
 
 @pytest.mark.parametrize(

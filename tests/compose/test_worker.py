@@ -6,18 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
-from threadpoolctl import threadpool_info, threadpool_limits
 
 import nnmpi
 from nnmpi import data, models, nn, optim
 from nnmpi.comm.group import Group
-from nnmpi.compose import worker as worker_module
 from nnmpi.compose.arrange import Arrangement, arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.options import GradientExchange
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch, Cut, Loader
-from nnmpi.errors import CommError, UsageError
+from nnmpi.errors import UsageError
 from tests.harness.refusals import told
 from tests.worker_options import grouped
 
@@ -135,48 +133,6 @@ def test_freezing_between_steps_wants_a_new_worker(group: Group) -> None:
         parameter.requires_grad = False
     found = told(UsageError, lambda: worker.step(batch)) if group.rank == 0 else ""
     assert group.rank or "make a new one after changing requires_grad" in found
-
-
-@pytest.mark.simulated
-def test_weights_that_differ_within_a_tensor_group_are_found(group: Group) -> None:
-    train, _ = data.load("digits")
-    worker, where = make(group, Layout(tp=group.size, dp=1), check=True)
-    whole = next(p for _, p in where.model.named_parameters() if p.region is None)
-    if group.rank == group.size - 1 and group.size > 1:
-        whole.data[...] += 1e-3
-    found = told(CommError, lambda: worker.step(next(iter(Loader(train, 32).epoch(0)))))
-    assert all(group.gather(found == "" if group.size == 1 else "in the tensor group" in found))
-
-
-def test_a_fixed_order_has_one_thread_for_the_gradients_length_too(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The bits of a long dot product depend on their number."""
-    threads: list[int] = []
-
-    def counted(*inputs: Any) -> float:
-        threads.extend(each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas")
-        return 1.0
-
-    monkeypatch.setattr(worker_module, "gradient_norm", counted)
-    train, _ = data.load("digits")
-    worker, _ = make(group, Layout(reduction="fixed"))
-    with threadpool_limits(2, "blas"):
-        worker.step(next(iter(Loader(train, 32, microbatches=2, whole=True).epoch(0))))
-    assert set(threads) <= {1}
-
-
-@pytest.mark.simulated
-def test_pipedream_counts_the_sums_of_all_updates(group: Group) -> None:
-    train, _ = data.load("digits")
-    pp = 2 if group.size % 2 == 0 else 1
-    worker, where = make(group, Layout(pp=pp, tp=1, schedule="pipedream"))
-    loader = Loader(train, 32, rank=where.data_rank, world=where.data_ranks, microbatches=4)
-    report = worker.step(next(iter(loader.epoch(0))))
-    updates = 4 if pp > 1 else 1
-    sums = updates * len(worker.parallel.exchange.buckets) if where.data_ranks > 1 else 0
-    messages = 0 if report.passed is None else report.passed.messages
-    assert all(group.gather(report.traffic.calls == sums + messages + (group.size > 1)))
 
 
 @pytest.mark.simulated

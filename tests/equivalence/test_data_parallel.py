@@ -33,21 +33,6 @@ def test_float64_run_is_the_serial_run(group: Group, alone: Group, model: Any, a
     assert_equal_to_serial(group, alone, Setup(model), allreduce=algorithm, bucket_bytes=20_000)
 
 
-@pytest.mark.both_worlds
-@pytest.mark.parametrize("model", [models.mlp, models.cnn])
-def test_float32_run_is_the_serial_run(group: Group, alone: Group, model: Any) -> None:
-    """SGD with momentum: Adam would blow rounding up where gradients are almost 0."""
-    setup = Setup(model, optimizer="sgd", optimizer_options={"momentum": 0.9, "nesterov": True}, dtype="float32")
-    assert_equal_to_serial(group, alone, setup)
-
-
-@pytest.mark.simulated
-@pytest.mark.parametrize("model", [models.cnn, models.resnet])
-def test_microbatches_are_the_same_under_every_layout(group: Group, alone: Group, model: Any) -> None:
-    """Batch statistics are those of a microbatch over all ranks, so its samples must not depend on the layout."""
-    assert_equal_to_serial(group, alone, Setup(model, microbatches=3))
-
-
 @pytest.mark.simulated
 def test_gradient_accumulation_changes_nothing_without_batch_statistics(group: Group, alone: Group) -> None:
     """Three microbatches on P ranks against one batch on one rank."""
@@ -62,13 +47,6 @@ def test_dropout_drops_the_same_elements_under_every_layout(group: Group, alone:
     """Also in microbatches."""
     setup = Setup(models.mlp, {"dropout": 0.4}, microbatches=2)
     assert_equal_to_serial(group, alone, setup)
-
-
-@pytest.mark.simulated
-@pytest.mark.parametrize("options", [{"overlap": False}, {"bucket_bytes": 1}, {"bucket_bytes": 2**30}], ids=str)
-def test_how_gradients_travel_does_not_matter(group: Group, alone: Group, options: dict[str, Any]) -> None:
-    """One message per parameter, one for all, with overlap and without."""
-    assert_equal_to_serial(group, alone, Setup(models.cnn), allreduce="ring", **options)
 
 
 @pytest.mark.simulated

@@ -9,7 +9,7 @@ from nnmpi import models
 from nnmpi.comm.group import Group
 from nnmpi.nn.norm import BatchNorm
 from tests.equivalence import own
-from tests.equivalence.cover import kinds, meshes, spread
+from tests.equivalence.cover import kinds, spread
 from tests.equivalence.reference import Setup, assert_same, batches, build, evaluate, release, run, serial_run
 
 pytestmark = pytest.mark.simulated
@@ -27,13 +27,6 @@ def test_batch_statistics_are_those_of_a_microbatch(group: Group, alone: Group, 
             assert_same(group, run(setup, group, layout, synchronous_sends=True), serial, setup, str(layout))
 
 
-def test_running_statistics_depend_on_the_number_of_microbatches(group: Group, alone: Group) -> None:
-    """Or the test above would not tell whether they are a microbatch's."""
-    parts = [serial_run(Setup(own.nested, microbatches=count), alone) for count in (1, 3)]
-    name = next(name for name in parts[0].weights if name.endswith("running_mean"))
-    assert abs(parts[0].weights[name] - parts[1].weights[name]).max() > 1e-3
-
-
 def test_recomputing_changes_nothing(group: Group, alone: Group) -> None:
     """Dropout drops the same elements again, and running statistics are updated once."""
     setup = Setup(own.noisy, microbatches=3)
@@ -42,20 +35,6 @@ def test_recomputing_changes_nothing(group: Group, alone: Group) -> None:
         if layout.pp == 1:
             continue
         assert_same(group, run(setup, group, layout, synchronous_sends=True), serial, setup, str(layout))
-
-
-@pytest.mark.parametrize(("memory", "again"), [(None, 0), ("least", 4)])
-def test_recomputing_computes_again(group: Group, memory: str | None, again: int) -> None:
-    """On the rank of the last stage, whose counter sees each microbatch, once or twice."""
-    setup = Setup(own.counted, microbatches=4)
-    for mesh in meshes(group.size):
-        if mesh[1] in (2, 4) and mesh[2] == 1:
-            worker = build(setup, group, spread(setup, mesh, "1f1b", activation_memory=memory), synchronous_sends=True)
-            worker.step(next(batches(setup, worker)))
-            counters = [layer for _, layer in worker.model.named_modules() if isinstance(layer, own.Counter)]
-            found = group.gather([counter.calls[True] for counter in counters])
-            assert sorted(found) == sorted([[again]] * mesh[0] + [[]] * (group.size - mesh[0]))
-            release(worker)
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from nnmpi.data.loader import Batch, Loader
 from nnmpi.errors import DeviceError, DivergenceError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.parallel.data import DataParallel
-from tests.equivalence.reference import BATCH_SIZE, Setup, differences, digits, run, serial_run
+from tests.equivalence.reference import BATCH_SIZE, digits
 from tests.worker_options import grouped
 
 
@@ -47,16 +47,6 @@ def weights(model: Module) -> str:
     return b"".join(array.tobytes() for array in model.state().values()).hex()
 
 
-@pytest.mark.both_worlds
-@pytest.mark.parametrize("model", [models.cnn, models.resnet])
-@pytest.mark.parametrize("overlap", [True, False])
-def test_shared_sums_give_the_serial_run(ranks: Group, alone: Group, model: Any, overlap: bool) -> None:
-    setup = Setup(model)
-    parallel = run(setup, ranks, allreduce="shared", bucket_bytes=20_000, overlap=overlap)
-    serial = serial_run(setup, alone)
-    assert not any(ranks.gather(differences(parallel, serial, setup)))
-
-
 @pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw"])
@@ -69,30 +59,6 @@ def test_the_fused_update_gives_the_bits_of_shared_sums(ranks: Group, optimizer:
     ours, theirs = (worker.state()[1].to_dict(everywhere=True) for worker in (fused, plain))
     right += [fused.scalars() == plain.scalars(), all(np.array_equal(ours[name], theirs[name]) for name in theirs)]
     assert all(map(all, ranks.gather([bool(each) for each in right])))
-
-
-@pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
-@pytest.mark.simulated
-def test_the_fused_update_clips(ranks: Group) -> None:
-    fused, plain = build(ranks, fused_update=True, clip=0.05), build(ranks, allreduce="native", clip=0.05)
-    steps = [train(worker, batches(ranks)) for worker in (fused, plain)]
-    assert all(ranks.gather(bool(np.allclose(steps[0], steps[1], rtol=1e-3))))
-
-
-@pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
-@pytest.mark.simulated
-def test_a_fused_run_goes_on_from_its_state_with_the_same_bits(ranks: Group) -> None:
-    parts = batches(ranks)
-    whole = build(ranks, fused_update=True)
-    train(whole, parts)
-    first = build(ranks, fused_update=True)
-    train(first, parts[:2])
-    second = build(ranks, fused_update=True)
-    second.model.load_state(first.model.state())
-    second.state()[1].scatter(first.state()[1].to_dict(everywhere=True).__getitem__)
-    second.load_scalars(first.scalars())
-    train(second, parts[2:])
-    assert set(ranks.gather(weights(second.model))) == set(ranks.gather(weights(whole.model)))
 
 
 @pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
@@ -135,21 +101,6 @@ def test_without_room_it_goes_another_way_and_says_so(
     outcome = [told or silent or (whole and left.windows >= 0), np.isfinite(steps).all()]
     outcome += [np.allclose(worker.model.storage.data[0], reference.model.storage.data[0], atol=2e-3)]
     assert all(map(all, ranks.gather([bool(each) for each in outcome])))
-
-
-@pytest.mark.host_only("gradients in the memory of the node")
-@pytest.mark.simulated
-def test_a_released_model_has_its_gradients_for_itself(ranks: Group) -> None:
-    worker = build(ranks, "sgd", allreduce="shared")
-    worker.step(batches(ranks)[0])
-    shared = ranks.size > 1 and ranks.memory().holds(worker.model.storage.grads[0])
-    worker.parallel.release()
-    grads = worker.model.storage.grads
-    right = [shared == (ranks.size > 1), not ranks.size > 1 or not ranks.memory().holds(grads[0])]
-    worker.optimizer.step()  # with gradients that are zero
-    again = Worker(worker.model, worker.optimizer, ranks, exchange=GradientExchange(allreduce="shared"))
-    again.step(batches(ranks)[1])
-    assert all(map(all, ranks.gather(right)))
 
 
 @pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")

@@ -22,7 +22,6 @@ from nnmpi.parallel.data import DataParallel
 from nnmpi.shard import part
 from nnmpi.synchrony.sync import Sync
 from nnmpi.tensor import Function, Tensor
-from tests.device.here import zeros
 from tests.worker_options import grouped
 
 ROWS = 13
@@ -67,20 +66,6 @@ class Setting:
         assert not any(self.group.gather(found)), found
 
 
-@pytest.mark.simulated(max_size=ROWS)  # a rank without rows has no mean
-@pytest.mark.parametrize("mean", [lambda losses: losses.mean(), None])
-def test_a_mean_that_would_be_divided_again(group: Group, mean: Callable[[Tensor], Tensor] | None) -> None:
-    """The default of a loss is its mean: the gradient would be too small by the number of this rank's samples."""
-    setting = Setting(group)
-    parallel = DataParallel(setting.model, group)
-    loss = ops.cross_entropy(setting.model(setting.x), setting.y, reduction="none" if mean else "mean")
-    setting.assert_refused(
-        lambda: parallel.backward(mean(loss) if mean else loss, ROWS + 9),
-        UsageError,
-        f"this loss is a mean, and backward(loss, {ROWS + 9}) would divide it by {ROWS + 9} once more",
-    )
-
-
 @pytest.mark.simulated
 def test_forgotten_zero_grad(group: Group) -> None:
     """What is summed already would be summed again."""
@@ -120,17 +105,6 @@ def test_two_on_one_model(group: Group) -> None:
     first.release()
     assert not first.exchange._group.comm.mpi  # what was given back is the null communicator
     DataParallel(setting.model, group).backward(setting.loss(), ROWS)
-    setting.assert_gradient()
-
-
-@pytest.mark.simulated
-def test_gradients_set_by_hand_before_the_pass(group: Group) -> None:
-    """They are no views into the buffers that are summed, but count like those that are."""
-    setting = Setting(group)
-    parallel = DataParallel(setting.model, group, bucket_bytes=64)
-    for parameter in setting.model.parameters():
-        parameter.grad = zeros(parameter.shape)
-    parallel.backward(setting.loss(), ROWS)
     setting.assert_gradient()
 
 
@@ -227,51 +201,6 @@ def test_different_models(group: Group, other: str, strategy: str) -> None:
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize(("wrong", "words"), [({"allreduce": "nope"}, "'nope'"), ({"bucket_bytes": 0}, "bucket")])
-@pytest.mark.parametrize("fused", [pytest.param(True, marks=HOST), False])
-def test_again_after_a_refusal(group: Group, wrong: dict[str, object], words: str, fused: bool) -> None:
-    """What was refused has left nothing on the model: the same with better arguments works."""
-    setting = Setting(group)
-    optimizer = optim.SGD(setting.model.storage, lr=0.1)
-    options: dict[str, Any] = {"fused_update": fused, "allreduce": "shared"}
-
-    def make(**changed: object) -> Worker:
-        return Worker(setting.model, optimizer, group, **grouped(**{**options, **changed}))
-
-    setting.assert_refused(lambda: make(**wrong), UsageError, words)
-    assert not setting.model.storage.common
-    shared = {} if group._memory is None else dict(group._memory._windows)
-    setting.assert_refused(lambda: make(**wrong), UsageError, words)
-    assert group._memory is None or group._memory._windows == shared, "what was refused keeps shared memory"
-    worker = make()
-    assert worker.step(setting.batch()).samples == ROWS
-    worker.release()
-
-
-@pytest.mark.simulated
-@pytest.mark.parametrize("strategy", ["shared", pytest.param("fused", marks=HOST)])
-def test_release_after_another_initialization(group: Group, strategy: str) -> None:
-    """The parameters keep their new values, and lie where the model's storage is."""
-    setting = Setting(group)
-    model = setting.model
-    held: DataParallel | Worker
-    if strategy == "shared":
-        held = DataParallel(model, group, "shared")
-    else:
-        held = Worker(model, optim.SGD(model.storage, lr=0.1), group, exchange=GradientExchange(fused_update=True))
-    model.initialize(seed=1, dtype="float64")
-    fresh = model.state()
-    held.release()
-    assert all(np.array_equal(values, model.state()[name]) for name, values in fresh.items())
-    model.zero_grad()
-    parallel = DataParallel(model, group)
-    parallel.backward(setting.loss(), ROWS)
-    optim.SGD(model.storage, lr=0.1).step()
-    assert not any(np.array_equal(values, model.state()[name]) for name, values in fresh.items())
-    parallel.release()
-
-
-@pytest.mark.simulated
 def test_module_that_was_put_in_after_the_initialization(group: Group) -> None:
     """It has values of its own, which nobody would keep equal or update."""
     setting = Setting(group)
@@ -335,19 +264,9 @@ LOSSES: dict[str, tuple[Callable[[int], Any], str]] = {
         lambda rank: "mse" if rank else None,
         "cross-entropy with label_smoothing 0.0; rank 1 has mse; give all the same",
     ),
-    "option": (lambda rank: partial(ops.huber, reduction="sum", delta=1.0 + rank), "huber (code "),
-    "weight": (lambda rank: weighted(0.5 + rank), "weighted.<locals>.loss (code "),
-    "code": (lambda rank: _twice if rank else _once, "_once (code "),
-    "object": (lambda rank: _Weighted(0.5 + rank), "_Weighted with weight 0.5; rank 1 has _Weighted with weight 1.5"),
+    "option": (lambda rank: partial(ops.huber, reduction="sum", delta=1.0 + rank), "huber with"),
+    "function": (lambda rank: _twice if rank else _once, "_once; rank 1 has _twice"),
 }
-
-
-class _Weighted:
-    def __init__(self, weight: float) -> None:
-        self.weight = weight
-
-    def __call__(self, x: Any, y: Any) -> Tensor:
-        return ops.mse(x, y, reduction="sum") * self.weight
 
 
 def _once(x: Any, y: Any) -> Tensor:
@@ -356,13 +275,6 @@ def _once(x: Any, y: Any) -> Tensor:
 
 def _twice(x: Any, y: Any) -> Tensor:
     return ops.mse(x, y, reduction="sum") * 2
-
-
-def weighted(weight: float) -> Callable[[Any, Any], Any]:
-    def loss(x: Any, y: Any) -> Any:
-        return ops.mse(x, y, reduction="sum") * weight
-
-    return loss
 
 
 @pytest.mark.simulated(max_size=2, min_size=2)
@@ -393,45 +305,6 @@ def test_different_seeds(group: Group) -> None:
     )
 
 
-def _freeze(worker: Worker) -> None:
-    next(iter(worker.model.parameters())).requires_grad = False
-
-
-LATER: dict[str, tuple[Callable[[Worker], Any], str, str]] = {
-    "rate": (lambda worker: setattr(worker.optimizer, "lr", 0.5), "lr 0.1", "lr 0.5"),
-    "betas": (lambda worker: setattr(worker.optimizer, "betas", [0.5, 0.9]), "betas (0.9, 0.999)", "betas [0.5, 0.9]"),
-    "steps": (lambda worker: setattr(worker.optimizer, "steps", 7), "steps 1", "steps 7"),
-    "frozen": (_freeze, "nothing", "1.weight frozen"),
-}
-
-
-@pytest.mark.simulated(max_size=3, min_size=2)
-@pytest.mark.parametrize("what", LATER)
-@pytest.mark.parametrize("fused", [False, pytest.param(True, marks=HOST)])
-def test_what_one_rank_alone_changes_later(group: Group, what: str, fused: bool) -> None:
-    """Found in the next step, before anything is updated; when all have changed it, they go on."""
-    change, ours, theirs = LATER[what]
-    setting = Setting(group)
-    optimizer = optim.Adam(setting.model.storage, lr=0.1)
-    worker = Worker(setting.model, optimizer, group, exchange=GradientExchange(fused_update=fused))
-    batch = setting.batch()
-    worker.step(batch)
-    before = setting.model.state()
-    if group.rank == 1:
-        change(worker)
-    others = "rank 0 has" if group.size == 2 else "ranks 0, 2 have"
-    setting.assert_refused(
-        lambda: worker.step(batch),
-        UsageError,
-        f"the ranks' updates differ: {others} {ours}; rank 1 has {theirs}; give all the same",
-    )
-    assert all(np.array_equal(values, setting.model.state()[name]) for name, values in before.items())
-    if group.rank != 1:
-        change(worker)
-    worker.step(batch)
-    worker.release()
-
-
 @pytest.mark.simulated(min_size=2)
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
 def test_a_copy_of_a_model_at_work(group: Group, duplicate: Callable[[object], object]) -> None:
@@ -455,19 +328,6 @@ def test_what_is_no_batch_and_no_optimizer(group: Group) -> None:
     setting.assert_refused(lambda: worker.step(setting.x, setting.y), UsageError, "step takes a batch of a data.Loader")
     assert optimizer.lr == 0.1
     worker.release()
-
-
-@pytest.mark.simulated
-def test_a_parallel_model_computes_as_the_model(group: Group) -> None:
-    """As PyTorch's does; what else the model has is asked of it."""
-    setting = Setting(group)
-    parallel: Any = DataParallel(setting.model, group)
-    x = Tensor(setting.x)
-    assert (parallel(x).data == setting.model(x).data).all()
-    for name, sentence in (("state_dict", "its .model has it"), ("module", "what was given is its .model"), ("x", "")):
-        with pytest.raises(AttributeError, match=f"DataParallel has no attribute {name!r}.*{sentence}"):
-            getattr(parallel, name)
-    parallel.release()
 
 
 @pytest.mark.simulated

@@ -10,7 +10,7 @@ import pytest
 
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
-from nnmpi.errors import CheckpointError, CommError, LayoutError, NnmpiError, ShapeError
+from nnmpi.errors import CheckpointError, CommError, LayoutError, NnmpiError
 from nnmpi.parallel.model_state import ModelState, StateEntry
 from nnmpi.parallel.shard_map import ArraySpec
 from nnmpi.shard import Region, part
@@ -110,26 +110,6 @@ def text_on_all(group: Group, call: Callable[[], object], kind: type[NnmpiError]
     texts = group.gather(text)
     assert len(set(texts)) == 1, texts
     return text
-
-
-def test_an_entry_is_a_region_of_its_whole() -> None:
-    region = Region((4, 6), 1, 0, 2)
-    assert StateEntry.of("w", np.zeros((4, 2), np.float32), region).shape == (4, 6)
-    with pytest.raises(ShapeError, match=r"w has shape \(4, 3\) here, but this rank's part of \(4, 6\) is \(4, 2\)"):
-        StateEntry.of("w", np.zeros((4, 3)), region)
-    with pytest.raises(ShapeError, match=r"this rank's part of \(5,\) is \(5,\)"):
-        StateEntry("w", (5,), "float64", None, np.zeros(4), True)
-
-
-@pytest.mark.simulated
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_whole_arrays_come_to_rank_0_one_by_one_in_order(group: Group, layout: Layout) -> None:
-    state, _ = make(layout, group, filled=True)
-    found: dict[str, Array] = {}
-    state.gather(lambda name, array: found.update({name: array.copy()}))
-    assert all(group.gather(equal(found, WHOLE if group.is_root else {})))
-    assert all(group.gather(equal(state.to_dict(), WHOLE if group.is_root else {})))
-    assert all(group.gather(equal(state.to_dict(everywhere=True), WHOLE)))
 
 
 @pytest.mark.simulated
@@ -243,17 +223,6 @@ def test_ranks_that_know_other_names_are_refused(group: Group) -> None:
         assert text == f"{differ}: {others} not what rank 0 has"
 
 
-@pytest.mark.simulated
-def test_ranks_beside_the_group_are_not_needed(group: Group) -> None:
-    """Each half has its own model; they go through it at different times."""
-    half = group.split(group.rank % 2)
-    for _ in range(1 + group.rank % 2):
-        state, _ = make(sharded, half, filled=True)
-        found = state.to_dict(everywhere=True)
-    half.free()
-    assert all(group.gather(equal(found, WHOLE)))
-
-
 def draw(seed: int, group: Group) -> dict[str, tuple[Region | None, bool]]:
     """Return any layout: each array cut along any axis at any places, dealt to any ranks, with replicas."""
     rng = np.random.default_rng(seed)
@@ -274,15 +243,6 @@ def draw(seed: int, group: Group) -> dict[str, tuple[Region | None, bool]]:
         elif replicas[group.rank] >= 0:
             held[name] = (regions[replicas[group.rank]], False)
     return held
-
-
-@pytest.mark.simulated
-@pytest.mark.parametrize("seed", range(8))
-def test_any_layout_gives_to_any_other(group: Group, seed: int) -> None:
-    found = make(partial(draw, 2 * seed), group, filled=True)[0].to_dict()
-    state, _ = make(partial(draw, 2 * seed + 1), group, filled=False)
-    state.scatter(found.__getitem__, {name: ArraySpec.of(array) for name, array in found.items()})
-    assert all(group.gather(equal(state.to_dict(everywhere=True), WHOLE)))
 
 
 @pytest.mark.mpi

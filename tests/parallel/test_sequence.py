@@ -1,13 +1,11 @@
 """Sequences that ranks share: equal to the serial run in both ways of attention, the bytes, and what is refused."""
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
-import nnmpi
 from nnmpi import Tensor, models, nn, ops, optim
 from nnmpi.backend.kernels.base import Kernels
 from nnmpi.comm.group import Group
@@ -18,11 +16,10 @@ from nnmpi.compose.options import GradientExchange, Numerics
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import IGNORED, Dataset
 from nnmpi.data.loader import Loader
-from nnmpi.errors import LayoutError, UsageError
+from nnmpi.errors import LayoutError
 from nnmpi.nn.module import Module
 from nnmpi.parallel.sequence.group import RING, ULYSSES, SequenceGroup
 from nnmpi.parallel.sequence.ring import RingAttention
-from nnmpi.parallel.sequence.ulysses import check_heads
 from nnmpi.shard import split, zigzag
 from nnmpi.tensor.cut import whole
 from nnmpi.timeline import Timeline, recording
@@ -208,26 +205,6 @@ def test_layouts_that_do_not_fit(layout: Layout, words: str) -> None:
         simulate(lambda group: train(group, layout), 6)
 
 
-def test_layouts_that_make_no_sense() -> None:
-    with pytest.raises(LayoutError, match="of 0 heads on a rank of tp 6; sp 1 fits, or sp attention ring"):
-        check_heads(0, 2, tp=6)
-    with pytest.raises(UsageError, match="sp attention 'flash' is unknown; choose one of ulysses, ring"):
-        Layout(sp=2, sp_attention="flash")
-    with pytest.raises(UsageError, match="leave sp at 1, or reduction fixed out"):
-        Layout(sp=2, reduction="fixed")
-
-    def main(group: Group) -> None:
-        model = nn.Sequential(nn.Flatten(), nn.Linear(TIME, 2))
-        where = arrange(model, group, Layout(sp=2))
-        worker = Worker(model.initialize(), optim.SGD(model.storage, lr=0.1), group, arrangement=where)
-        worker.step(
-            next(Loader(Dataset("images", np.zeros((4, TIME), "float32"), np.zeros(4, np.int64), 2), 4).epoch(0))
-        )
-
-    with pytest.raises(UsageError, match=r"labels \(batch, time\), not \(4, 7\) and \(4,\); leave sp at 1"):
-        simulate(main, 2)
-
-
 def sent(ranks: int, way: str, time: int, heads: int, backward: bool) -> tuple[list[int], int]:
     """Return the bytes that each rank said that it sent for a layer's attention, and those on all wires."""
     batch, features = 2, 3 * heads
@@ -273,52 +250,6 @@ def test_the_bytes_are_those_of_the_formulas(ranks: int, time: int, heads: int) 
         assert forward == [8 * 2 * batch * time * features * (ranks - 1) // ranks] * 2
 
 
-def test_the_report_of_a_step_counts_them() -> None:
-    """Beside the gradients' bytes and the five numbers that ranks tell one another."""
-
-    def main(group: Group) -> tuple[int, int]:
-        where = arrange(small(), group, Layout(sp=2, sp_attention=RING))
-        where.model.initialize(seed=0, dtype="float64")
-        optimizer, exchange = optim.SGD(where.model.storage, lr=0.1), GradientExchange(fused_update=False)
-        worker = Worker(where.model, optimizer, group, arrangement=where, exchange=exchange)
-        found = worker.step(next(Loader(samples(), 6, dtype="float64").epoch(0))).traffic.bytes
-        return found, worker.parallel.traffic.bytes
-
-    lengths = [sum(map(len, zigzag(TIME, 2, rank))) for rank in range(2)]
-    for rank, (found, gradients) in enumerate(simulate(main, 2)):
-        keys, theirs = TIME - lengths[1 - rank], TIME - lengths[rank]
-        layer = 8 * 2 * 6 * 10 * (keys + keys + theirs)
-        assert found == gradients + 5 * 8 + 2 * layer
-
-
-@pytest.mark.parametrize(
-    ("ranks", "layout"),
-    [
-        (2, Layout(tp=2)),
-        (3, Layout(tp=3)),
-        (2, Layout(sp=2, sp_attention=RING)),
-        (4, Layout(tp=2, sp=2, sp_attention=ULYSSES)),
-        (4, Layout(tp=2, sp=2, sp_attention=RING)),
-        (4, Layout(pp=2, tp=2)),
-    ],
-)
-def test_a_step_exchanges_what_the_formulas_say(ranks: int, layout: Layout) -> None:
-    """Positions and heads that divide nothing; the summary has both numbers."""
-
-    def main(group: Group) -> None:
-        where = arrange(models.gpt(10, 7, 20, 2, 5), group, layout, np.zeros((1, 7), np.int64))
-        where.model.initialize(seed=0, dtype="float64")
-        optimizer, exchange = optim.SGD(where.model.storage, lr=0.1), GradientExchange(fused_update=False)
-        worker = Worker(where.model, optimizer, group, arrangement=where, exchange=exchange)
-        tokens = np.random.default_rng(0).integers(0, 10, (6, 8))
-        data = Dataset("tokens", tokens[:, :-1], tokens[:, 1:], 10)
-        worker.step(next(Loader(data, 6, dtype="float64").epoch(0)))
-        words = "\n".join(worker.summary()).replace(",", "")
-        assert re.search(r" (\d+) bytes of rank \d; by the formulas \1$", words, re.MULTILINE), words
-
-    simulate(main, ranks)
-
-
 def test_a_zigzag_balances_causal_work() -> None:
     """In every hop all ranks have as many pairs of a query and a key that it sees; with runs of positions not."""
 
@@ -337,35 +268,3 @@ def test_a_zigzag_balances_causal_work() -> None:
     assert {tuple(each) for each in balanced} == {(136, 128, 128, 128)}
     assert sum(map(sum, balanced)) == sum(map(sum, runs)) == 64 * 65 // 2
     assert sum(max(hop) for hop in zip(*runs, strict=True)) > 1.5 * 520
-
-
-@pytest.mark.host_only(ON_HOST)
-@pytest.mark.parametrize("way", [ULYSSES, RING])
-def test_a_compiled_step_is_the_same(way: str) -> None:
-    """To the last bit: what is exchanged is exchanged in every replay."""
-
-    def main(group: Group) -> bool:
-        def run(compiled: bool) -> dict[str, Any]:
-            model, sequence = small().initialize(0), SequenceGroup(group, way)
-            optimizer, placement = optim.SGD(model.storage, lr=0.1), sequence.placement(TIME)
-
-            def step(x: Tensor, y: Tensor) -> Tensor:
-                model.zero_grad()
-                logits = sequence.leave(model(sequence.enter(x, TIME)), TIME)
-                loss = ops.cross_entropy(logits, y, reduction="sum")
-                loss.backward()
-                optimizer.step()
-                return loss
-
-            call = nnmpi.compile(step) if compiled else step
-            for number in range(4):
-                tokens = np.random.default_rng(number).integers(0, TOKENS, (2, 4, TIME))
-                x, y = (placement.region(each.shape, 1, 2, group.rank).take(each) for each in tokens)
-                with nn.training(step=number):
-                    call(Tensor(np.ascontiguousarray(x)), Tensor(np.ascontiguousarray(y)))
-            return model.state()
-
-        plain, replayed = run(False), run(True)
-        return all(np.array_equal(x, replayed[name]) for name, x in plain.items())
-
-    assert simulate(main, 2) == [True, True]

@@ -14,10 +14,8 @@ from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding, find
 from nnmpi.ops.loss import cross_entropy
-from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.replication import check_replicas
 from nnmpi.parallel.tensor import shard
-from nnmpi.tensor.tape import Deferred
 from nnmpi.tensor.tensor import Tensor
 from tests.parallel.sharded.compare import check_equal, images, regions
 
@@ -61,29 +59,6 @@ def test_a_module_of_the_users_own(group: Group) -> None:
     check_equal(group, build, (3, 4), table=table, rows=4, sharded_at_least=8)
 
 
-def skips(shortcut: Module | None) -> Module:
-    """Return a network with a connection by name."""
-    return nn.Sequential(
-        nn.Linear(4, 6),
-        nn.Stash("a"),
-        nn.Tanh(),
-        nn.Linear(6, 6),
-        nn.Pop("a", shortcut),
-        nn.Linear(6, 3),
-    )
-
-
-@pytest.mark.simulated
-@pytest.mark.parametrize("with_shortcut", [False, True])
-@pytest.mark.parametrize(
-    "table", [{"0": C}, {"3": C}, {"0": C, "3": C}, {"0": C, "3": R, "5": C}, {"0": R, "3": C, "5": R}]
-)
-def test_named_skips(group: Group, table: dict[str, Sharding], with_shortcut: bool) -> None:
-    """Both sides of a sum are brought to lie alike."""
-    table = {**table, "4.shortcut": C} if with_shortcut else table
-    check_equal(group, lambda: skips(nn.Linear(6, 6) if with_shortcut else None), (4,), table=table)
-
-
 @pytest.mark.simulated
 @pytest.mark.parametrize(
     "table",
@@ -109,49 +84,6 @@ def test_residual_blocks(group: Group, table: dict[str, Sharding]) -> None:
         )
 
     check_equal(group, build, (4,), table=table)
-
-
-@pytest.mark.simulated
-def test_what_is_kept_may_be_popped_at_once(group: Group) -> None:
-    """x + shortcut(x) of features that are cut, and two pops in a row: both sides must lie alike all the same."""
-
-    def build() -> Module:
-        return nn.Sequential(
-            nn.Linear(4, 7),
-            nn.Stash("a"),
-            nn.Pop("a", nn.Linear(7, 7)),
-            nn.Tanh(),
-            nn.Stash("a"),
-            nn.Linear(7, 7),
-            nn.Stash("b"),
-            nn.Pop("b"),
-            nn.Pop("a"),
-            nn.Linear(7, 3),
-        )
-
-    ours = check_equal(group, build, (4,), table={"0": C, "5": C})
-    names = [name for name, _ in build().named_parameters()]
-    assert all(group.gather([name for name, _ in ours.named_parameters()] == names))
-
-
-@pytest.mark.simulated
-def test_residual_rows(group: Group) -> None:
-    """Blocks on image rows: what both branches give lies alike anyway."""
-
-    def build() -> Module:
-        body = nn.Sequential(nn.Conv2d(3, 4, 3, 2, 1, bias=False), nn.BatchNorm(4), nn.ReLU(), nn.Conv2d(4, 4, 3, 1, 1))
-        shortcut = nn.Sequential(nn.Conv2d(3, 4, 1, 2), nn.BatchNorm(4))
-        return nn.Sequential(
-            nn.Conv2d(1, 3, 3),
-            nn.Residual(body, shortcut),
-            nn.Residual(nn.Sequential()),
-            nn.GlobalAvgPool2d(),
-            nn.Linear(4, 3),
-        )
-
-    ours = check_equal(group, build, (9, 5, 1), table={"*": H, "4": C}, sample=(9, 5, 1), rows=2, sharded_at_least=2)
-    kinds = [type(module).__name__ for _, module in ours.named_modules()]
-    assert all(group.gather(group.size == 1 or kinds.count("RowsConv2d") == 4)), kinds
 
 
 @pytest.mark.simulated
@@ -210,67 +142,6 @@ def test_cut_into_stages(group: Group, build: Callable[..., Module]) -> None:
     assert not any(group.gather(problems)), problems
 
 
-@pytest.mark.simulated
-def test_backward_in_halves(group: Group) -> None:
-    """The second half, of the parameters' gradients, gives what a whole pass gives."""
-    x, y = images(4, (8, 8, 1), "float64")
-    model = models.resnet((8, 8, 1), 3, width=3)
-    shard(model, group, {"0": H, "1": X, "*.body.0": C, "*.body.3": R}, sample=(8, 8, 1))
-    model.initialize(seed=1, dtype="float64")
-
-    def gradients(deferred: Deferred | None) -> list[bytes]:
-        model.zero_grad()
-        with training(seed=1):
-            loss = cross_entropy(model(Tensor(x)), y)
-        loss.backward(deferred=deferred)
-        if deferred is not None:
-            deferred.finish()
-        return [np.asarray(p.grad).tobytes() for p in model.parameters()]
-
-    assert all(group.gather(gradients(None) == gradients(Deferred())))
-
-
-@pytest.mark.simulated
-@pytest.mark.parametrize("sharding", [C, H])
-def test_under_data_parallelism(group: Group, sharding: Sharding) -> None:
-    """Batch normalization takes its statistics over all samples; the replicas' gradients add up."""
-    ways = 2 if group.size % 2 == 0 else 1
-    tensor, data = group.split(group.rank % ways), group.split(group.rank // ways)
-
-    def build() -> Module:
-        return nn.Sequential(
-            nn.Conv2d(2, 3, 3, padding=1), nn.BatchNorm(3), nn.ReLU(), nn.Flatten(), nn.Linear(90, 5), nn.BatchNorm(5)
-        )
-
-    x, y = images(5, (5, 6, 2), "float64")
-    whole, ours = build().initialize(seed=1, dtype="float64"), build()
-    shard(ours, tensor, {"0": sharding, "4": R}, sample=(5, 6, 2))
-    ours.initialize(seed=1, dtype="float64")
-    parallel = DataParallel(ours, data)
-    mine = slice(0, 3) if data.rank == 0 and ways == 2 else slice(3, 5) if ways == 2 else slice(0, 5)
-    with training(seed=1):
-        loss = cross_entropy(whole(Tensor(x)), y)
-        loss.backward()
-        own = cross_entropy(ours(Tensor(x[mine])), y[mine], reduction="sum")
-    parallel.backward(own, samples=5)
-    where, state = regions(ours), whole.state()
-    expected = {name: p.grad for name, p in whole.named_parameters()}
-    problems = []
-    for name, array in [*((n, p.grad) for n, p in ours.named_parameters()), *ours.state().items()]:
-        for wanted in (expected.get(name), state[name]):
-            if wanted is not None and where[name] is not None:
-                wanted = where[name].take(wanted)
-            if wanted is not None and np.allclose(array, wanted, rtol=0, atol=1e-12):
-                break
-        else:
-            problems.append(name)
-    parallel.release()
-    everyone = group.gather(problems)
-    tensor.free()
-    data.free()
-    assert not any(everyone), everyone
-
-
 @pytest.mark.simulated(min_size=2)
 def test_weights_that_went_apart_are_found(group: Group) -> None:
     """One bit of what is whole on all ranks; parts differ anyway."""
@@ -284,17 +155,6 @@ def test_weights_that_went_apart_are_found(group: Group) -> None:
         CommError, match=f"3.body.4.running_mean.*: rank {group.size - 1} of {group.size} has not what rank 0 has"
     ):
         check_replicas(model, group)
-
-
-@pytest.mark.simulated
-def test_a_group_of_one_leaves_the_model_alone(group: Group) -> None:
-    """The same objects, and no exchange."""
-    alone = group.split(group.rank)
-    model = models.cnn((8, 8, 1), 3)
-    before = [id(module) for _, module in model.named_modules()]
-    assert shard(model, alone).is_replicated
-    assert before == [id(module) for _, module in model.named_modules()]
-    alone.free()
 
 
 def tied(one: nn.Linear, other: nn.Linear) -> Module:

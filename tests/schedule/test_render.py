@@ -7,9 +7,8 @@ import pytest
 
 from nnmpi.errors import ScheduleError
 from nnmpi.schedule import registry
-from nnmpi.schedule import render as module
 from nnmpi.schedule.__main__ import main
-from nnmpi.schedule.instruction import COMPUTE, Kind
+from nnmpi.schedule.instruction import COMPUTE
 from nnmpi.schedule.lower import add_transfers
 from nnmpi.schedule.registry import SCHEDULES, make
 from nnmpi.schedule.render import render
@@ -27,12 +26,6 @@ def test_the_picture_in_the_docstring_is_what_the_command_prints(name: str) -> N
     assert printed[1].splitlines() == [line.removeprefix("    ") for line in grid.splitlines()]
 
 
-def test_the_picture_of_render_itself() -> None:
-    text = inspect.getdoc(module.render) or ""
-    grid = [line.removeprefix("    ") for line in text.splitlines() if line.startswith(("    time", "    rank"))]
-    assert render(lowered("1f1b", 2, 2)).split("\n\n")[0].splitlines() == grid
-
-
 @pytest.mark.parametrize(("name", "virtual"), KINDS)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (3, 2), (4, 12), (8, 3)])
 def test_every_piece_of_work_is_in_its_ranks_row(name: str, virtual: int, ranks: int, microbatches: int) -> None:
@@ -44,21 +37,6 @@ def test_every_piece_of_work_is_in_its_ranks_row(name: str, virtual: int, ranks:
         work = [str(one) for one in schedule.instructions(rank) if one.kind in COMPUTE]
         assert labels == [one if virtual > 1 else one.removeprefix(str(rank)) for one in work]
     assert len({len(row) for row in rows if row.endswith(("|", "+"))} | {0}) <= 1 + ranks
-
-
-def test_equal_units_and_the_legend() -> None:
-    picture = render(lowered("1f1b", 2, 2), dict.fromkeys((Kind.F, Kind.B, Kind.I, Kind.W), 1))
-    assert picture.splitlines()[:3] == [
-        "time    0  1  2  3  4  5",
-        "rank 0  F0 F1 .  B0 .  B1|",
-        "rank 1  .  F0 B0 F1 B1|.",
-    ]
-    assert picture.endswith(
-        "F0 forward on microbatch 0    B0 backward    . idle    | update\n"
-        "A column is the time of one forward of a stage; a backward takes 1."
-    )
-    assert "+ gradients are final" in render(lowered("interleaved", 2, 2, 2))
-    assert "+ gradients" not in picture
 
 
 def test_what_waits_for_ever_is_not_drawn() -> None:

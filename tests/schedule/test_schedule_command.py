@@ -2,8 +2,6 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +9,6 @@ import pytest
 from nnmpi.errors import UsageError
 from nnmpi.schedule.__main__ import main
 from nnmpi.schedule.registry import SCHEDULES
-from nnmpi.schedule.render import events
-from nnmpi.schedule.simulate import InstructionCosts, simulate_schedule
-from nnmpi.timeline import to_chrome
-from tests.schedule.every import lowered
 
 COMMAND = "--schedule 1f1b --stages 4 --microbatches 8"
 
@@ -29,20 +23,6 @@ def test_grid_and_figures() -> None:
         "peak activations  4 3 2 1   (of each rank: stages x microbatches)",
         "messages          48",
     ]
-
-
-def test_times_are_a_ranks_however_many_stages_it_has() -> None:
-    words = "--schedule interleaved --stages 4 --microbatches 8 --forward-ms 10 --backward-ms 20"
-    assert "makespan          285 ms" in main([*words.split(), "--virtual-stages", "2"])
-    assert main(words.split()) == main([*words.split(), "--virtual-stages", "2"])
-    assert "makespan          330 ms" in main([*words.split(), "--virtual-stages", "1"])
-
-
-def test_further_times() -> None:
-    words = f"{COMMAND} --message-ms 0.5 --reduce-ms 4 --step-ms 0.25 --rendezvous"
-    text = main(words.split())
-    assert "backward 2 ms, message 0.5 ms, reduction 4 ms, update 0.25 ms)" in text
-    assert "makespan          33 ms" not in text
 
 
 def test_pipedream_tells_its_staleness() -> None:
@@ -69,15 +49,6 @@ def test_the_trace_is_one_that_perfetto_opens(tmp_path: Path) -> None:
     assert max(row["ts"] + row["dur"] for row in rows if row["ph"] == "X") > 33e3
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_traces_have_an_event_for_each_instruction(name: str) -> None:
-    schedule = lowered(name, 3, 4)
-    found = events(simulate_schedule(schedule, InstructionCosts.even(3, message_s=0.1, reduce_s=0.5)))
-    for rank in range(3):
-        assert sorted(event.name for event in found[rank]) == sorted(map(str, schedule.instructions(rank)))
-    assert to_chrome(found)["traceEvents"]
-
-
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
 @pytest.mark.parametrize("name", ["interleaved", "zero-bubble", "pipedream"])
 def test_the_png(tmp_path: Path, name: str) -> None:
@@ -102,11 +73,3 @@ def test_the_png(tmp_path: Path, name: str) -> None:
 def test_mistakes(words: str, sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         main(words.split())
-
-
-def test_as_a_program() -> None:
-    command = [sys.executable, "-m", "nnmpi.schedule"]
-    good = subprocess.run([*command, *COMMAND.split()], capture_output=True, text=True, check=True)
-    assert good.stdout.startswith("1f1b: 4 ranks, 8 microbatches\n") and not good.stderr
-    bad = subprocess.run([*command, "--schedule", "x"], capture_output=True, text=True, check=False)
-    assert bad.returncode == 2 and bad.stderr.startswith("nnmpi: ") and bad.stderr.count("\n") == 1

@@ -56,11 +56,6 @@ def test_a_send_that_waits_holds_its_rank() -> None:
     assert slow["0F2"] == (8.0, 9.0)
 
 
-def test_messages_of_one_channel_follow_one_another() -> None:
-    found = spans(simulate_schedule(lowered("gpipe", 2, 3), InstructionCosts.even(2, message_s=5.0)))
-    assert [found[f"0SEND_ACT{m}"] for m in range(3)] == [(1.0, 6.0), (6.0, 11.0), (11.0, 16.0)]
-
-
 def test_a_reduction_runs_beside_and_the_update_waits_for_it() -> None:
     costs = InstructionCosts.even(4, reduce_s=2.0, step_s=0.5)
     found = spans(simulate_schedule(lowered("interleaved", 2, 2, 2), costs))
@@ -68,17 +63,6 @@ def test_a_reduction_runs_beside_and_the_update_waits_for_it() -> None:
     assert found["0REDUCE"] == (found["0B1"][1], found["0B1"][1] + 2.0)
     assert found["0STEP"] == (found["0REDUCE"][1], found["0REDUCE"][1] + 0.5)
     assert found["2STEP"][0] == found["0STEP"][1]
-
-
-def test_reductions_of_a_rank_follow_one_another() -> None:
-    found = spans(simulate_schedule(lowered("interleaved", 2, 2, 2), InstructionCosts.even(4, reduce_s=100.0)))
-    assert found["0REDUCE"][0] == found["2REDUCE"][1]
-    assert found["0STEP"][0] == found["0REDUCE"][1]
-
-
-def test_asynchronous_updates_are_busy_time() -> None:
-    simulation = simulate_schedule(lowered("pipedream", 1, 3), InstructionCosts.even(1, step_s=1.0))
-    assert simulation.makespan_s == simulation.busy_s[0] == 3 * 4
 
 
 @settings(max_examples=40)
@@ -104,23 +88,6 @@ def test_what_holds_of_every_simulation(
 
 
 # ---- costs ----
-
-
-def test_even_costs() -> None:
-    costs = InstructionCosts.even(2, forward_s=3.0)
-    seconds = {kind: costs.of(kind.at(1, 0)) for kind in COMPUTE}
-    assert seconds == {Kind.F: 3.0, Kind.B: 6.0, Kind.I: 3.0, Kind.W: 3.0}
-    assert costs.of(Kind.RECV_ACT.at(0, 0)) == 0.0
-
-
-def test_measured_costs_are_medians() -> None:
-    samples = [(Kind.F.at(0, m), seconds) for m, seconds in enumerate((1.0, 9.0, 2.0))]
-    samples += [(Kind.F.at(1, 0), 4.0), (Kind.B.at(0, 0), 5.0), (Kind.I.at(1, 0), 2.0), (Kind.W.at(1, 0), 3.0)]
-    costs = InstructionCosts.measured(2, samples)
-    assert costs.of(Kind.F.at(0, 7)) == 2.0 and costs.of(Kind.F.at(1, 0)) == 4.0
-    assert costs.of(Kind.I.at(0, 0)) == costs.of(Kind.W.at(0, 0)) == 2.5  # a whole backward, halved
-    assert costs.of(Kind.B.at(1, 0)) == 5.0  # both halves
-    assert costs.of(Kind.SEND_ACT.at(0, 0)) == 0.0
 
 
 @settings(max_examples=30)

@@ -1,10 +1,8 @@
 """Convolutional networks, sharded by channels and by image rows, compute what whole ones do."""
 
-from collections.abc import Callable
-
 import pytest
 
-from nnmpi import models, nn
+from nnmpi import nn
 from nnmpi.comm.group import Group
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
@@ -55,12 +53,3 @@ def test_channels_and_rows(group: Group, table: dict[str, Sharding]) -> None:
 def test_without_a_sample(group: Group) -> None:
     """Channels can be cut without knowing the images' size."""
     check_equal(group, small_cnn, SHAPE, "float64", {"0": C, "3": C, "8": R, "11": C})
-
-
-@pytest.mark.simulated
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-@pytest.mark.parametrize("build", [models.cnn, models.resnet])
-def test_models(group: Group, dtype: str, build: Callable[..., Module]) -> None:
-    """The package's own models by their own tables."""
-    options = {"hidden": (10, 9), "dropout": 0.3} if build is models.cnn else {"width": 3}
-    check_equal(group, lambda: build((8, 8, 1), 3, **options), (8, 8, 1), dtype, rows=4)

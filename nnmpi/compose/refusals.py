@@ -1,0 +1,54 @@
+"""Which features do not go together, and why: one table."""
+
+from collections.abc import Mapping
+
+from nnmpi.errors import LayoutError
+
+PIPELINE, TENSOR, SEQUENCE, PIPEDREAM = "pp", "tp", "sp", "pipedream"
+FIXED, ZERO, ZERO_2, LIMIT, LEAST = "fixed", "zero", "zero 2", "limit", "least"
+ACTIVATIONS_OUT, STATE_OUT = "activations out", "state out"
+FUSED, DEVICE, FP16, CLIP = "fused update", "device", "fp16", "clip"
+
+_PARTS = "ranks that have parts of the model add in parts, whose rounding depends on how many they are"
+_WHOLE = "the fused update is for replicas of a whole model, summed as they come"
+_VERSIONS = "a microbatch's forward and backward see different versions of the weights"
+_OWN_TIME = "each stage updates when its own gradient is there, and no rank waits for the others"
+
+REFUSED: dict[tuple[str, str], str] = {
+    (FIXED, PIPELINE): _PARTS,
+    (FIXED, TENSOR): _PARTS,
+    (FIXED, SEQUENCE): _PARTS,
+    (FIXED, ZERO): "sums are scattered as they come, which is not the fixed order",
+    (FIXED, PIPEDREAM): _VERSIONS,
+    (ZERO_2, PIPELINE): "stages hold their gradients over the whole pass; zero 1 goes with a pipeline",
+    (ZERO, PIPEDREAM): _VERSIONS,
+    (LEAST, PIPEDREAM): _VERSIONS,
+    (
+        LIMIT,
+        PIPELINE,
+    ): "its stages keep everything, or their inputs alone: activation_memory least goes with it",
+    (ACTIVATIONS_OUT, PIPELINE): "a pipeline's activations do not leave memory",
+    (STATE_OUT, PIPEDREAM): "its state is used after every microbatch",
+    (FUSED, STATE_OUT): "the fused update shares out the optimizer's state among a node's ranks",
+    (FUSED, ZERO): "the fused update keeps the parameters once per node by itself",
+    (FUSED, PIPELINE): _WHOLE,
+    (FUSED, TENSOR): _WHOLE,
+    (FUSED, FIXED): _WHOLE,
+    (FUSED, DEVICE): "the fused update works on weights in memory that the ranks of a node share",
+    (FP16, PIPEDREAM): f"an update that overflows is left out on all ranks, but {_OWN_TIME}; bf16 goes with it",
+    (CLIP, PIPEDREAM): f"clipping needs the gradient of all stages at once, but {_OWN_TIME}",
+}
+
+
+def refuse(given: Mapping[str, str]) -> None:
+    """Refuse features that do not go together.
+
+    Args:
+        given: the features in use, each as the user asked for it.
+
+    Raises:
+        LayoutError: naming the first two, and why.
+    """
+    for (one, other), reason in REFUSED.items():
+        if one in given and other in given:
+            raise LayoutError(f"{given[one]} does not go with {given[other]}: {reason}; leave one of them out")

@@ -1,0 +1,73 @@
+"""One table of refusals: each pair that it names is refused by the layout or the worker, in a sentence with both."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from nnmpi import models, optim
+from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
+from nnmpi.compose.options import GradientExchange, Numerics
+from nnmpi.compose.refusals import REFUSED, refuse
+from nnmpi.compose.worker import Worker
+from nnmpi.errors import LayoutError, UsageError
+from nnmpi.nn.chain import open_chain
+from nnmpi.nn.module import Module
+
+GIVEN: dict[str, dict[str, Any]] = {
+    "pp": {"pp": 2},
+    "tp": {"tp": 2},
+    "sp": {"sp": 2},
+    "pipedream": {"schedule": "pipedream"},
+    "fixed": {"reduction": "fixed"},
+    "zero": {"zero": 1},
+    "zero 2": {"zero": 2},
+    "limit": {"activation_memory": 2**20},
+    "least": {"activation_memory": "least"},
+    "activations out": {"activation_memory": 2**20, "offload": "/tmp"},
+    "state out": {"offload": "/tmp", "offload_state": "optimizer"},
+}
+
+
+def build() -> Module:
+    return models.mlp((4,), 3, hidden=(5, 5))
+
+
+@pytest.mark.parametrize(("one", "other"), REFUSED)
+def test_each_pair_is_refused(one: str, other: str) -> None:
+    with pytest.raises(LayoutError, match=f"{one} does not go with {other}: "):
+        refuse({one: one, other: other})
+    if one in GIVEN and other in GIVEN:
+        with pytest.raises(LayoutError, match="does not go with"):
+            Layout(**GIVEN[one] | GIVEN[other])
+
+
+@pytest.mark.parametrize("name", GIVEN)
+def test_each_feature_goes_alone(name: str) -> None:
+    Layout(**GIVEN[name])
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "words"),
+    [
+        (Layout(zero=1), {"exchange": GradientExchange(fused_update=True)}, "zero 1"),
+        (Layout(pp=2), {"exchange": GradientExchange(fused_update=True)}, "pp 2"),
+        (Layout(reduction="fixed"), {"exchange": GradientExchange(fused_update=True)}, "reduction fixed"),
+        (Layout(pp=2, schedule="pipedream"), {"numerics": Numerics(precision="fp16")}, "pipedream"),
+        (Layout(pp=2, schedule="pipedream"), {"numerics": Numerics(clip=1.0)}, "pipedream"),
+    ],
+    ids=str,
+)
+def test_a_worker_refuses_what_does_not_go_with_its_layout(layout: Layout, options: dict[str, Any], words: str) -> None:
+    split = "auto" if layout.pp is None else (3, len(open_chain(build())) - 3)
+
+    def main(group: Group) -> None:
+        where = arrange(build(), group, replace(layout, split=split))
+        where.model.initialize(seed=0, storage=where.storage)
+        Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where, **options)
+
+    with pytest.raises(UsageError, match=words):
+        simulate(main, 2)
