@@ -14,8 +14,6 @@ from nnmpi.errors import LaunchError
 PACKAGES = (
     "cupy-cuda13x",
     "cupy-cuda12x",
-    "nvidia-cudnn-frontend",
-    "nvidia-cudnn-cu13",
     "nvidia-nccl-cu13",
     "ml_dtypes",
 )
@@ -39,7 +37,6 @@ def collect(backend: Backend) -> dict[str, Any]:
         ("cuda_runtime", runtime.runtimeGetVersion),
         ("devices", runtime.getDeviceCount),
         ("nccl", lambda: import_module("cupy.cuda.nccl").get_version()),
-        ("cudnn", lambda: import_module("cudnn").backend_version()),
         ("nvidia_smi", nvidia_smi),
     ):
         try:

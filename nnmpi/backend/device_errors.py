@@ -144,7 +144,7 @@ def explain_error(error: BaseException, facts: Callable[[], Facts]) -> DeviceErr
     missing = _missing_library(error) if isinstance(error, ImportError | RuntimeError) else None
     if missing is not None:
         return DeviceError(f"{missing}; install them with cupy's extra [ctk]")
-    if module not in ("cupy", "cupy_backends", "cudnn"):
+    if module not in ("cupy", "cupy_backends"):
         return None
     if name == "CUDARuntimeError" and status == _OUT_OF_MEMORY or "ALLOC_FAILED" in str(error):
         return _out_of_memory(None, error, facts)

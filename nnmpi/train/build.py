@@ -452,11 +452,6 @@ def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
         raise UsageError(f"{idle} belongs to a pipeline, and {mesh} has none; give --pp 2 or more, or leave it out")
     if config.parallel.sp_attention != ParallelConfig.sp_attention and mesh.sp == 1 and not resuming:
         raise UsageError("--sp-attention belongs to ranks that share sequences; give --sp 2 or more, or leave it out")
-    if config.run.convolution == "tuned" and mesh.tp > 1:
-        raise UsageError(
-            f"--convolution tuned lets each rank time plans by itself, and with {mesh} what several ranks compute "
-            "alike could then differ in the last bits; use --convolution cudnn"
-        )
     return layout, mesh
 
 

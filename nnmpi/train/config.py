@@ -617,9 +617,6 @@ class RunConfig:
     precision: Literal["float32", "tf32", "bf16", "fp16"] = "float32"
     """What products of matrices and convolutions read: float32; tf32: float32 with 10 bits of the fraction, on a CUDA
     device; bf16 and fp16: half precision, in which activations are, too (weights and their gradients stay float32)."""
-    convolution: Literal["auto", "im2col", "cudnn", "tuned"] = "auto"
-    """Convolutions on a CUDA device; auto: by cuDNN where it is installed (pip install nnmpi[cudnn]), else as products
-    of matrices (im2col); tuned: by the fastest of cuDNN's plans, which are timed when a size is first met."""
     jit: Switch = "auto"
     """Compute with compiled kernels, float32 on the CPU only; needs numba (pip install nnmpi[jit]); auto: where that is
     installed and the whole run multiplies so much that they save more time than they take to load."""
@@ -693,10 +690,6 @@ class RunConfig:
         require(not wide, f"--precision {self.precision} rounds float32, and --dtype is float64; leave one of them out")
         there = self.precision != "tf32" or self.backend != "numpy"
         require(there, "--precision tf32 needs a CUDA device; use --backend cupy, or --precision float32 or bf16")
-        chosen = self.convolution == "auto" or self.backend != "numpy"
-        require(
-            chosen, f"--convolution {self.convolution} belongs to a CUDA device; use --backend cupy, or leave it out"
-        )
 
 
 @dataclass(frozen=True)

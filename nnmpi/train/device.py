@@ -6,7 +6,6 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from nnmpi.backend.backend import Backend, numpy_backend
-from nnmpi.backend.cudnn import chosen, describe, use_convolution
 from nnmpi.backend.device import select
 from nnmpi.backend.device_errors import REMEDY, expects_device
 from nnmpi.backend.gemm import gemm_notice
@@ -65,23 +64,6 @@ def check_compiled(jit: bool, backend: Backend) -> None:
         )
 
 
-def check_convolution(algorithm: str, backend: Backend) -> None:
-    """Refuse an algorithm for convolutions that does not work here.
-
-    Raises:
-        UsageError: where there is no device.
-        DeviceError: where cuDNN is not to be had.
-    """
-    if backend.is_device:
-        with use_convolution(algorithm):
-            chosen(backend.xp)
-    elif algorithm != "auto":
-        raise UsageError(
-            f"--convolution {algorithm} belongs to a CUDA device, and this run is on the CPU ({backend.reason}); "
-            "leave it out"
-        )
-
-
 def describe_device(backend: Backend, group: Group, precision: str, verbose: bool = False) -> list[str]:
     """Return lines on how ranks share devices and memory, what computes slowly, and why this backend. Collective.
 
@@ -111,7 +93,6 @@ def describe_device(backend: Backend, group: Group, precision: str, verbose: boo
         f"devices: {len(cards)} for {counted(group.size, 'rank')}{shared}; {limit} ({use.note})",
         *([f"device arrays: {way}"] if group.size > 1 else []),
         *(f"products: {each}" for each in notices),
-        *(f"convolutions: {each}" for each in sorted(set(group.gather(describe(backend.xp))))),
         *lines,
     ]
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nnmpi.backend.backend import Backend
-from nnmpi.backend.cudnn import use_convolution
 from nnmpi.backend.kernels.lookup import jit, load
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
@@ -26,7 +25,7 @@ from nnmpi.train.checkpoint import find, restore
 from nnmpi.train.checkpoint_files import MODEL_FILE, STATE_FILE, newest
 from nnmpi.train.config import Config
 from nnmpi.train.curves import check_can_draw, draw
-from nnmpi.train.device import check_compiled, check_convolution, explained, take_backend
+from nnmpi.train.device import check_compiled, explained, take_backend
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.header import header
 from nnmpi.train.log import Console, Reporter
@@ -75,10 +74,8 @@ def run(
     backend = take_backend(config.run.backend, group, local_rank, config.parallel.memory_limit_bytes)
     with agreed(group):
         check_compiled(config.run.jit == "on", backend)
-        check_convolution(config.run.convolution, backend)
     compiled = jit() if config.run.jit == "on" else nullcontext()  # a device has kernels of its own
-    convolution = use_convolution(config.run.convolution)
-    with explained(backend), np.errstate(all="ignore"), compiled, convolution, ExitStack() as lock:
+    with explained(backend), np.errstate(all="ignore"), compiled, ExitStack() as lock:
         _run(config, group, console, RunFolder(config.run.out), lock, backend, local_rank, words, dict(reached or {}))
 
 

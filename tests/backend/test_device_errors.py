@@ -215,7 +215,6 @@ def test_out_of_memory_of_other_libraries() -> None:
             "are CUDA's libraries those that cupy's extra",
         ),
         ("CUBLASError", "cupy_backends.cuda.libs.cublas", 13, "EXECUTION_FAILED", "NNMPI_GEMM=matmul computes all"),
-        ("cudnnGraphNotSupportedError", "cudnn", None, "no engine", "cudnnGraphNotSupportedError on the device: no"),
         ("NcclError", "cupy_backends.cuda.libs.nccl", 5, "NCCL_ERROR_INVALID_USAGE", "NcclError on the device"),
     ],
 )

@@ -247,6 +247,20 @@ OPS: list[Check] = [
     unary("ops.gelu", lambda x: ops.gelu(x, "tanh"), name="tanh"),
     unary("ops.softmax", ops.softmax),
     unary("ops.softmax", lambda x: ops.softmax(x, 0), name="first axis"),
+    # kernels give a row to a warp, a block, or several turns of a block; and columns to one or to several blocks
+    *(check("ops.softmax", f"rows of {n}", ops.softmax, [anywhere(3, n)]) for n in (1, 1033, 9001)),
+    *(
+        layer("ops.layer_norm", f"rows of {n}", ops.layer_norm, [(rows, n), (n,), (n,)])
+        for rows, n in ((3, 1033), (2, 9001), (5000, 3))
+    ),
+    *(
+        check("ops.cross_entropy", f"of {n}", ops.cross_entropy, [anywhere(3, n)], [np.array([0, n - 1, 1])])
+        for n in (1033, 9001)
+    ),
+    *(
+        layer("ops.linear_gelu", f"{rows} rows", ops.linear_gelu, [(rows, 2), (2, n), (n,)])
+        for rows, n in ((5000, 3), (3, 4099))
+    ),
     unary("ops.log_softmax", ops.log_softmax),
     unary("ops.log_softmax", lambda x: ops.log_softmax(x, 0), name="first axis"),
     unary("ops.dropout", lambda x: ops.dropout(x, 0.3, (12345, 67890), 5)),

@@ -21,7 +21,7 @@ layout race dp pp tp sp sp_attention pipeline virtual_stages microbatches split 
 activation_memory offload offload_state allreduce fit bucket_mb overlap fused_update check_weights
 sync staleness local_steps servers dedicated_servers backup neighbours staleness_lr sync_warmup_epochs
 straggler pace_ms pace network simulate simulation_seed
-backend dtype precision convolution jit seed out resume config log_every quiet verbose plot
+backend dtype precision jit seed out resume config log_every quiet verbose plot
 print_every eval_every eval_steps save_every save_steps
 trace trace_steps keep keep_best stall_warning stall_limit
 """

@@ -112,7 +112,6 @@ def test_the_header_names_it(train: Train, capsys: pytest.CaptureFixture[str]) -
     [
         ("--precision bf16 --dtype float64", "--precision bf16 rounds float32, and --dtype is float64"),
         ("--precision tf32 --backend numpy", "--precision tf32 needs a CUDA device; use --backend cupy"),
-        ("--convolution im2col --backend numpy", "--convolution im2col belongs to a CUDA device; use --backend cupy"),
         ("--precision fp16 --jit", "--jit compiles for float32 on the CPU alone"),
         ("--precision fp8", "fp8"),
         ("--precision fp16 --sync asp", "with asp they do not meet in every step; use bf16"),

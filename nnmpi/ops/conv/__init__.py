@@ -17,5 +17,5 @@ algorithm is taken, and why), and then any algorithm: each has a picture at its 
 im2col, `gradients` the parts of its backward pass; `backend.kernels.planes` is how NumPy's algorithms pool.
 
 To add an algorithm: subclass `Algorithm` (or `DeviceAlgorithm`), and say in `choice` when it is taken. To change when
-one is taken: `choice` alone. Kernels are in nnmpi/backend/jit (numba), nnmpi/backend/cuda and nnmpi/backend/cudnn.
+one is taken: `choice` alone. Kernels are in nnmpi/backend/jit (numba) and nnmpi/backend/cuda.
 """

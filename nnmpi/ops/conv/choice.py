@@ -1,7 +1,6 @@
 """Which algorithm a convolution takes: here, and nowhere else.
 
-arrays on a device, kernels on    im2col asked for, or no cuDNN     DeviceIm2col
-                                  otherwise                         DeviceCudnn   (see `use_convolution`)
+arrays on a device, kernels on                                      DeviceIm2col
 NumPy, float32, `jit` on          3 x 3, ReLU and pooling, few      CompiledDirect
                                   channels, x needs no gradient
                                   3 x 3, no or 2 x 2 pooling        CompiledWinograd
@@ -15,14 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend import cudnn
-from nnmpi.backend.array import namespace
 from nnmpi.backend.kernels.lookup import compiled_kernels, device_kernels_for
-from nnmpi.backend.precision import precision
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
-from nnmpi.ops.conv.device_conv import DeviceAlgorithm
-from nnmpi.ops.conv.device_cudnn import DeviceCudnn
 from nnmpi.ops.conv.device_im2col import DeviceIm2col
 from nnmpi.ops.conv.im2col import Im2col, Im2colReluPool
 from nnmpi.ops.conv.winograd_numpy import WinogradNumpy, image_bytes
@@ -38,25 +32,16 @@ DIRECT_CHANNELS = 4  # input channels, up to which the direct kernel is taken wh
 FEWEST_OUTPUTS = 9  # loops over fewer numbers are unrolled instead of vectorized: half as fast as the plain operations
 
 
-def choose_on_device(x: Tensor, spec: ConvSpec, dtype: np.dtype[Any]) -> DeviceAlgorithm | None:
+def choose_on_device(x: Tensor, spec: ConvSpec, dtype: np.dtype[Any]) -> DeviceIm2col | None:
     """Return the algorithm for images on a device; None for NumPy's, and where a device's kernels are switched off.
 
     Args:
         x: images (n, h, w, c).
         spec: what is computed.
         dtype: in which products read their inputs.
-
-    Raises:
-        DeviceError: when cuDNN is insisted on (see `use_convolution`) and cannot be used.
     """
     kernels = device_kernels_for(x.data)
-    if kernels is None:
-        return None
-    library = cudnn.chosen(namespace(x.data))
-    if library is None:
-        return DeviceIm2col(spec, dtype, kernels.functions)
-    exact, tuned = precision() == "float32", cudnn.convolution() == "tuned"
-    return DeviceCudnn(spec, dtype, kernels.functions, library, exact, tuned)
+    return None if kernels is None else DeviceIm2col(spec, dtype, kernels.functions)
 
 
 def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Algorithm | None:

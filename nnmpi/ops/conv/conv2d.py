@@ -97,7 +97,6 @@ def conv2d(
         ShapeError: when the shapes do not fit one another, or the kernel does not fit the image.
         DtypeError: when x, weight and bias differ in dtype.
         UsageError: for a stride or dilation below 1, a negative padding, or groups that do not divide the channels.
-        DeviceError: when cuDNN is insisted on (see `use_convolution`) and cannot be used.
     """
     return convolve(x, weight, bias, checked_spec(x, weight, bias, stride, padding, dilation, groups))
 
@@ -158,7 +157,6 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> 
 
     Raises:
         DtypeError: when x, weight and bias differ in dtype, and the precision does not say that they may.
-        DeviceError: when cuDNN is insisted on (see `use_convolution`) and cannot be used.
     """
     dtype = read_as("conv2d", x, weight, bias)
     on_device = choose_on_device(x, spec, dtype)

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from nnmpi import clock
-from nnmpi.backend import cudnn
 from nnmpi.backend import precision as precisions
 from nnmpi.backend.kernels import lookup
 from nnmpi.backend.precision import precision, use_precision
@@ -322,5 +321,5 @@ def test_ranks_compute_as_who_simulates_them_does() -> None:
     assert simulate(settings, 2) == [(False, "float32")] * 2
     with lookup.jit(False), use_precision("fp16"):
         assert simulate(settings, 2) == [(True, "fp16")] * 2
-    variables = (lookup._compiled, lookup._refused, cudnn._algorithm, precisions._mode)
+    variables = (lookup._compiled, lookup._refused, precisions._mode)
     assert {each.name for each in variables} == set(COMPUTING)

@@ -4,12 +4,10 @@ prelude.h   what CUDA's compiler knows by itself; threads of a block as fibers, 
 source      the kernels in a source, and their parameters' types
 build       g++, and the libraries on disk
 launch      the arguments as CuPy passes them, compared with the parameters: CuPy itself would pass nonsense on
-guard       a stricter run, in which any access outside of the arrays, and any race, is an error
 """
 
 from .build import CompileError
-from .guard import guarded
 from .launch import LaunchError
 from .module import RawKernel, RawModule
 
-__all__ = ["CompileError", "LaunchError", "RawKernel", "RawModule", "guarded"]
+__all__ = ["CompileError", "LaunchError", "RawKernel", "RawModule"]

@@ -1,4 +1,4 @@
-"""Convolutions of whole numbers, which every precision computes exactly: all algorithms must agree to the last bit."""
+"""Convolutions of whole numbers, which every precision computes exactly: device and host agree to the last bit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -6,9 +6,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 
-from nnmpi.backend import cudnn
 from nnmpi.backend.precision import low_dtype, use_precision
+from nnmpi.errors import ShapeError
+from nnmpi.ops.conv import device_im2col
 from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
 from nnmpi.tensor.tensor import Tensor
 from tests.device.library import device_backend
@@ -107,21 +109,28 @@ def precision(mode: str) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def cudnn_double() -> Iterator[Any]:
-    """Install the double of cuDNN for the block, as if nothing of it had been used before; yields its settings."""
-    device_backend()
-    import cudnn as frontend
-
-    settings = frontend.settings()
-    before = dict(vars(settings))
-    cudnn.load.cache_clear()
-    settings.installed = True
-    settings.built.clear()
-    settings.executed.clear()
-    settings.ran.clear()
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_convolution(case: Case, name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any sizes, strides, borders, dilations and groups; one image at a time, too."""
     try:
-        yield settings
-    finally:
-        vars(settings).update(before)
-        cudnn.load.cache_clear()
+        right = on_host(FUNCTIONS[name], case)
+    except ShapeError:
+        pytest.skip("too few pixels are left for the pooling")
+    for most in (device_im2col.COLUMNS_BYTES, 1):
+        monkeypatch.setattr(device_im2col, "COLUMNS_BYTES", most)
+        for ours, host in zip(on_device(FUNCTIONS[name], case, mode), right, strict=True):
+            np.testing.assert_array_equal(ours, host)
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_gradients_add_up_in_their_place(groups: int) -> None:
+    case = Case((2, 6, 5, 4), (3, 3), 4, padding=(1, 1), groups=groups)
+    xp = device_backend().xp
+    leaves = [Tensor(xp.asarray(x.astype("float32")), requires_grad=True) for x in arrays(case)]
+    for _ in range(2):
+        y = conv_relu(*leaves, *case.options)
+        y.backward(xp.asarray(grad_of(y.shape).astype("float32")))
+    for leaf, right in zip(leaves, on_host(conv_relu, case)[1:], strict=True):
+        np.testing.assert_array_equal(leaf.grad.get(), 2 * right)
