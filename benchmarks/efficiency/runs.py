@@ -19,7 +19,7 @@ from nnmpi.synchrony.sync import Sync
 SAMPLES = 1438  # of digits' training part
 BASE_BATCH, BASE_RATE, WARM_SAMPLES = 16, 0.05, 5 * SAMPLES
 GOAL = 0.95
-EACH, PACE_S, SLOW = 4, 0.02, "random,probability=0.25,factor=3"  # of many workers
+EACH, PACE_S, SLOW = 4, 0.02, "probability=0.25,factor=3"  # of many workers
 NEVER = 10**9  # the step to which the rate would fall
 RULES = ("none", "linear", "square root", "warm-up")
 T95 = (0.0, 0.0, 12.71, 4.30, 3.18, 2.78, 2.57)  # Student's t, 97.5 %, by the number of values
@@ -60,7 +60,7 @@ def one_worker(run: Recipe, /, **labels: Any) -> SimulatedRun:
 
 
 def many_workers(mode: str, workers: int, iterations: int, seed: int) -> SimulatedRun:
-    """Return a run of so many workers around one server, each with EACH rows at a time and slow now and then.
+    """Return a run of so many workers, each with EACH rows at a time and slow now and then.
 
     Args:
         mode: of `Sync`.
@@ -70,7 +70,7 @@ def many_workers(mode: str, workers: int, iterations: int, seed: int) -> Simulat
     """
     batch = EACH * workers
     run = recipe(batch, BASE_RATE * sqrt(workers), iterations * batch, seed, evaluations=4)
-    return SimulatedRun(Sync(mode, servers=1), workers, SLOW, run, PACE_S, "", {"seed": seed, "mode": mode})
+    return SimulatedRun(Sync(mode), workers, SLOW, run, PACE_S, "", {"seed": seed, "mode": mode})
 
 
 def reached(row: dict[str, Any]) -> GoalReached | None:

@@ -22,7 +22,7 @@ WAYS = {
     "native": "--allreduce native",
     "shared": "--allreduce shared",
     "pipeline": "--pp 4",
-    "servers": "--sync asp --servers 1",
+    "servers": "--sync asp",
 }
 GONE = rf"nnmpi: .*rank {GUILTY} has gone"
 BY_LAUNCHER = rf"prterun noticed that process rank {GUILTY} .*|PID \d+ RUNNING AT .*"

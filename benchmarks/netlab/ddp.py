@@ -1,7 +1,7 @@
 """Steps of PyTorch's DDP over gloo, paced as a case of `netlab steps`: `python -m benchmarks.netlab.ddp JOB.json`.
 
 Started by mpirun, one rank on each host, as the train command is. A gradient is final when its share of the backward's
-time is over (see `nnmpi.parallel.pace`), so that DDP's buckets go under the backward as they would. Rank 0 writes the
+time is over, so that DDP's buckets go under the backward as they would. Rank 0 writes the
 moments at which its steps began.
 """
 
@@ -36,7 +36,7 @@ def main(job):
     whole, done = sum(p.numel() for p in model.parameters()), 0
     for parameter in reversed(list(model.parameters())):
         done += parameter.numel()
-        parameter.register_hook(partial(last_until, times["B"][0] * done / whole))
+        parameter.register_hook(partial(last_until, times["B"] * done / whole))
     ranks = DistributedDataParallel(model)
     optimizer, loss = torch.optim.SGD(model.parameters(), 0.01), nn.CrossEntropyLoss()
     x, y = torch.randn(job["rows"], sizes[0]), torch.zeros(job["rows"], dtype=torch.int64)
@@ -46,12 +46,12 @@ def main(job):
         begins.append(began)
         optimizer.zero_grad()
         result = loss(ranks(x), y)
-        last_until(times["F"][0])
+        last_until(times["F"])
         began = time.perf_counter()
         result.backward()
         began = time.perf_counter()
         optimizer.step()
-        last_until(times["STEP"][0])
+        last_until(times["STEP"])
     if launch.rank == 0:
         Path(job["out"]).write_text(json.dumps(begins))
     stop_gloo()

@@ -1,10 +1,10 @@
 """Steps of training over the lab's links, beside the same command on simulated ranks.
 
-    lab        mpirun -n 4 python -m nnmpi.train --allreduce ring --pace-ms 50 ...       a host for each rank
+    lab        mpirun -n 4 python -m nnmpi.train --allreduce ring --slow ms=200 ...       a host for each rank
     simulated  python -m nnmpi.train --simulate 4 --network alpha_us=..,gbit=.. ...      one process, links as measured
 
-Computing is paced, so that two cores are enough for 16 ranks and both sides compute for the same time. What a message
-costs is measured once for each rate, by sending one to and fro between two hosts, and given to all simulated runs.
+Computing is slowed down to a given time, so that two cores are enough for 16 ranks and both sides compute as long. What
+a message costs is measured once for each rate, by sending one to and fro between two hosts; all simulated runs get it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StepCase:
     Attributes:
         name: of it.
         options: of the train command.
-        times: seconds of computing by kind, for each stage: a table for --pace.
+        times: seconds of computing by kind; nnmpi lasts as long as all of them together, by --slow.
         batch: samples of a step.
         hosts: on how many it is run.
         steps: of a run.
@@ -66,28 +66,26 @@ class StepCase:
 
     name: str
     options: tuple[str, ...]
-    times: Mapping[str, tuple[float, ...]]
+    times: Mapping[str, float]
     batch: int
     hosts: tuple[int, ...]
     steps: int
     scaling: str = ""
 
-    def times_on(self, hosts: int) -> dict[str, list[float]]:
+    def times_on(self, hosts: int) -> dict[str, float]:
         """Return the seconds of computing on so many hosts; each updates all weights."""
         parts = hosts if self.scaling == "strong" else 1
-        return {kind: [each / (parts if kind != "STEP" else 1) for each in s] for kind, s in self.times.items()}
+        return {kind: each / (parts if kind != "STEP" else 1) for kind, each in self.times.items()}
 
     def batch_on(self, hosts: int) -> int:
         """Return the samples of a step on so many hosts."""
         return self.batch * (hosts if self.scaling == "weak" else 1)
 
     def words(self, folder: Path, hosts: int) -> list[str]:
-        """Return the words of the train command, after writing its table of times; the run is FOLDER/run."""
-        table = folder / "pace.json"
-        table.write_text(json.dumps(self.times_on(hosts)))
+        """Return the words of the train command; the run is FOLDER/run."""
         steps, batch = str(self.steps), str(self.batch_on(hosts))
         count = ("--batch-size", batch, "--max-steps", steps, "--log-every", steps, "--trace-steps", steps)
-        files = ("--pace", str(table), "--out", str(folder / "run"))
+        files = ("--slow", f"ms={1e3 * sum(self.times_on(hosts).values()):g}", "--out", str(folder / "run"))
         return ["-m", "nnmpi.train", *self.options, *ALL, *count, *files]
 
     def step_seconds(self, folder: Path) -> float:
@@ -117,25 +115,17 @@ def _between(begins_s: Sequence[float]) -> float:
 
 
 # 176,266 parameters: 705 KB of gradients, 59 ms at 100 Mbit/s.
-_REPLICAS, _STEP = ("--model", "mlp", "--hidden", "384", "384"), {"F": (0.06,), "B": (0.1,), "STEP": (0.04,)}
-# What passes between two stages is 20 x 1024 numbers: 82 KB, 6.9 ms at 100 Mbit/s.
-_STAGES = ("--model", "mlp", "--hidden", "1024", "1024", "1024", "--pp", "4", "--microbatches", "8")
-_MICROBATCH = {"F": (0.02,) * 4, "B": (0.04,) * 4, "STEP": (0.02,) * 4}
-_SSP = (*_REPLICAS, "--sync", "ssp", "--staleness", "2")
+_REPLICAS, _STEP = ("--model", "mlp", "--hidden", "384", "384"), {"F": 0.06, "B": 0.1, "STEP": 0.04}
 CASES = (
     *(
         StepCase(name, (*_REPLICAS, "--allreduce", name), _STEP, 64, (2, 4, 8, 16), 8)
         for name in ("ring", "tree", "ps")
     ),
-    *(StepCase(f"pp4-{name}", (*_STAGES, "--pipeline", name), _MICROBATCH, 160, (4,), 8) for name in ("gpipe", "1f1b")),
     *(
         StepCase(name, ("--allreduce", "ring", *_REPLICAS), _STEP, 64, (2, 4, 8), 8, name)
         for name in ("strong", "weak")
     ),
-    StepCase("ssp", (*_SSP, "--servers", "1"), _STEP, 64, (2,), 16),
-    StepCase("ssp-2-servers", (*_SSP, "--servers", "2", "--dedicated-servers"), _STEP, 64, (4,), 16),
-    StepCase("ssp-4-servers", (*_SSP, "--servers", "4", "--dedicated-servers"), _STEP, 64, (8,), 16),
-    StepCase("ssp-8-servers", (*_SSP, "--servers", "8", "--dedicated-servers"), _STEP, 64, (16,), 16),
+    StepCase("ssp", (*_REPLICAS, "--sync", "ssp", "--staleness", "2"), _STEP, 64, (2, 4), 16),
 )
 
 

@@ -3,32 +3,33 @@
     settings    "recipe"; "pace_s"; "observed"; "cases": [{"mode", "slow", "steps"}, ...]; "repeats"
     result      a row for each case and repeat, in interleaved order: {"mode", "slow", "repeat", "curve", ...}
 
-In step, rank 0 copies the weights; through servers, it copies what its server holds when a gradient arrives. Otherwise
+In step, rank 0 copies the weights; with a server, it copies what that holds when a gradient arrives. Otherwise
 all ranks copy their own weights after the same steps, and the mean over the ranks is evaluated, at the time of the last
 of them. What runs here on ranks of MPI runs in `simulated` on simulated ones.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
 import numpy as np
 
 from benchmarks.synchrony.curve import Evaluation, write
-from benchmarks.synchrony.modes import MODES, stragglers
+from benchmarks.synchrony.modes import MODES, slow_text
 from benchmarks.synchrony.recipe import Data, Recipe
 from nnmpi import clock
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.options import GradientExchange
-from nnmpi.compose.trainer import Progress, Throttle, Trainer
+from nnmpi.compose.server_runner import ParameterServerRunner
+from nnmpi.compose.trainer import Progress, SegmentReport, Trainer
 from nnmpi.compose.worker import Worker
 from nnmpi.nn.mode import evaluation
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.parallel.server.parameter_server import ParameterServer
-from nnmpi.synchrony.slowdown import Slowdown
+from nnmpi.synchrony.slow import Slow
 from nnmpi.synchrony.staleness import Staleness
 from nnmpi.synchrony.sync import Sync
 from nnmpi.tensor.function import no_grad
@@ -53,8 +54,8 @@ def measure(group: Group, settings: Mapping[str, Any]) -> list[Row]:
     for repeat in range(settings["repeats"]):
         for case in settings["cases"]:
             recipe = Recipe(**{**settings["recipe"], "steps": case["steps"]})
-            slow = Slowdown.parse(stragglers(case["slow"], group.size), recipe.seed)
-            run = MeasuredRun(group, recipe, MODES[case["mode"]], Throttle(settings["pace_s"], slow), data)
+            slow = replace(Slow.parse(slow_text(case["slow"], group.size)), minimum_s=settings["pace_s"])
+            run = MeasuredRun(group, recipe, MODES[case["mode"]], slow, data)
             rows.append({**case, "repeat": repeat, **run.go(settings["observed"])})
     return rows
 
@@ -66,12 +67,12 @@ class MeasuredRun:
         group: the ranks, one worker each.
         recipe: what is trained.
         sync: the way of synchronization.
-        throttle: how long a step takes at least, and who is slow.
+        slow: how long a step takes at least, and who is slow.
         data: of the recipe.
     """
 
-    def __init__(self, group: Group, recipe: Recipe, sync: Sync, throttle: Throttle, data: Data) -> None:
-        self.group, self.recipe, self.sync, self.throttle = group, recipe, sync, throttle
+    def __init__(self, group: Group, recipe: Recipe, sync: Sync, slow: Slow, data: Data) -> None:
+        self.group, self.recipe, self.sync, self.slow = group, recipe, sync, slow
         self.loader, self._test = recipe.loaders(data, group.rank, group.size)
         self.model, self.optimizer = recipe.build(data[0])
         self._snapshots: list[Snapshot] = []
@@ -88,12 +89,12 @@ class MeasuredRun:
 
     def _build(self) -> tuple[Trainer, ParameterServer | None]:
         """Return what trains, in step by all-reduce on a ring, and this rank's server."""
-        common = {"throttle": self.throttle, "seed": self.recipe.seed}
+        common = {"slow": self.slow, "seed": self.recipe.seed}
         if not self.sync.asynchronous:
             ring = GradientExchange(allreduce="ring")
             return Worker(self.model, self.optimizer, self.group, exchange=ring, **common), None
         worker = AsynchronousWorker(self.model, self.optimizer, self.group, self.sync, **common)
-        return worker, worker.runner.server
+        return worker, worker.runner.server if isinstance(worker.runner, ParameterServerRunner) else None
 
     def _train(self) -> Row:
         trainer, server = self._build()
@@ -103,12 +104,12 @@ class MeasuredRun:
             if server is not None:
                 self._copy(server.master)  # which has not used this one yet
             if server is not None or trainer.in_step:
-                self._batches += 1 / trainer.reports_per_batch
+                self._batches += 1 / trainer.reporters
             if trainer.in_step and self.group.is_root:
                 self._copy(self.model.storage.data)
 
         def rate(step: int) -> float:
-            if not trainer.in_step and not self.sync.uses_servers:  # called before the update of a step, on every rank
+            if not trainer.in_step and not self.sync.has_server:  # called before the update of a step, on every rank
                 self._batches = step
                 self._copy(self.model.storage.data)
             return schedule(step)
@@ -116,27 +117,18 @@ class MeasuredRun:
         self.group.barrier()
         self._begin_s = clock.now()
         self._copy(self.model.storage.data)
-        messages = sent = 0
-        staleness = Staleness(self.group.size)
+        found = SegmentReport()
         for first in range(0, self.recipe.steps, per_epoch):
             count = min(per_epoch, self.recipe.steps - first)
             report = trainer.run(self.loader, first // per_epoch, 0, count, first, rate, progress=done)
-            messages += report.messages + self.group.size * report.totals.comm_calls
-            sent += report.bytes + self.group.size * report.totals.comm_bytes
-            if report.staleness is not None:
-                staleness.merge(report.staleness)
+            found = found.plus(report)
         self.group.barrier()  # a slow rank may still be at it
         seconds = self.group.share(clock.now() - self._begin_s)
         self._batches, self._due = float(self.recipe.steps), 0.0
         self._copy(self.model.storage.data)
         trainer.release()
-        return {
-            "messages": messages,
-            "bytes": sent,
-            "seconds": seconds,
-            "staleness": {"mean": staleness.mean(), "max": staleness.largest()},
-            "distant": staleness.count() - staleness.count(0),
-        }
+        stale = found.staleness or Staleness(1)
+        return {"seconds": seconds, "staleness": {"mean": stale.mean(), "max": stale.largest()}}
 
     def _copy(self, weights: list[Array]) -> None:
         """Copy weights, if it is time."""
@@ -166,21 +158,13 @@ class MeasuredRun:
 
     def _agree(self, number: int) -> tuple[float, float, list[Array]]:
         """Return a snapshot on all ranks: rank 0's, or the mean over the ranks and the latest time."""
-        joint = (
-            not self.sync.asynchronous or self.sync.uses_servers
-        )  # the weights are the same, or rank 0 alone has them
-        if joint:
-            shared = self.group.share(
-                None if not self.group.is_root else (self._snapshots[number].batches, self._snapshots[number].seconds)
-            )
-            weights = (
-                [np.ascontiguousarray(each) for each in self._snapshots[number].weights]
-                if self.group.is_root
-                else [np.empty_like(each) for each in self.model.storage.data]
-            )
+        if not self.sync.asynchronous or self.sync.has_server:  # all have the same weights, or rank 0 alone has them
+            mine = self._snapshots[number] if self.group.is_root else None
+            batches, seconds = self.group.share(mine and (mine.batches, mine.seconds))
+            weights = [np.ascontiguousarray(each) for each in (mine.weights if mine else self.model.storage.data)]
             for each in weights:
                 self.group.broadcast(each)
-            return shared[0], shared[1], weights
+            return batches, seconds, weights
         own = self._snapshots[number]
         weights = [np.ascontiguousarray(each) for each in own.weights]
         for each in weights:

@@ -4,7 +4,7 @@ import multiprocessing
 import os
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -13,8 +13,7 @@ from benchmarks.synchrony.recipe import Data, Recipe
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import parse_network
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.trainer import Throttle
-from nnmpi.synchrony.slowdown import Slowdown
+from nnmpi.synchrony.slow import Slow
 from nnmpi.synchrony.sync import Sync
 
 
@@ -24,7 +23,7 @@ class SimulatedRun:
 
     Attributes:
         labels: further fields of its row of results.
-        slow: see `synchrony.slowdown`.
+        slow: see `synchrony.slow`.
         network: see `comm.machine.parse_network`; empty for messages that take no time.
         observed: whether it is evaluated on the way, or only at its end.
         cpu_factor: how many times the CPU time of this machine a step takes; 0 for nothing but the pace.
@@ -61,11 +60,11 @@ def simulate_all(cases: Sequence[SimulatedRun]) -> list[Row]:
 def simulate_run(case: SimulatedRun) -> Row:
     """Simulate one case; return its labels and what it came to."""
     recipe = case.recipe
-    throttle = Throttle(case.pace_s, Slowdown.parse(case.slow, recipe.seed))
+    slow = replace(Slow.parse(case.slow, recipe.seed), minimum_s=case.pace_s)
     data = _data(recipe.dataset, recipe.data_dir)
 
     def main(group: Group) -> Row:
-        return MeasuredRun(group, recipe, case.sync, throttle, data).go(case.observed)
+        return MeasuredRun(group, recipe, case.sync, slow, data).go(case.observed)
 
     machine = parse_network(case.network, case.workers) if case.network else None
     row = simulate(main, case.workers, machine, recipe.seed, cpu_factor=case.cpu_factor)[0]

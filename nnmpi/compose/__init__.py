@@ -15,13 +15,13 @@ Read in this order:
     asynchronous         AsynchronousWorker: ranks that need not be in step, with its two runners:
     server_runner          gradients and weights go through parameter servers
     averaging_runner       every rank trains alone, and weights are averaged
-    segment              what asynchronous ranks count between two synchronization points, and exchange there
+    segment              what asynchronous ranks put together at a synchronization point
 
 Which file to change:
 
     another option for summing gradients, or for precision      options, and worker or parallel.data, which use it
     one more number in the report of a step                     StepReport in runner, and Worker._report
-    one more number in the report of a segment                  SegmentReport and Totals in trainer, Tally in segment
+    one more number in the report of a segment                  SegmentReport and Totals in trainer
     another check of what goes together                         options (of a trainer), layout (of a layout)
     another way for ranks to go on without waiting              synchrony.sync, and a runner beside averaging_runner
 

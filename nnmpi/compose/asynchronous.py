@@ -1,6 +1,6 @@
 """AsynchronousWorker: data-parallel training in which ranks need not be in step.
 
-Gradients and weights go through servers, or every rank trains alone and averages its weights now and then.
+Gradients and weights go through a parameter server, or every rank trains alone and averages its weights now and then.
 
     worker = AsynchronousWorker(model, optimizer, group, Sync("ssp", staleness=4))
     for epoch in range(10):
@@ -22,14 +22,13 @@ from nnmpi.compose.replica_runner import LocalGradient, evaluate_all
 from nnmpi.compose.runner import EvalReport, SumLoss, check_loss, check_optimizer
 from nnmpi.compose.segment import StalenessSummary, average_buffers
 from nnmpi.compose.server_runner import ParameterServerRunner
-from nnmpi.compose.state import model_state
-from nnmpi.compose.trainer import SegmentReport, Throttle, Trainer, TrainingSegment
+from nnmpi.compose.trainer import SegmentReport, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
 from nnmpi.errors import UsageError
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.model_state import ModelState
 from nnmpi.parallel.replication import broadcast_state, check_free
+from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.synchrony.sync import Sync
 
 
@@ -39,14 +38,14 @@ class AsynchronousWorker(Trainer):
     Args:
         model: initialized; all ranks begin with rank 0's parameters and buffers.
         optimizer: made over `model.storage`.
-        group: all ranks, the dedicated servers too.
+        group: all ranks.
         sync: how they go on; see `synchrony.sync`.
         loss: the name of one, or (logits, labels) -> the *sum* of the samples' losses; cross-entropy by default.
         evaluation_loss: the same for `evaluate`; `loss` by default.
         numerics: the precision, and the largest length of the gradient of one worker's part.
         seed: of the run; keys dropout masks.
         backend: where the model lives; NumPy by default.
-        throttle: the minimum time of a step, and stragglers.
+        slow: how long steps last at least, and stragglers.
         synchronous_sends: let no message leave before its receive is posted (for tests).
 
     Batch normalization takes the statistics of a worker's own part; the running ones are averaged when the ranks meet.
@@ -67,20 +66,19 @@ class AsynchronousWorker(Trainer):
         numerics: Numerics = DEFAULT_NUMERICS,
         seed: int = 0,
         backend: Backend | None = None,
-        throttle: Throttle | None = None,
+        slow: Slow = NOT_SLOW,
         synchronous_sends: bool = False,
     ) -> None:
-        super().__init__(model, optimizer, group, loss, evaluation_loss, numerics, seed, backend, throttle)
+        super().__init__(model, optimizer, group, loss, evaluation_loss, numerics, seed, backend, slow)
         self.sync = sync
-        with agreed(group):  # only servers' ranks have hooks in a model
+        with agreed(group):  # only rank 0 has hooks in a model
             self._check()
         broadcast_state(model, group)
         self._gradient = LocalGradient(self)
         self.runner: ParameterServerRunner | AveragingRunner
-        if sync.uses_servers:
+        if sync.has_server:
             self.runner = ParameterServerRunner(self, sync, self._gradient, synchronous_sends)
-            self.reporters = len(sync.worker_ranks(group.size))
-            self.reports_per_batch = self.reporters - sync.backup
+            self.reporters = group.size
         else:
             self.runner = AveragingRunner(self, sync, self._gradient)
         self._summary = StalenessSummary()
@@ -96,10 +94,6 @@ class AsynchronousWorker(Trainer):
         """See `Trainer.evaluate`."""
         return evaluate_all(self.group, batches, self._gradient.evaluate, self.backend)
 
-    def state(self) -> tuple[ModelState, ModelState]:
-        """See `Trainer.state`."""
-        return model_state(self.model, self.group, None), self.runner.optimizer_state()
-
     def summary(self) -> list[str]:
         """Return lines about how stale gradients were, and what was sent, since the last call."""
         return self._summary.lines()
@@ -112,11 +106,11 @@ class AsynchronousWorker(Trainer):
         """Refuse what does not go together."""
         check_optimizer(self.model, self.optimizer)
         if not self.sync.asynchronous:
-            raise UsageError("a synchronous run without servers is done by nnmpi.Worker; give Sync another mode")
+            raise UsageError("a synchronous run is done by nnmpi.Worker; give Sync another mode")
         check_numerics(self)
         refuse_scaling(self.precision, f"with {self.sync.mode}")
         self.sync.check(self.group.size)
         check_free(self.model)
         for loss in (self.loss, self.evaluation_loss):
             check_loss(loss, None)
-        self.throttle.slowdown.check(self.sync.worker_ranks(self.group.size))
+        self.slow.check(self.group.size)

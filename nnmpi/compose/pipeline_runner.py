@@ -112,8 +112,7 @@ class PipelineRunner(GradientSink):
         }
         place = mesh.place
         lane = f"d{place.d}t{place.t}" + (f"s{place.s}" if mesh.sp.size > 1 else "")
-        pace = trainer.throttle.pace
-        self.pipeline = Pipeline(mesh.pp, stages, count, layout.schedule, self, backend, synchronous_sends, lane, pace)
+        self.pipeline = Pipeline(mesh.pp, stages, count, layout.schedule, self, backend, synchronous_sends, lane)
 
     @property
     def _counts(self) -> bool:

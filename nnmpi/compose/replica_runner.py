@@ -53,9 +53,7 @@ from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.divergence import explain, explain_gradients, locate_nonfinite, nonfinite_message
 from nnmpi.parallel.fixed_reduction import FixedReduction
-from nnmpi.parallel.pace import Rest
 from nnmpi.parallel.zero.strategy import ShardedDataParallel
-from nnmpi.schedule.instruction import Kind
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tape import leaves_of
@@ -114,7 +112,6 @@ class ForwardBackward:
 
     Attributes:
         scalars: SCORE, and LOSS; with a fixed order each microbatch's loss by its number.
-        pace: how long computing lasts.
         now: what is worked on, or was last.
         passes: what does them; see `compose.replayed`.
         counts: whether this rank's losses count. Of ranks that share layers all compute the same one.
@@ -132,7 +129,7 @@ class ForwardBackward:
         model, loss, evaluation_loss, backend = trainer.model, trainer.loss, trainer.evaluation_loss, trainer.backend
         self.model, self.backend, self.seed, self.fixed, self._weights = model, backend, trainer.seed, fixed, weights
         self._loss, self._evaluation_loss, self._alone, self._backward = loss, evaluation_loss, alone, backward
-        self.pace, where = trainer.throttle.pace, trainer.arrangement
+        where = trainer.arrangement
         classes = 0 if where is None else where.classes
         self._check, self._check_evaluation = label_check(loss, classes), label_check(evaluation_loss, classes)
         # It is called on every rank, since it may communicate where the classes are shared out.
@@ -226,7 +223,6 @@ class ForwardBackward:
     def _end_forward(self, loss: Array) -> None:
         self.scalars.add(LOSS if self.fixed is None else self.now.cut.number, loss)
         self.scalars.add(SCORE, self._score_now)
-        self.pace.finish(Kind.F, 0, self._begin_s)
         self._show("F", "forward")
 
     def _show(self, letter: str, category: str) -> None:
@@ -332,27 +328,17 @@ class Gradient:
     """What computing a gradient gave; the gradient itself is in the model's storage.
 
     Attributes:
-        loss_sum, score_sum: over the part.
-        rows, targets: of the part: its samples, and how many of its labels count.
+        totals: of the part, a step; its times are for the caller to fill in.
         norm: the length of the gradient of the part's mean loss, before clipping; not finite if the loss is not.
-        compute_s: seconds.
     """
 
-    loss_sum: float
-    score_sum: float
-    rows: int
-    targets: int
+    totals: Totals
     norm: float
-    compute_s: float
 
     @property
     def is_finite(self) -> bool:
         """Whether loss and gradient are numbers, so that it may be used."""
-        return isfinite(self.loss_sum) and isfinite(self.norm)
-
-    def totals(self, compute_s: float, wait_s: float = 0.0, input_s: float = 0.0, wall_s: float = 0.0) -> Totals:
-        """Return the sums of the step that it was, which took its worker so many seconds in all."""
-        return Totals(1, self.rows, self.targets, self.loss_sum, self.score_sum, compute_s, wait_s, input_s, wall_s)
+        return isfinite(self.totals.loss_sum) and isfinite(self.norm)
 
 
 class LocalGradient:
@@ -367,14 +353,9 @@ class LocalGradient:
         self._passes = ForwardBackward(trainer, self._backward, alone=True)
         self._precision = trainer.precision
         self._poll: Callable[[], None] | None = None
-        self._rest: Rest | None = None
 
-    def look_after(self, poll: Callable[[], None], rest: Rest) -> None:
-        """Do something else, too, from now on while a gradient is computed.
-
-        Args:
-            poll: called many times while it is computed.
-            rest: what is done while it is computed already, but is to last longer; see `pace.rest_until`.
+    def look_after(self, poll: Callable[[], None]) -> None:
+        """Call this, too, from now on: many times while a gradient is computed.
 
         Raises:
             UsageError: when a strategy has the model's hooks already.
@@ -382,7 +363,7 @@ class LocalGradient:
         parameters = [span.parameter for span in self.model.storage.spans]
         if any(each.hook is not None or each.guard is not None for each in parameters):
             raise UsageError("the model has a DataParallel (or other hooks) already; call its release() first")
-        self._poll, self._rest = poll, rest
+        self._poll = poll
         for parameter in parameters:
             parameter.hook = lambda _: poll()
 
@@ -399,7 +380,7 @@ class LocalGradient:
             return self._run(batch, step)
 
     def _run(self, batch: Batch, step: int) -> Gradient:
-        begin, scalars = clock.now(), self._passes.scalars
+        scalars = self._passes.scalars
         self.model.storage.zero_grad()
         self._passes.run(batch, step)  # as `DataParallel` divides, but the parts' gradients are added up elsewhere
         self.model.storage.finish_gradients()
@@ -409,15 +390,14 @@ class LocalGradient:
         values = scalars.read()
         if targets:
             norm = self._clip(values, batch.global_targets / targets)
-        loss_sum, score_sum = values.get(LOSS, 0.0), values.get(SCORE, 0.0)
-        return Gradient(loss_sum, score_sum, len(batch.y), targets, norm, clock.now() - begin)
+        totals = Totals(1, len(batch.y), targets)
+        totals.loss_sum, totals.score_sum = values.get(LOSS, 0.0), values.get(SCORE, 0.0)
+        return Gradient(totals, norm)
 
     def _backward(self, loss: Tensor, seed: Tensor, _last: bool) -> None:
         if self._poll is not None:
             self._poll()
-        began = clock.now()
         loss.backward(seed)
-        self._passes.pace.finish(Kind.B, 0, began, self._rest)
 
     def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
         """See `ForwardBackward.evaluate`."""
@@ -432,7 +412,7 @@ class LocalGradient:
         """
         with use_precision(self._precision):
             place = locate_nonfinite(self.model, *self._passes.suspect(batch, step, isfinite))
-            return nonfinite_message(step + 1, gradient.loss_sum / max(gradient.targets, 1), place, who)
+            return nonfinite_message(step + 1, gradient.totals.loss, place, who)
 
     def release(self) -> None:
         """Take everything off the model again."""
@@ -463,15 +443,15 @@ def data_parallel(
         is_summed: whether they are summed there, if not in a fixed order.
         runs_backward: whether it runs the backward passes.
     """
-    where, model, backend, pace = trainer.arrangement, trainer.model, trainer.backend, trainer.throttle.pace
+    where, model, backend = trainer.arrangement, trainer.model, trainer.backend
     replicas, zero = (trainer.group, 0) if where is None else (where.mesh.replicas, where.layout.zero)
     if zero:
         return ShardedDataParallel(
-            model, replicas, zero, exchange.algorithm, backend=backend, runs_backward=runs_backward, pace=pace
+            model, replicas, zero, exchange.algorithm, backend=backend, runs_backward=runs_backward
         )
     free = where is None or not where.layout.fixed
     how = (exchange.allreduce, exchange.bucket_bytes, exchange.overlap)
-    return DataParallel(model, replicas, *how, backend, is_summed and free, runs_backward, free, pace)
+    return DataParallel(model, replicas, *how, backend, is_summed and free, runs_backward, free)
 
 
 class ReplicaRunner:

@@ -1,16 +1,17 @@
-"""What ranks that are out of step count in a segment, exchange when they meet, and have to tell of it.
+"""What ranks that are out of step put together when they meet at the end of a segment, and have to tell of it.
 
-Tally               what one rank did in a segment
-exchange            all ranks' tallies, when they meet; sum_up, sent: what becomes of them
+meet                what every rank did, as one report
+average_buffers     running statistics of all ranks
 StalenessSummary    how stale gradients were, and what was sent, in lines
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 from nnmpi.comm.group import Group
-from nnmpi.compose.trainer import PARTS, SegmentReport, Totals
+from nnmpi.compose.trainer import SegmentReport, Totals
 from nnmpi.errors import DivergenceError
 from nnmpi.nn.module import Module
 from nnmpi.parallel.averaging import average
@@ -19,74 +20,33 @@ from nnmpi.synchrony.staleness import Staleness
 SHOWN_WORKERS = 16
 
 
-@dataclass
-class Tally:
-    """What one rank did in a segment.
-
-    Attributes:
-        totals: of the gradients that it computed; each is a step.
-        seen: how many of them were of any targets.
-        broken: the sentence about a loss or gradient that was not finite; else empty.
-        signal: that it got, else 0.
-        messages, bytes: that it sent.
-        more: what else its way of working has to tell, as JSON values.
-    """
-
-    totals: Totals = field(default_factory=Totals)
-    seen: int = 0
-    broken: str = ""
-    signal: int = 0
-    messages: int = 0
-    bytes: int = 0
-    more: dict[str, Any] = field(default_factory=dict)
-
-    def add(self, totals: Totals) -> None:
-        """Count one more gradient."""
-        self.totals = self.totals.plus(totals)
-        self.seen += totals.targets > 0
-
-    def wait(self, seconds: float) -> None:
-        """Count seconds of waiting for others."""
-        self.totals = self.totals.plus(Totals(sync_s=seconds))
-
-
-def sum_up(tallies: Sequence[Tally], batches: int, seconds: float, used: Totals | None = None) -> Totals:
-    """Return the totals of a segment of so many batches and seconds.
+def meet(group: Group, own: SegmentReport, broken: str, batches: int, seconds: float) -> SegmentReport:
+    """Return what all ranks did in a segment. Collective.
 
     Args:
-        tallies: of all ranks; a step's times are the mean over those that computed gradients, or waited to: with backup
-            workers a gradient may last for several steps.
-        used: over the samples whose gradients were used; by default all were.
-    """
-    computed = Totals()
-    for tally in tallies:
-        computed = computed.plus(tally.totals)
-    workers = sum(1 for tally in tallies if tally.totals.steps or tally.totals.sync_s)
-    times = {name: 1 / max(workers, 1) * getattr(computed, name) for name in PARTS}
-    return replace(used or computed, steps=batches, wall_s=seconds, **times)
-
-
-def sent(tallies: Sequence[Tally]) -> dict[str, Any]:
-    """Return what was sent and which signal came, as fields of a segment's report by name."""
-    return {
-        "signal": max(tally.signal for tally in tallies),
-        "messages": sum(tally.messages for tally in tallies),
-        "bytes": sum(tally.bytes for tally in tallies),
-    }
-
-
-def exchange(group: Group, own: Tally) -> list[Tally]:
-    """Return every rank's tally. Collective.
+        own: what this rank did; each of its gradients is a step.
+        broken: the sentence about a loss or gradient that was not finite; else empty.
+        batches, seconds: of the segment; those of rank 0 count.
 
     Raises:
         DivergenceError: on all ranks, when one of them found a value that is not finite.
     """
-    gathered = group.gather({**vars(own), "totals": own.totals.to_json()})
-    tallies = [Tally(**{**values, "totals": Totals.from_json(values["totals"])}) for values in gathered]
-    for tally in tallies:
-        if tally.broken:
-            raise DivergenceError(tally.broken)
-    return tallies
+    stale = None if own.staleness is None else own.staleness.to_json()
+    values = {**vars(own), "totals": own.totals.to_json(), "staleness": stale}
+    gathered = group.gather([values, broken, batches, seconds])
+    for _, sentence, *_ in gathered:
+        if sentence:
+            raise DivergenceError(sentence)
+    report = reduce(SegmentReport.plus, [_from_json(values) for values, *_ in gathered])
+    _, _, batches, seconds = gathered[0]
+    totals = report.totals.mean_over(group.size, batches)
+    return replace(report, totals=replace(totals, steps=batches, wall_s=seconds))
+
+
+def _from_json(values: Mapping[str, Any]) -> SegmentReport:
+    stale = values["staleness"]
+    parts = {"totals": Totals.from_json(values["totals"]), "staleness": stale and Staleness.from_json(stale)}
+    return SegmentReport(**{**values, **parts})
 
 
 def average_buffers(model: Module, group: Group, steps: int) -> None:
@@ -104,39 +64,20 @@ class StalenessSummary:
     """Says in lines how stale gradients were, how far workers were ahead, and how much was sent, over some segments."""
 
     def __init__(self) -> None:
-        self._sum = SegmentReport(Totals())
+        self._sum = SegmentReport()
 
     def add(self, report: SegmentReport) -> None:
-        """Count a segment in, if anything was done in it."""
-        if not report.batches:
-            return
-        total, staleness = self._sum, self._sum.staleness
-        if report.staleness is not None:
-            staleness = staleness or Staleness(len(report.staleness.histograms))
-            staleness.merge(report.staleness)
-        self._sum = SegmentReport(
-            total.totals.plus(report.totals),
-            messages=total.messages + report.messages,
-            bytes=total.bytes + report.bytes,
-            dropped=total.dropped + report.dropped,
-            unassigned=total.unassigned + report.unassigned,
-            staleness=staleness,
-            lead=max(total.lead, report.lead),
-            disagreement=max(total.disagreement, report.disagreement),
-        )
+        """Count a segment in."""
+        self._sum = self._sum.plus(report)
 
     def lines(self) -> list[str]:
         """Return what there is to report, and forget the segments."""
-        total, self._sum = self._sum, SegmentReport(Totals())
+        total, self._sum = self._sum, SegmentReport()
         steps = total.batches
         if not steps:
             return []
         sent = f"{total.messages / steps:.3g} messages with {total.bytes / steps / 2**20:.3g} MB per step"
-        lost = (
-            f"; {total.dropped} gradients came too late and were dropped, {total.unassigned} parts of batches were not "
-            "begun"
-        )
-        return [*_stale(total), f"{sent}, over all ranks{lost if total.dropped or total.unassigned else ''}"]
+        return [*_stale(total), f"{sent}, over all ranks"]
 
 
 def _stale(total: SegmentReport) -> list[str]:

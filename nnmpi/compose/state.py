@@ -8,7 +8,6 @@ from nnmpi.compose.arrange import Arrangement
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.model_state import ModelState, ShardedArray, StateEntry
-from nnmpi.parallel.server.shards import Shard, regions
 from nnmpi.parallel.zero.storage import ShardedStorage
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.tensor.parameter import Parameter
@@ -54,25 +53,6 @@ def gradient_state(model: Module, group: Group, arrangement: Arrangement | None)
         entries.append(StateEntry.of(parameter.name, grad, parameter.region, owned))
     order = [name for name, _ in model.named_parameters()] if arrangement is None else list(arrangement.parameters)
     return ModelState(entries, order, group)
-
-
-def sharded_optimizer_state(model: Module, optimizer: Optimizer, group: Group, shard: Shard | None) -> ModelState:
-    """Return the optimizer's arrays where each server has those of its shard, and other ranks none.
-
-    Args:
-        shard: this rank's.
-    """
-    parameters = list(dict(model.named_parameters()))
-    entries = []
-    if shard is not None:
-        views = slots(model.storage, optimizer)
-        for number, region in regions(model.storage, shard):
-            name = model.storage.spans[number].parameter.name
-            for slot in optimizer.slots():
-                view = views[f"{slot}/{name}"]
-                part = view if region is None else view[region.start : region.stop]
-                entries.append(StateEntry.of(f"{slot}/{name}", part, region))
-    return ModelState(entries, [f"{slot}/{name}" for slot in optimizer.slots() for name in parameters], group)
 
 
 def slots(storage: FlatStorage, optimizer: Optimizer) -> dict[str, Array]:

@@ -13,13 +13,6 @@ checkpoints are those of any other run. Within it the ranks may meet after every
 
     Trainer             the interface; TrainingSegment: what it is asked to train on
     Progress            what it tells on the way; SegmentReport: at the end; Totals: the sums in both
-    Throttle            slows a rank down on purpose, so that a laptop shows what a mixed cluster does
-
-The throttle makes a step last at least so long, and a straggler a multiple of that:
-
-    computed      |======|                                  what the step took here
-    minimum       |======|....|                             at least so long, as if the machine were slower
-    factor 3      |======|....|.........|.........|         a straggler waits until three times that have passed
 """
 
 from __future__ import annotations
@@ -29,7 +22,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, TypeAlias
 
-from nnmpi import clock
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.comm.group import Group
@@ -42,58 +34,10 @@ from nnmpi.data.loader import Batch, Loader
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.model_state import ModelState
-from nnmpi.parallel.pace import Pace, Rest, rest_until
-from nnmpi.synchrony.slowdown import Slowdown
+from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.synchrony.staleness import Staleness
 
 ROUNDING = 1e-4  # of a step's time: less than is printed of it
-
-
-@dataclass(frozen=True)
-class Throttle:
-    """The minimum time of a step, and who takes how many times as long.
-
-    Attributes:
-        minimum_s: every step takes at least so many seconds.
-        slowdown: the factor of each rank in each step.
-        pace: how long each part of a step lasts at least.
-    """
-
-    minimum_s: float = 0.0
-    slowdown: Slowdown = field(default_factory=Slowdown)
-    pace: Pace = field(default_factory=Pace)
-
-    def step_seconds(self, computed_s: float, rank: int, step: int) -> float:
-        """Return how long a step is to take whose computation took `computed_s` seconds.
-
-        Args:
-            computed_s: seconds.
-            rank: whose step it is.
-            step: the number of steps that this rank has done before.
-        """
-        return max(computed_s, self.minimum_s) * self.slowdown.factor(rank, step)
-
-    def wait(
-        self,
-        begin_s: float,
-        rank: int,
-        step: int,
-        rest: Rest | None = None,
-        spent_s: float | None = None,
-    ) -> None:
-        """Return when a step has lasted long enough.
-
-        Args:
-            begin_s: when it began, of `nnmpi.clock.now`.
-            rank: whose step it is.
-            step: the number of steps that this rank has done before.
-            rest: see `pace.rest_until`.
-            spent_s: the seconds that it was computed; by default those since `begin_s`.
-        """
-        computed_s = clock.now() - begin_s if spent_s is None else spent_s
-        left_s = self.step_seconds(computed_s, rank, step) - computed_s
-        if left_s > 0:
-            rest_until(clock.now() + left_s, rest)
 
 
 PARTS = {  # of a step's time: what is printed, recorded and drawn of it
@@ -120,7 +64,7 @@ class Totals(Scored):
         predicted_s: seconds that the fitted model gives that communication, in those of the steps that it knows.
         predicted_steps: the number of those steps.
         wait_s: seconds of waiting for other stages of a pipeline: its bubble.
-        wall_s: seconds from the start of each step to its end.
+        wall_s: seconds from the end of the step before to the end of each.
     """
 
     steps: int = 0
@@ -159,18 +103,11 @@ class Totals(Scored):
             self.wait_s + other.wait_s,
         )
 
-    def part(self, workers: int, last: bool) -> Totals:
-        """Return what one worker's gradient of several that make up a step adds to the sums over steps.
-
-        Its times are that worker's, and a step's are the mean over the workers.
-
-        Args:
-            last: whether the step is complete with this one.
-        """
+    def mean_over(self, workers: int, steps: int) -> Totals:
+        """Return the sums over so many steps, whose times are the means over the workers' times in these."""
         if workers == 1:
             return self
-        times = {name: getattr(self, name) / workers for name in PARTS}
-        return replace(self, steps=int(last), **times)
+        return replace(self, steps=steps, **{name: getattr(self, name) / workers for name in PARTS})
 
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values; floats keep every bit."""
@@ -268,26 +205,32 @@ class SegmentReport:
 
     What only ranks out of step have to tell:
         messages, bytes: of gradients and weights, each counted once, over all ranks.
-        updates: of the weights; with several servers, of the first one's shard. Of local steps, those of a worker.
-        dropped: gradients that came too late for a synchronous step with backup workers.
-        unassigned: parts of batches that nobody had begun when their step was over.
-        staleness: of the gradients that were used, by worker; with several servers, of the first one's shard. None
-            where nothing of the kind is defined (gossip).
-        lead: the largest number of steps by which a worker that began one was ahead of the slowest; with several
-            servers, as the first one saw it: the others let workers go on for whom there was nothing left to do.
+        updates: of the weights; of local steps, those of a worker.
+        staleness: of the gradients that were used, by worker. None where nothing of the kind is defined (gossip).
+        lead: the largest number of steps by which a worker that began one was ahead of the slowest.
         disagreement: how far the ranks' weights were from their mean before they met, relative to its length.
     """
 
-    totals: Totals
+    totals: Totals = field(default_factory=Totals)
     signal: int = 0
     messages: int = 0
     bytes: int = 0
     updates: int = 0
-    dropped: int = 0
-    unassigned: int = 0
     staleness: Staleness | None = None
     lead: int = 0
     disagreement: float = 0.0
+
+    def plus(self, other: SegmentReport) -> SegmentReport:
+        """Return the report of both: sums, and the largest signal, updates, lead and disagreement."""
+        largest = ("signal", "updates", "lead", "disagreement")
+        found = [each.staleness for each in (self, other) if each.staleness is not None]
+        return SegmentReport(
+            totals=self.totals.plus(other.totals),
+            messages=self.messages + other.messages,
+            bytes=self.bytes + other.bytes,
+            staleness=Staleness.sum(found) if found else None,
+            **{name: max(getattr(self, name), getattr(other, name)) for name in largest},
+        )
 
     @property
     def batches(self) -> int:
@@ -314,7 +257,6 @@ class TrainingSegment:
     batches: range
     step: int
     lr: Rate
-    bsp: bool
     progress: OnProgress
     poll_signal: PollSignal
 
@@ -327,7 +269,7 @@ class Trainer(ABC):
     """Trains and evaluates a model on the ranks of a group. All ranks make the same calls.
 
     Attributes:
-        model, optimizer, group, seed, throttle: as given.
+        model, optimizer, group, seed, slow: as given.
         loss, evaluation_loss: (logits, labels) -> the sum of the samples' losses.
         backend: where the model lives.
         precision: of products, see `backend.precision`.
@@ -335,12 +277,11 @@ class Trainer(ABC):
         arrangement: how the model lies on the ranks; None where each has all of it.
         in_step: whether the ranks meet after every step. Then `progress` is told of every step on every rank; else on
             rank 0 alone, of gradients as they come in, and what becomes of a whole segment is in its report.
-        reports_per_batch: how many calls of `progress` there are for each batch.
-        reporters: how many workers these are of, in turns.
+        reporters: how many calls of `progress` there are for each batch, one for each worker.
     """
 
     in_step = False
-    reports_per_batch = reporters = 1
+    reporters = 1
 
     def __init__(
         self,
@@ -352,7 +293,7 @@ class Trainer(ABC):
         numerics: Numerics,
         seed: int,
         backend: Backend | None,
-        throttle: Throttle | None,
+        slow: Slow = NOT_SLOW,
         arrangement: Arrangement | None = None,
     ) -> None:
         self.model, self.optimizer, self.group, self.seed = model, optimizer, group, seed
@@ -361,7 +302,7 @@ class Trainer(ABC):
         self.backend = numpy_backend() if backend is None else backend
         self.precision = mode_of() if numerics.precision is None else numerics.precision
         self.clip = numerics.clip
-        self.throttle = Throttle() if throttle is None else throttle
+        self.slow = slow
         self.arrangement = arrangement
 
     def __repr__(self) -> str:
@@ -378,7 +319,6 @@ class Trainer(ABC):
         stop: int,
         step: int,
         lr: Rate,
-        bsp: bool = False,
         progress: OnProgress | None = None,
         poll_signal: PollSignal | None = None,
     ) -> SegmentReport:
@@ -388,7 +328,6 @@ class Trainer(ABC):
             loader: of the training data. Through servers, any rank's; else this rank's own part.
             step: the number of batches before them in the whole run, which keys dropout and the learning rate.
             lr: the learning rate of a step.
-            bsp: whether workers that need not be in step are so this time: a warm-up.
             progress: called for every step, or on rank 0 for every gradient; see `in_step`.
             poll_signal: whether this rank got a signal, and which; then all end after a whole batch.
 
@@ -400,7 +339,7 @@ class Trainer(ABC):
             UsageError: for a loader of another part than this rank's, where it matters.
         """
         tell, ask = progress or (lambda _: None), poll_signal or (lambda: 0)
-        return self._run(TrainingSegment(loader, epoch, range(first, stop), step, lr, bsp, tell, ask))
+        return self._run(TrainingSegment(loader, epoch, range(first, stop), step, lr, tell, ask))
 
     @abstractmethod
     def _run(self, segment: TrainingSegment) -> SegmentReport:

@@ -57,7 +57,7 @@ from nnmpi.compose.runner import (
     check_optimizer,
     to_device,
 )
-from nnmpi.compose.trainer import Progress, SegmentReport, Throttle, Totals, Trainer, TrainingSegment
+from nnmpi.compose.trainer import Progress, SegmentReport, Totals, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
 from nnmpi.data.upload import batches as uploaded
 from nnmpi.errors import NnmpiError, UsageError, counted
@@ -80,6 +80,7 @@ from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.parallel.zero.storage import ShardedStorage
 from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.parallel.zero.units import describe_stages, predict_bytes
+from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.timeline import COUNTER, Timeline, TraceEvent, current, recording
 from nnmpi.units import format_bytes
 
@@ -127,7 +128,7 @@ class Worker(Trainer):
         backend: where the model lives; NumPy by default.
         arrangement: how the model lies on the ranks; None for all of it on each.
         synchronous_sends: let no message of a pipeline leave before its receive is posted (for tests).
-        throttle: the minimum time of a step of `run`, and stragglers.
+        slow: how long steps last at least, and stragglers.
 
     Attributes:
         scaling: the loss scale of fp16; None otherwise.
@@ -154,10 +155,10 @@ class Worker(Trainer):
         backend: Backend | None = None,
         arrangement: Arrangement | None = None,
         synchronous_sends: bool = False,
-        throttle: Throttle | None = None,
+        slow: Slow = NOT_SLOW,
     ) -> None:
         check_optimizer(model, optimizer)
-        super().__init__(model, optimizer, group, loss, evaluation_loss, numerics, seed, backend, throttle, arrangement)
+        super().__init__(model, optimizer, group, loss, evaluation_loss, numerics, seed, backend, slow, arrangement)
         for each in (self.loss, self.evaluation_loss):
             check_loss(each, arrangement)
         self.exchange = exchange
@@ -179,7 +180,6 @@ class Worker(Trainer):
         self.fused = None if self._shared is None else self._shared.fused
         self._gradient_bytes = sum(grad.nbytes for grad in model.storage.grads)
         self._predicted_s = self._predict()
-        self._stages = sorted(arrangement.stages) if arrangement is not None and arrangement.stages else [0]
         try:
             self.runner = self._make_runner(synchronous_sends)
         except NnmpiError:  # on all ranks
@@ -269,7 +269,7 @@ class Worker(Trainer):
         if self.runner.held_bytes != self._recorded_bytes:  # there are new recordings
             self._recorded_bytes = self.runner.held_bytes
             self._note_memory({ACTIVATIONS: self._recorded_bytes})
-        (loss_sum, score_sum, targets), norm, traffic = self._sum_over_ranks(outcome)
+        (loss_sum, score_sum, targets), norm, traffic = self._sum_over_ranks(outcome, begin)
         norm /= factor
         traffic = traffic.plus(_exchanged(exchanged))
         if targets != batch.global_targets:
@@ -288,9 +288,7 @@ class Worker(Trainer):
                 with self._deterministic():
                     raise self.runner.explain(batch, step, loss_sum / max(batch.global_targets, 1))
         elif not self.runner.updates:  # else it is PipeDream's, which has updated after each microbatch
-            began = clock.now()
             self._update(norm, factor)
-            self.throttle.pace.finish_update(self._stages, began)
         if self.fused is not None:
             traffic = traffic.plus(Traffic(self.fused.waited_s))
         if self.exchange.check:
@@ -363,7 +361,7 @@ class Worker(Trainer):
             amounts = {**self.ledger.report().held, ACTIVATIONS: activations}
             timeline.add("memory", COUNTER, COUNTER, now, now, amounts)
 
-    def _sum_over_ranks(self, outcome: Outcome) -> tuple[list[float], float, Traffic]:
+    def _sum_over_ranks(self, outcome: Outcome, begin_s: float) -> tuple[list[float], float, Traffic]:
         """Return all ranks' loss, right answers and targets, the gradient's length, and what was communicated."""
         traffic = outcome.traffic
         if outcome.report is not None and outcome.report.messages:
@@ -372,6 +370,9 @@ class Worker(Trainer):
         if self.backend.is_device and not self.runner.updates:
             note_squares(self.runner.scalars, self.model.storage, self.arrangement)
         values = self.runner.scalars.read()  # on a device the one wait of the step; the update is not waited for
+        # Here all ranks meet, so that the others wait for a slow one in the same step.
+        waited_s = traffic.sync_s + (0.0 if outcome.report is None else outcome.report.wait_s)
+        self.slow.wait(clock.now() - begin_s - waited_s, self.group.rank, self.optimizer.steps)
         numbers = [*outcome.sums(values), outcome.targets]
         begin = clock.now()
         if self.fused is not None:
@@ -400,20 +401,20 @@ class Worker(Trainer):
         targets = batch.global_targets
         wait_s = 0.0 if outcome.report is None else outcome.report.wait_s
         return StepReport(
-            loss_sum / max(targets, 1),
-            score_sum / max(targets, 1),
-            batch.global_rows,
-            targets,
-            norm,
-            total_s - traffic.sync_s - wait_s,
-            traffic,
-            wait_s,
-            outcome.report,
-            outcome.staleness,
+            loss=loss_sum / max(targets, 1),
+            score=score_sum / max(targets, 1),
+            samples=batch.global_rows,
+            targets=targets,
+            grad_norm=norm,
+            compute_s=total_s - traffic.sync_s - wait_s,
+            traffic=traffic,
+            wait_s=wait_s,
+            passed=outcome.report,
+            staleness=outcome.staleness,
         )
 
     def _run(self, segment: TrainingSegment) -> SegmentReport:
-        totals, signal = Totals(), 0
+        totals, signal, ended = Totals(), 0, clock.now()
         with uploaded(segment.loader, segment.epoch, self.backend, segment.batches.start) as batches:
             for number in segment.batches:
                 step, begin = segment.number(number), clock.now()
@@ -421,11 +422,8 @@ class Worker(Trainer):
                 input_s = clock.now() - begin
                 with timeline.span(f"step {step}", "step", "steps"):
                     report = self.step(batch, segment.lr(step))
-                    computed = clock.now()
-                    # The others wait for a rank that is to be slow in their next sum.
-                    self.throttle.wait(computed, self.group.rank, step, spent_s=report.compute_s)
-                now = clock.now()
-                one = _totals(report, now - computed, input_s, now - begin)
+                before, ended = ended, clock.now()  # a step lasts from the end of the one before to its own
+                one = _totals(report, input_s, ended - before)
                 totals = totals.plus(one)
                 segment.progress(Progress(number, 0, one, report.grad_norm, totals.wall_s, self._more(report)))
                 answers = self._signals.gather(segment.poll_signal(), one.wall_s)
@@ -554,24 +552,24 @@ def _exchanged(events: Sequence[TraceEvent]) -> Traffic:
     return Traffic(seconds, 0.0, count, len(events), nan if events else 0.0)
 
 
-def _totals(report: StepReport, throttled_s: float, input_s: float, wall_s: float) -> Totals:
-    """Return the sums of one step, in which this rank slept for so long and waited so long for its batch."""
+def _totals(report: StepReport, input_s: float, wall_s: float) -> Totals:
+    """Return the sums of one step, in which this rank waited so long for its batch."""
     traffic = report.traffic
     predicted = isfinite(traffic.predicted_s)
     return Totals(
-        1,
-        report.samples,
-        report.targets,
-        report.loss * report.targets,
-        report.score * report.targets,
-        report.compute_s + throttled_s,
-        traffic.sync_s,
-        input_s,
-        wall_s,
-        traffic.hidden_s,
-        traffic.bytes,
-        traffic.calls,
-        traffic.predicted_s if predicted else 0.0,
-        int(predicted),
-        report.wait_s,
+        steps=1,
+        samples=report.samples,
+        targets=report.targets,
+        loss_sum=report.loss * report.targets,
+        score_sum=report.score * report.targets,
+        compute_s=report.compute_s,
+        sync_s=traffic.sync_s,
+        input_s=input_s,
+        wall_s=wall_s,
+        hidden_s=traffic.hidden_s,
+        comm_bytes=traffic.bytes,
+        comm_calls=traffic.calls,
+        predicted_s=traffic.predicted_s if predicted else 0.0,
+        predicted_steps=int(predicted),
+        wait_s=report.wait_s,
     )

@@ -53,14 +53,6 @@ def _gradients(draw: Random) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
         yield f"events {events}", (list(events),), wanted
 
 
-def _backup(draw: Random) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
-    for _ in range(50):
-        arrivals = [draw.randint(1, 30) / 10 for _ in range(draw.randint(1, 6))]
-        backup = draw.randrange(len(arrivals))
-        wanted = sorted(arrivals)[len(arrivals) - backup - 1]
-        yield f"gradients come at {arrivals} s, {backup} backup workers", (list(arrivals), backup), wanted
-
-
 _TABLE: tuple[tuple[str, str, str, Cases], ...] = (
     (
         "ssp-rule",
@@ -77,13 +69,6 @@ _TABLE: tuple[tuple[str, str, str, Cases], ...] = (
         "between the worker's read and it.",
         "events",
         _gradients,
-    ),
-    (
-        "backup-workers",
-        "When does a round end that does not wait for the last ones?\n\narrivals are the seconds at which the workers' "
-        "gradients come; as many as backup are not waited for.",
-        "arrivals, backup",
-        _backup,
     ),
 )
 

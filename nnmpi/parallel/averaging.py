@@ -4,9 +4,8 @@
                                     rank 1   step step step |mean| step step step |mean|      one all-reduce in 3 steps
                                     rank 2   step step step |mean| step step step |mean|
 
-    gossip, ring                    rank 0   step <mix> step <mix>          with ranks 3 and 1
+    gossip on a ring of 4           rank 0   step <mix> step <mix>          with ranks 3 and 1
                                     rank 1   step <mix> step <mix>          with ranks 0 and 2 ...
-    gossip, random                  rank 0   step <2> step <1> step         with another rank each time
 
 It is data parallelism without a sum of gradients. A rank's own step takes the mean gradient of its own rows: the caller
 multiplies a gradient that was divided by the rows of the whole batch by (rows of the batch / own rows). Every rank must
@@ -22,29 +21,24 @@ there that a model is evaluated or saved.
 
 Sources: Stich, "Local SGD converges fast and communicates little" (2019); Lin, Stich, Patel, Jaggi, "Don't use large
 mini-batches, use local SGD" (2020), where momentum stays a rank's own, as it does here between synchronizations; Lian
-et al., "Can decentralized algorithms outperform centralized algorithms?" (2017), for SGD on a ring; Boyd et al.,
-"Randomized gossip algorithms" (2006), for random pairs.
+et al., "Can decentralized algorithms outperform centralized algorithms?" (2017), for SGD on a ring.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from math import sqrt
 
 from nnmpi import timeline
 from nnmpi.backend.array import Array, namespace
-from nnmpi.comm.algorithms.gossip import gossip, pairwise
+from nnmpi.comm.algorithms.gossip import gossip
 from nnmpi.comm.buffers import is_device
-from nnmpi.comm.device.staged import staged
-from nnmpi.comm.execution import Execution, Pending
+from nnmpi.comm.execution import Execution
 from nnmpi.comm.group import Group
-from nnmpi.comm.steps import Step
 from nnmpi.errors import UsageError
 from nnmpi.optim.clip import scale, sum_of_squares
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.replication import check_same_model
-from nnmpi.synchrony.neighbours import NEIGHBOURS, RING, matching
 from nnmpi.tensor.flat import FlatStorage
 
 SUM = "ring"  # of the averages: unlike MPI's own, it gives the same bits with any MPI, and in a simulated world
@@ -191,101 +185,48 @@ class LocalSGD(Averaging):
 
 
 class Gossip(Averaging):
-    """Averages the weights with one or two other ranks after each step.
+    """Averages the weights with those of the two ranks beside it on a ring after each step.
 
     These averages do not weight by rows, so that they keep the mean over all ranks as it is. `comm.algorithms.gossip`
-    and `pair` say which rank sends to which.
-
-    Args:
-        neighbours: "ring" for the two beside it each time, "random" for another partner at every step.
-        seed: of the run; keys the pairs.
+    says which rank sends to which.
 
     Raises:
-        UsageError: for other neighbours, or a single rank.
+        UsageError: for a single rank.
     """
 
-    def __init__(
-        self,
-        group: Group,
-        storage: FlatStorage,
-        optimizer: Optimizer,
-        neighbours: str = RING,
-        seed: int = 0,
-    ) -> None:
-        if neighbours not in NEIGHBOURS:
-            raise UsageError(f"gossip knows no neighbours {neighbours!r}; choose from: {', '.join(NEIGHBOURS)}")
+    def __init__(self, group: Group, storage: FlatStorage, optimizer: Optimizer) -> None:
         if group.size < 2:
             raise UsageError("gossip averages with other ranks, but there is only one; start at least 2")
         super().__init__(group, storage, optimizer)
-        self.neighbours, self.seed = neighbours, seed
-        self._ring: list[Pending] = []  # kept from step to step: the partners and the arrays are the same
-        self._moves = -1
 
     def after_step(self, step: int, rows: int) -> None:
-        """Average with this step's neighbours; see `Averaging.after_step`."""
+        """Average with the neighbours; see `Averaging.after_step`."""
         self._done += 1
-        self._rebind()
-        steps = self._steps(step)
-        if not steps:
-            return
+        steps = gossip(self.group.rank, self.group.size)
         with keep_frozen(self.storage):
-            self._mix(steps)
+            if any(map(is_device, self.storage.data)):
+                for array in self.storage.data:
+                    self.group.average_neighbours(array)
+            else:
+                self._mix(
+                    [Execution(steps, array, self.group.comm, tag) for tag, array in enumerate(self.storage.data)]
+                )
+                scale(self.storage.data, 1 / (2 * len(steps)))  # each step has doubled the number of buffers in the sum
         self.messages += len(steps) * len(self.storage.data)
         self.bytes += len(steps) * sum(array.nbytes for array in self.storage.data)
 
-    def release(self) -> None:
-        """Free MPI's requests and the communicator; see `Averaging.release`."""
-        self._forget()
-        super().release()
+    def _mix(self, sums: list[Execution]) -> None:
+        """Run the sums side by side; the rank sleeps, and takes no core, while its neighbours are late."""
+        for each in sums:
+            each.start()
+        self.group.comm.world.wait_until(lambda: min([each.poll() for each in sums], default=True))  # all are polled
+        for each in sums:
+            each.free()
 
     def _weight(self) -> float:
         """Return equal weights, when all ranks have come."""
         self.group.sum_floats([0.0], asleep=True)
         return 1 / self.group.size
-
-    def _steps(self, step: int) -> tuple[Step, ...]:
-        """Return what this rank sends and receives at a step; nothing if it is the odd one out."""
-        rank, size = self.group.rank, self.group.size
-        if self.neighbours == RING:
-            return gossip(rank, size)
-        return pairwise(rank, size, matching(size, self.seed, step)[rank])
-
-    def _mix(self, steps: Sequence[Step]) -> None:
-        """Replace the weights by the average that the steps make; sleeps while other ranks are late."""
-        sums = self._ring or self._sums(steps)
-        for each in sums:
-            each.start()
-        # all are polled, whichever are finished
-        self.group.comm.world.wait_until(lambda: min([each.poll() for each in sums], default=True))
-        scale(self.storage.data, 1 / (2 * len(steps)))  # each step has doubled the number of buffers in the sum
-        if not self._ring:
-            for each in sums:
-                each.free()
-
-    def _sums(self, steps: Sequence[Step], persistent: bool = False) -> list[Pending]:
-        """Return the sums of all flat buffers; they may be under way at the same time."""
-        return [self._sum(steps, array, tag, persistent) for tag, array in enumerate(self.storage.data)]
-
-    def _sum(self, steps: Sequence[Step], array: Array, tag: int, persistent: bool) -> Pending:
-        comm = self.group.comm
-        if not is_device(array):
-            return Execution(steps, array, comm, tag, persistent=persistent)
-        bind = partial(Execution, steps, comm=comm, tag=tag, persistent=persistent)
-        return staged(array, bind)
-
-    def _rebind(self) -> None:
-        """Bind the sums anew if the storage has moved to other arrays."""
-        if self._moves == self.storage.moves:
-            return
-        self._forget()
-        self._moves = self.storage.moves
-        if self.neighbours == RING:
-            self._ring = self._sums(self._steps(0), persistent=True)
-
-    def _forget(self) -> None:
-        for each in self._ring:
-            each.free()
-        self._ring = []
 
 
 @contextmanager

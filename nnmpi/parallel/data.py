@@ -29,9 +29,7 @@ from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, DeviceError, NnmpiError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
-from nnmpi.parallel.pace import Pace
 from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model, digest
-from nnmpi.schedule.instruction import Kind
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 
@@ -56,7 +54,6 @@ class DataParallel:
             `finish`.
         shares_batches: whether the ranks share each microbatch, so that batch normalization takes its statistics over
             them; else a microbatch is one rank's.
-        pace: how long `backward` lasts.
 
                                                             sums_gradients   runs_backward   shares_batches
             plain                                           True             True            True
@@ -90,10 +87,8 @@ class DataParallel:
         sums_gradients: bool = True,
         runs_backward: bool = True,
         shares_batches: bool = True,
-        pace: Pace | None = None,
     ) -> None:
         self.model, self.group = model, group
-        self._pace, self._begin_s = Pace() if pace is None else pace, 0.0
         self.storage = model.storage
         self.backend = numpy_backend() if backend is None else backend
         if sums_gradients:
@@ -201,11 +196,9 @@ class DataParallel:
                 "each step (and backward(..., last=False) for all but the last of a step's losses)"
             )
         self._summed, self._last = False, last
-        self._begin_s = clock.now()
 
     def _finish_pass(self) -> None:
         """End a pass that has come to the first layer, when it has lasted as long as it is to."""
-        self._pace.finish(Kind.B, 0, self._begin_s)
 
     def _end(self) -> None:
         """End a pass, whether it is complete or an exception has ended it."""
@@ -243,14 +236,7 @@ class DataParallel:
         self._unshare_gradients()
 
     def _hook(self, number: int) -> Callable[[Parameter], None]:
-        paced, done = self._pace.costs is not None, 0.0
-        if paced:
-            sizes = [span.parameter.size for span in self.storage.spans]
-            done = sum(sizes[number:]) / sum(sizes)
-
         def final(parameter: Parameter) -> None:
-            if paced:
-                self._pace.reach(Kind.B, 0, self._begin_s, done)
             if self._last:
                 parameter.finish_gradient()  # in its place, if somebody has set another array
                 self.exchange.ready(number)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from nnmpi.errors import UsageError
 
 
 class Staleness:
@@ -45,18 +43,14 @@ class Staleness:
         """Return the largest staleness of a worker's gradients, or of all; 0 if there are none."""
         return max(self.histogram(worker), default=0)
 
-    def merge(self, other: Staleness) -> None:
-        """Add the counts of another, of as many workers.
-
-        Raises:
-            UsageError: for another number of workers.
-        """
-        if len(other.histograms) != len(self.histograms):
-            raise UsageError(
-                f"counts of {len(other.histograms)} workers cannot be added to those of {len(self.histograms)}"
-            )
-        for mine, theirs in zip(self.histograms, other.histograms, strict=True):
-            mine.update(theirs)
+    @classmethod
+    def sum(cls, parts: Sequence[Staleness]) -> Staleness:
+        """Return the counts of several together, worker by worker; some may have fewer workers."""
+        total = cls(max((len(part.histograms) for part in parts), default=0))
+        for part in parts:
+            for mine, theirs in zip(total.histograms, part.histograms, strict=False):
+                mine.update(theirs)
+        return total
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as numbers, lists and dicts; histograms are lists of (staleness, count)."""

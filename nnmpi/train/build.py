@@ -12,7 +12,7 @@ import numpy as np
 
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
-from nnmpi.comm.agreement import agreed, on_root
+from nnmpi.comm.agreement import agreed
 from nnmpi.comm.algorithms.registry import AUTO, How
 from nnmpi.comm.fitting.measure import find_fit
 from nnmpi.comm.gradients import bucket_limit, overlaps, plan_buckets
@@ -24,7 +24,7 @@ from nnmpi.compose.layout import Layout
 from nnmpi.compose.losses import ERRORS
 from nnmpi.compose.options import GradientExchange, Numerics
 from nnmpi.compose.runner import sum_cross_entropy
-from nnmpi.compose.trainer import Throttle, Trainer
+from nnmpi.compose.trainer import Trainer
 from nnmpi.compose.worker import Worker
 from nnmpi.custom import call_custom, is_custom, load_custom
 from nnmpi.data.dataset import Samples
@@ -41,9 +41,6 @@ from nnmpi.nn.module import Module
 from nnmpi.optim import names
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.schedule import ConstantRate, Cosine, Schedule, StepDecay, Warmup, linear_scaling
-from nnmpi.parallel.pace import Pace
-from nnmpi.reading import read_json
-from nnmpi.schedule.simulate import InstructionCosts
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.train.checkpoint import LastCheckpoint
 from nnmpi.train.computing import Computing, choose_computing
@@ -350,9 +347,7 @@ def build_trainer(
         "numerics": Numerics(config.run.precision, options.clip),
         "seed": config.run.seed,
         "backend": backend,
-        "throttle": Throttle(
-            sync.pace_ms / MS_PER_S, sync.slowdown(config.run.seed), _read_pace(sync.pace, group, where)
-        ),
+        "slow": sync.slowness(config.run.seed),
     }
     if sync.rule.asynchronous:
         return AsynchronousWorker(model, optimizer, group, sync.rule, **common)
@@ -374,29 +369,6 @@ def build_losses(config: OptimizationConfig, where: Arrangement | None) -> dict[
         "loss": sum_cross_entropy(where, config.label_smoothing),
         "evaluation_loss": sum_cross_entropy(where),
     }
-
-
-def _read_pace(file: Path | None, group: Group, where: Arrangement | None) -> Pace:
-    """Return the pace that a file says. Collective.
-
-    Raises:
-        UsageError: on all ranks, when it cannot be read, or is of another number of stages.
-    """
-    if file is None:
-        return Pace()
-    stages = len(where.cuts) if where is not None and where.stages else 1
-
-    def read() -> dict[str, list[float]]:
-        try:
-            costs = InstructionCosts.from_json(read_json(file))
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--pace {file} cannot be read: {error}") from None
-        count = len(next(iter(costs.seconds.values())))
-        if count != stages:
-            raise UsageError(f"--pace {file} has times of {count} stages, but this run has {stages}")
-        return costs.to_json()
-
-    return Pace(InstructionCosts.from_json(on_root(group, read)))
 
 
 def build_exchange(
@@ -461,9 +433,8 @@ def check_sync(config: Config, group: Group) -> None:
     Raises:
         UsageError: on all ranks.
     """
-    sync, rule = config.sync, config.sync.rule
-    rule.check(group.size)
-    sync.slowdown(config.run.seed).check(rule.worker_ranks(group.size))
+    config.sync.rule.check(group.size)
+    config.sync.slowness(config.run.seed).check(group.size)
 
 
 def needs_arrangement(layout: Layout, mesh: Mesh) -> bool:

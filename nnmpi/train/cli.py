@@ -45,6 +45,7 @@ REMOVED: Mapping[str, Any] = {
     "recompute": "never",
     "fit": "kept",
     "neighbours": "ring",
+    "servers": None,
     "straggler": "",
     "only_classes": "",
     "normalize": True,
@@ -94,10 +95,7 @@ SIMULATION = ("simulate", "simulation_seed", "network")
 
 # What belongs to another option, and is left out when a run goes on with another value of that one.
 DETAILS = {
-    "sync": (
-        *("staleness", "local_steps", "servers", "dedicated_servers", "backup", "neighbours", "staleness_lr"),
-        *("sync_warmup_epochs", "loader_threads"),
-    ),
+    "sync": (*("staleness", "local_steps", "loader_threads"),),
 }
 
 
@@ -110,7 +108,7 @@ def launch(words: Sequence[str]) -> None:
 
     def simulation() -> dict[str, Any]:
         sync = parse(words).sync
-        cpu_factor = 0.0 if sync.pace_ms or sync.pace else 1.0
+        cpu_factor = 0.0 if sync.slowness(0).minimum_s else 1.0
         return {
             "ranks": sync.simulate,
             "machine": sync.machine,

@@ -20,7 +20,7 @@ from nnmpi.comm.world import LIMIT_S, WARNING_S
 from nnmpi.command import Option, Switch, convert, options_of, suggest
 from nnmpi.custom import Custom, is_custom
 from nnmpi.errors import UsageError
-from nnmpi.synchrony.slowdown import Slowdown
+from nnmpi.synchrony.slow import Slow
 from nnmpi.synchrony.sync import DEFAULT_LOCAL_STEPS, DEFAULT_STALENESS, Sync
 from nnmpi.units import parse_bytes
 
@@ -251,55 +251,26 @@ class SyncConfig:
     --clip, which clips each worker's gradient and not their sum)."""
     local_steps: int | None = None
     """For --sync local: steps that each worker does alone between two averages (default: 8)."""
-    servers: int | None = None
-    """How many ranks hold the weights and the optimizer's state, and take gradients: the first ones (default: 1 for asp
-    and ssp; with bsp gradients are summed by all-reduce)."""
-    dedicated_servers: bool = False
-    """The servers do nothing else; otherwise they are workers as well."""
-    backup: int = 0
-    """For --sync bsp: how many of a batch's gradients are not waited for; those that come late are dropped."""
-    neighbours: Literal["ring", "random"] = "ring"
-    """For --sync gossip: the two on a ring of all ranks, or one at random, another in each step."""
-    staleness_lr: bool = False
-    """For --sync asp and ssp: gradients that are staler than usual count less."""
-    sync_warmup_epochs: int = 0
-    """Epochs at the beginning in which the workers stay in step."""
-    straggler: str = ""
-    """Ranks that are slowed down: "rank=2,factor=3"; or all by chance: "random,probability=0.25,factor=3"; several
-    separated by semicolons."""
-    pace_ms: float = 0.0
-    """Every step takes at least this many milliseconds, as on a slower machine; with --simulate, exactly."""
-    pace: Path | None = None
-    """Times of forward, backward and update in each stage, a file such as the times.json of a run: each lasts at least
-    so long."""
+    slow: str = ""
+    """Slow ranks on purpose. "ms=20": every step takes at least 20 ms, with --simulate exactly; "rank=2,factor=3": rank
+    2 takes 3 times as long; "probability=0.25,factor=3": so does any rank by chance; several separated by
+    semicolons."""
     network: str = ""
     """For --simulate: the links, such as "alpha_us=50,gbit=10" (default: messages take no time)."""
     simulate: int = 0
-    """Run so many ranks in this process, without MPI, on simulated clocks. With --pace-ms or --pace computing takes
-    just that; else the processor time that it takes here."""
+    """Run so many ranks in this process, without MPI, on simulated clocks. With --slow ms=20 a step's computing
+    takes just that; else the processor time that it takes here."""
     simulation_seed: int = 0
     """For --simulate: decides about all that MPI leaves open, such as who comes first."""
 
     def __post_init__(self) -> None:
         """Check the values; whether they fit the number of ranks is checked when that is known."""
-        not_negative("--sync-warmup-epochs", self.sync_warmup_epochs)
-        not_negative("--pace-ms", self.pace_ms, LONG)
-        if self.servers is not None:
-            at_least_one("--servers", self.servers)
-        for option, given, modes in (  # the rule checks those whose names and defaults are its own, too
-            (f"--staleness {self.staleness}", self.staleness is not None, ("ssp",)),
-            (f"--local-steps {self.local_steps}", self.local_steps is not None, ("local",)),
-            ("--staleness-lr", self.staleness_lr, ("asp", "ssp")),
-            ("--dedicated-servers", self.dedicated_servers, ("bsp", "asp", "ssp")),
+        for option, given, mode in (  # the rule checks values, whose names and defaults are its own
+            (f"--staleness {self.staleness}", self.staleness is not None, "ssp"),
+            (f"--local-steps {self.local_steps}", self.local_steps is not None, "local"),
         ):
-            known = " or ".join(modes)
-            require(not given or self.sync in modes, f"{option} is for --sync {known}, not {self.sync}; leave it out")
-        _ = (self.rule, self.slowdown(0), self.machine)  # each raises for words that it cannot read
-        asynchronous = self.rule.asynchronous
-        require(
-            asynchronous or not self.sync_warmup_epochs,
-            "--sync-warmup-epochs does nothing for --sync bsp; leave it out",
-        )
+            require(not given or self.sync == mode, f"{option} is for --sync {mode}, not {self.sync}; leave it out")
+        _ = (self.rule, self.slowness(0), self.machine)  # each raises for words that it cannot read
         not_negative("--simulate", self.simulate, MOST_SIMULATED_RANKS)
         not_negative("--simulation-seed", self.simulation_seed)
         require(self.simulate > 0 or not self.simulation_seed, "--simulation-seed is for --simulate; leave it out")
@@ -315,11 +286,6 @@ class SyncConfig:
             self.sync,
             DEFAULT_STALENESS if self.staleness is None else self.staleness,
             DEFAULT_LOCAL_STEPS if self.local_steps is None else self.local_steps,
-            self.servers or 0,
-            self.dedicated_servers,
-            self.backup,
-            self.neighbours,
-            self.staleness_lr,
         )
 
     @property
@@ -327,14 +293,9 @@ class SyncConfig:
         """What messages cost between simulated ranks, each a node of its own; None where they take no time."""
         return parse_network(self.network, self.simulate) if self.network else None
 
-    @property
-    def named(self) -> str:
-        """The options of the rule, as they are told."""
-        return f"--sync {self.sync}" + (f" with --servers {self.servers}" if self.servers else "")
-
-    def slowdown(self, seed: int) -> Slowdown:
+    def slowness(self, seed: int) -> Slow:
         """Return which ranks are slowed down, and by how much."""
-        return Slowdown.parse(self.straggler, seed)
+        return Slow.parse(self.slow, seed)
 
     def check(self, parallel: ParallelConfig) -> None:
         """Refuse options that need replicas in step where they are not.
@@ -364,7 +325,7 @@ class SyncConfig:
             ("--bucket-mb", parallel.bucket_mb is not None, "no gradients are summed by all-reduce"),
             ("--overlap", parallel.overlap != "auto", "no gradients are summed by all-reduce"),
         ):
-            require(not given, f"{option} does not go with {self.named}: {why}; leave it out")
+            require(not given, f"{option} does not go with --sync {self.sync}: {why}; leave it out")
 
 
 # Which models know an option.
@@ -711,11 +672,11 @@ class Config:
         require(
             not fixed, f"--partition {self.data.partition} does not go with --reduction fixed, which deals any sample"
         )
-        idle = self.data.loader_threads and self.sync.rule.uses_servers
+        idle = self.data.loader_threads and self.sync.rule.has_server
         require(
             not idle,
-            f"--loader-threads does not go with {self.sync.named}: a worker learns which samples are next when it has "
-            "done those before; leave it out",
+            f"--loader-threads does not go with --sync {self.sync.sync}: a worker learns which samples are "
+            "next when it has done those before; leave it out",
         )
 
 

@@ -10,7 +10,6 @@ runs/digits-cnn-20260101-120000/
   finished.json       once each rank has come to its end: the last step, results, the weights' hash; else there is none
   faults.jsonl        what ended its starts, of a run under `python -m nnmpi.run`
   flight/             after a standstill: where each rank was, what it did last, and its stacks
-  times.json          what forward, backward and update took in each stage, for --pace of another run
   checkpoints/        see checkpoint_files.py
   model/              at the end of a run with --model gpt: as Hugging Face's transformers reads it
   tokenizer/          of a run on a text: for `nnmpi.data.load_tokenizer`
@@ -44,7 +43,6 @@ from nnmpi.version import VERSION
 CONFIG_FILE = "config.json"
 METRICS_FILE = "metrics.jsonl"
 RUNS, LATEST_RUN = Path("runs"), "latest"  # where runs go by default, and a link to the newest of them
-TIMES_FILE = "times.json"
 FINISHED_FILE = "finished.json"
 FAULTS_FILE = "faults.jsonl"
 LEAST_S = 1.0  # between two faults: a start takes as long
@@ -66,11 +64,6 @@ class RunFolder:
     def metrics(self) -> Path:
         """Return the file with the metrics."""
         return self.path / METRICS_FILE
-
-    @property
-    def times(self) -> Path:
-        """Return the file with what computing took."""
-        return self.path / TIMES_FILE
 
     @property
     def console(self) -> Path:

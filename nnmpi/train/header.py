@@ -123,25 +123,19 @@ def _partition(config: Config) -> str:
 def _synchrony(config: Config, group: Group) -> list[str]:
     """Return how far ranks may drift apart, and how slow they are on purpose; nothing for an ordinary run."""
     sync = config.sync
-    slow, pace = sync.slowdown(config.run.seed).describe(), ""
-    if sync.pace_ms:
-        pace = f"a step takes {'' if sync.simulate else 'at least '}{sync.pace_ms:g} ms"
-    if sync.pace:
-        pace = "; ".join(filter(None, (pace, f"computing takes the times in {sync.pace}")))
+    slow = sync.slowness(config.run.seed)
     simulated = []
     if sync.simulate:
         links = f"links of {sync.network}" if sync.network else "messages no time"
-        computing = "just the pace" if sync.pace_ms or sync.pace else "its processor time"
+        computing = "just the time of --slow" if slow.minimum_s else "its processor time"
         simulated = [
             f"simulated: {counted(group.size, 'rank')} in this process, seed {sync.simulation_seed}; computing takes "
             f"{computing}, {links}"
         ]
-    warmup = sync.sync_warmup_epochs
-    begins = f", after {counted(warmup, 'epoch')} in step" if warmup else ""
     return [
         *simulated,
-        *([f"sync: {sync.rule.describe(group.size)}{begins}"] if sync.rule.asynchronous else []),
-        *([f"pace: {'; '.join(filter(None, (pace, slow)))}"] if pace or slow else []),
+        *([f"sync: {sync.rule.describe()}"] if sync.rule.asynchronous else []),
+        *([f"slow: {slow.describe()}"] if sync.slow else []),
     ]
 
 

@@ -266,8 +266,6 @@ class Reporter:
                 "max": counted["max"],
                 "lead": report.lead,
                 "updates": report.updates,
-                "dropped": report.dropped,
-                "undealt": report.unassigned,  # the name that files of older runs have, too
                 "disagreement": report.disagreement,
                 "messages": report.messages / batches,
                 "bytes": report.bytes / batches,

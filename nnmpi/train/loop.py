@@ -186,7 +186,7 @@ class Loop:
     @property
     def _step(self) -> int:
         """The steps that are done, with those of the present segment."""
-        return self.state.step + self._told // self._trainer.reports_per_batch
+        return self.state.step + self._told // self._trainer.reporters
 
     def _train(self) -> None:
         """Train up to where something is due, report that, and do what is due. Collective.
@@ -194,7 +194,7 @@ class Loop:
         Raises:
             Stopped: after a signal.
         """
-        before, trainer, config = self.state, self._trainer, self._context.config
+        before, trainer = self.state, self._trainer
         stop = self._stop_at()
         with self._tracer.steps(stop - before.batch):
             report = trainer.run(
@@ -204,7 +204,6 @@ class Loop:
                 stop,
                 before.step,
                 self._context.schedule,
-                bsp=before.epoch < config.sync.sync_warmup_epochs,
                 progress=self._note,
                 poll_signal=self._signals.noted,
             )
@@ -230,9 +229,9 @@ class Loop:
         self._told, self._last = self._told + 1, one
         if not self._context.group.is_root:
             return
-        parts = self._trainer.reports_per_batch
-        is_whole = self._told % parts == 0
-        self._window = self._window.plus(one.totals.part(self._trainer.reporters, is_whole))
+        workers = self._trainer.reporters
+        is_whole = self._told % workers == 0
+        self._window = self._window.plus(one.totals.mean_over(workers, int(is_whole)))
         if is_whole and is_due(self._step, self._context.config.run.log_every):
             self._log()
 

@@ -10,7 +10,7 @@
         after the epochs of --eval-every, and the steps of --eval-steps
     {"kind": "test", ...}     as eval, once, at the end
     {"kind": "staleness", "global_step": 22, "epoch": 1.0, "mean": ..., "max": ..., "lead": ..., "updates": ...,
-     "dropped": ..., "undealt": ..., "disagreement": ..., "messages": ..., "bytes": ...,
+     "disagreement": ..., "messages": ..., "bytes": ...,
      "workers": [{"worker": 0, "steps": 22, "mean": ..., "max": ..., "histogram": [[staleness, count], ...]}, ...]}
     {"kind": "staleness_run", ...}     mean, max, histogram and workers over all of these, once, at the end
 
@@ -25,12 +25,11 @@ activations are 0 before they are measured, in the second step, and again with e
 A record of kind staleness is there for each segment in which the ranks were not in step, at its end. A gradient's
 staleness is the number of updates that its weights have seen between being read and being updated with it; with local
 SGD, the number of the worker's own steps since the weights were the same everywhere; with gossip there is none ("mean"
-and "max" are null, "workers" is empty). In such segments the train records are made of the gradients as server 0 gets
+and "max" are null, "workers" is empty). In such segments the train records are made of the gradients as rank 0 gets
 them, or of rank 0's own, and have no `comm_bytes` and `comm_calls`.
 
 `lead` is the largest number of steps by which a worker was ahead of the slowest, `updates` how often the weights were
-updated, `dropped` the gradients that came too late, `undealt` the parts of batches that nobody had begun when their
-step was over. `disagreement` is how far the ranks' weights were from their mean before they became that, relative to
+updated. `disagreement` is how far the ranks' weights were from their mean before they became that, relative to
 its length. `messages` and `bytes` are per step, over all ranks.
 
 With --precision fp16, train records have "loss_scale", what the gradients of the last step were multiplied by on their
@@ -356,9 +355,4 @@ def sum_staleness(records: Sequence[Mapping[str, Any]]) -> Staleness:
 
     Workers are counted together by their number also where a run was resumed with more or fewer of them.
     """
-    found = [Staleness.from_json(each) for each in records if each["kind"] == "staleness"]
-    total = Staleness(max((len(each.histograms) for each in found), default=0))
-    for each in found:
-        for mine, theirs in zip(total.histograms, each.histograms, strict=False):
-            mine.update(theirs)
-    return total
+    return Staleness.sum([Staleness.from_json(each) for each in records if each["kind"] == "staleness"])

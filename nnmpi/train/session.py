@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from math import isfinite, nan
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,6 @@ from nnmpi.compose.runner import EvalReport
 from nnmpi.errors import CheckpointError, ShapeError, UsageError, counted
 from nnmpi.files import locked, write_atomically
 from nnmpi.models.pretrained import read_size, save_pretrained
-from nnmpi.parallel.pace import Pace
 from nnmpi.reading import read_json
 from nnmpi.train.build import RunContext, dropout_of, set_up, settle
 from nnmpi.train.checkpoint import find, restore
@@ -172,8 +171,6 @@ def _train(context: RunContext, state: RunState, console: Console, chosen: "Chos
         loop = Loop(context, state, reporter, recorder)
         report = loop.run()
     _write_model(context)
-    if not backend.is_device:  # there the host only starts what is computed
-        _write_times(folder, context.trainer.throttle.pace, group)
     _prove_end(context, loop.state, report, reporter.measures(report))
     context.trainer.release()  # requests and communicators go back before the program ends
     _print_result(console, reporter, report, loop.state, folder, backend)
@@ -236,14 +233,6 @@ def _explained(folder: RunFolder) -> Iterator[None]:
             f"the end of the run cannot be written into {folder.path} ({error.strerror or error}); its last checkpoint "
             f"is whole: make room, and go on with --resume {folder.path}"
         ) from None
-
-
-def _write_times(folder: RunFolder, pace: Pace, group: Group) -> None:
-    """Write what computing took, if the disk takes it. Collective."""
-    costs = pace.measured(group)
-    if group.is_root and costs is not None:
-        with suppress(OSError):
-            write_atomically(folder.times, json.dumps(costs.to_json()).encode())
 
 
 def _print_result(

@@ -28,17 +28,6 @@ from tests.equivalence.reference import tolerance
 
 pytestmark = pytest.mark.simulated(max_size=16)  # whole trainings; test_seeds and push_pull have 33 ranks
 
-IN_STEP = (
-    (Sync("bsp", servers=1), "sgd"),
-    (Sync("bsp", servers=1), "momentum"),
-    (Sync("ssp", staleness=0), "adam"),
-    (Sync("ssp", staleness=0, servers=2), "momentum"),
-    (Sync("bsp", servers=2), "adam"),
-    (Sync("bsp", servers=3), "adam"),
-    (Sync("bsp", servers=1, dedicated=True), "adam"),
-    (Sync("ssp", staleness=0, servers=2, dedicated=True), "momentum"),
-)
-
 
 def frozen(**options: Any) -> Module:
     """Return a model with a parameter that is not trained."""
@@ -58,44 +47,23 @@ def limit(name: str) -> float:
     return tolerance("float64", 2 * BATCHES, "adam" if name == "adam" else "sgd")
 
 
-@pytest.mark.parametrize(("sync", "name"), IN_STEP, ids=lambda one: one if isinstance(one, str) else name_of(one))
-def test_in_step_it_is_the_synchronous_run(group: Group, sync: Sync, name: str) -> None:
+@pytest.mark.parametrize("name", MODELS)
+def test_in_step_it_is_the_synchronous_run(group: Group, name: str) -> None:
     """In segments, with batches that no number of ranks divides, dropout, weight decay, a frozen parameter."""
-    skip_unless_fitting(group, sync)
-    slow = "random,probability=0.3,factor=3"
-    worker = make(group, sync, name, pace_s=0.0003, straggler=slow, model=MODELS[name]())
+    slow = "ms=0.3;probability=0.3,factor=3"
+    worker = make(group, Sync("ssp", staleness=0), name, slow, model=MODELS[name]())
     reports = train(worker)
-    own = group.split(group.rank)
-    expected = all_reduced(own if sync.dedicated else group, name, MODELS[name]())
-    own.free()
-    error = float(np.abs(weights(worker.model) - expected).max())
+    error = float(np.abs(weights(worker.model) - all_reduced(group, name, MODELS[name]())).max())
     assert max(group.gather(error)) <= limit(name)
     assert equal_on_all(group, weights(worker.model))
-    workers = len(sync.worker_ranks(group.size))
     for report, (_, first, stop) in zip(reports, SEGMENTS, strict=True):
         assert (report.batches, report.updates, report.lead) == (stop - first, stop - first, 0)
         assert report.staleness is not None
         assert report.staleness.largest() == 0
         # Ranks without rows do their part as well.
-        assert [report.staleness.count(each) for each in range(workers)] == [stop - first] * workers
+        assert [report.staleness.count(each) for each in range(group.size)] == [stop - first] * group.size
     assert sum(report.totals.samples for report in reports) == 2 * ROWS
-    if sync.server_ranks(group.size).stop > group.rank:
-        assert worker.optimizer.steps == 2 * BATCHES
-    worker.release()
-
-
-@pytest.mark.parametrize("sync", EVERY_MODE, ids=name_of)
-def test_a_warm_up_is_the_synchronous_run(group: Group, sync: Sync) -> None:
-    skip_unless_fitting(group, sync)
-    if sync.backup:  # drops gradients as always
-        return
-    worker = make(group, sync)
-    reports = train(worker, bsp=True)
-    own = group.split(group.rank)
-    error = float(np.abs(weights(worker.model) - all_reduced(own, "sgd", build())).max())
-    own.free()
-    assert max(group.gather(error)) <= limit("sgd")
-    assert [report.lead for report in reports] == [0] * len(SEGMENTS)
+    assert worker.optimizer.steps == 2 * BATCHES
     worker.release()
 
 
@@ -103,7 +71,8 @@ def test_a_warm_up_is_the_synchronous_run(group: Group, sync: Sync) -> None:
 def test_ranks_meet_with_the_same_weights_and_have_used_every_sample_once(group: Group, sync: Sync) -> None:
     """Batch statistics are averaged, too."""
     skip_unless_fitting(group, sync)
-    worker = make(group, sync, "momentum", 0.0003, "random,probability=0.3,factor=5", model=build(norm=True), clip=1.0)
+    slow = "ms=0.3;probability=0.3,factor=5"
+    worker = make(group, sync, "momentum", slow, model=build(norm=True), clip=1.0)
     before = weights(worker.model)
     told: list[int] = []
     reports = train(worker, progress=lambda one: told.append(one.totals.samples))
@@ -112,10 +81,8 @@ def test_ranks_meet_with_the_same_weights_and_have_used_every_sample_once(group:
     assert np.isfinite(values).all()
     assert np.abs(weights(worker.model) - before).max() > 1e-3
     rows = [report.totals.samples for report in reports]
-    assert len(set(map(str, group.gather(rows)))) == 1
-    if not sync.backup:
-        assert rows == [48, 14, 12, 50]
-    if sync.uses_servers:
+    assert group.gather(rows) == [[48, 14, 12, 50]] * group.size
+    if sync.has_server:
         assert sum(told) == (sum(rows) if group.is_root else 0)
     assert [report.batches for report in reports] == [stop - first for _, first, stop in SEGMENTS]
     worker.release()
@@ -134,7 +101,7 @@ def test_averaging_after_every_step_is_the_synchronous_run(group: Group) -> None
 def test_one_rank_out_of_step_is_the_serial_run_bit_for_bit(group: Group) -> None:
     own = group.split(group.rank)
     expected = all_reduced(own, "adam", build(dropout=0.2), clip=0.5)
-    for sync in (Sync("asp"), Sync("ssp", staleness=3), Sync("bsp", servers=1), Sync("local")):
+    for sync in (Sync("asp"), Sync("ssp", staleness=3), Sync("local")):
         worker = make(own, sync, "adam", model=build(dropout=0.2), clip=0.5)
         train(worker)
         assert np.array_equal(weights(worker.model), expected), sync
@@ -144,7 +111,7 @@ def test_one_rank_out_of_step_is_the_serial_run_bit_for_bit(group: Group) -> Non
 
 def test_a_clipped_gradient_moves_the_weights_no_further_than_its_bound(group: Group) -> None:
     clip, lr = 0.01, 0.5
-    for sync in (Sync("bsp", servers=1), Sync("local", local_steps=1)):
+    for sync in (Sync("ssp", staleness=0), Sync("local", local_steps=1)):
         moved = []
         for options in ({}, {"clip": clip}):
             worker = make(group, sync, **options)  # type: ignore[arg-type]
@@ -162,10 +129,8 @@ def test_wrong_use_is_refused_on_all_ranks(group: Group) -> None:
         AsynchronousWorker(model, optimizer_of(model), group, Sync())
     with pytest.raises(UsageError, match="make it over model.storage"):
         AsynchronousWorker(model, optimizer_of(build()), group, Sync("asp"))
-    with pytest.raises(UsageError, match=f"servers {group.size + 1} on {group.size} rank"):
-        make(group, Sync("asp", servers=group.size + 1))
-    with pytest.raises(UsageError, match=f"a straggler has the rank {group.size}, which is none of the workers"):
-        make(group, Sync("asp"), straggler=f"rank={group.size},factor=2")
+    with pytest.raises(UsageError, match=f"rank {group.size} does not exist"):
+        make(group, Sync("asp"), slow=f"rank={group.size},factor=2")
     with pytest.raises(UsageError, match="the loss has reduction='mean'"):
         make(group, Sync("asp"), loss=cross_entropy)
     worker = make(group, Sync("local"))

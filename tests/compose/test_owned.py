@@ -9,11 +9,10 @@ import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.trainer import Throttle
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader, Parts
 from nnmpi.data.sampler import own_samples
-from nnmpi.synchrony.slowdown import Slowdown
+from nnmpi.synchrony.slow import Slow
 from nnmpi.synchrony.sync import Sync
 from tests.compose.small_runs import BATCH, BATCHES, build, dataset, optimizer_of, weights
 
@@ -35,11 +34,9 @@ def train(worker: Any, loader: Loader) -> np.ndarray[Any, Any]:
 
 
 def test_in_step_own_samples_make_one_run_however_gradients_travel(group: Group) -> None:
-    throttle = Throttle(0.0003, Slowdown.parse("random,probability=0.3,factor=3"))
+    slow = Slow.parse("ms=0.3;probability=0.3,factor=3")
     model = build()
-    served = AsynchronousWorker(
-        model, optimizer_of(model, "momentum"), group, Sync("ssp", staleness=0), throttle=throttle
-    )
+    served = AsynchronousWorker(model, optimizer_of(model, "momentum"), group, Sync("ssp", staleness=0), slow=slow)
     found = [train(served, loader_of(group))]
     served.release()
 
@@ -67,8 +64,8 @@ def test_without_a_bound_everybody_keeps_to_its_own_samples(group: Group, monkey
 
     monkeypatch.setattr(Parts, "assigned", noted)
     model = build()
-    slow = Slowdown.parse(f"rank={group.size - 1},factor=5") if group.size > 1 else Slowdown()
-    worker = AsynchronousWorker(model, optimizer_of(model), group, Sync("asp"), throttle=Throttle(0.002, slow))
+    slow = Slow.parse(f"ms=2;rank={group.size - 1},factor=5")
+    worker = AsynchronousWorker(model, optimizer_of(model), group, Sync("asp"), slow=slow)
     train(worker, loader_of(group))
     worker.release()
     own = own_samples(dataset().y, "label", 0, group.rank, group.size).tolist()

@@ -30,8 +30,7 @@ LAYOUTS = {
     "gossip": ("--model mlp --hidden 24 16 --sync gossip", 3),
     # no two ranks are as fast: who of those goes first that come at the same moment is drawn
     "simulated": (
-        "--model mlp --hidden 24 16 --sync ssp --simulate 3 --pace-ms 10 "
-        "--straggler rank=1,factor=1.37;rank=2,factor=1.73",
+        "--model mlp --hidden 24 16 --sync ssp --simulate 3 --slow ms=10;rank=1,factor=1.37;rank=2,factor=1.73",
         1,
     ),
 }

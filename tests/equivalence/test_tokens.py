@@ -125,9 +125,7 @@ def test_every_algorithm_does(serial: dict[str, Any], algorithm: str) -> None:
         check_equal(found, serial)
 
 
-@pytest.mark.parametrize(
-    "sync", [Sync("local", local_steps=1), Sync("ssp", staleness=0), Sync("bsp", servers=1)], ids=str
-)
+@pytest.mark.parametrize("sync", [Sync("local", local_steps=1), Sync("ssp", staleness=0)], ids=str)
 def test_workers_that_meet_after_every_step_do(serial: dict[str, Any], sync: Sync) -> None:
     """A local step and a mean weighted by tokens, or gradients that a server adds up, are the synchronous step."""
 

@@ -184,9 +184,8 @@ def of_staleness(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
     wrong = {
         "ssp-rule": lambda steps, worker, bound: steps[worker] - min(steps) < bound,
         "gradient-staleness": changed(right, lambda found, events: [each + 1 for each in found]),
-        "backup-workers": lambda arrivals, backup: sorted(arrivals)[-1],
     }
-    yield "off by one", wrong[name], r"(workers|events|gradients).*: it gives .*, and must give"
+    yield "off by one", wrong[name], r"(workers|events).*: it gives .*, and must give"
     yield "nothing", lambda *values: None, "it gives None"
 
 

@@ -262,10 +262,6 @@ def gradient_staleness(events):
     return found
 
 
-def backup_workers(arrivals, backup):
-    return sorted(arrivals)[len(arrivals) - 1 - backup]
-
-
 def plan_all_kept(layers):
     forward = " ".join(f"K{i} D{i}" if i else "K0" for i in range(layers))
     return forward + "".join(f" B{i}" for i in reversed(range(layers)))

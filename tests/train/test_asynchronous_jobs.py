@@ -20,7 +20,7 @@ from tests.train.jobs import lines, once, send, train
 pytestmark = pytest.mark.timeout(300)
 
 DIGITS = "--model mlp --hidden 32 --dataset digits --schedule constant"
-FOR_EVER = f"{DIGITS} --epochs 100000 --no-jit --eval-every 0 --save-every 0 --log-every 5 --pace-ms 1"
+FOR_EVER = f"{DIGITS} --epochs 100000 --no-jit --eval-every 0 --save-every 0 --log-every 5 --slow ms=1"
 
 BROKEN = """
 import os
@@ -60,14 +60,13 @@ def check_told(run: Path, output: str, first_epoch: int) -> None:
             assert f"steps by worker: {counts}" in text
         lead = max(record["lead"] for record in mine)
         assert (f"at most {lead} step" in text) == (lead > 0)
-        assert (" gradients came too late" in text) == any(record["dropped"] + record["undealt"] for record in mine)
         assert (max(record["disagreement"] for record in mine) > 0) == ("weights differed by" in text)
 
 
 @pytest.mark.slow(ONCE_MORE)
 def test_a_killed_run_goes_on_in_every_mode_and_on_other_ranks(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = f"{DIGITS} --sync asp --servers 2 --save-steps 20 --log-every 5 --out {run}"
+    words = f"{DIGITS} --sync asp --save-steps 20 --log-every 5 --out {run}"
     kill = once(
         lambda: lines(run / "metrics.jsonl") > 14, lambda: send(signal.SIGKILL, str(run), to="ranks"), ends=False
     )
@@ -77,10 +76,9 @@ def test_a_killed_run_goes_on_in_every_mode_and_on_other_ranks(tmp_path: Path) -
     steps, epoch = begin + 90, begin // 45 + 1
     jobs = [
         (3, "--trace", "steps by worker"),
-        (4, "--sync ssp --staleness 2 --servers 1 --dedicated-servers --straggler rank=1,factor=2", "at most"),
+        (4, "--sync ssp --staleness 2 --slow rank=1,factor=2", "at most"),
         (2, "--sync local --local-steps 4", "weights differed by"),
-        (3, "--sync gossip --neighbours random", "weights differed by"),
-        (4, "--sync bsp --backup 1", "parts of batches were not begun"),
+        (3, "--sync gossip", "weights differed by"),
     ]
     for ranks, more, text in jobs:
         ending = train(tmp_path, f"--resume {run} {more} --max-steps {steps}", ranks)
@@ -89,9 +87,9 @@ def test_a_killed_run_goes_on_in_every_mode_and_on_other_ranks(tmp_path: Path) -
         check_told(run, ending.output, epoch)
         steps, epoch = steps + 90, (steps - 1) // 45 + 1
     records = read_metrics(run / "metrics.jsonl")
-    # As many gradients as there are workers for each batch, whoever made them, but those that were dropped.
+    # As many gradients as there are workers for each batch, whoever made them.
     for record in records:
-        if record["kind"] == "staleness" and record["workers"] and record["global_step"] <= begin + 180:
+        if record["kind"] == "staleness" and record["workers"] and record["global_step"] <= begin + 90:
             assert sum(worker["steps"] for worker in record["workers"]) % 3 == 0
     assert max(record["lead"] for record in records if record["kind"] == "staleness") > 0
     at = [record["global_step"] for record in records if record["kind"] == "train"]
@@ -103,14 +101,12 @@ def test_a_killed_run_goes_on_in_every_mode_and_on_other_ranks(tmp_path: Path) -
     assert {"push", "pull"} <= {row["name"] for row in trace["traceEvents"]}
 
 
-def test_a_signal_on_a_dedicated_servers_rank_saves_whole_batches(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_signal_on_one_rank_saves_whole_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = tmp_path / "run"
     term = once(
         lambda: lines(run / "metrics.jsonl") > 2, lambda: send(signal.SIGTERM, str(run), to="ranks", rank=1), ends=False
     )
-    ending = train(tmp_path, f"{FOR_EVER} --sync asp --servers 2 --dedicated-servers --out {run}", 3, term)
+    ending = train(tmp_path, f"{FOR_EVER} --sync asp --out {run}", 3, term)
     assert ending.status == 128 + signal.SIGTERM
     assert ending.output.count("stopped by SIGTERM after step ") == 1
     step = int(ending.output.split("after step ")[1].split(";")[0])
@@ -121,10 +117,9 @@ def test_a_signal_on_a_dedicated_servers_rank_saves_whole_batches(
     assert f"{step + 2} steps in " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("more", ["", "--dedicated-servers"])
-def test_a_worker_that_raises_ends_the_job_with_its_name(tmp_path: Path, more: str) -> None:
+def test_a_worker_that_raises_ends_the_job_with_its_name(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(BROKEN)
-    words = f"--model broken.py:build --dataset digits --epochs 100000 --no-jit --sync asp {more} --out run"
+    words = "--model broken.py:build --dataset digits --epochs 100000 --no-jit --sync asp --out run"
     ending = train(tmp_path, words, 3)
     assert ending.status not in (0, None)
     assert ending.output.count("ZeroDivisionError: the fifth pass") == 1

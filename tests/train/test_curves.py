@@ -55,8 +55,7 @@ def test_a_run_without_steps_can_be_drawn(tmp_path: Path) -> None:
     ("ranks", "words"),
     [
         (2, "--pp 2 --pipeline gpipe --microbatches 4"),
-        (4, "--sync bsp --backup 1"),
-        (4, "--sync bsp --backup 2 --straggler rank=2,factor=3 --pace-ms 1"),
+        (4, "--sync ssp --slow ms=1;rank=2,factor=3"),
         (3, "--sync asp"),
         (3, "--sync local --local-steps 4"),
     ],

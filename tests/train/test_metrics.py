@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from nnmpi.compose.segment import Tally, sum_up
 from nnmpi.compose.trainer import Totals
 from nnmpi.errors import CheckpointError
 from nnmpi.train.checkpoint_files import CheckpointWriter
@@ -154,9 +153,8 @@ def test_parts_of_more_than_the_step_are_not_hidden() -> None:
     assert totals.breakdown().endswith("+ other -200.00 ms (-20 %)")
 
 
-def test_gradients_that_last_several_steps_add_up_to_the_workers_time() -> None:
-    """Two workers, one of which computes a whole segment of 4 steps at one gradient, as a backup worker may."""
-    quick = Tally(Totals(steps=4, compute_s=3.6, sync_s=0.4))
-    slow = Tally(Totals(steps=1, compute_s=4.0))
-    totals = sum_up([quick, slow, Tally()], batches=4, seconds=4.0)  # the third rank is a server
-    assert totals.compute_s + totals.sync_s == pytest.approx(totals.wall_s)
+def test_several_workers_gradients_add_up_to_the_steps_time() -> None:
+    """Two workers, one of which computes a whole segment of 4 steps at one gradient."""
+    totals = Totals(steps=4, compute_s=3.6, sync_s=0.4).plus(Totals(steps=1, compute_s=4.0)).mean_over(2, 4)
+    assert totals.compute_s + totals.sync_s == pytest.approx(4.0)
+    assert totals.steps == 4

@@ -19,8 +19,7 @@ epochs max_steps batch_size optimizer loss lr momentum nesterov weight_decay sch
 warmup_epochs lr_scaling base_batch clip grad_accum label_smoothing
 layout race dp pp tp sp sp_attention pipeline virtual_stages microbatches split reduction zero memory_limit
 activation_memory offload offload_state allreduce fit bucket_mb overlap fused_update check_weights
-sync staleness local_steps servers dedicated_servers backup neighbours staleness_lr sync_warmup_epochs
-straggler pace_ms pace network simulate simulation_seed
+sync staleness local_steps slow network simulate simulation_seed
 backend dtype precision jit seed out resume config log_every quiet verbose plot
 print_every eval_every eval_steps save_every save_steps
 trace trace_steps keep keep_best stall_warning stall_limit

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
-from nnmpi.compose.trainer import Progress, Throttle
+from nnmpi.compose.trainer import Progress
 from nnmpi.compose.worker import Worker
 from nnmpi.data.catalogue import load
 from nnmpi.data.loader import Loader
 from nnmpi.errors import CommError, LayoutError, UsageError
 from nnmpi.models.mlp import mlp
 from nnmpi.optim.sgd import SGD
+from nnmpi.synchrony.slow import Slow
 from nnmpi.train.cli import main, read_options
 from nnmpi.train.log import Console
 from nnmpi.train.loop import StopSignals
@@ -64,7 +65,7 @@ def test_a_layout_that_does_not_fit_the_world_is_refused(group: Group) -> None:
 def test_a_signal_on_one_rank_stops_all_at_the_same_step(group: Group, number: signal.Signals) -> None:
     """Ranks in step ask one another about every tenth of a second; for those out of step see compose."""
     model = mlp((4,), 3, (5,)).initialize()
-    worker = Worker(model, SGD(model.storage, lr=0.1), group, throttle=Throttle(minimum_s=0.01))
+    worker = Worker(model, SGD(model.storage, lr=0.1), group, slow=Slow(minimum_s=0.01))
     loader = Loader(load("iris")[0], 1, rank=group.rank, world=group.size)
     done: list[int] = []
 

@@ -32,10 +32,9 @@ LAYOUTS = {
     "zero-bubble": (4, "--pp 2 --tp 2 --pipeline zero-bubble --split 6,6"),
     "three axes": (8, "--dp 2 --pp 2 --tp 2 --split 6,6"),
     "fixed sums": (3, "--reduction fixed"),
-    "ssp": (4, "--sync ssp --staleness 0 --servers 2"),
+    "ssp": (4, "--sync ssp --staleness 0"),
     "local": (3, "--sync local --local-steps 5"),
     "gossip": (4, "--sync gossip"),
-    "random pairs": (6, "--sync gossip --neighbours random"),
 }
 
 
@@ -68,16 +67,15 @@ def test_the_bytes_are_those_of_a_run_under_mpirun(group: Group, tmp_path: Path,
     assert not group.is_root or found == [weights(job)] * 2
 
 
-@pytest.mark.parametrize("words", ["--sync asp", "--sync ssp --staleness 4 --servers 2", "--servers 1 --backup 1"])
+@pytest.mark.parametrize("words", ["--sync asp", "--sync ssp --staleness 4"])
 @pytest.mark.parametrize("cpu_factor", [0.0, 1.0])
 def test_the_seed_decides(words: str, cpu_factor: float, tmp_path: Path) -> None:
     """The same seed gives the same bytes and seconds where ranks need not wait; some other seed gives others."""
-    words = f"{SHORT} --model mlp {words}" + (" --pace-ms 5" if cpu_factor == 0 else "")
-    draws = cpu_factor and "backup" not in words  # which of the servers' own ranks come last is drawn on others alone
-    runs = [simulated(tmp_path, words, 5, seed, cpu_factor) for seed in ((0, 0, 1, 2, 3) if draws else (0, 0))]
+    words = f"{SHORT} --model mlp {words}" + (" --slow ms=5" if cpu_factor == 0 else "")
+    runs = [simulated(tmp_path, words, 5, seed, cpu_factor) for seed in ((0, 0, 1, 2, 3) if cpu_factor else (0, 0))]
     found = [weights(run) for run in runs]
     assert found[0] == found[1]
-    assert not draws or len(set(found)) > 1
+    assert not cpu_factor or len(set(found)) > 1
     if cpu_factor == 0:
         first, again = ((run / "metrics.jsonl").read_text().replace(run.name, "run") for run in runs)
         assert first == again
@@ -99,16 +97,18 @@ def test_a_simulated_run_goes_on_under_another_number_of_ranks(tmp_path: Path) -
 
 def test_seconds_are_simulated_ones_and_said_to_be(tmp_path: Path) -> None:
     """Twelve steps of 100 ms, on two ranks of which one takes three times as long, take 3.6 s; no time goes by here."""
-    ending = train(tmp_path, f"{SHORT} --simulate 2 --pace-ms 100 --straggler rank=1,factor=3 --out run --model mlp")
+    ending = train(tmp_path, f"{SHORT} --simulate 2 --slow ms=100;rank=1,factor=3 --out run --model mlp")
     assert ending.status == 0, ending.output
-    assert "2 ranks in this process, seed 0; computing takes just the pace, messages no time\n" in ending.output
+    assert (
+        "2 ranks in this process, seed 0; computing takes just the time of --slow, messages no time\n" in ending.output
+    )
     assert "12 steps in 3.6 s" in ending.output
     assert ending.seconds < 20
 
 
 def test_a_network_makes_steps_longer(tmp_path: Path) -> None:
     """A ring of three ranks: 2 (N-1) latencies and 2 (N-1)/N of the gradient's bytes for each step."""
-    words = "--simulate 3 --model mlp --pace-ms 10 --allreduce ring --no-overlap --max-steps 20 --log-every 5"
+    words = "--simulate 3 --model mlp --slow ms=10 --allreduce ring --no-overlap --max-steps 20 --log-every 5"
     ending = train(tmp_path, f"{words} --network alpha_us=500,gbit=0.1 --out run")
     assert ending.status == 0, ending.output
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -126,8 +126,7 @@ def test_a_network_makes_steps_longer(tmp_path: Path) -> None:
         ("--simulate -1", "--simulate"),
         ("--simulation-seed 3", "--simulation-seed is for --simulate"),
         ("--simulate 2 --network fast", "network 'fast' is not understood; give a latency in "),
-        ("--simulate 3 --servers 4", "servers 4 on 3 ranks: every server is a rank of its own"),
-        ("--simulate 3 --straggler rank=3,factor=2", "a straggler has the rank 3, which is none"),
+        ("--simulate 3 --slow rank=3,factor=2", "rank 3 does not exist"),
         ("--simulate 2 --dp 3", "3"),
         ("--network gbit=1", "--network is for --simulate"),
     ],

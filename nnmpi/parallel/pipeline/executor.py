@@ -19,7 +19,6 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages
-from nnmpi.parallel.pace import Pace
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoundary
 from nnmpi.parallel.pipeline.pass_report import PassReport
 from nnmpi.parallel.pipeline.stage import Stage
@@ -67,7 +66,6 @@ class Pipeline:
         backend: where the arrays live.
         synchronous_sends: let no message leave before its receive is posted (for tests; see `comm.point_to_point`).
         label: tells this pipeline from its replicas in a trace.
-        pace: how long computing lasts in training.
 
     Attributes:
         messages: between the ranks.
@@ -83,11 +81,9 @@ class Pipeline:
         backend: Backend,
         synchronous_sends: bool = False,
         label: str = "",
-        pace: Pace | None = None,
     ) -> None:
         self.group, self.stages, self.count, self.schedule = group, dict(stages), count, schedule
         self.sink, self.backend, self.label = sink, backend, label
-        self.pace = Pace() if pace is None else pace
         self.messages = Messages(group, synchronous_sends)
         self._passes = 0
         boundaries = (
@@ -150,7 +146,7 @@ class _Pass:
         self._stages, self._last, self._sink = pipeline.stages, pipeline.count - 1, pipeline.sink
         self._schedule, self._boundaries, self._messages, self._label = schedule, boundaries, pipeline.messages, label
         self._program = schedule.programs[pipeline.group.rank]
-        self._trains, self._pace = schedule.trains, pipeline.pace
+        self._trains = schedule.trains
         self._keys: list[InputKey] = [(tuple(x.shape), self._trains) for x in inputs]
         self._seeds = seeds
         self._values = (
@@ -215,8 +211,6 @@ class _Pass:
             self._arrive(_USES[one.kind], one.stage, one.microbatch)
         begin = clock.now()
         self._actions[one.kind](one.stage, one.microbatch)
-        if one.kind in COMPUTE and self._trains:
-            self._pace.finish(one.kind, one.stage, begin)
         end = clock.now()
         report = self._report
         if one.kind in COMPUTE:

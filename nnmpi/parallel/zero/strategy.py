@@ -17,7 +17,6 @@ from nnmpi.nn.chain import Kept, run_layers
 from nnmpi.nn.container import check_empty
 from nnmpi.nn.module import Module
 from nnmpi.parallel.data import DataParallel
-from nnmpi.parallel.pace import Pace
 from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model
 from nnmpi.parallel.zero.storage import ShardedStorage, sharded
 from nnmpi.parallel.zero.units import SHARED
@@ -63,7 +62,7 @@ class ShardedDataParallel(DataParallel):
         stage: 1, 2 or 3; not used where the storage is shared out already.
         algorithm: of sums and gathering: "native" (MPI's own, and "auto"), "ring" or "tree".
         unit_bytes: see `ShardedStorage`.
-        backend, runs_backward, pace: see `DataParallel`.
+        backend, runs_backward: see `DataParallel`.
 
     Attributes:
         storage: the model's.
@@ -84,14 +83,13 @@ class ShardedDataParallel(DataParallel):
         unit_bytes: int | None = None,
         backend: Backend | None = None,
         runs_backward: bool = True,
-        pace: Pace | None = None,
     ) -> None:
         check_free(model)
         check_same_model(group, model.storage)
         if not isinstance(model.storage, ShardedStorage):
             broadcast_state(model, group)
             shard_storage(model, group, stage, unit_bytes)
-        super().__init__(model, group, backend=backend, sums_gradients=False, runs_backward=runs_backward, pace=pace)
+        super().__init__(model, group, backend=backend, sums_gradients=False, runs_backward=runs_backward)
         self.stage = self.storage.stage
         self._at = NO_PASS  # the unit whose gradients a backward pass computes
         self.storage.connect(group.duplicate(), algorithm)

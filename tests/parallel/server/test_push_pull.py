@@ -1,354 +1,230 @@
-"""Push and pull over MPI: in step equal to sequence, out of step every task once, ends properly, faults are seen."""
+"""Push and pull: in step equal to sequence, out of step every task once, ends properly, faults are seen."""
 
-from dataclasses import replace
+import hashlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi.backend.backend import numpy_backend
+from nnmpi import clock, models, ops, optim
+from nnmpi.backend.array import Array
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.comm import point_to_point
 from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CommError
 from nnmpi.nn.module import Module
-from nnmpi.parallel.server.parameter_server import ParameterServer, Push, Reply
-from nnmpi.parallel.server.push_pull import PushPull
-from nnmpi.parallel.server.shards import cut_shards
-from nnmpi.parallel.server.wire_format import HEADER_BYTES
-from nnmpi.synchrony.sync import Sync
+from nnmpi.parallel.server.parameter_server import ParameterServer, Push
+from nnmpi.parallel.server.push_pull import PushPull, Reply
+from nnmpi.shard import part
+from nnmpi.synchrony.consistency import Task
+from nnmpi.tensor import Tensor
 from tests.device.library import device_backend
-from tests.parallel.server.rounds import (
-    all_equal,
-    gradient_of,
-    make,
-    new_model,
-    no_delay,
-    random_delay,
-    rate_of,
-    rows_of,
-    serial_weights,
-    skip_unless_fitting,
-    tasks,
-    train,
-)
 
-IN_STEP = [
-    Sync("bsp", servers=1),
-    Sync("bsp", servers=2),
-    Sync("ssp", staleness=0, servers=3),
-    Sync("bsp", servers=1, dedicated=True),
-    Sync("bsp", servers=2, dedicated=True),
-]
-OUT_OF_STEP = [
-    Sync("ssp", staleness=1),
-    Sync("ssp", staleness=3),
-    Sync("asp"),
-    Sync("asp", adapt=True),
-    Sync("ssp", staleness=1, servers=2),
-    Sync("ssp", staleness=2, servers=3),
-    Sync("asp", servers=2),
-    Sync("ssp", staleness=1, dedicated=True),
-    Sync("asp", servers=2, dedicated=True),
-]
 SEGMENTS = ((0, 3), (3, 4), (4, 4), (4, 6))
+Segments = Sequence[tuple[int, int]]
 
 
-def name_of(sync: Sync) -> str:
-    """Return a short name for a test."""
-    text = f"{sync.mode}{sync.bound if sync.mode == 'ssp' else ''}-{sync.server_count}"
-    return text + "d" * sync.dedicated + "a" * sync.adapt
+def new_model(backend: Backend | None = None, hidden: int = 7) -> Module:
+    return models.mlp((5,), 3, hidden=(hidden,)).initialize(seed=0, dtype="float64", backend=backend)
 
 
-@pytest.mark.simulated
+def rows_of(batch: int) -> int:
+    """Return the size of a batch: the parts differ, and on many ranks some are empty."""
+    return 13 if batch % 3 else 5
+
+
+def push_of(model: Module, task: Task, parts: int, backend: Backend, **more: Any) -> Push:
+    """Let `storage.grads` be the gradient of a task; return what comes with it."""
+    draw, rows = np.random.default_rng(task.batch), rows_of(task.batch)
+    x, y = draw.standard_normal((rows, 5)), draw.integers(0, 3, rows)
+    mine = part(rows, parts, task.part)
+    model.zero_grad()
+    if mine:
+        taken = slice(mine.start, mine.stop)
+        logits = model(Tensor(backend.asarray(x[taken])))
+        ops.cross_entropy(logits, backend.asarray(y[taken]), reduction="sum").backward(np.full((), 1 / rows))
+    model.storage.finish_gradients()
+    lr = 0.1 / (1 + task.batch)
+    about = {"samples": len(mine), "targets": len(mine), "global_targets": rows, "lr": lr, **more}
+    return Push(batch=task.batch, part=task.part, **about)
+
+
+def serial_weights(batches: int, hidden: int = 7) -> Array:
+    """Return the weights after so many updates, each with a whole batch's gradient."""
+    model = new_model(hidden=hidden)
+    optimizer = optim.SGD(model.storage, lr=0.1, momentum=0.9)
+    for batch in range(batches):
+        optimizer.lr = push_of(model, Task(batch, 0), 1, numpy_backend()).lr
+        optimizer.step()
+    return model.storage.data[0].copy()
+
+
+class Run:
+    """Training in segments. `early` says what is the matter with the last rank's gradient of a step.
+
+    Attributes:
+        weights: at the end, on the host.
+        arrivals: on rank 0, (worker, task) of every gradient in the order in which it got them, by segment.
+        traffic: (messages, bytes) that this rank sent, by segment.
+        updates: on rank 0, by segment.
+        leads: the longest, by segment.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        bound: int | None,
+        segments: Segments = SEGMENTS,
+        delays: int = 0,
+        early: dict[int, dict[str, Any]] | None = None,
+        backend: Backend | None = None,
+        synchronous_sends: bool = False,
+        hidden: int = 7,
+    ) -> None:
+        backend, early = numpy_backend() if backend is None else backend, early or {}
+        model, self.arrivals = new_model(backend, hidden), list[list[tuple[int, Task]]]()
+        optimizer = optim.SGD(model.storage, lr=0.1, momentum=0.9)
+        server = ParameterServer(model.storage, optimizer, group.size) if group.is_root else None
+
+        def note(worker: int, push: Push) -> None:
+            self.arrivals[-1].append((worker, Task(push.batch, push.part)))
+
+        talk = PushPull(group, model.storage, server, note, synchronous_sends, backend)
+        self.traffic, self.updates, self.leads = list[tuple[int, int]](), list[int](), list[int]()
+        step, draw = 0, np.random.default_rng((delays, group.rank))
+        for span in model.storage.spans:
+            span.parameter.hook = lambda parameter: talk.poll() and None
+        for first, stop in segments:
+            self.arrivals.append([])
+            talk.open(first, stop, bound)
+            while (task := talk.pull()) is not None:
+                more = early.get(step, {}) if group.rank == group.size - 1 else {}
+                push = push_of(model, task, group.size, backend, **more)
+                if delays and draw.random() < 0.5:
+                    talk.serve_until(clock.now() + draw.exponential(0.002))
+                talk.push(push)
+                step += 1
+            talk.finish()
+            self.traffic.append((talk.messages, talk.bytes))
+            if server is not None:
+                self.updates.append(server.version - sum(self.updates))
+                self.leads.append(server.controller.longest_lead)
+        talk.free()
+        self.weights = np.array(backend.to_host(model.storage.data[0]))
+        digests = group.gather(hashlib.blake2b(self.weights.tobytes()).hexdigest())
+        assert len(set(digests)) == 1
+        self.digest = digests[0]
+
+
+def all_tasks(first: int, stop: int, parts: int) -> list[Task]:
+    return [Task(batch, number) for batch in range(first, stop) for number in range(parts)]
+
+
+def everywhere(group: Group, right: bool) -> bool:
+    return all(group.gather(bool(right)))
+
+
+@pytest.mark.both_worlds(max_size=8)
 @pytest.mark.parametrize("synchronous_sends", [False, True], ids=["buffered", "synchronous"])
-@pytest.mark.parametrize("sync", IN_STEP, ids=name_of)
-def test_in_step_it_is_the_serial_run(group: Group, sync: Sync, synchronous_sends: bool) -> None:
+def test_in_step_it_is_the_serial_run(group: Group, synchronous_sends: bool) -> None:
     """However slow the ranks are, the weights are the same bits, and those of whole batches but for rounding."""
-    skip_unless_fitting(group, sync)
-    runs = [
-        train(group, sync, SEGMENTS, delay, synchronous_sends=synchronous_sends)
-        for delay in (no_delay, random_delay(1), random_delay(2))
-    ]
-    expected = serial_weights(6)
-    for run in runs:
-        assert all_equal(group, run)
-        near = [np.allclose(a, b, rtol=1e-11, atol=1e-13) for a, b in zip(run.weights, expected, strict=True)]
-        assert all(group.gather(all(near)))
-    assert all(group.gather(len({run.digest for run in runs}) == 1))
-    updates = [stop - first for first, stop in SEGMENTS]
-    assert all(group.gather(not run.updates or run.updates == updates) for run in runs)
+    runs = [Run(group, 0, delays=delays, synchronous_sends=synchronous_sends) for delays in (0, 1)]
+    assert len({run.digest for run in runs}) == 1
+    assert everywhere(group, np.allclose(runs[0].weights, serial_weights(6), rtol=1e-11, atol=1e-13))
+    assert runs[0].updates == ([3, 1, 0, 2] if group.is_root else [])
 
 
-@pytest.mark.simulated
-@pytest.mark.parametrize("seed", [1, 2])
-@pytest.mark.parametrize("sync", OUT_OF_STEP, ids=name_of)
-def test_every_task_is_used_once_and_nobody_is_too_far_ahead(group: Group, sync: Sync, seed: int) -> None:
-    """With sleeps that change from step to step, through several segments, one of them empty."""
-    skip_unless_fitting(group, sync)
-    run = train(group, sync, SEGMENTS, random_delay(seed), synchronous_sends=seed == 1)
-    assert all_equal(group, run)
-    workers = len(sync.worker_ranks(group.size))
-    if group.rank == 0:
+@pytest.mark.both_worlds(max_size=8)
+@pytest.mark.parametrize("bound", [1, 3, None])
+def test_every_task_is_used_once_and_nobody_is_too_far_ahead(group: Group, bound: int | None) -> None:
+    run = Run(group, bound, delays=1 if bound is None else bound, synchronous_sends=bound == 1)
+    right = True
+    if group.is_root:
         found = [sorted(task for _, task in segment) for segment in run.arrivals]
-        good = found == [tasks(segment, workers) for segment in SEGMENTS]
-        good = good and (sync.bound is None or max(run.leads) <= sync.bound)
-    else:
-        good = not any(run.arrivals)
-    assert all(group.gather(good))
-    changed = [
-        float(np.abs(array - before).max()) for array, before in zip(run.weights, serial_weights(0), strict=True)
-    ]
-    assert all(group.gather(max(changed) > 1e-3))
+        right = found == [all_tasks(*segment, group.size) for segment in SEGMENTS]
+        right = right and (bound is None or max(run.leads) <= bound)
+    assert everywhere(group, right)
 
 
-@pytest.mark.simulated
-@pytest.mark.parametrize("sync", [sync for sync in OUT_OF_STEP if sync.bound is None], ids=name_of)
-def test_without_a_bound_every_gradient_is_an_update_on_every_server(group: Group, sync: Sync) -> None:
-    """In short segments, too: so the servers agree how many steps their optimizers have done."""
-    skip_unless_fitting(group, sync)
-    segments = ((0, 1), (1, 2), (2, 5))
-    updates = train(group, sync, segments, random_delay(3)).updates
-    workers = len(sync.worker_ranks(group.size))
-    expected = [sum(min(rows_of(batch), workers) for batch in range(*segment)) for segment in segments]
-    wanted = expected if group.rank in sync.server_ranks(group.size) else []
-    assert all(group.gather(updates == wanted))
+@pytest.mark.simulated(max_size=8)
+@pytest.mark.parametrize("early", [{"signal": 15}, {"broken": True}], ids=str)
+@pytest.mark.parametrize("bound", [0, 1, None])
+def test_a_segment_that_ends_early_ends_for_everybody(group: Group, early: dict[str, Any], bound: int | None) -> None:
+    """At a step of the last rank: what was assigned arrives, a signal ends a whole batch, the next segment works."""
+    run = Run(group, bound, ((0, 9), (9, 11)), delays=3, early={2: early})
+    right = bool(np.isfinite(run.weights).all())
+    if group.is_root:
+        first, second = (sorted(task for _, task in segment) for segment in run.arrivals)
+        whole = -(-len(first) // group.size)
+        right = right and first == all_tasks(0, whole, group.size)[: len(first)] and len(first) < 9 * group.size
+        right = right and second == all_tasks(9, 11, group.size)
+        right = right and ("broken" in early or len(first) == whole * group.size)
+        right = right and (bound != 0 or len(first) == 3 * group.size)
+    assert everywhere(group, right)
 
 
-@pytest.mark.simulated
-@pytest.mark.parametrize("limit", [100_000, 3_000_000])
-@pytest.mark.parametrize("sync", [Sync("bsp", servers=1), Sync("bsp", servers=2)], ids=name_of)
-def test_long_messages_do_not_overtake_one_another(
-    group: Group, sync: Sync, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Messages that no MPI buffers, whole and in pieces."""
-    skip_unless_fitting(group, sync)
-    monkeypatch.setattr(point_to_point, "MAX_MESSAGE_BYTES", limit)
-    run = train(group, sync, ((0, 4),), random_delay(5), hidden=9000)
-    assert all_equal(group, run)
-    near = [np.allclose(a, b, rtol=1e-9, atol=1e-12) for a, b in zip(run.weights, serial_weights(4, 9000), strict=True)]
-    assert all(group.gather(all(near)))
+@pytest.mark.simulated(max_size=8)
+def test_messages_and_bytes_are_those_of_the_formula(group: Group) -> None:
+    """Per step 2 (N-1) of header and weights, and one reply more to begin with."""
+    run = Run(group, 0, ((0, 4), (4, 5)), delays=3)
+    nbytes, others = new_model().storage.data[0].nbytes, group.size - 1
+    header = {"push": 17 * 8, "reply": 5 * 8}
+    for number, steps in enumerate((4, 1)):
+        messages, sent = (sum(each[number][i] for each in group.gather(run.traffic)) for i in range(2))
+        pushes, replies = others * steps, others * (steps + 1)
+        assert messages == pushes + replies
+        assert sent == pushes * (nbytes + header["push"]) + replies * (nbytes + header["reply"])
 
 
-@pytest.mark.simulated(min_size=2)
-def test_a_worker_sleeps_while_it_waits(group: Group) -> None:
-    """For a worker that takes 0.3 s more; servers that compute as well do, too."""
-
-    def slow(rank: int, step: int) -> float:
-        return 0.3 if rank == group.size - 1 else 0.0
-
-    run = train(group, Sync("bsp", servers=1), ((0, 1),), slow)
-    assert all(group.gather(run.waiting_s < 0.1)), group.gather(run.waiting_s)
+@pytest.mark.simulated(max_size=4)
+def test_on_a_device_it_goes_through_the_host(group: Group) -> None:
+    host, device = (Run(group, 0, backend=backend).weights for backend in (numpy_backend(), device_backend()))
+    assert everywhere(group, np.allclose(host, device, rtol=1e-12, atol=1e-14))
 
 
-@pytest.mark.mpi(min_size=2)
-def test_a_slow_worker_holds_up_the_others_only_up_to_the_bound(group: Group) -> None:
-    """Without a bound the others leave it behind: so the leads that the other test looks at can be too large."""
-
-    def slow(rank: int, step: int) -> float:
-        return 0.03 if rank == group.size - 1 else 0.0
-
-    leads, steps = [], []
-    for sync in (Sync("asp"), Sync("ssp", staleness=1)):
-        run = train(group, sync, ((0, 6),), slow)
-        leads.append(group.share(max(run.leads, default=0)))
-        steps.append(group.gather(len(run.pulls[0]) - 1))
-    assert leads[0] > 1 and leads[1] == 1, leads
-    assert sum(steps[0]) == sum(steps[1]) == 6 * group.size
-    assert steps[0][-1] < 6, steps
+@pytest.mark.mpi
+def test_long_messages_do_not_overtake_one_another(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages that no MPI buffers, in pieces."""
+    monkeypatch.setattr(point_to_point, "MAX_MESSAGE_BYTES", 100_000)
+    run = Run(group, 0, ((0, 4),), delays=5, hidden=9000)
+    assert everywhere(group, np.allclose(run.weights, serial_weights(4, 9000), rtol=1e-9, atol=1e-12))
 
 
-@pytest.mark.simulated
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("end", ["signal", "broken"])
-@pytest.mark.parametrize(
-    "sync",
-    [Sync("bsp", servers=2), Sync("ssp", staleness=1), Sync("ssp", staleness=2, servers=3), Sync("asp", servers=2)],
-    ids=name_of,
-)
-def test_a_segment_that_ends_early_ends_for_everybody(group: Group, sync: Sync, end: str, seed: int) -> None:
-    """At a random step of one worker: what was assigned arrives, a signal ends a whole batch, the next one works."""
-    skip_unless_fitting(group, sync)
-    at = int(np.random.default_rng(seed).integers(0, 5))
-    options: dict[str, Any] = {"signal_at": at} if end == "signal" else {"break_at": at}
-    run = train(group, sync, ((0, 9), (9, 11)), random_delay(seed, 0.001), synchronous_sends=bool(seed % 2), **options)
-    assert all_equal(group, run)
-    done, good = run.arrivals, True
-    if group.rank == 0:
-        parts = group.size
-        first, second = (sorted(task for _, task in segment) for segment in done)
-        whole = -(-len(first) // parts)
-        good = first == tasks((0, whole), parts)[: len(first)]
-        if end == "signal":
-            good = good and len(first) == whole * parts
-        else:
-            good = good and second in ([], tasks((9, 11), parts)[: len(second)])
-        good = good and len(first) + len(second) < 11 * parts + 1 and len(second) > 0
-    assert all(group.gather(good)), group.gather([len(segment) for segment in done])
-    ends = [pulls[-1].over for pulls in run.pulls]
-    assert all(group.gather(all(ends)))
-
-
-@pytest.mark.simulated(min_size=2)
-def test_a_signal_stops_before_all_is_done(group: Group) -> None:
-    """In step it is known after which batch."""
-    run = train(group, Sync("bsp", servers=2), ((0, 9),), signal_at=2)
-    count = group.share(len(run.arrivals[0]))
-    assert count == 3 * group.size
-
-
-@pytest.mark.simulated(min_size=2, max_size=12)  # all have rows
-def test_a_broken_gradient_is_not_used(group: Group) -> None:
-    """It is the last rank's part of batch 1 that is missing in the second update, and there is no third."""
-    run = train(group, Sync("bsp", servers=1), ((0, 9),), break_at=1)
-    arrived, updates = group.share([len(run.arrivals[0]), run.updates])
-    assert arrived == 2 * group.size and updates == [2]
-    assert not any(group.gather(bool(np.allclose(run.weights[0], serial_weights(2)[0]))))
-    assert all(group.gather(bool(np.isfinite(run.weights[0]).all())))
-
-
-@pytest.mark.simulated(min_size=2)
-def test_late_gradients_of_backup_workers_are_dropped(group: Group) -> None:
-    """One worker is slow; each batch is done without it, and all have the same weights at the end."""
-
-    def slow(rank: int, step: int) -> float:
-        return 0.05 if rank == group.size - 1 else 0.0
-
-    run = train(group, Sync("bsp", backup=1), ((0, 4), (4, 6)), slow, synchronous_sends=True)
-    assert all_equal(group, run)
-    updates, dropped, arrived = group.share([run.updates, run.dropped, [len(each) for each in run.arrivals]])
-    assert updates == [4, 2]
-    assert dropped[0] >= 1
-    assert [a - d for a, d in zip(arrived, dropped, strict=True)] == [4 * (group.size - 1), 2 * (group.size - 1)]
-
-
-@pytest.mark.simulated
-@pytest.mark.parametrize("sync", IN_STEP, ids=name_of)
-def test_messages_and_bytes_are_those_of_the_formula(group: Group, sync: Sync) -> None:
-    """Per step and server 2 (N-1) of header and shard, 2N for a dedicated one, and one reply more to begin with."""
-    skip_unless_fitting(group, sync)
-    segments = ((0, 4), (4, 5))
-    run = train(group, sync, segments, random_delay(3))
-    shards = cut_shards(new_model().storage, sync.server_count)
-    workers = len(sync.worker_ranks(group.size))
-    distant = workers if sync.dedicated else workers - 1
-    everyones = group.gather(run.traffic)
-    for number, (first, stop) in enumerate(segments):
-        steps, totals = stop - first, sync.server_count - 1
-        messages = sync.server_count * distant * (2 * steps + 1) + totals
-        sizes = [HEADER_BYTES + shard.nbytes(new_model().storage.data) for shard in shards]
-        length = sum(sizes) * distant * (2 * steps + 1) + 16 * totals
-        assert [sum(each[number][i] for each in everyones) for i in range(2)] == [messages, length]
-
-
-@pytest.mark.simulated
-@pytest.mark.parametrize("sync", [Sync("bsp", servers=1), Sync("bsp", servers=2, dedicated=True)], ids=name_of)
-def test_on_a_device_it_goes_through_the_host(group: Group, sync: Sync) -> None:
-    """The same bits, and an array of one kind that meets the other would raise."""
-    skip_unless_fitting(group, sync)
-    host, device = (train(group, sync, SEGMENTS, backend=backend) for backend in (numpy_backend(), device_backend()))
-    assert all_equal(group, device)
-    near = [np.allclose(a, b, rtol=1e-12, atol=1e-14) for a, b in zip(host.weights, device.weights, strict=True)]
-    assert all(group.gather(all(near)))
-
-
-class Hasty(ParameterServer):
-    """A server that answers before its update: with the weights and the version from before it."""
-
-    def release(self) -> list[Reply]:
-        replies = [self._reply(grant) for grant in self.controller.release()]
-        if self.controller.update_due:
-            self._take()
-        return replies
-
-
-class Lenient(ParameterServer):
-    """A server that lets workers go on although the slowest is one step further behind."""
-
-    def release(self) -> list[Reply]:
-        return [replace(reply, slowest=reply.slowest - 1) for reply in super().release()]
-
-
-def step_once(group: Group, model: Module, talk: PushPull) -> str:
-    """Open, pull, push and pull; return what the error says."""
-    try:
+def test_messages_at_the_wrong_time_are_seen() -> None:
+    def main(group: Group) -> None:
+        model = new_model()
+        talk = PushPull(group, model.storage, ParameterServer(model.storage, optim.SGD(model.storage, lr=0.1), 1))
         talk.open(1, 9, 0)
-        pulled = talk.pull()
-        assert pulled.task is not None
-        rows, loss = gradient_of(model, pulled.task, group.size, numpy_backend())
-        batch = pulled.task.batch
-        talk.push(Push(pulled.task, rows, rows, rows_of(batch), rate_of(batch), 0, loss, 0.0, 0.0, 0.0, 0.0))
-        talk.pull()
-    except CommError as error:
-        return str(error)
-    return ""
+        task = talk.pull()
+        assert task is not None
+        with pytest.raises(CommError, match="has segment 2, gradient 0, but segment 1"):
+            talk._accept(Reply(1, 0, segment=2, sequence=0, version=0), [])
+        talk._version = 5
+        with pytest.raises(CommError, match="of version 5 of the weights, but got"):
+            talk.push(push_of(model, task, 1, numpy_backend()))
+
+    simulate(main, 1, check=False)
 
 
-@pytest.mark.simulated(check=False, max_size=12)  # all have rows
-@pytest.mark.parametrize(
-    ("server_class", "words"),
-    [(Hasty, "has version 0 of the weights, but there must be version 1"), (Lenient, "1 steps ahead of the slowest")],
-)
-def test_a_server_that_answers_too_early_is_seen(group: Group, server_class: Any, words: str) -> None:
-    """By every worker: the update without its gradient, and the lead that is too large."""
-    model = new_model()
-    talk, _ = make(group, Sync("bsp", servers=1), model, server_class=server_class)
-    found = group.gather(step_once(group, model, talk))
-    assert all(words in text for text in found), found
-    talk.free()
-
-
-@pytest.mark.simulated(check=False)
-@pytest.mark.parametrize("servers", [1, 2])
-def test_weights_of_another_segment_are_seen(group: Group, servers: int) -> None:
-    """The last server counts segments differently; every worker sees it."""
-    sync, model = Sync("bsp", servers=servers), new_model()
-    skip_unless_fitting(group, sync)
-    talk, _ = make(group, sync, model)
-    endpoint = talk._endpoint
-    if group.rank == servers - 1 and endpoint is not None:
-        begin = endpoint.open
-        endpoint.open = lambda segment, *rest: begin(segment + 1, *rest)  # type: ignore[method-assign]
-    found = group.gather(step_once(group, model, talk))
-    shard = servers - 1
-    words = f"has segment 2, gradient 0, shard {shard}, but segment 1, gradient 0, shard {shard} must come now"
-    assert all(words in text for text in found), found
-    talk.free()
-
-
-@pytest.mark.simulated(check=False)
-def test_a_gradient_of_other_weights_is_seen(group: Group) -> None:
-    """The server knows which version it gave to whom."""
-    sync, model = Sync("bsp", servers=1), new_model()
-    talk, _ = make(group, sync, model)
-    talk.open(1, 9, 0)
-    pulled = talk.pull()
-    assert pulled.task is not None
-    talk._versions = [5]
-    found = ""
-    if group.rank == 0:
-        with pytest.raises(CommError) as caught:
-            talk.push(Push(pulled.task, 1, 1, 13, 0.1, 0, 0.0, 0.0, 0.0, 0.0, 0.0))
-        found = str(caught.value)
-    assert "worker 0 pushed a gradient of version 5 of shard 0, but got version 0 last" in group.share(found)
-    talk.free()
-
-
-@pytest.mark.simulated
+@pytest.mark.simulated(max_size=8)
 def test_calls_out_of_order_are_refused(group: Group) -> None:
     """Instead of waiting for ever."""
-    sync, model = Sync("bsp", servers=1), new_model()
-    talk, _ = make(group, sync, model)
-    push = Push(tasks((0, 1), 1)[0], 1, 1, 13, 0.1, 0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    model = new_model()
+    server = ParameterServer(model.storage, optim.SGD(model.storage, lr=0.1), group.size) if group.is_root else None
+    talk, push = PushPull(group, model.storage, server), push_of(model, Task(0, 0), 1, numpy_backend())
     with pytest.raises(CommError, match="nothing to pull"):
         talk.pull()
     talk.open(0, 0, 0)
-    with pytest.raises(CommError, match="not over for this worker"):
-        talk.finish()
-    with pytest.raises(CommError, match="call finish"):
-        talk.open(0, 1, 0)
-    with pytest.raises(CommError, match="nothing to push"):
-        talk.push(push)
-    assert talk.pull().over
+    for call, words in (
+        (talk.finish, "not over for this worker"),
+        (lambda: talk.open(0, 1, 0), "call finish"),
+        (lambda: talk.push(push), "nothing to push"),
+    ):
+        with pytest.raises(CommError, match=words):
+            call()
+    assert talk.pull() is None
     with pytest.raises(CommError, match="nothing to push"):
         talk.push(push)
     talk.finish()

@@ -1,0 +1,119 @@
+"""Ranks that are made slower on purpose, so that experiments with stragglers repeat on any machine.
+
+computed        |======|                                  the time that the step took here
+ms=20           |======|....|                             it lasts at least so long, as on a slower machine
+factor=3        |======|....|.........|.........|         a straggler takes three times that
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import inf
+
+from nnmpi import clock, timeline
+from nnmpi.backend.random import stream
+from nnmpi.errors import UsageError
+
+FORMS = '"ms=20", "rank=2,factor=3" or "probability=0.25,factor=3"; several separated by ";"'
+
+
+@dataclass(frozen=True)
+class Slow:
+    """How long steps last at least, and who takes how many times as long. By default nobody is slow.
+
+    Attributes:
+        minimum_s: the least seconds of a step.
+        factors: of ranks that are always slow.
+        chances: (probability, factor) of rules by which any rank is slow in any step.
+        seed: of these rules, which give the same steps in every run with it.
+    """
+
+    minimum_s: float = 0.0
+    factors: Mapping[int, float] = field(default_factory=dict)
+    chances: tuple[tuple[float, float], ...] = ()
+    seed: int = 0
+
+    @classmethod
+    def parse(cls, text: str, seed: int = 0) -> Slow:
+        """Return the meaning of a text such as "ms=20;rank=2,factor=3"; nobody is slow for "".
+
+        Raises:
+            UsageError: for any other text, and numbers out of range.
+        """
+        minimum_ms, factors, chances = 0.0, dict[int, float](), list[tuple[float, float]]()
+        for rule in text.split(";") if text.strip() else ():
+            values = _numbers(rule)
+            factor = values.get("factor", 1.0)
+            if values.keys() == {"ms"} and not minimum_ms:
+                minimum_ms = _within(rule, values["ms"], 0 < values["ms"] < inf)
+            elif values.keys() == {"rank", "factor"} and values["rank"] not in factors:
+                rank = int(_within(rule, values["rank"], values["rank"] >= 0 and values["rank"] % 1 == 0))
+                factors[rank] = _within(rule, factor, 1 <= factor < inf)
+            elif values.keys() == {"probability", "factor"}:
+                chance = _within(rule, values["probability"], 0 < values["probability"] <= 1)
+                chances.append((chance, _within(rule, factor, 1 <= factor < inf)))
+            else:
+                raise UsageError(f"slow: {rule.strip()!r} means nothing, or is said twice; give {FORMS}")
+        return cls(minimum_ms / 1e3, factors, tuple(chances), seed)
+
+    def seconds(self, computed_s: float, rank: int, step: int) -> float:
+        """Return how long a rank's step is to last whose computing took so long; `step` counts the rank's own."""
+        seconds = max(computed_s, self.minimum_s) * self.factors.get(rank, 1.0)
+        for number, (probability, factor) in enumerate(self.chances):
+            if stream(self.seed, "straggler", number, rank, step).random() < probability:
+                seconds *= factor
+        return seconds
+
+    def wait(self, computed_s: float, rank: int, step: int, rest: Callable[[float], object] | None = None) -> float:
+        """Return when the step has lasted long enough, with the seconds that this took.
+
+        Args:
+            computed_s, rank, step: see `seconds`.
+            rest: returns at a given time of `nnmpi.clock`, for a rank that has other work than to sleep.
+        """
+        left_s = self.seconds(computed_s, rank, step) - computed_s
+        if left_s <= 0:
+            return 0.0
+        begin = clock.now()
+        with timeline.span("slowed down", "slowdown"):
+            if rest is None:
+                clock.sleep(left_s)
+            else:
+                rest(begin + left_s)
+        return clock.now() - begin
+
+    def check(self, ranks: int) -> None:
+        """Refuse a slow rank that does not exist.
+
+        Raises:
+            UsageError: naming it.
+        """
+        for rank in self.factors:
+            if rank >= ranks:
+                raise UsageError(f"slow: rank {rank} does not exist; ranks are numbered from 0 to {ranks - 1}")
+
+    def describe(self) -> str:
+        """Return it in words, for the head of a run; empty if nobody is slow."""
+        words = [f"a step takes at least {1e3 * self.minimum_s:g} ms"] if self.minimum_s else []
+        words += [f"rank {rank} takes {factor:g} times as long" for rank, factor in self.factors.items()]
+        words += [f"any rank takes {factor:g} times as long with probability {p:g}" for p, factor in self.chances]
+        return "; ".join(words)
+
+
+NOT_SLOW = Slow()
+
+
+def _numbers(rule: str) -> dict[str, float]:
+    try:
+        pairs = [entry.split("=") for entry in rule.split(",")]
+        values = {key.strip(): float(value) for key, value in pairs}
+    except ValueError:
+        raise UsageError(f"slow: {rule.strip()!r} means nothing; give {FORMS}") from None
+    return values
+
+
+def _within(rule: str, value: float, fits: bool) -> float:
+    if not fits:
+        raise UsageError(f"slow: {value:g} in {rule.strip()!r} is out of range; give {FORMS}, with factors from 1 on")
+    return value
