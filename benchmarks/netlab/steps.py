@@ -270,7 +270,8 @@ class StepsRun:
             return
         found = json.loads(path.read_text())
         self.links = found["links"]
-        for row in found["rows"]:
+        names = {case.name for case in CASES}
+        for row in (row for row in found["rows"] if row["case"] in names):
             self.rows[row["rate"], row["hosts"], row["case"]] = StepTimes(
                 row["rate"],
                 row["hosts"],
