@@ -7,7 +7,6 @@ In the order in which a run meets them:
     launch.py    starting ranks from a program that is none, and getting back what they measured
     turns.py     contestants that take turns, so that a busy machine slows down all alike; medians, quartiles, ratios
     memory.py    what a process or a block of code holds in memory
-    formulas.py  measured memory beside formulas
     machine.py   the machine's facts that belong to every result
     tables.py    columns and rows as Markdown or as text, and tables inside a README
     results.py   JSON files that are whole at any time

@@ -1,31 +1,25 @@
-"""The command: simulate, print the tables and the crossovers, write what is asked for."""
+"""The command: simulate, print the tables, write what is asked for."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from benchmarks.harness import command, plots, results
-from benchmarks.scaling.crossovers import EQUAL, Crossover, best_by_ranks, crossovers, in_words
-from benchmarks.scaling.plots import draw
+from benchmarks.harness import command, results
 from benchmarks.scaling.sweep import (
     NAMES,
     MachineModel,
     SimulatedTime,
     cluster,
-    fitted,
     flat,
-    is_power,
     rank_counts,
     sweep,
 )
-from nnmpi.comm.fitting.fit import load_fit
 from nnmpi.units import format_bytes, format_seconds
 
 PROGRAM = "python benchmarks/scaling"
-DESCRIPTION = "Simulated time of all all-reduces against the number of ranks, and where one overtakes another."
-TAUGHT = ("ps", "tree", "ring")  # those of the course's table
-CROSSOVER_RANKS = (4, 16, 64, 100, 256)
+DESCRIPTION = "Simulated time of all all-reduces against the number of ranks."
+EQUAL = 1 + 1e-9  # as good as the fastest, but for rounding
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -35,13 +29,9 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> None:
     """Simulate and print; write the files."""
-    if options.plot is not None:
-        plots.check_can_draw("--plot")
-    results.check_writable("--plot", options.plot)
     results.check_writable("--json", options.json)
     counts = rank_counts(options.max_ranks)
     points: list[SimulatedTime] = []
-    found: list[Crossover] = []
     models = _models(options)
     for model in models:
         print(f"{model.description}\n")
@@ -49,20 +39,14 @@ def _run(options: argparse.Namespace) -> None:
             own = list(sweep(model, nbytes, counts))
             points += own
             print("\n".join(_table(nbytes, own)) + "\n", flush=True)
-        found += _crossovers(model, [ranks for ranks in CROSSOVER_RANKS if ranks <= options.max_ranks])
     content = {
         "machines": {model.name: model.description for model in models},
         "rows": [asdict(point) for point in points],
-        "crossovers": [asdict(crossover) for crossover in found],
     }
     results.write(options.json, content)
-    if options.plot is not None:
-        draw(options.plot, models, points)
 
 
 def _models(options: argparse.Namespace) -> list[MachineModel]:
-    if options.fit:
-        return [fitted(load_fit(options.fit))]
     every = {"flat": flat(options.alpha, options.beta, options.gamma), "cluster": cluster()}
     return list(every.values()) if options.machine == "both" else [every[options.machine]]
 
@@ -78,39 +62,20 @@ def _table(nbytes: int, points: Sequence[SimulatedTime]) -> list[str]:
         least = min(row.values()) * EQUAL
         cells = [f"{format_seconds(row[name])} {'*' if row[name] <= least else ' '}" for name in NAMES]
         lines.append("  ".join([f"{ranks:6}", *(f"{cell:>16}" for cell in cells)]).rstrip())
-    powers, others = ([p for p in points if is_power(p.ranks) == power] for power in (True, False))
-    lines.append(f"fastest, ranks a power of two: {', '.join(best_by_ranks(powers))}")
-    if others:
-        lines.append(f"fastest, other numbers of ranks: {', '.join(best_by_ranks(others))}")
     return lines
-
-
-def _crossovers(model: MachineModel, counts: Sequence[int]) -> list[Crossover]:
-    """Print who is fastest for which messages; return the crossovers among all algorithms and among the course's."""
-    every: list[Crossover] = []
-    for title, names in (("all", NAMES), ("of parameter server, tree and ring", TAUGHT)):
-        print(f"fastest by message size, {title}:")
-        for ranks in counts:
-            first, found = crossovers(model, ranks, names)
-            every += [crossover for crossover in found if crossover not in every]
-            print(f"{ranks:6} ranks: {in_words(first, found)}", flush=True)
-        print()
-    return every
 
 
 def _parse(words: Sequence[str]) -> argparse.Namespace:
     parser = command.CommandParser(PROGRAM, DESCRIPTION)
     add, duration = parser.add_argument, command.duration
     add("--machine", choices=("both", "flat", "cluster"), default="both", help="what to simulate")
-    add("--fit", type=command.file, metavar="FILE", help="simulate the machine of a fit instead")
     add("--alpha", type=duration, default=2e-6, help="of the flat machine: seconds of latency (2e-6)")
     add("--beta", type=duration, default=1 / 12.5e9, help="seconds per byte (8e-11, 12.5 GB/s)")
     add("--gamma", type=duration, default=1 / 50e9, help="seconds per byte added (2e-11, 50 GB/s)")
     add("--max-ranks", type=_ranks, default=4096, metavar="N", help="the most ranks (4096)")
     sizes = command.each(command.nbytes)
     add("--sizes", type=sizes, default="1k,64k,1m,64m", metavar="BYTES,...", help="of messages (1k,64k,1m,64m)")
-    add("--json", type=command.file, metavar="FILE", help="all points and crossovers")
-    add("--plot", type=command.picture, metavar="FILE", help="time against ranks, a panel per size")
+    add("--json", type=command.file, metavar="FILE", help="all points")
     options = parser.parse(words)
     options.sizes = sorted(options.sizes)
     return options

@@ -1,11 +1,10 @@
 """The machines that are simulated, and the simulated times of every algorithm, size and number of ranks on them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS, find_algorithm
-from nnmpi.comm.fitting.fit import Fit
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
 from nnmpi.comm.simulate import simulate_collective
 
@@ -49,21 +48,6 @@ def flat(alpha_s: float, beta_s: float, gamma_s: float) -> MachineModel:
     )
 
 
-def fitted(fit: Fit) -> MachineModel:
-    """Return more and more of a machine that was measured: nodes with as many ranks as its first one had."""
-    machine, nodes = fit.machine, fit.machine.nodes
-    per_node = fit.ranks if nodes is None else nodes.count(nodes[0])
-    where = f"{fit.ranks} ranks on {fit.facts['host']} under {fit.facts['mpi']}"
-    if machine.across is None:
-        apart = "as if all ranks were on that node, each with a core of its own"
-        return MachineModel("fit", f"fit: {where}, {apart}", lambda ranks: replace(machine, nodes=None))
-    return MachineModel(
-        "fit",
-        f"fit: {where}, nodes of {per_node} ranks",
-        lambda ranks: replace(machine, nodes=blocks(ranks, per_node)),
-    )
-
-
 def cluster() -> MachineModel:
     """Return nodes of 8 ranks that share one link."""
     return MachineModel(
@@ -97,11 +81,6 @@ def rank_counts(most: int) -> list[int]:
     """Return the powers of two from 2 to `most` and some numbers between them, in order."""
     powers = {1 << bit for bit in range(1, most.bit_length())}
     return sorted(ranks for ranks in powers | set(ODD_RANKS) if ranks <= most)
-
-
-def is_power(ranks: int) -> bool:
-    """Return whether a number is a power of two."""
-    return ranks & (ranks - 1) == 0
 
 
 @cache

@@ -9,8 +9,8 @@ ranks (see `tensor.placement`). Each layer's rule (see `sharded.rules`) says wha
 spread. Where a layer needs the activation otherwise, an exchange comes before it:
 
     Sequential    layer by layer, each from what the one before it leaves
-    Residual,     both branches; where they end differently, both are made whole before they are added
-    Stash, Pop
+    Residual      both branches; where they end differently, both are made whole before they are added
+    Stash, Pop    what is kept and what it is added to must lie on the ranks alike, or they are refused
     Branches      each rank has some of them, and computes these (see `sharded.branches`)
     a layer       its rule
     another       a custom module, whose forward is unknown: whole in, whole out, and inside what the table says. There
@@ -40,7 +40,6 @@ from nnmpi.parallel.sharded.context import (
     LayerContext,
     Placed,
     Redistributed,
-    RedistributedPop,
     Redistribution,
     ShardedChild,
 )
@@ -200,34 +199,26 @@ class ModelWalk:
             if isinstance(layer, Stash):
                 kept[layer.name] = layout
             elif isinstance(layer, Pop):
-                layout = self._join_kept(sequence, i, layer, inside, layout, kept)
+                layout = self._join_kept(layer, inside, layout, kept)
             else:
                 if type(layer) is Residual and not self._branches_agree(layer, inside, layout):
-                    layout = self._replicate_before(sequence, i, layout, kept)
+                    layout = self._replicate_before(sequence, i, layout)
                 placed, layout = self.replace(layer, inside, layout)
                 sequence.layers[i] = placed
         return layout
 
     def _join_kept(
-        self,
-        sequence: Sequential,
-        i: int,
-        pop: Pop,
-        name: str,
-        layout: ActivationLayout,
-        kept: dict[str, ActivationLayout],
+        self, pop: Pop, name: str, layout: ActivationLayout, kept: dict[str, ActivationLayout]
     ) -> ActivationLayout:
-        """Give both inputs of a Pop the same placement: if they differ, both are made whole."""
+        """Shard the shortcut of a Pop, and refuse inputs that lie on the ranks in different ways."""
         if pop.name not in kept:
             return layout  # the sequence refuses it when it runs
-        around = kept.pop(pop.name)
-        pop.shortcut, other = self._branch(pop.shortcut, _join(name, "shortcut"), around)
-        if other.placement != layout.placement:
-            if not other.placement.is_replicated:
-                pop.shortcut = self._replicate_after(pop.shortcut, other)
-            if not layout.placement.is_replicated:
-                sequence.layers[i] = RedistributedPop(pop, self._gather(layout))
-            layout = ActivationLayout(REPLICATED, layout.shape)
+        pop.shortcut, around = self._branch(pop.shortcut, _join(name, "shortcut"), kept.pop(pop.name))
+        if around.placement != layout.placement:
+            raise LayoutError(
+                f"layer {name!r} adds what was kept as {pop.name!r}, and the two lie on the ranks in different ways; "
+                "let the table leave both whole, or use nn.Residual"
+            )
         return layout
 
     def _residual(self, block: Residual, name: str, layout: ActivationLayout) -> tuple[Module, ActivationLayout]:
@@ -305,23 +296,15 @@ class ModelWalk:
             layout = self._predict(layer, _join(name, number), layout)
         return layout
 
-    def _replicate_before(
-        self, sequence: Sequential, i: int, layout: ActivationLayout, kept: dict[str, ActivationLayout]
-    ) -> ActivationLayout:
+    def _replicate_before(self, sequence: Sequential, i: int, layout: ActivationLayout) -> ActivationLayout:
         """Make whole what comes to layer i of a sequence, by an exchange after the layer before it.
 
         Where there is no such layer, the activation stays as it is, and the exchange comes before layer i later.
         """
-        whole = ActivationLayout(REPLICATED, layout.shape)
-        before = i - 1
-        while before >= 0 and isinstance(sequence.layers[before], Stash):
-            before -= 1
-        if layout.placement.is_replicated or before < 0 or isinstance(sequence.layers[before], Pop):
+        if layout.placement.is_replicated or i == 0 or isinstance(sequence.layers[i - 1], Stash | Pop):
             return layout
-        for stash in sequence.layers[before + 1 : i]:
-            kept[stash.name] = whole  # all of these are stashes
-        sequence.layers[before] = self._replicate_after(sequence.layers[before], layout)
-        return whole
+        sequence.layers[i - 1] = self._replicate_after(sequence.layers[i - 1], layout)
+        return ActivationLayout(REPLICATED, layout.shape)
 
     def _replicate_after(self, module: Module | None, layout: ActivationLayout) -> Module:
         """Return the module with an exchange that makes its result, which is spread as `layout` says, whole."""

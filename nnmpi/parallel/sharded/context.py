@@ -14,7 +14,6 @@ from typing import Any, NoReturn, TypeAlias
 
 from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError
-from nnmpi.nn.container import Pop
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.sharding import Sharding, Units
 from nnmpi.parallel.sharded.collectives import PartExchange, gather, gather_summing_grads, scatter
@@ -204,25 +203,6 @@ class ShardedChild(Redistributed):
         return self._closed() if isinstance(value, Tensor | Module | Buffer | list | tuple) else value
 
     __getitem__ = __len__ = __iter__ = _closed
-
-
-class RedistributedPop(Pop):
-    """pop(before(x), kept).
-
-    The exchange is in the Pop itself, and not after the layer before it: that layer's result may be stashed, too.
-
-    Args:
-        pop: the whole model's.
-        before: what happens to its first input.
-    """
-
-    def __init__(self, pop: Pop, before: Callable[[Any], Any]) -> None:
-        super().__init__(pop.name, pop.shortcut)
-        self._before = before
-
-    def forward(self, x: Tensor, kept: Tensor) -> Tensor:
-        """Return the sum."""
-        return super().forward(self._before(x), kept)
 
 
 class Redistribution(Module):

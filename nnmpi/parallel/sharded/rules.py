@@ -63,7 +63,7 @@ def assumed_placement(layer: Module, sharding: Sharding, units: Units | None = N
         return divided(layer.weight.shape[0], units)
     if sharding is Sharding.ROW and isinstance(layer, Conv2d):
         return features(layer.weight.shape[2] * layer.groups)
-    if sharding is Sharding.COLUMN and isinstance(layer, BatchNorm | LayerNorm):
+    if sharding is Sharding.COLUMN and isinstance(layer, BatchNorm):
         return features(layer.weight.shape[-1])
     return REPLICATED
 
