@@ -156,7 +156,7 @@ def explain_error(error: BaseException, facts: Callable[[], Facts]) -> DeviceErr
     if name in _COMPILER_ERRORS:
         return DeviceError(f"{_no_kernel(error)}; are CUDA's libraries those that cupy's extra [ctk] brings?")
     if name == "CUBLASError":
-        return DeviceError(f"cuBLAS failed ({_short(error)}); NNMPI_GEMM=matmul computes all products with cupy.matmul")
+        return DeviceError(f"cuBLAS failed ({_short(error)})")
     return DeviceError(f"{name} on the device: {_short(error)}")
 
 

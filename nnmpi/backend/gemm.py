@@ -4,7 +4,7 @@ arrays          float32, float64                  float16, bfloat16
 NumPy           its BLAS; MKL, where it is        rounded up to float32, its BLAS, and down once
                 installed, for large matrices
 CuPy            cuBLAS, called by nnmpi           cuBLAS, which adds up in float32 and rounds down once
-                (see `cublas`), or cupy.matmul where the former fails its test
+                (see `cublas`)
 """
 
 import sys
@@ -64,15 +64,3 @@ def gemm(xp: Any, a: Array, b: Array, out: Array | None = None, add: bool = Fals
     else:
         product = multiply(a, b, out=out)
     return product
-
-
-def gemm_notice(xp: Any, mode: str) -> str | None:
-    """Return a sentence on the products that are computed more slowly than they could be, None if there are none.
-
-    On a device this tests, once per process, whether nnmpi's calls of cuBLAS do what they should.
-
-    Args:
-        xp: the module of the arrays.
-        mode: of `precision`.
-    """
-    return products_of(xp).notice(mode) if xp.__name__ == "cupy" else None

@@ -63,11 +63,6 @@ class Prefetch(Iterator[T], Generic[T]):
         self._position += 1
         return item
 
-    @property
-    def is_made(self) -> bool:
-        """Whether the next item is there, so that nobody would wait for it."""
-        return self._shared is not None and self._shared.holds(self._position)
-
     def close(self) -> None:
         """Stop the threads and drop what they made. May be called more than once."""
         self._position = len(self._numbers)
@@ -133,11 +128,6 @@ class _Shared(Generic[T]):
         if error is not None:
             raise error
         return item  # type: ignore[return-value]
-
-    def holds(self, position: int) -> bool:
-        """Return whether the item at this position is made, and making it raised nothing."""
-        with self._changed:
-            return position in self._made and self._made[position][1] is None
 
     def end(self) -> None:
         """Stop the threads and wait for them, but not for ever, and not when a collection runs this in one of them."""

@@ -8,7 +8,6 @@ from dataclasses import replace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.device import select
 from nnmpi.backend.device_errors import REMEDY, expects_device
-from nnmpi.backend.gemm import gemm_notice
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.device.staged import cuda_aware
 from nnmpi.comm.group import Group
@@ -64,15 +63,14 @@ def check_compiled(jit: bool, backend: Backend) -> None:
         )
 
 
-def describe_device(backend: Backend, group: Group, precision: str, verbose: bool = False) -> list[str]:
-    """Return lines on how ranks share devices and memory, what computes slowly, and why this backend. Collective.
+def describe_device(backend: Backend, group: Group, verbose: bool = False) -> list[str]:
+    """Return lines on how ranks share devices and memory, and why this backend. Collective.
 
     That no rank has a device is said where one could be meant to be used.
 
     Args:
         backend: where this rank computes.
         group: all ranks of the run.
-        precision: what products read, such as "bf16".
         verbose: say it anyway.
     """
     found = group.gather([platform.node(), backend.card, verbose or bool(backend.reason) and expects_device()])
@@ -87,12 +85,10 @@ def describe_device(backend: Backend, group: Group, precision: str, verbose: boo
     if use.limit_bytes is not None:
         limit = f"{format_bytes(use.limit_bytes)} of memory for each rank"
     shared = f", up to {most} ranks on one" if most > 1 else ""
-    notices = sorted({each for each in group.gather(gemm_notice(backend.xp, precision)) if each is not None})
     way = "given to MPI" if cuda_aware() else "staged through the host's memory"
     return [
         f"devices: {len(cards)} for {counted(group.size, 'rank')}{shared}; {limit} ({use.note})",
         *([f"device arrays: {way}"] if group.size > 1 else []),
-        *(f"products: {each}" for each in notices),
         *lines,
     ]
 

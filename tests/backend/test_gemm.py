@@ -8,8 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from nnmpi.backend import cublas
-from nnmpi.backend.gemm import gemm, gemm_notice
+from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import bfloat16, use_precision
 from nnmpi.backend.recording import Recorder
 from nnmpi.errors import DeviceError, DtypeError, ShapeError, UsageError
@@ -133,16 +132,6 @@ def test_on_the_device_by_cublas(case: Case) -> None:
     check(load(), case)
 
 
-@given(cases())
-def test_on_the_device_by_matmul(case: Case) -> None:
-    """What is used where cuBLAS fails its test gives the same."""
-    cupy = load()
-    products = cublas.Products(cupy, "matmul")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nnmpi.backend.gemm.products_of", lambda xp: products)
-        check(cupy, case)
-
-
 def test_numpys_own_calls() -> None:
     """On NumPy's float32 and float64 it is the call that it was: dot for matrices, matmul for stacks."""
 
@@ -251,8 +240,3 @@ def test_an_array_of_the_host_among_the_devices() -> None:
         gemm(cupy, device, device)
         with pytest.raises(DeviceError, match=r"host's memory \(input 2 \(shape \(2, 2\), float32\)\)"):
             gemm(cupy, device, device, out=host)
-
-
-def test_nothing_to_notice() -> None:
-    """Neither on NumPy nor where cuBLAS passes its test."""
-    assert [gemm_notice(xp, mode) for xp in (np, load()) for mode in ("float32", "tf32", "bf16", "fp16")] == [None] * 8

