@@ -24,7 +24,6 @@ from benchmarks.training.trainer_nnmpi import build
 
 FLOAT32, TF32, BF16 = "float32", "tf32", "bf16"
 MODES = (FLOAT32, TF32, BF16)
-MNIST = "mnist"
 
 CASES: Mapping[str, Case] = MappingProxyType(
     {
@@ -63,7 +62,6 @@ TARGETS = (
     Target("gpt-fill", (TF32, BF16), 0.95),
     Target("cnn", MODES, 0.9),
     Target("cnn-1024", MODES, 0.9),
-    Target(MNIST, (FLOAT32,), 2.0),
 )
 
 

@@ -1,12 +1,12 @@
-"""The command: ceilings first, then case by case in every mode; prints tables, writes the file."""
+"""The command: case by case in every mode; prints tables, writes the file."""
 
 import argparse
 import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
-from benchmarks.gpu import ceilings, mnist, tables
-from benchmarks.gpu.cases import CASES, MNIST, MODES, TINY, CaseArrays, target
+from benchmarks.gpu import tables
+from benchmarks.gpu.cases import CASES, MODES, TINY, CaseArrays
 from benchmarks.gpu.facts import collect
 from benchmarks.gpu.measure import Timing, makers, measure, ratios, reference
 from benchmarks.harness import command, results
@@ -17,9 +17,8 @@ from nnmpi.backend.device import device_problem, select
 from nnmpi.errors import DeviceError
 
 PROGRAM = "python benchmarks/gpu"
-DESCRIPTION = """Train the same models with nnmpi and with PyTorch eager on the same device, in turns, beside what
-the device can do at best. The README beside the program says how it is measured."""
-CHECK_ROWS, CHECK_EPOCHS, DATA_WORKERS = (160, 40), 2, (0, 4)
+DESCRIPTION = """Train the same models with nnmpi and with PyTorch eager on the same device, in turns.
+The README beside the program says how it is measured."""
 
 
 def main(words: Sequence[str]) -> int:
@@ -42,16 +41,15 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
         HelpAsked: for --help.
         UsageError: for an unknown name, or a value that cannot be used.
     """
-    known = (*(TINY if "--check" in words else CASES), MNIST)
+    known = tuple(TINY if "--check" in words else CASES)
     parser = command.CommandParser(PROGRAM, DESCRIPTION)
     add, one_of = parser.add_argument, command.one_of
     text = f"what is measured ({','.join(known)}); all by default"
     add("--cases", type=command.each(one_of(*known)), default=known, metavar="A,B,...", help=text)
-    text = f"precisions ({','.join(MODES)}); all by default. mnist is float32 alone"
+    text = f"precisions ({','.join(MODES)}); all by default"
     add("--modes", type=command.each(one_of(*MODES)), default=MODES, metavar="A,B,...", help=text)
     add("--without-torch", dest="torch", action="store_false", help="nnmpi alone")
     command.add_blocks(parser, block_s=0.1)
-    command.add_data_dir(parser, "made-up images without them")
     add("--check", action="store_true", help="tiny sizes, each part once, verified, no times worth keeping")
     options = parser.parse(words)
     if options.check:
@@ -65,53 +63,21 @@ def _run(options: argparse.Namespace, backend: Backend) -> int:
     torch_device = _torch_device() if options.torch else None
     if options.torch and torch_device is None:
         say("PyTorch is not installed, or sees no device, so nnmpi runs alone")
-    sizes = ceilings.SMALL if options.check else ceilings.Sizes()
     found: dict[str, Any] = {"facts": _facts(backend, torch_device), "checked_only": options.check, "rows": []}
-    found["ceilings"] = {
-        "products": ceilings.products(backend, torch_device, sizes),
-        "copies": ceilings.copies(backend, sizes),
-    }
-    backend.release_memory()
     say(labelled(found["facts"].items()))
-    say(tables.ceilings(found["ceilings"], options.markdown))
     for name in options.cases:
-        if name == MNIST:
-            _mnist(options, backend, torch_device, found)
-        else:
-            _case(name, options, backend, torch_device, found)
+        arrays = CaseArrays((TINY if options.check else CASES)[name])
+        right = reference(arrays, backend, torch_device)
+        for mode in options.modes:
+            made = makers(arrays, mode, backend, torch_device)
+            rows = measure(arrays, mode, made, right, Timing(options.rounds, options.block_s))
+            found["rows"] += rows
+            say(tables.contestants(rows, options.markdown))
         results.write(options.json, {**found, "ratios": ratios(found["rows"])})
     if ratios(found["rows"]):
         say(tables.speeds(found["rows"], options.markdown))
     ours = [row for row in found["rows"] if not row["name"].startswith("torch")]
     return int(any("failed" in row for row in ours))
-
-
-def _case(
-    name: str, options: argparse.Namespace, backend: Backend, torch_device: str | None, found: dict[str, Any]
-) -> None:
-    """Measure a case in all modes; add its rows to what was found."""
-    arrays = CaseArrays((TINY if options.check else CASES)[name])
-    right = reference(arrays, backend, torch_device)
-    timing = Timing(options.rounds, options.block_s)
-    for mode in options.modes:
-        rows = measure(arrays, mode, makers(arrays, mode, backend, torch_device), right, timing)
-        found["rows"] += rows
-        say(tables.contestants(rows, found["ceilings"], options.markdown))
-
-
-def _mnist(options: argparse.Namespace, backend: Backend, torch_device: str | None, found: dict[str, Any]) -> None:
-    """Measure the epochs on MNIST; add their rows to what was found."""
-    data = mnist.load(options.data_dir, CHECK_ROWS if options.check else mnist.ROWS)
-    task = mnist.MnistTask(*data, CHECK_EPOCHS if options.check else mnist.EPOCHS)
-    rows = [mnist.train_nnmpi(task, backend, compiled) for compiled in (False, True)]
-    if torch_device is not None:
-        rows += [mnist.train_torch(task, torch_device, workers) for workers in DATA_WORKERS]
-    found[MNIST] = rows
-    say(tables.mnist(rows, options.markdown))
-    ratio = mnist.total_ratio(rows)
-    if ratio is not None:
-        found["mnist_ratio"] = {**ratio, "target": target(MNIST, "float32")}
-        say(f"all epochs, PyTorch / nnmpi: {ratio['total']:.2f} (target: {target(MNIST, 'float32'):.1f})")
 
 
 def _torch_device() -> str | None:

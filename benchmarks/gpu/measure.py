@@ -6,7 +6,7 @@
 All trainers live in one process and on one stream each, so that no context is switched between blocks.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ from benchmarks.gpu.cases import FLOAT32, CaseArrays, target
 from benchmarks.gpu.judge import TrainingCourse, course, examine, rate
 from benchmarks.gpu.trainer import DeviceTrainer, device_s, host_s
 from benchmarks.gpu.trainer_nnmpi import NnmpiDeviceTrainer
-from benchmarks.gpu.work import flops, moved, uploaded
 from benchmarks.harness.turns import WrongResultError, ratio, shuffled, steps_in_block, summary
 from benchmarks.training.cases import CNN
 from benchmarks.training.measure import LR
@@ -99,7 +98,8 @@ def measure(arrays: CaseArrays, mode: str, made: Makers, right: TrainingCourse, 
     time_blocks(trainers, timing)
     for trainer, row in trainers:
         trainer.close()
-        _rate(arrays, row)
+        for clock in ("device", "host"):
+            row |= summary(clock, row[f"{clock}_blocks_s"])
     return rows
 
 
@@ -111,7 +111,7 @@ def _look(trainer: DeviceTrainer, arrays: CaseArrays, right: TrainingCourse, row
     for _ in range(WARM_UP):
         trainer.upload()
         trainer.read(trainer.step())
-    row["peak_bytes"], row["used_bytes"] = trainer.peak_bytes(), trainer.used_bytes()
+    row["peak_bytes"] = trainer.peak_bytes()
 
 
 def time_blocks(trainers: Sequence[tuple[DeviceTrainer, Row]], timing: Timing) -> None:
@@ -128,14 +128,6 @@ def time_blocks(trainers: Sequence[tuple[DeviceTrainer, Row]], timing: Timing) -
             if number >= 0:
                 row["device_blocks_s"].append(device)
                 row["host_blocks_s"].append(host)
-
-
-def _rate(arrays: CaseArrays, row: Row) -> None:
-    """Put medians, quartiles and rates in a row."""
-    case, mode = arrays.case, row["mode"]
-    for clock in ("device", "host"):
-        row |= summary(clock, row[f"{clock}_blocks_s"])
-    row["flops"], row["moved_bytes"], row["uploaded_bytes"] = flops(case), moved(case, mode), uploaded(case)
 
 
 def fastest(rows: Sequence[Row], case: str, mode: str, side: str) -> Row | None:
@@ -166,17 +158,3 @@ def ratios(rows: Sequence[Row]) -> list[Row]:
         fields["reached"] = None if fields["target"] is None else fields["device"] >= fields["target"]
         found.append(fields)
     return found
-
-
-def fractions(row: Mapping[str, Any], ceilings: Mapping[str, Any]) -> dict[str, float]:
-    """Return which part of the measured ceilings a row reaches: of products, of copies within the card, and up to it.
-
-    The last one is the least time that the upload takes, as a share of the end-to-end time.
-    """
-    product = next(each for each in ceilings["products"] if each["mode"] == row["mode"])
-    copies = ceilings["copies"]
-    return {
-        "products": row["flops"] / row["device_s"] / product["flops_per_s"],
-        "within": row["moved_bytes"] / row["device_s"] / copies["within_bytes_per_s"],
-        "up": row["uploaded_bytes"] / row["host_s"] / copies["up_bytes_per_s"],
-    }

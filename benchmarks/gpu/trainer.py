@@ -59,10 +59,6 @@ class DeviceTrainer(ABC):
         """Return the seconds between two events that have passed."""
 
     @abstractmethod
-    def used_bytes(self) -> int:
-        """Return the device memory that this trainer's arrays hold now."""
-
-    @abstractmethod
     def peak_bytes(self) -> int:
         """Return the most that its pool has taken from the device since `reset_peak`, without what others have."""
 

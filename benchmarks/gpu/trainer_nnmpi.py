@@ -78,10 +78,6 @@ class NnmpiDeviceTrainer(DeviceTrainer):
         """See `DeviceTrainer.between`."""
         return self._backend.elapsed_s(begin, end)
 
-    def used_bytes(self) -> int:
-        """See `DeviceTrainer.used_bytes`."""
-        return self._backend.memory().used_bytes - self._others
-
     def peak_bytes(self) -> int:
         """See `DeviceTrainer.peak_bytes`."""
         return self._backend.memory().peak_bytes - self._others

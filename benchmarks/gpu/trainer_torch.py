@@ -96,10 +96,6 @@ class TorchDeviceTrainer(DeviceTrainer):
         """See `DeviceTrainer.between`."""
         return float(begin.elapsed_time(end)) / 1e3
 
-    def used_bytes(self) -> int:
-        """See `DeviceTrainer.used_bytes`."""
-        return int(torch.cuda.memory_allocated()) - self._others
-
     def peak_bytes(self) -> int:
         """See `DeviceTrainer.peak_bytes`."""
         return int(torch.cuda.max_memory_reserved()) - self._others
