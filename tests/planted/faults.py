@@ -186,4 +186,33 @@ FAULTS = (
         "result[chosen] = x[chosen, ::-1]",
         "tests/data",
     ),
+    # ---- asynchrony ----
+    Fault(
+        "ssp: one step further ahead than the bound",
+        "nnmpi/synchrony/consistency.py",
+        "return bound is None or self.lead(worker) <= bound",
+        "return bound is None or self.lead(worker) <= bound + 1",
+        "tests/synchrony",
+    ),
+    Fault(
+        "server: an update of a part has the whole rate",
+        "nnmpi/parallel/server/parameter_server.py",
+        "self.optimizer.lr = lr * share",
+        "self.optimizer.lr = lr",
+        "tests/parallel/server",
+    ),
+    Fault(
+        "server: gradients in the order in which they came",
+        "nnmpi/parallel/server/parameter_server.py",
+        "key=lambda each: (each[0].batch, each[0].part))",
+        "key=lambda each: 0)",
+        "tests/parallel/server",
+    ),
+    Fault(
+        "local SGD: a mean of ranks and not of rows",
+        "nnmpi/parallel/averaging.py",
+        "return self._rows / total if total else",
+        "return 1 / self.group.size if total else",
+        "tests/parallel/test_averaging.py",
+    ),
 )
