@@ -371,8 +371,9 @@ class Worker(Trainer):
             note_squares(self.runner.scalars, self.model.storage, self.arrangement)
         values = self.runner.scalars.read()  # on a device the one wait of the step; the update is not waited for
         # Here all ranks meet, so that the others wait for a slow one in the same step.
-        waited_s = traffic.sync_s + (0.0 if outcome.report is None else outcome.report.wait_s)
-        self.slow.wait(clock.now() - begin_s - waited_s, self.group.rank, self.optimizer.steps)
+        if self.slow:
+            waited_s = traffic.sync_s + (0.0 if outcome.report is None else outcome.report.wait_s)
+            self.slow.wait(clock.now() - begin_s - waited_s, self.group.rank, self.optimizer.steps)
         numbers = [*outcome.sums(values), outcome.targets]
         begin = clock.now()
         if self.fused is not None:

@@ -57,6 +57,9 @@ class Slow:
                 raise UsageError(f"slow: {rule.strip()!r} means nothing, or is said twice; give {FORMS}")
         return cls(minimum_ms / 1e3, factors, tuple(chances), seed)
 
+    def __bool__(self) -> bool:
+        return bool(self.minimum_s or self.factors or self.chances)
+
     def seconds(self, computed_s: float, rank: int, step: int) -> float:
         """Return how long a rank's step is to last whose computing took so long; `step` counts the rank's own."""
         seconds = max(computed_s, self.minimum_s) * self.factors.get(rank, 1.0)

@@ -135,7 +135,7 @@ def _synchrony(config: Config, group: Group) -> list[str]:
     return [
         *simulated,
         *([f"sync: {sync.rule.describe()}"] if sync.rule.asynchronous else []),
-        *([f"slow: {slow.describe()}"] if sync.slow else []),
+        *([f"slow: {slow.describe()}"] if slow else []),
     ]
 
 

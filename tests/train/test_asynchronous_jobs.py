@@ -76,9 +76,9 @@ def test_a_killed_run_goes_on_in_every_mode_and_on_other_ranks(tmp_path: Path) -
     steps, epoch = begin + 90, begin // 45 + 1
     jobs = [
         (3, "--trace", "steps by worker"),
-        (4, "--sync ssp --staleness 2 --slow rank=1,factor=2", "at most"),
         (2, "--sync local --local-steps 4", "weights differed by"),
         (3, "--sync gossip", "weights differed by"),
+        (4, "--sync ssp --staleness 2 --slow rank=1,factor=2", "at most"),
     ]
     for ranks, more, text in jobs:
         ending = train(tmp_path, f"--resume {run} {more} --max-steps {steps}", ranks)
