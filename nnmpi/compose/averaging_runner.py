@@ -68,6 +68,7 @@ class AveragingRunner:
                 if self.group.is_root and not self._broken:
                     segment.progress(Progress(number, 0, totals, norm, told_s - begin))
                 staleness.add(self.group.rank, averaging.steps_since_average(step))
+                waiting = clock.now()
                 with timeline.span("average", "average", timeline.REDUCE):
                     averaging.after_step(step, batch.own_targets)
                 done += 1
@@ -75,7 +76,7 @@ class AveragingRunner:
                 notes = None
                 if number + 1 < segment.batches.stop:
                     notes = self._check.gather([segment.poll_signal(), bool(self._broken)], clock.now() - entered)
-                waited_s = clock.now() - told_s
+                waited_s = clock.now() - waiting
                 if notes is not None:
                     signal = max(int(note[0]) for note in notes)
                     if signal or any(note[1] for note in notes):

@@ -8,9 +8,9 @@ import pytest
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.synchrony.sync import Sync
-from tests.compose.asynchronous_runs import EVERY_MODE, SEGMENTS, all_reduced, everything, make, name_of, train
-from tests.compose.small_runs import ROWS, build, weights
-from tests.harness.slow import MORE_LAYOUTS, MORE_SEEDS, once_more
+from tests.compose.asynchronous_runs import EVERY_MODE, SEGMENTS, everything, make, name_of, train
+from tests.compose.small_runs import ROWS
+from tests.harness.slow import MORE_SEEDS, once_more
 
 SEEDS = [range(10), once_more(range(10, 120), reason=MORE_SEEDS)]
 UNBOUND = (Sync("asp"), Sync("ssp", staleness=4), Sync("ssp", staleness=1))
@@ -57,18 +57,3 @@ def test_a_seed_is_repeatable(sync: Sync, cpu_factor: float) -> None:
         # A device is looked at until it has finished, and every look takes a simulated rank 0.1 us.
         for one, other in zip(first[0], again[0], strict=True):
             assert vars(one.totals) == pytest.approx(vars(other.totals), abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    "ranks", [1, 2, 3, 5, 8, 12, *(once_more(size, reason=MORE_LAYOUTS) for size in (6, 7, 9, 16, 33))]
-)
-def test_in_step_the_weights_are_those_of_a_synchronous_run(ranks: int) -> None:
-    """Through the server without staleness, on more ranks than there are rows in a batch, too."""
-
-    def main(group: Group) -> float:
-        worker = make(group, Sync("ssp", staleness=0), "momentum")
-        train(worker)
-        worker.release()
-        return float(abs(weights(worker.model) - all_reduced(group, "momentum", build())).max())
-
-    assert max(simulate(main, ranks, seed=ranks)) < 1e-12
