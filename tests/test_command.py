@@ -25,7 +25,7 @@ def ran(words: str, rank: int) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("words", [f"{SCHEDULE} 2", "nnmpi.schedule --help", "nnmpi.comm cost --help"])
+@pytest.mark.parametrize("words", [f"{SCHEDULE} 2", "nnmpi.schedule --help", "nnmpi.comm list --help"])
 def test_the_first_rank_says_it(words: str) -> None:
     status, said, wrong = ran(words, 0)
     assert (status, wrong) == (0, "")

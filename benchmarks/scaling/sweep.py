@@ -6,7 +6,7 @@ from functools import cache
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS, find_algorithm
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
-from nnmpi.comm.simulate import simulate_collective
+from nnmpi.comm.simulate import price
 
 NAMES = tuple(ALGORITHMS)
 ODD_RANKS = (3, 6, 12, 24, 48, 100, 384, 1000)  # not all jobs have a power of two
@@ -94,7 +94,7 @@ def seconds(model: MachineModel, algorithm: str, ranks: int, nbytes: int) -> flo
         nbytes: of each rank's buffer.
     """
     machine = model.build(ranks)
-    return simulate_collective(find_algorithm(algorithm, machine.nodes), ranks, nbytes, machine).seconds
+    return price(find_algorithm(algorithm, machine.nodes), ranks, nbytes, machine)
 
 
 def sweep(model: MachineModel, nbytes: int, counts: Sequence[int]) -> Iterator[SimulatedTime]:

@@ -105,7 +105,9 @@ class Buckets:
         self.open |= {layer: gradient}
         if layer == 0 or sum(g.size for g in self.open.values()) >= BUCKET:
             flat = np.concatenate([g.ravel() for g in self.open.values()])
-            self.flying.append((self.open, flat, self.group.start_all_reduce(flat, ring)))
+            pending = self.group.bind(flat, ring, tag=len(self.flying))  # a tag for each sum under way
+            pending.start()
+            self.flying.append((self.open, flat, pending))
             self.open = {}
         for _, _, pending in self.flying:
             pending.poll()

@@ -104,7 +104,9 @@ def train(group, staleness):
         gradients = {}
         backward(weights, kept, grad, gradients.__setitem__)
         flat = np.concatenate([gradients[layer].ravel() for layer in weights])
-        waiting.append((flat, group.start_all_reduce(flat, "ring")))
+        pending = group.bind(flat, "ring", tag=step % (staleness + 1))  # a tag for each sum under way
+        pending.start()
+        waiting.append((flat, pending))
         if len(waiting) > staleness:
             flat, pending = waiting.pop(0)
             begin_s = clock.now()

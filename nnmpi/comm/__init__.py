@@ -5,7 +5,8 @@ What a collective is, without MPI; read these first:
     steps, collective    what one rank does, as values; what a collective promises
     algorithms/          ring, tree ...: a file each. A new one is a file and a line in its registry
     prove, render        whether the steps keep the promise; a picture of them
-    simulate, cost       how long they take on a machine, by simulation (step_simulation/) and by formula
+    engine, links        going through all ranks' steps: what proof, picture and simulation have in common
+    simulate             how long they take on a machine; the formulas stand beside the algorithms
     machine, fitting/    the machine; what was measured of it, and how
     choose               which algorithm "auto" means
 

@@ -1,13 +1,12 @@
-"""`python -m nnmpi.comm`: look at a collective without MPI (prove it, draw it, price it, simulate it), fit a machine.
+"""`python -m nnmpi.comm`: look at a collective without MPI (prove it, draw it, simulate it), fit a machine.
 
+python -m nnmpi.comm list --ranks 16 --bytes 64k
 python -m nnmpi.comm render ring --ranks 4
 python -m nnmpi.comm render ring --ranks 6 --html ring.html
 python -m nnmpi.comm prove halving-doubling --ranks 17
-python -m nnmpi.comm price tree --ranks 16 --bytes 1MB --alpha 1e-5 --beta 1e-9 --gamma 1e-10
+python -m nnmpi.comm simulate tree --ranks 16 --bytes 1MB --alpha 1e-5 --beta 1e-9 --gamma 1e-10
 python -m nnmpi.comm simulate ring --operation all-gather --ranks 4096 --bytes 64MB
-python -m nnmpi.comm cost --ranks 16 --bytes 64k
 mpirun -n 4 python -m nnmpi.comm fit
-python -m nnmpi.comm choose --fit FILE --bytes 64k
 """
 
 import argparse
@@ -17,18 +16,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
-import numpy as np
-
+from nnmpi.comm.agreement import on_root
 from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
-from nnmpi.comm.choose import choose
 from nnmpi.comm.collective import ALL_REDUCE, Collective
-from nnmpi.comm.cost import table
-from nnmpi.comm.fitting.fit import check_place, default_file, load_fit, save_fit
+from nnmpi.comm.fitting.fit import default_file, describe_fit, load_fit, save_fit
 from nnmpi.comm.fitting.measure import facts, measure
-from nnmpi.comm.fitting.report import describe_fit, predictions
 from nnmpi.comm.machine import Link, Machine, blocks
 from nnmpi.comm.prove import prove
-from nnmpi.comm.render import compare, draw_slide, render
+from nnmpi.comm.render import coefficients, compare, render
 from nnmpi.comm.simulate import price, simulate_collective
 from nnmpi.comm.start import start
 from nnmpi.command import Parser, positive_count, say
@@ -51,6 +46,18 @@ def main(words: Sequence[str]) -> str:
     return _COMMANDS[arguments.command](arguments)
 
 
+def _list(arguments: argparse.Namespace) -> str:
+    """List all collectives with the latencies, and the bytes in buffers, that the last rank waits for."""
+    ranks, machine = arguments.ranks, _machine(arguments)
+    lines = [f"N = {ranks} ranks, M = {format_bytes(arguments.bytes)} in a buffer", ""]
+    for (operation, name), collective in COLLECTIVES.items():
+        latencies, buffers = coefficients(collective, ranks)
+        found = find_collective(operation, name, machine.nodes)
+        seconds = format_seconds(price(found, ranks, arguments.bytes, machine))
+        lines.append(f"{operation:18} {name:17} {latencies:5} alpha + {buffers:8.3f} M beta {seconds:>12}")
+    return "\n".join(lines)
+
+
 def _prove(arguments: argparse.Namespace) -> str:
     """Prove that a collective does what it promises, for a number of ranks."""
     proof = prove(_collective(arguments), arguments.ranks)
@@ -64,9 +71,6 @@ def _render(arguments: argparse.Namespace) -> str:
     """Draw a collective: rounds down, ranks across; or as a page that runs, beside others."""
     collective = _collective(arguments)
     picture = render(collective, arguments.ranks)
-    if arguments.svg is not None:
-        draw_slide(collective, arguments.ranks, arguments.svg)
-        picture += f"\n\n{arguments.svg} shows it on a slide"
     if arguments.html is None:
         return picture
     beside = {name: found for (operation, name), found in COLLECTIVES.items() if operation == arguments.operation}
@@ -75,92 +79,42 @@ def _render(arguments: argparse.Namespace) -> str:
     return f"{picture}\n\n{arguments.html} runs it in a browser"
 
 
-def _price(arguments: argparse.Namespace) -> str:
-    """Price a collective along its critical path."""
-    machine = _machine(arguments)
-    found = price(_collective(arguments, machine.nodes), arguments.ranks, arguments.bytes, machine)
-    return "\n".join(
-        [
-            f"{_title(arguments)}: {format_seconds(found.seconds)}",
-            f"on the critical path: {found.rounds} latencies, {found.sent_bytes} bytes sent, {found.added_bytes} added",
-            f"all ranks together: {found.messages} messages",
-        ]
-    )
-
-
 def _simulate(arguments: argparse.Namespace) -> str:
-    """Simulate a collective for up to thousands of ranks."""
+    """Simulate a collective for up to thousands of ranks: how long it takes on a machine."""
     machine = _machine(arguments)
     found = simulate_collective(_collective(arguments, machine.nodes), arguments.ranks, arguments.bytes, machine)
-    first = int(np.argmin(found.finish_s))
-    return "\n".join(
-        [
-            f"{_title(arguments)}: {format_seconds(found.seconds)}",
-            f"the first to finish is rank {first} after {format_seconds(float(found.finish_s[first]))}",
-            f"all ranks together: {found.messages} messages",
-            *([f"waiting for links between nodes: {format_seconds(found.waited_s)}"] if machine.nodes else []),
-        ]
-    )
-
-
-def _cost(arguments: argparse.Namespace) -> str:
-    """Print the course's table beside what the steps really cost."""
-    rows = table(arguments.ranks, arguments.bytes, _machine(arguments))
-    lines = [f"N = {arguments.ranks} ranks, M = {format_bytes(arguments.bytes)} (in an all-gather of each rank)", ""]
-    lines.append(f"{'operation':35} {'formula':30} {'course':>12} {'exact':>12}   why they differ")
-    for row in rows:
-        course = "" if row.course_s is None else format_seconds(row.course_s)
-        lines.append(f"{row.name:35} {row.formula:30} {course:>12} {format_seconds(row.exact_s):>12}   {row.differs}")
-    return "\n".join(line.rstrip() for line in lines)
+    title = f"{arguments.operation} by {arguments.algorithm}, {arguments.ranks} ranks, {format_bytes(arguments.bytes)}"
+    first = min(range(len(found)), key=found.__getitem__)
+    first_to_finish = f"the first to finish is rank {first} after {format_seconds(found[first])}"
+    return f"{title}: {format_seconds(max(found))}\n{first_to_finish}"
 
 
 def _fit(arguments: argparse.Namespace) -> str:
     """Measure this machine with these ranks, and keep the fit; run it under mpirun."""
     group = start()
     file = arguments.out or default_file(facts(group))
-    refused = ""
-    if group.is_root:  # before it takes half a minute
-        try:
-            check_place(file)
-        except OSError as error:
-            refused = f"the fit cannot be written to {file} ({error.strerror}); give another --out"
-    refused = group.share(refused)
-    if refused:
-        raise UsageError(refused)
-    for _ in range(TRIALS):
-        fit = measure(group, lambda line: print(f"measuring {line}", flush=True))
-        doubt = fit.doubt()
-        if not doubt:
-            break
-        if group.is_root:
-            print(f"this cannot be: {doubt}; the machine is busy", flush=True)
+    on_root(group, lambda: _check_place(file))  # before it takes half a minute
+    fit = measure(group, lambda line: print(f"measuring {line}", flush=True))
     if not group.is_root:
         return ""
     save_fit(fit, file)
-    notes = [f"kept in {file}"]
-    if doubt:
-        notes.append("measured on a busy machine: auto will not follow it; measure again when it is idle")
-    return "\n".join([*describe_fit(fit), "", *predictions(fit), "", *notes])
+    return "\n".join([*describe_fit(fit), "", f"kept in {file}"])
 
 
-def _choose(arguments: argparse.Namespace) -> str:
-    """Tell which all-reduce auto would take, and why: by a fit, or by rule."""
-    fit = load_fit(arguments.fit) if arguments.fit else None
-    if fit is not None and fit.ranks != arguments.ranks:
-        raise UsageError(f"the fit {arguments.fit} is of {fit.ranks} ranks, not {arguments.ranks}; leave --ranks out")
-    choice = choose(arguments.bytes, arguments.ranks, fit, arguments.shared, arguments.started)
-    rows = [] if fit is None else ["", *predictions(fit, (arguments.bytes,))]
-    return "\n".join([f"{choice.algorithm}: {choice.reason}", *rows])
+def _check_place(file: Path) -> None:
+    """Refuse a file that cannot be written; folders are made."""
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.open("a").close()
+    except OSError as error:
+        raise UsageError(f"the fit cannot be written to {file} ({error.strerror}); give another --out") from None
 
 
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace], str]] = MappingProxyType(
-    {"prove": _prove, "render": _render, "price": _price, "simulate": _simulate, "cost": _cost}
-    | {"fit": _fit, "choose": _choose}
+    {"list": _list, "prove": _prove, "render": _render, "simulate": _simulate, "fit": _fit}
 )
-_OF_ONE = ("prove", "render", "price", "simulate")
-_OF_BYTES = ("price", "simulate", "cost", "choose")
-_ON_MACHINE = ("price", "simulate", "cost")
-_STRANGERS = ("price", "simulate")
+_OF_ONE = ("prove", "render", "simulate")
+_ON_MACHINE = ("list", "simulate")
 _MACHINE = ("alpha", "beta", "gamma", "per_node", "across_alpha", "across_beta")
 _STRANGE = ("slow_ranks", "slow_nodes", "late")
 _STRANGE_OPTIONS = (
@@ -169,7 +123,6 @@ _STRANGE_OPTIONS = (
     ("--late", "late", "rank N begins X seconds later"),
 )
 DEFAULT_RANKS = 4
-TRIALS = 3  # of a fit on a busy machine
 ALPHA_S, BETA_S = 1e-5, 1e-9
 
 
@@ -183,27 +136,22 @@ def _parser() -> Parser:
             one.add_argument("algorithm", help="such as ring, tree, ps, or FILE.py:NAME")
             one.add_argument("--operation", help=f"one of {operations} (default all-reduce)")
         if name == "render":
-            one.add_argument("--svg", type=Path, metavar="FILE", help="write a picture for slides")
             one.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs, for a browser")
         if name == "fit":
             one.add_argument("--out", type=Path, help="file (default: one for these ranks in the user's cache)")
             continue
         one.add_argument("--ranks", type=positive_count, help=f"ranks (default: the fit's, else {DEFAULT_RANKS})")
         one.set_defaults(fit=None)
-        if name in _OF_BYTES:
+        if name in _ON_MACHINE:
             one.add_argument("--bytes", type=_bytes, default=2**20, help="such as 4, 64k, 1MB (default 1MB)")
             one.add_argument("--fit", type=Path, help="the machine: a file made by the command fit")
-        if name == "choose":
-            one.add_argument("--shared", action="store_true", help="the arrays lie in shared memory")
-            one.add_argument("--started", action="store_true", help="started and polled, as under a backward pass")
-        if name in _ON_MACHINE:
             one.add_argument("--alpha", type=_seconds, help=f"seconds of latency (default {ALPHA_S:g})")
             one.add_argument("--beta", type=_seconds, help=f"seconds per byte sent (default {BETA_S:g})")
             one.add_argument("--gamma", type=_seconds, help="seconds per byte added (default 0)")
             one.add_argument("--per-node", type=positive_count, help="ranks of a node, which share its link (all)")
             one.add_argument("--across-alpha", type=_seconds, help="latency between nodes (default: alpha)")
             one.add_argument("--across-beta", type=_seconds, help="seconds per byte between nodes (default: beta)")
-        if name in _STRANGERS:
+        if name == "simulate":
             for option, place, text in _STRANGE_OPTIONS:
                 one.add_argument(
                     option, dest=place, type=_by_number, action="append", default=[], metavar="N:X", help=text

@@ -1,7 +1,5 @@
 """Which all-reduce "auto" means: the one that the fitted model predicts to be the fastest, or a rule without a fit.
 
-Between nodes the ring is taken where it is within 5 % of the fastest: see STEADY.
-
 Every rank must come to the same answer, so nothing is measured here; and a resumed run to the answer of the run before
 (another algorithm adds in another order, and the last bits differ), so a run keeps its choices in its checkpoints.
 
@@ -32,12 +30,6 @@ from nnmpi.units import format_bytes, format_seconds
 RING_CHUNK_BYTES = 2**19
 SHARED_BYTES = 2**12  # through shared memory native is overtaken at 1 to 4 KB
 
-# Between nodes the ring is taken where it is predicted to be nearly the fastest: it talks to one neighbour over one
-# connection all the time, and keeps closest to its prediction. On links of 100 and 200 Mbit/s between 2 to 16 hosts
-# (benchmarks/netlab), some of the time beside other programs, it took 0.95 to 1.15 times as long as predicted, halving
-# and doubling 0.99 to 1.38, MPI's own 0.66 to 1.35.
-STEADY = "ring"
-NEARLY = 1.05
 DIGITS = 3  # of the predictions that a reason names
 
 # One server is last or level with the tree at every size; it is there to be compared with.
@@ -68,17 +60,10 @@ def choose(nbytes: int, size: int, fit: Fit | None = None, shared: bool = False,
         return _by_rule(nbytes, size, shared)
     seconds = {name: fit.predict(name, nbytes, started) for name in _candidates(fit, shared)}
     order = sorted(seconds, key=lambda name: seconds[name])
-    best, why = order[0], ""
-    if fit.machine.nodes is not None and seconds.get(STEADY, float("inf")) <= NEARLY * seconds[best] and best != STEADY:
-        best, why = (
-            STEADY,
-            f", and steadier than {best}, {format_seconds(seconds[best], DIGITS)}, which it is within 5 % of",
-        )
-    others = ", ".join(
-        f"{name} {format_seconds(seconds[name], DIGITS)}" for name in order[:3] if name != best and not why
-    )
+    best = order[0]
+    others = ", ".join(f"{name} {format_seconds(seconds[name], DIGITS)}" for name in order[1:3])
     against = f", against {others}" if others else ""
-    reason = f"predicted {format_seconds(seconds[best], DIGITS)} for {format_bytes(nbytes)}{against}{why}"
+    reason = f"predicted {format_seconds(seconds[best], DIGITS)} for {format_bytes(nbytes)}{against}"
     return Choice(best, reason, seconds[best])
 
 

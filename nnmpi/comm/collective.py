@@ -54,27 +54,25 @@ class Contract:
     most: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """A part of a collective that all ranks go through.
-
-    Attributes:
-        steps: what each rank does in it.
-        symmetric: whether rank r's steps are those of rank 0 with r added, modulo the size, to all ranks and chunks. It
-            lets `simulate` look at one rank's steps in the place of thousands.
-    """
-
-    steps: Algorithm
-    symmetric: bool = False
+Formula: TypeAlias = Callable[..., float]
+"""(N, M, alpha, beta, gamma=0) -> seconds: ranks, bytes of the whole buffer, seconds a message, a byte sent, added."""
 
 
 @dataclass(frozen=True, slots=True)
 class Collective:
-    """An algorithm by name with its contract: `collective(rank, size)` returns that rank's steps, phase after phase."""
+    """An algorithm by name with its contract: `collective(rank, size)` returns that rank's steps, phase after phase.
+
+    Attributes:
+        name: such as "ring".
+        contract: what it promises.
+        phases: parts that all ranks go through, one after the other.
+        seconds: its closed form on links that are all alike, for buffers that N divides; None where there is none.
+    """
 
     name: str
     contract: Contract
-    phases: tuple[Phase, ...]
+    phases: tuple[Algorithm, ...]
+    seconds: Formula | None = None
 
     def __call__(self, rank: int, size: int) -> tuple[Step, ...]:
         """Return the steps of this rank; none for a single one.
@@ -82,7 +80,7 @@ class Collective:
         Raises:
             ScheduleError: for a user's function that fails, or gives something else.
         """
-        return tuple(step for phase in self.phases for step in ask(phase.steps, Step, rank, size))
+        return tuple(step for phase in self.phases for step in ask(phase, Step, rank, size))
 
 
 def as_collective(algorithm: Collective | Algorithm, contract: Contract | None = None) -> Collective:
@@ -95,7 +93,7 @@ def as_collective(algorithm: Collective | Algorithm, contract: Contract | None =
     if isinstance(algorithm, Collective):
         return algorithm
     name = getattr(algorithm, "__name__", type(algorithm).__name__)
-    return Collective(name, contract or ALL_REDUCE, (Phase(algorithm),))
+    return Collective(name, contract or ALL_REDUCE, (algorithm,))
 
 
 def part(rank: int, times: int = 1) -> int:

@@ -39,11 +39,9 @@ from nnmpi.comm.shared_memory.shared_sum import SharedSum
 from nnmpi.comm.world import Comm
 from nnmpi.errors import DeviceError, DtypeError, ShapeError, UsageError
 
-# MPI promises tags up to 32767. The lower half is the caller's. In the upper half the group numbers what is started
-# without a tag; one more is for all blocking sums, of which there is only one at a time.
+# MPI promises tags up to 32767. The lower half is the caller's; one more is for all blocking sums, of which there is
+# only one at a time.
 BLOCKING_TAG = 2**14
-OWN_TAGS = range(2**14 + 1, 2**15)
-SHARED_IN_FLIGHT = 8
 
 
 class Group(Communicator):
@@ -60,8 +58,6 @@ class Group(Communicator):
 
     def __init__(self, comm: Comm | Any, private: bool = False) -> None:
         super().__init__(comm, private)
-        self._started = 0
-        self._flying: dict[int, Pending] = {}
         self.fit: Fit | None = None
         self._memory: SharedMemory | None = None
         self._nccl: Nccl | None = None
@@ -161,32 +157,6 @@ class Group(Communicator):
             raise DtypeError(f"an average of {array.dtype} numbers is not whole; convert to float32 or float64")
         self._run(array, "gossip", NEIGHBOUR_AVERAGE.name, check=False)
         array /= {1: 1, 2: 2}.get(self.size, 4)
-
-    def start_all_reduce(self, array: Buffer, algorithm: How = NATIVE) -> Pending:
-        """Begin the sum that `all_reduce` does, and return it; it goes on when it is polled.
-
-        Several may be in flight, if all ranks start them in the same order; for any order, `bind` takes tags. Of those
-        through shared memory 8 can be in flight; the next one waits for the first.
-
-        Args:
-            array: as in `all_reduce`; to be left alone until the sum is finished.
-            algorithm: as in `all_reduce`.
-
-        Raises:
-            UsageError, ShapeError, DtypeError: as in `bind`.
-        """
-        if algorithm == AUTO:
-            algorithm = self.choose(array, started=True).algorithm
-        number, self._started = self._started, self._started + 1
-        if algorithm == SHARED:  # each tag has a barrier and a window, so they are few and used again
-            number %= SHARED_IN_FLIGHT
-            if number in self._flying:
-                self._flying[number].wait()
-        pending = self._bind(array, algorithm, OWN_TAGS[number % len(OWN_TAGS)])
-        if algorithm == SHARED:
-            self._flying[number] = pending
-        pending.start()
-        return pending
 
     def bind(self, array: Buffer, algorithm: How = NATIVE, tag: int = 0, operation: str = ALL_REDUCE.name) -> Pending:
         """Return a collective that works on this array in place, ready to be started any number of times.

@@ -15,10 +15,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, overload
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import Any
 
 from nnmpi.errors import UsageError
 
@@ -47,9 +44,7 @@ class Curve:
     """
 
     points: tuple[tuple[float, float], ...]
-    _bytes: NDArray[np.float64] = field(init=False, repr=False, compare=False)
-    _seconds: NDArray[np.float64] = field(init=False, repr=False, compare=False)
-    _slopes: NDArray[np.float64] = field(init=False, repr=False, compare=False)
+    _slopes: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Check the points and work the slopes out."""
@@ -61,9 +56,7 @@ class Curve:
         slopes = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in pairwise(points)]
         slopes.append(max(slopes[-1], 0.0) if slopes else 0.0)
         object.__setattr__(self, "points", points)
-        object.__setattr__(self, "_bytes", np.array([x for x, _ in points]))
-        object.__setattr__(self, "_seconds", np.array([y for _, y in points]))
-        object.__setattr__(self, "_slopes", np.array(slopes))
+        object.__setattr__(self, "_slopes", tuple(slopes))
 
     @classmethod
     def line(cls, alpha_s: float, beta_s: float) -> "Curve":
@@ -79,29 +72,13 @@ class Curve:
         """Return the seconds per byte of a message of this length (more than 0), latency taken off."""
         return (self(nbytes) - self.alpha_s) / nbytes
 
-    @overload
-    def __call__(self, nbytes: float) -> float: ...
-
-    @overload
-    def __call__(self, nbytes: NDArray[Any]) -> NDArray[np.float64]: ...
-
-    def __call__(self, nbytes: float | NDArray[Any]) -> float | NDArray[np.float64]:
-        """Return the seconds for a number of bytes, or for each of an array of them."""
-        if isinstance(nbytes, np.ndarray):
-            return self._of_array(nbytes)
+    def __call__(self, nbytes: float) -> float:
+        """Return the seconds for a number of bytes."""
         x0, y0, slope = self.points[0][0], self.points[0][1], 0.0
         for (x, y), ahead in zip(self.points, self._slopes, strict=True):
             if x <= nbytes:
-                x0, y0, slope = x, y, float(ahead)
+                x0, y0, slope = x, y, ahead
         return y0 + slope * (max(nbytes, x0) - x0)
-
-    def _of_array(self, nbytes: NDArray[Any]) -> NDArray[np.float64]:
-        above = np.maximum(nbytes, self._bytes[0])
-        piece: Any = 0
-        if len(self.points) > 2 or above.max(initial=0.0) >= self._bytes[-1]:
-            piece = np.searchsorted(self._bytes, above, side="right") - 1
-        seconds: NDArray[np.float64] = self._seconds[piece] + self._slopes[piece] * (above - self._bytes[piece])
-        return seconds
 
     def to_json(self) -> list[list[float]]:
         """Return the points as JSON values."""

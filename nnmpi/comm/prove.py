@@ -1,6 +1,6 @@
 """Proof, without MPI, that a collective is right for a number of ranks.
 
-All ranks' steps are worked off together as values (`step_simulation.engine`): a message carries, for each chunk, the
+All ranks' steps are worked off together as values (`engine`): a message carries, for each chunk, the
 set of ranks whose parts have been added up in it. At the end each chunk on each rank must hold what the contract
 promises (in an all-reduce every rank's part exactly once), with no message left over.
 """
@@ -12,11 +12,11 @@ from typing import TypeAlias
 
 from nnmpi.comm.agreement import name_ranks
 from nnmpi.comm.collective import ALL_REDUCE, DIGIT_BITS, Collective, Contract, as_collective, count
-from nnmpi.comm.step_simulation.engine import RankState, run
+from nnmpi.comm.engine import RankState, run
 from nnmpi.comm.steps import Algorithm, Step, runs
 from nnmpi.errors import ScheduleError
 
-State: TypeAlias = RankState[Step, int]  # its clock counts rounds: every message takes one
+State: TypeAlias = RankState[int]  # its clock counts rounds: every message takes one
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,5 @@
 """Pictures of collectives: in text, rounds down and ranks across, in each cell what goes where and what comes.
 
-For slides, ranks down and rounds across, and in each place the rank's memory:
-
-           begin       round 0      round 1          a box is a chunk, a stripe in it the part of a rank; what has
-rank 0    [|   |]     [||  |]      [||| |]           come in the round has a frame
-rank 1    [ |  |]     [ || |]      [||| |]
-
 For a page, an animation, round by round: what travels, and what is in every chunk when it has come.
 
     {"begins": [["1", "1"], ["10", "10"]],                    by rank and chunk: rank 0's part, rank 1's part
@@ -21,17 +15,15 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from pathlib import Path
 from typing import Any
 
-from nnmpi.comm.collective import Collective, as_collective, count
+from nnmpi.comm.collective import Collective, as_collective
+from nnmpi.comm.engine import finish
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.prove import PartialSums, prove
 from nnmpi.comm.simulate import price
-from nnmpi.comm.step_simulation.engine import finish
 from nnmpi.comm.steps import Algorithm, Chunks, Step, runs
 from nnmpi.errors import ScheduleError, UsageError, counted
-from nnmpi.pages.svg import EMPTY, INK, LINE, colour, rectangle, text, write_svg
 
 _LEGEND = """\
 2 -> 1  chunk 2 goes to rank 1     2 <- 1  chunk 2 comes from rank 1     2 <+ 1  it comes and is added     .  idle"""
@@ -106,49 +98,6 @@ def _columns(lines: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
 
 
-_LEFT, _TOP, _HEIGHT, _STRIPE, _GAP = 60.0, 24.0, 26.0, 4.0, 14.0  # pixels
-
-
-def draw_slide(collective: Collective, size: int, file: Path) -> None:
-    """Write the picture.
-
-    Raises:
-        UsageError: for ranks that do not fit, or a file that cannot be written.
-        ScheduleError: for a collective that is not right.
-    """
-    if not 1 <= size <= MOST:
-        raise UsageError(f"a slide shows 1 to {MOST} ranks, not {size}; draw it as text")
-    found = animation(collective, size)
-    held = [row[:] for row in found["begins"]]
-    chunk_width = _STRIPE * size + 5
-    column = chunk_width * size + _GAP
-    parts = [text(0, _TOP + _HEIGHT * rank + 17, f"rank {rank}") for rank in range(size)]
-    for number in range(found["rounds"] + 1):
-        came = {
-            (message["to"], chunk): after
-            for message in found["messages"]
-            if message["round"] == number - 1
-            for chunk, after in zip(message["chunks"], message["after"], strict=True)
-        }
-        for (rank, chunk), after in came.items():
-            held[rank][chunk] = after
-        left = _LEFT + column * number
-        parts.append(text(left, 14, f"round {number - 1}" if number else "begin"))
-        for rank, row in enumerate(held):
-            for chunk, what in enumerate(row):
-                x, y = left + chunk * chunk_width, _TOP + _HEIGHT * rank
-                parts.append(
-                    rectangle(x, y, chunk_width - 2, _HEIGHT - 5, EMPTY, INK if (rank, chunk) in came else LINE)
-                )
-                parts += [
-                    rectangle(x + 2 + _STRIPE * who, y + 3, _STRIPE - 0.5, _HEIGHT - 11, colour(who, size))
-                    for who in range(size)
-                    if what and count(int(what, 16), who)
-                ]
-    title = f"{collective.contract.name} by {collective.name}, {size} ranks"
-    write_svg(file, title, _LEFT + column * (found["rounds"] + 1), _TOP + _HEIGHT * size, parts)
-
-
 DRAWN = 8  # ranks up to which every number is drawn
 MOST = 16  # ranks that fit a page
 PRICED = (*range(2, MOST + 1), 24, 32, 48, 64)
@@ -211,8 +160,8 @@ def animation(collective: Collective, size: int) -> dict[str, Any]:
 def coefficients(collective: Collective, size: int) -> tuple[int, float]:
     """Return (latencies, buffers): the seconds on a uniform link are latencies x alpha + buffers x bytes x beta."""
     nbytes = 4 * _ITEMS * size
-    found = price(collective, size, nbytes, Machine.uniform(1e-5, 1e-9))
-    return found.rounds, found.sent_bytes / nbytes
+    latencies, buffers = (price(collective, size, nbytes, Machine.uniform(*cost)) for cost in ((1, 0), (0, 1 / nbytes)))
+    return round(latencies), buffers
 
 
 def compare(collectives: Mapping[str, Collective], first: str, ranks: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""How long a collective takes on a machine, and what for, for up to thousands of ranks.
+"""How long a collective takes on a machine, for up to thousands of ranks.
 
     rank 0   ........|=======|+++|              .    .            steps in order, as `steps` and `execution` have them:
     rank 1   ----------------|=======|+++|      .    .            - waits for the other end, = message under way,
@@ -10,67 +10,51 @@
                rank 0 waits for rank 1
 
 - A message begins when both ends have come to its step (as MPI sends long ones), and, between nodes, when the links of
-  both nodes are free (`step_simulation.links`). What it costs is said in `step_simulation.costs`: the link's curve for
-  one way or both, by where its ends are and what they do; slow ranks and nodes take their factor more; late ranks
-  begin later.
-- Chunks have the exact bytes that `shard.split` gives them; empty ones send nothing.
-- Symmetric phases are executed round by round over all ranks at once (`step_simulation.rounds`), all others message by
-  message (`step_simulation.engine`). Both give the same times; where links are shared, see
-  `CollectiveTimes.out_of_turn`.
+  both nodes are free (`links`). What it costs is said by the link's curve for one way or both, by where its ends are
+  and what they do; slow ranks and nodes take their factor more; late ranks begin later.
+- Chunks have the exact bytes that `shard.split` gives them; empty ones send nothing, and a step in which nothing
+  travels is left out.
+- The messages of one step between two ranks are posted together, so they pay the latency once, and their bytes follow
+  one another:
 
-`price` is the same simulation, told as what its time was spent on: the latencies, bytes and sums along the critical
-path. That is the chain of messages and sums that each begin when the one before is over, and that ends with the last
-rank. With the parameter server and three ranks it is the server's work; the workers' waiting is not on it:
+      seconds  =  alpha  +  the sum over messages of (curve(bytes) - alpha)
+                  -----     -----------------------------------------------
+                 latency    wire
 
-    worker 1    |-- send --|          .          |-- receive --|
-    worker 2    .          |-- send --|          .             |-- receive --|
-    server      |-- 1 to --|+|-- 2 ---|+|--------|-- to 1 -----|-- to 2 -----|        4 alpha + 4 M beta + 2 M gamma
+  (Two short messages instead of one of the same bytes took half an alpha more between two ranks of one node, under Open
+  MPI and MPICH alike, because there alpha is the processor's work; on a network alpha is the distance.)
+- Where every rank does what rank 0 does, with its own number added to all ranks and chunks, and all are alike, all
+  clocks are equal: rank 0's steps are enough (`_in_lock_step`). 4096 ranks take 8190 steps of a ring, which are 33
+  million messages. With more than `EXACT_RANKS` this is done on several nodes, too: there a step takes as long as its
+  slowest link.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import groupby
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
-from nnmpi.comm.collective import Collective, Phase, as_collective
-from nnmpi.comm.machine import Machine
-from nnmpi.comm.step_simulation.costs import ChunkBytes, Costs, Transfer
-from nnmpi.comm.step_simulation.engine import finish
-from nnmpi.comm.step_simulation.links import INSTANT_S, Links
-from nnmpi.comm.step_simulation.rounds import Rounds, in_rounds
-from nnmpi.comm.steps import Algorithm
+from nnmpi.comm.collective import Collective, as_collective
+from nnmpi.comm.engine import finish
+from nnmpi.comm.links import INSTANT_S, Links
+from nnmpi.comm.machine import Curve, Machine
+from nnmpi.comm.steps import Algorithm, Chunks, Step, runs
+from nnmpi.custom import ask
 from nnmpi.errors import UsageError
 
+EXACT_RANKS = 64  # up to which ranks that are not alike are simulated message by message, whatever they do
 
-@dataclass(frozen=True, slots=True)
-class CollectiveTimes:
-    """When the ranks were done.
 
-    Attributes:
-        finish_s: (size,) seconds from the common start until each rank has finished.
-        messages: how many messages were sent.
-        waited_s: seconds that messages waited for links between nodes, all together.
-        out_of_turn: messages that got a link after one that was ready later, because of how symmetric phases are
-            executed; with 0 the order is exactly first come, first served.
-    """
-
-    finish_s: NDArray[np.float64]
-    messages: int
-    waited_s: float
-    out_of_turn: int
-
-    @property
-    def seconds(self) -> float:
-        """When the last rank has finished."""
-        return float(self.finish_s.max())
+def price(collective: Collective | Algorithm, size: int, nbytes: int, machine: Machine, itemsize: int = 4) -> float:
+    """Return the seconds until the last rank has finished a collective; see `simulate_collective`."""
+    return max(simulate_collective(collective, size, nbytes, machine, itemsize))
 
 
 def simulate_collective(
     collective: Collective | Algorithm, size: int, nbytes: int, machine: Machine, itemsize: int = 4
-) -> CollectiveTimes:
-    """Return when each of `size` ranks finishes a collective over a buffer of `nbytes`.
+) -> list[float]:
+    """Return when each of `size` ranks finishes a collective over a buffer of `nbytes`, in seconds.
 
     Args:
         collective: what they do.
@@ -83,132 +67,178 @@ def simulate_collective(
         UsageError: for no ranks, or a machine with another number of them.
         ScheduleError: when the ranks wait for one another for ever.
     """
-    return simulate_phases(as_collective(collective).phases, size, nbytes, machine, itemsize)
-
-
-def simulate_phases(
-    phases: Sequence[Phase], size: int, nbytes: int, machine: Machine, itemsize: int = 4
-) -> CollectiveTimes:
-    """Return when each rank finishes these phases; errors are those of `simulate_collective`.
-
-    Args:
-        phases: of one collective or several, one after the other.
-        size, nbytes, machine, itemsize: see `simulate_collective`.
-    """
-    _check(size, nbytes, itemsize, "cannot be simulated")
-    costs = Costs(machine, size)
-    links = Links(max(costs.nodes) + 1)
-    chunks = ChunkBytes.of(nbytes, size, itemsize)
-    rounds = Rounds(machine, chunks, links)
-    seconds = _Seconds(costs, links)
-    clock = np.array([machine.late.get(rank, 0.0) for rank in range(size)])
-    for at_once, part in groupby(phases, lambda phase: phase.symmetric and in_rounds(phase.steps(0, size), size)):
-        if at_once:
-            for phase in part:
-                clock = rounds.work_off(phase.steps(0, size), clock)
+    if size < 1 or nbytes < 0 or itemsize < 1:
+        raise UsageError(f"{size} ranks with {nbytes} bytes in elements of {itemsize} cannot be simulated")
+    seconds = _Seconds(machine, machine.places(size), ChunkBytes.of(nbytes, size, itemsize))
+    clocks = [machine.late.get(rank, 0.0) for rank in range(size)]
+    for phase in as_collective(collective).phases:
+        steps = _steps_of_all(phase, size) if seconds.may_be_in_lock_step else None
+        if steps is not None:
+            clocks = [max(clocks) + sum(map(seconds.of_all, steps))] * size
         else:
-            together = tuple(part)
-            steps = [chunks.transfers(s for phase in together for s in phase.steps(rank, size)) for rank in range(size)]
-            clock = np.array(finish(steps, clock.tolist(), seconds))
-    return CollectiveTimes(clock, rounds.messages + seconds.messages, links.waited_s, links.out_of_turn)
+            everyones = [seconds.chunks.travelling(ask(phase, Step, rank, size)) for rank in range(size)]
+            clocks = finish(everyones, clocks, seconds)
+    return clocks
+
+
+@lru_cache(maxsize=32)  # the planner asks for the same ones with other lengths
+def _steps_of_all(phase: Algorithm, size: int) -> Sequence[Step] | None:
+    """Return rank 0's steps where every rank's are those with its number added; else None. Some ranks are looked at."""
+    steps = ask(phase, Step, 0, size)
+    if any(step.to is None or step.from_ is None or (step.to + step.from_) % size for step in steps):
+        return None  # then what it sends to k ranks on comes from k ranks back
+    for rank in {1, size // 2, size - 1}:
+        own = ask(phase, Step, rank % size, size)
+        if [_moved(step, -rank, size) for step in own] != [_moved(step, 0, size) for step in steps]:
+            return None
+    return steps
+
+
+def _moved(step: Step, by: int, size: int) -> tuple[object, ...]:
+    """Return what a step does, with a number added to all ranks and chunks."""
+    moved = [[(number + by) % size for number in (*partner, *chunks)] for partner, chunks in _ends(step)]
+    return *moved, step.reduce
+
+
+def _ends(step: Step) -> Iterable[tuple[Sequence[int], Chunks]]:
+    for partner, chunks in ((step.to, step.send), (step.from_, step.recv)):
+        yield () if partner is None else (partner,), chunks
 
 
 @dataclass(frozen=True, slots=True)
-class Price:
-    """What a collective costs.
+class ChunkBytes:
+    """The bytes of `size` chunks of a buffer, cut as `shard.split` cuts it, without a list of them.
 
     Attributes:
-        seconds: until the last rank has finished.
-        rounds: latencies on the critical path.
-        sent_bytes: bytes whose journey is on it.
-        added_bytes: bytes that are added on it.
-        messages: messages sent by all ranks, on it or not.
+        size: number of chunks.
+        short: bytes of a short chunk.
+        longer: how many chunks, the first ones, have an element more.
+        itemsize: bytes of an element.
     """
 
-    seconds: float
-    rounds: int
-    sent_bytes: int
-    added_bytes: int
-    messages: int
+    size: int
+    short: int
+    longer: int
+    itemsize: int
+    _seen: dict[Chunks, tuple[int, ...]] = field(default_factory=dict, repr=False, compare=False)
 
+    @classmethod
+    def of(cls, nbytes: int, size: int, itemsize: int) -> "ChunkBytes":
+        """Return the chunks of a buffer of `nbytes`, rounded up to whole elements."""
+        short, longer = divmod(-(-nbytes // itemsize), size)
+        return cls(size, short * itemsize, longer, itemsize)
 
-def price(collective: Collective | Algorithm, size: int, nbytes: int, machine: Machine, itemsize: int = 4) -> Price:
-    """Return what the time of a collective is spent on; errors are those of `simulate_collective`.
+    def before(self, chunk: int) -> int:
+        """Return where a chunk begins, in bytes; before(size) is the end of the buffer."""
+        return chunk * self.short + min(chunk, self.longer) * self.itemsize
 
-    The price is exact for the machine's curves, for unequal chunks, and for slow and late ranks. It leaves out what
-    messages wait for a node's link that others use: where links are shared, `simulate_collective` takes that much
-    longer.
+    def messages(self, chunks: Chunks) -> tuple[int, ...]:
+        """Return the bytes of the messages in which these chunks travel."""
+        found = self._seen.get(chunks)
+        if found is None:
+            each = (self.before(run.stop) - self.before(run.start) for run in runs(chunks))
+            found = self._seen[chunks] = tuple(nbytes for nbytes in each if nbytes)
+        return found
 
-    Args:
-        collective, size, nbytes, machine, itemsize: see `simulate_collective`.
-    """
-    _check(size, nbytes, itemsize, "have no price")
-    chunks = ChunkBytes.of(nbytes, size, itemsize)
-    seconds = _Seconds(Costs(machine, size), links=None)
-    begin = [_Path(machine.late.get(rank, 0.0)) for rank in range(size)]
-    last = max(finish([chunks.transfers(collective(rank, size)) for rank in range(size)], begin, _Counted(seconds)))
-    return Price(last.seconds, last.rounds, last.sent_bytes, last.added_bytes, seconds.messages)
-
-
-def _check(size: int, nbytes: int, itemsize: int, what: str) -> None:
-    if size < 1 or nbytes < 0 or itemsize < 1:
-        raise UsageError(f"{size} ranks with {nbytes} bytes in elements of {itemsize} {what}")
+    def travelling(self, steps: Iterable[Step]) -> list[Step]:
+        """Return one rank's steps without chunks that are empty, as `execution` does them."""
+        if self.short:
+            return list(steps)
+        found = []
+        for step in steps:
+            sends, recvs = (tuple(c for c in chunks if c < self.longer) for chunks in (step.send, step.recv))
+            if sends or recvs:
+                to, from_ = step.to if sends else None, step.from_ if recvs else None
+                found.append(Step(to, sends, from_, recvs, step.reduce))
+        return found
 
 
 @dataclass(slots=True)
 class _Seconds:
-    """Carries messages over a machine's links, in seconds; without `links` nobody waits for one."""
+    """Carries messages over a machine's links, in seconds; see `engine.Carrier`."""
 
-    costs: Costs
-    links: Links | None
-    messages: int = 0
+    machine: Machine
+    nodes: tuple[int, ...]
+    chunks: ChunkBytes
+    _links: Links = field(init=False)
+    _messages: dict[tuple[bool, bool, bool, tuple[int, ...]], tuple[float, float]] = field(
+        init=False, default_factory=dict
+    )
+    _steps: dict[tuple[int | None, int, int, bool], float] = field(init=False, default_factory=dict)
 
-    def carry(self, sender: int, receiver: int, out: Transfer, into: Transfer, ready: float) -> float:
+    def __post_init__(self) -> None:
+        self._links = Links(max(self.nodes) + 1)
+
+    def carry(self, sender: int, receiver: int, out: Step, into: Step, ready: float) -> float:
         """Return when the messages have arrived."""
-        latency, wire = self.costs.message(sender, receiver, out, into)
-        nodes = self.costs.nodes
-        if self.links is not None and nodes[sender] != nodes[receiver]:
-            ready = self.links.send(nodes[sender], nodes[receiver], ready, wire)
-        self.messages += len(out.sends)
-        return ready + (latency + wire)
+        machine, nodes = self.machine, self.nodes
+        across = nodes[sender] != nodes[receiver]
+        latency_s, wire_s = self._message(across, _is_both(out), _is_both(into), self.chunks.messages(out.send))
+        if machine.slow_ranks:
+            latency_s *= max(machine.slow_ranks.get(rank, 1.0) for rank in (sender, receiver))
+        if across:
+            if machine.slow_nodes:
+                wire_s *= max(machine.slow_nodes.get(nodes[rank], 1.0) for rank in (sender, receiver))
+            ready = self._links.send(nodes[sender], nodes[receiver], ready, wire_s)
+        return ready + (latency_s + wire_s)
 
     def turn(self, ready: float) -> int:
         """Return the instant."""
         return round(ready / INSTANT_S)
 
-    def add(self, rank: int, step: Transfer, over: float) -> float:
+    def add(self, rank: int, step: Step, over: float) -> float:
         """Return when what came has been added."""
-        return over + self.costs.adding(rank, step)
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class _Path:
-    """A moment, and what led to it. Of two that come at the same time the one with more counts is the later."""
-
-    seconds: float
-    rounds: int = 0
-    sent_bytes: int = 0
-    added_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Counted:
-    """Carries messages as `_Seconds` does, and keeps count of what led to each moment."""
-
-    times: _Seconds
-
-    def carry(self, sender: int, receiver: int, out: Transfer, into: Transfer, ready: _Path) -> _Path:
-        """Return the path that goes on with this message."""
-        seconds = self.times.carry(sender, receiver, out, into, ready.seconds)
-        return replace(ready, seconds=seconds, rounds=ready.rounds + 1, sent_bytes=ready.sent_bytes + sum(out.sends))
-
-    def turn(self, ready: _Path) -> int:
-        """Return the instant."""
-        return self.times.turn(ready.seconds)
-
-    def add(self, rank: int, step: Transfer, over: _Path) -> _Path:
-        """Return the path with the sum of what came."""
-        if not step.reduce or not step.recvs:
+        if not step.reduce or not step.recv:
             return over
-        added_bytes = over.added_bytes + sum(step.recvs)
-        return replace(over, seconds=self.times.add(rank, step, over.seconds), added_bytes=added_bytes)
+        seconds = sum(self.machine.add(nbytes) for nbytes in self.chunks.messages(step.recv))
+        return over + seconds * self.machine.slow_ranks.get(rank, 1.0)
+
+    def _message(self, across: bool, out: bool, into: bool, messages: tuple[int, ...]) -> tuple[float, float]:
+        """Return (latency, wire) in seconds: a link is taken for `wire` only, and messages are there after both."""
+        key = across, out, into, messages
+        if key not in self._messages:
+            link = self.machine.link(across)
+            curves = {link.both_ways if both else link.one_way for both in (out, into)}
+            self._messages[key] = max((_cost(curve, messages) for curve in curves), key=sum)
+        return self._messages[key]
+
+    # ---- all ranks at once ----
+
+    @property
+    def may_be_in_lock_step(self) -> bool:
+        """Whether ranks that do the same have equal clocks, or nearly."""
+        machine, size, places = self.machine, len(self.nodes), len(set(self.nodes))
+        alike = not (machine.slow_ranks or machine.late or machine.slow_nodes) and places in (1, size)
+        return (alike and self.chunks.short > 0) or (size > EXACT_RANKS and not machine.slow_ranks)
+
+    def of_all(self, step: Step) -> float:
+        """Return the seconds of a step that all ranks do at once, from rank 0's step."""
+        key = step.to, len(step.send), len(step.recv), step.reduce
+        if key not in self._steps:
+            self._steps[key] = self._of_all(step)
+        return self._steps[key]
+
+    def _of_all(self, step: Step) -> float:
+        assert step.to is not None
+        nodes, machine, chunks = self.nodes, self.machine, self.chunks
+        longest = chunks.short + (chunks.itemsize if chunks.longer else 0)
+        messages = tuple(longest * len(run) for run in runs(step.send))
+        source, target = np.array(nodes), np.roll(nodes, -step.to)
+        crossing = source != target
+        seconds = 0.0 if crossing.all() else sum(self._message(False, True, True, messages))
+        if crossing.any():
+            latency_s, wire_s = self._message(True, True, True, messages)
+            slow = np.array([machine.slow_nodes.get(node, 1.0) for node in range(source.max() + 1)])
+            busiest = max((slow * np.bincount(ends[crossing], minlength=slow.size)).max() for ends in (source, target))
+            # a latency passes under the bytes of others
+            seconds = max(seconds, latency_s + wire_s * slow.max(), wire_s * busiest)
+        adding = sum(machine.add(longest * len(run)) for run in runs(step.recv)) if step.reduce else 0.0
+        return float(seconds + adding)
+
+
+def _is_both(step: Step) -> bool:
+    return step.to is not None and step.from_ is not None
+
+
+def _cost(curve: Curve, messages: tuple[int, ...]) -> tuple[float, float]:
+    return curve.alpha_s, sum(curve(nbytes) - curve.alpha_s for nbytes in messages)

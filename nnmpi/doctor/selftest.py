@@ -93,7 +93,8 @@ def _require(group: Group, holds: bool, what: str) -> None:
 
 def _try_all_reduce(way: str, group: Group) -> None:
     for length in LENGTHS:
-        array = np.arange(length, dtype=np.int64) + group.rank
+        array = np.empty(length, np.int64) if way != SHARED else group.memory().allocate(length, np.int64)
+        array[...] = np.arange(length) + group.rank
         group.all_reduce(array, way)
         wanted = np.arange(length) * group.size + group.size * (group.size - 1) // 2
         _require(group, bool((array == wanted).all()), f"wrong sums of {length} elements")

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
+from nnmpi.comm.algorithms.tree import levels
 from nnmpi.comm.collective import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -20,7 +21,6 @@ from nnmpi.comm.collective import (
     everyone,
     part,
 )
-from nnmpi.comm.cost import levels
 from nnmpi.comm.prove import Proof, prove_steps
 from nnmpi.comm.steps import Step
 from nnmpi.errors import ScheduleError, counted

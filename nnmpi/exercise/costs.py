@@ -18,7 +18,7 @@ _ITEM_BYTES = 4
 
 
 def _exact(operation: str, algorithm: str, N: int, M: int, alpha: float, beta: float) -> float:
-    return price(find_collective(operation, algorithm), N, M, Machine.uniform(alpha, beta)).seconds
+    return price(find_collective(operation, algorithm), N, M, Machine.uniform(alpha, beta))
 
 
 def _buckets(N: int, M: int, alpha: float, beta: float, buckets: int) -> float:

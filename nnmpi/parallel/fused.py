@@ -168,7 +168,10 @@ class FusedUpdate:
         own, several = self._numbers[self._memory.rank], bool(self._across)
         own[1 : 1 + len(numbers)] = numbers
         self._barrier.run()  # all gradients are final
-        sums = self._memory.sum_floats(numbers) if several else self._numbers[:, 1 : 1 + len(numbers)].sum(0).tolist()
+        if several:
+            sums = self._memory.group.sum_floats(numbers)
+        else:
+            sums = self._numbers[:, 1 : 1 + len(numbers)].sum(0).tolist()
         own[0] = self._add()
         self._barrier.run()
         return sqrt(sum(self._numbers[:, 0].tolist())), sums

@@ -13,7 +13,7 @@ from types import MappingProxyType
 from nnmpi.comm.algorithms.registry import ALGORITHMS, HIERARCHICAL, NATIVE, SHARED, find_collective
 from nnmpi.comm.fitting.fit import Fit
 from nnmpi.comm.machine import Curve, Link, Machine, blocks, parse_network
-from nnmpi.comm.simulate import simulate_collective
+from nnmpi.comm.simulate import price
 from nnmpi.errors import UsageError
 
 BYTES_PER_GBIT = 1e9 / 8
@@ -123,7 +123,7 @@ class PlannedNetwork:
         if how == NATIVE:
             return self._native(operation, ranks, nbytes, sharing, started)
         machine = self._part(ranks, sharing)
-        return simulate_collective(find_collective(operation, how, machine.nodes), len(ranks), nbytes, machine).seconds
+        return price(find_collective(operation, how, machine.nodes), len(ranks), nbytes, machine)
 
     def _native(self, operation: str, ranks: Sequence[int], nbytes: int, sharing: int, started: bool) -> float:
         whole = operation == "all-reduce"

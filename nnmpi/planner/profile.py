@@ -33,7 +33,6 @@ from threadpoolctl import threadpool_limits
 from nnmpi import clock
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
-from nnmpi.comm.fitting.fit import OLD_DAYS
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import Arrangement, arrange
@@ -56,6 +55,7 @@ from nnmpi.schedule.partition import partition
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.timeline import Timeline, recording
 
+OLD_DAYS = 180  # after which what was measured and kept counts no more: drivers, kernels and machines change
 FORMAT = 13
 MOST_SHARES = 8  # ranks of one replica's layers and positions that are measured; more are not looked at
 PARTS_PER_RANK = 8  # the smallest part of a batch that is measured is that of so many microbatches for each rank

@@ -5,7 +5,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -469,8 +468,8 @@ def set_up(
     say: Callable[[str], None],
     local_rank: int,
     computing: Computing | None,
-) -> tuple[RunContext, list[str]]:
-    """Load the data, build everything, and return it with notices to print. Collective.
+) -> RunContext:
+    """Load the data, build everything, and return it. Collective.
 
     Args:
         folder: where the run will write; it is not touched here.
@@ -490,7 +489,8 @@ def set_up(
     with agreed(group):
         extent = build_extent(config.optimization, inputs)
         schedule = build_schedule(config.optimization, extent, inputs.batch_size)
-    notices = _take_fit(config, group)
+    if group.size > 1 and not config.sync.rule.asynchronous:
+        group.fit = find_fit(group)
     algorithms = None if last is None else last.algorithms(mesh, group.rank)
     cuts = None if last is None else last.cuts(mesh, layout.virtual_stages)
     if cuts is not None and layout.split == MEASURED:  # measured again, they might fall elsewhere
@@ -500,20 +500,4 @@ def set_up(
     if computing is None:
         config, computing = choose_computing(config, model, inputs.train, backend, group)
     trainer = build_trainer(config, model, group, inputs, backend, algorithms, wanted)
-    return RunContext(config, group, backend, inputs, trainer, schedule, extent, folder, computing), notices
-
-
-def _take_fit(config: Config, group: Group) -> list[str]:
-    """Give the group the fitted cost model that was asked for; return lines to print. Collective.
-
-    A run that goes on may do so with other ranks, for which the fit that it began with does not hold.
-    """
-    if config.parallel.fit == "none" or group.size == 1 or config.sync.rule.asynchronous:
-        return []
-    try:
-        group.fit = find_fit(group, None if config.parallel.fit == "kept" else Path(config.parallel.fit))
-    except UsageError as error:
-        if config.run.resume is None:
-            raise
-        return [f"going on without a fit: {error}"]
-    return []
+    return RunContext(config, group, backend, inputs, trainer, schedule, extent, folder, computing)

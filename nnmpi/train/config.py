@@ -127,9 +127,6 @@ class ParallelConfig:
     """How gradients are summed: MPI's own, through shared memory, ring, tree, parameter server ...; auto takes what the
     fitted model predicts to be fastest, or what suits the size. With a CUDA device: nccl is NVIDIA's library,
     with one rank for each GPU. Or a function (rank, size) of your own, FILE.py:NAME, which is proved before it runs."""
-    fit: str = "kept"
-    """The fitted cost model: a file, or "kept" for the one that `python -m nnmpi.comm fit` has kept for as many ranks,
-    if there is one, or "none"."""
     bucket_mb: float | None = None
     """Gradients travel in buckets of this many MiB (default: 4 with overlap or --zero, else all in one)."""
     overlap: Switch = "auto"
@@ -157,7 +154,6 @@ class ParallelConfig:
             self.memory_limit_bytes,
             self.activation_memory_bytes,
         )  # each raises for words that it cannot read
-        require(bool(self.fit), '--fit is empty; give a file, "kept" or "none"')
         if self.bucket_mb is not None:
             positive("--bucket-mb", self.bucket_mb, LONG)
         if self.fused_update == "on":

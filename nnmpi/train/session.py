@@ -105,9 +105,9 @@ def _run(
         chosen = choose(config, group, backend, local_rank, console.say)
         config = chosen.config
     computing = None if chosen is None else chosen.computing
-    context, notices = set_up(config, group, backend, folder, last, console.say, local_rank, computing)
+    context = set_up(config, group, backend, folder, last, console.say, local_rank, computing)
     with context.computing.in_use():
-        lines = [*(() if chosen is None else chosen.lines), *header(context), *notices]
+        lines = [*(() if chosen is None else chosen.lines), *header(context)]
     reached["data and model"] = time.time()
     settled = settle(context)
     first = RunState(samples=len(context.inputs.train), data=context.inputs.identity)

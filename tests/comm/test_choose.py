@@ -49,16 +49,6 @@ def test_with_a_fit_the_least_prediction_wins(ranks: int, nbytes: int) -> None:
     assert choice.predicted_s == predicted[choice.algorithm] == min(predicted.values())
 
 
-def test_between_nodes_a_ring_that_is_nearly_the_fastest_is_taken_and_says_so() -> None:
-    fit = make(16, SLOW, per_node=1)
-    near, far = choose(2**26, 16, fit), choose(2**16, 16, fit)
-    seconds = fit.predict("halving-doubling", 2**26)
-    assert near.algorithm == "ring" and seconds < near.predicted_s <= 1.05 * seconds
-    assert "steadier than halving-doubling" in near.reason
-    assert far.algorithm == "halving-doubling"
-    assert choose(2**26, 16, make(16, SLOW)).algorithm == "halving-doubling"  # on one node
-
-
 def test_few_latencies_for_short_messages_few_bytes_for_long_ones() -> None:
     fit = make(16, SLOW)
     assert choose(4, 16, fit).algorithm in ("tree", "halving-doubling")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from nnmpi.comm.__main__ import main
-from nnmpi.comm.algorithms.registry import ALGORITHMS
+from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES
 from nnmpi.comm.collective import as_collective
 from nnmpi.comm.fitting.fit import save_fit
 from nnmpi.comm.render import compare, render
@@ -49,7 +49,7 @@ def test_what_a_user_wrote_wrong_is_one_sentence(tmp_path: Path) -> None:
         ("raising", r"raising\(0, 4\) raised IndexError in line 11 of mine.py: list index"),
         ("lost", "rank 0, step 0 talks to rank 4, which is not another one of the 4 ranks"),
     ):
-        for command in ("prove", "render", "price"):
+        for command in ("prove", "render", "simulate"):
             with pytest.raises(ScheduleError, match=sentence):
                 main([command, f"{file}:{name}"])
 
@@ -63,22 +63,12 @@ def test_a_page_leaves_out_ranks_for_which_an_algorithm_is_not_right(tmp_path: P
         compare({"doubling": doubling}, "doubling", 3)
 
 
-def test_price_and_simulate_say_the_same_time() -> None:
+def test_simulate_and_list() -> None:
     words = ["--ranks", "4", "--bytes", "400", "--alpha", "1", "--beta", "0.25", "--gamma", "0.125"]
-    priced = main(["price", "ring", *words])
-    assert priced.startswith("all-reduce by ring, 4 ranks, 400 B: 193.5 s\n")
-    assert "6 latencies, 600 bytes sent, 300 added" in priced
-    simulated = main(["simulate", "ring", *words])
-    assert simulated.splitlines()[0] == priced.splitlines()[0]
-    assert "24 messages" in simulated
-
-
-def test_the_table_has_the_course_and_the_steps() -> None:
-    shown = main(["cost", "--ranks", "16", "--bytes", "64k", "--alpha", "1e-3", "--beta", "0"]).splitlines()
-    assert shown[0] == "N = 16 ranks, M = 64 KB (in an all-gather of each rank)"
-    server = next(line for line in shown if line.startswith("parameter server"))
-    assert "2 alpha + 2 (N-1) M beta" in server and " 2 ms " in server and " 30 ms " in server
-    assert "one message after another" in server
+    assert main(["simulate", "ring", *words]).startswith("all-reduce by ring, 4 ranks, 400 B: 193.5 s\n")
+    listed = {tuple(line.split()[:2]): line for line in main(["list", *words]).splitlines()[2:]}
+    assert listed["all-reduce", "ring"].split()[2:] == ["6", "alpha", "+", "1.500", "M", "beta", "193.5", "s"]
+    assert len(listed) == len(COLLECTIVES)
 
 
 @pytest.mark.parametrize(
@@ -88,14 +78,14 @@ def test_the_table_has_the_course_and_the_steps() -> None:
         ("frob", "invalid choice: 'frob'"),
         ("prove rong", "no all-reduce by 'rong'; the names are ring, tree, ps"),
         ("prove ring --operation foo", "no collective 'foo'; there are all-reduce"),
-        ("price ring --bytes x", "'x' is not a number of bytes; write it like 4, 64k"),
-        ("price ring --ranks 0", "'0' is not a number of them"),
-        ("price ring --alpha nan", "'nan' is not a number of seconds"),
-        ("price ring --slow-node 0:2", "all ranks are on one; give --per-node"),
-        ("price ring --slow-rank 2", "'2' is not a number and its value; write it like 3:2.5"),
-        ("price ring --slow-rank 9:2 --ranks 4", "slow or late rank 9 is not one of the ranks 0..3"),
-        ("price ring --across-beta 1e-9", "are of messages between nodes; give --per-node"),
-        ("choose --fit nowhere.json", "the fit nowhere.json cannot be read"),
+        ("simulate ring --bytes x", "'x' is not a number of bytes; write it like 4, 64k"),
+        ("simulate ring --ranks 0", "'0' is not a number of them"),
+        ("simulate ring --alpha nan", "'nan' is not a number of seconds"),
+        ("simulate ring --slow-node 0:2", "all ranks are on one; give --per-node"),
+        ("simulate ring --slow-rank 2", "'2' is not a number and its value; write it like 3:2.5"),
+        ("simulate ring --slow-rank 9:2 --ranks 4", "slow or late rank 9 is not one of the ranks 0..3"),
+        ("simulate ring --across-beta 1e-9", "are of messages between nodes; give --per-node"),
+        ("simulate ring --fit nowhere.json", "the fit nowhere.json cannot be read"),
         ("render ring --bytes 4", "unrecognized arguments: --bytes 4"),
     ],
 )
@@ -119,17 +109,15 @@ def test_strange_machines_are_simulated_as_asked(tmp_path: Path) -> None:
     assert main(["simulate", "ring", *words, "--per-node", "2"]).splitlines()[0] == even
     for strange in ("--slow-node 1:2", "--late 0:1", "--across-beta 5e-9", "--gamma 1e-9 --slow-rank 3:2"):
         assert main(["simulate", "ring", *words, "--per-node", "2", *strange.split()]).splitlines()[0] != even
-    assert "waiting for links between nodes: " in main(["simulate", "ps", *words, "--per-node", "2"])
 
 
 def test_a_fit_is_priced_on_its_own_nodes_and_alone(tmp_path: Path) -> None:
     file = tmp_path / "fit.json"
     save_fit(make_fit(), file)  # 4 ranks on 2 nodes
-    told = main(["price", "hierarchical", "--bytes", "1MB", "--fit", str(file)])
+    told = main(["simulate", "hierarchical", "--bytes", "1MB", "--fit", str(file)])
     assert format_seconds(make_fit().predict("hierarchical", 2**20)) in told.splitlines()[0]
-    assert ": predicted " in main(["choose", "--fit", str(file), "--bytes", "64k"])
     with pytest.raises(UsageError, match="--fit says what the machine is, and so does --beta"):
-        main(["cost", "--fit", str(file), "--beta", "1"])
+        main(["list", "--fit", str(file), "--beta", "1"])
 
 
 def test_a_name_that_one_operation_has_needs_no_operation() -> None:

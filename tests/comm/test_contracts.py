@@ -9,20 +9,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mpi4py import MPI
 
-from nnmpi.comm.algorithms.bruck import bruck_all_gather, bruck_reduce_scatter
+from nnmpi.comm.algorithms.bruck import bruck_reduce_scatter
 from nnmpi.comm.algorithms.gossip import pairwise
 from nnmpi.comm.algorithms.halving import halving_doubling
-from nnmpi.comm.algorithms.hierarchical import hierarchical
 from nnmpi.comm.algorithms.registry import COLLECTIVES, find_algorithm
 from nnmpi.comm.algorithms.ring import ring_all_gather
-from nnmpi.comm.algorithms.tree import tree_scatter
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER, Contract, part
 from nnmpi.comm.execution import Execution
 from nnmpi.comm.group import Group
-from nnmpi.comm.machine import Machine
 from nnmpi.comm.mpi.mpi_world import wrap
 from nnmpi.comm.prove import prove, prove_steps
-from nnmpi.comm.simulate import simulate_collective
 from nnmpi.comm.steps import Step
 from nnmpi.errors import ScheduleError
 
@@ -51,16 +47,6 @@ def test_rounds_are_those_of_the_formulas(size: int) -> None:
     assert rounds["all-reduce", "halving-doubling"] == 2 * depth(power) + (2 if size > power else 0)
 
 
-@pytest.mark.parametrize("size", SIZES)
-def test_bytes_are_the_least_that_will_do(size: int) -> None:
-    for what in ("reduce-scatter", "all-gather"):
-        for how in ("ring", "tree"):
-            assert prove(COLLECTIVES[what, how], size).chunk_transfers == size * (size - 1)
-    halving = [sum(len(step.send) for step in halving_doubling(rank, size)) for rank in range(size)]
-    if size & (size - 1) == 0:
-        assert halving == [2 * (size - 1)] * size
-
-
 @pytest.mark.parametrize(
     "nodes", [[0] * 6, [0, 1, 2, 3, 4, 5], [0, 0, 0, 0, 0, 1], [2, 0, 1, 0, 2, 2], [0, 1, 0, 1, 0, 1]]
 )
@@ -68,64 +54,10 @@ def test_hierarchical_is_proved_on_any_nodes(nodes: list[int]) -> None:
     assert prove(find_algorithm("hierarchical", nodes), 6).size == 6
 
 
-@pytest.mark.parametrize("nodes", [[0, 0, 1, 1, 2, 2], [2, 0, 1, 0, 2, 2]])
-def test_hierarchical_leaves_a_node_by_its_leader_only(nodes: list[int]) -> None:
-    leaders = {nodes.index(node) for node in nodes}
-    for rank in range(6):
-        for step in hierarchical(rank, 6, nodes):
-            for partner in (step.to, step.from_):
-                if partner is not None and nodes[partner] != nodes[rank]:
-                    assert {rank, partner} <= leaders
-
-
-@pytest.mark.parametrize("size", [2, 3, 5, 8, 17])
-@pytest.mark.parametrize("key", COLLECTIVES, ids=" ".join)
-def test_phases_that_are_called_symmetric_are(key: tuple[str, str], size: int) -> None:
-    for phase in COLLECTIVES[key].phases:
-        if phase.symmetric:
-            for rank in range(size):
-                shifted = tuple(_shift(step, rank, size) for step in phase.steps(0, size))
-                assert shifted == tuple(_shift(step, 0, size) for step in phase.steps(rank, size))
-
-
-def _shift(step: Step, by: int, size: int) -> Step:
-    assert step.to is not None and step.from_ is not None
-    return Step(
-        (step.to + by) % size,
-        tuple((chunk + by) % size for chunk in step.send),
-        (step.from_ + by) % size,
-        tuple((chunk + by) % size for chunk in step.recv),
-        step.reduce,
-    )
-
-
-def test_bruck_of_five_is_the_picture() -> None:
-    sent = [[tuple(step.send) for step in bruck_all_gather(rank, 5)] for rank in (0, 3)]
-    assert sent == [[(0,), (0, 1), (0,)], [(3,), (3, 4), (3,)]]
-    assert [tuple(step.recv) for step in bruck_all_gather(3, 5)] == [(4,), (0, 1), (2,)]
-    assert [step.reduce for step in bruck_reduce_scatter(0, 5)] == [True] * 3
-
-
 def test_halving_of_eight_is_the_picture() -> None:
     steps = [(step.to, tuple(step.send), tuple(step.recv)) for step in halving_doubling(0, 8)]
     assert steps[:3] == [(1, (4, 5, 6, 7), (0, 1, 2, 3)), (2, (2, 3), (0, 1)), (4, (1,), (0,))]
     assert steps[3:] == [(4, (0,), (1,)), (2, (0, 1), (2, 3)), (1, (0, 1, 2, 3), (4, 5, 6, 7))]
-
-
-@pytest.mark.parametrize("size", range(2, 65))
-def test_halving_costs_what_its_formula_says(size: int) -> None:
-    """In units of M beta; at powers of two exactly, elsewhere within the bound."""
-    power = 1 << size.bit_length() - 1
-    machine = Machine.uniform(alpha_s=0.0, beta_s=1.0 / (4 * size))
-    seconds = simulate_collective(COLLECTIVES["all-reduce", "halving-doubling"], size, 4 * size, machine).seconds
-    least = 2 * (power - 1) / power + (2 if size > power else 0)
-    most = least + (2 * (power.bit_length() - 1) / size if size > power else 0)
-    assert least - 1e-9 <= seconds <= most + 1e-9
-
-
-def test_scatter_of_eight_is_the_picture() -> None:
-    assert [(step.to, tuple(step.send)) for step in tree_scatter(0, 8)] == [(4, (4, 5, 6, 7)), (2, (2, 3)), (1, (1,))]
-    assert [(step.to, tuple(step.send)) for step in tree_scatter(4, 8)[1:]] == [(6, (6, 7)), (5, (5,))]
 
 
 def test_a_broadcast_of_nothing_is_found() -> None:
@@ -193,7 +125,7 @@ def test_pairs_are_proved(order: list[int], size: int, pairs: int) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("n", [0, 1, 5, 2**16 + 3])
+@pytest.mark.parametrize("n", [0, 5, 2**16 + 3])
 @pytest.mark.parametrize("limit", [100, 2**30])
 def test_pairs_are_summed(group: Group, n: int, limit: int) -> None:
     """Step after step with other partners, nobody waiting for those who are not concerned; the same bits in a pair."""

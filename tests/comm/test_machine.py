@@ -2,7 +2,6 @@
 
 import json
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,11 +24,6 @@ def curves(draw: st.DrawFn) -> Curve:
 )
 def test_between_below_and_beyond_the_points(nbytes: int, seconds: float) -> None:
     assert EAGER(nbytes) == pytest.approx(seconds, rel=1e-12)
-
-
-@given(curves(), st.lists(st.integers(0, 2 * 10**6)))
-def test_arrays_get_what_numbers_get(curve: Curve, nbytes: list[int]) -> None:
-    assert curve(np.array(nbytes, np.int64)).tolist() == [curve(n) for n in nbytes]
 
 
 @given(st.floats(0, 1e-2), st.floats(1e-13, 1e-6), st.integers(0, 2**40))

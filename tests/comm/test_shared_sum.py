@@ -12,8 +12,9 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.mpi_world import wrap
 from nnmpi.comm.shared_memory.memory import SharedMemory
 from nnmpi.comm.shared_memory.shared_sum import SharedSum, own_slice
-from nnmpi.errors import CommError, ShapeError, UsageError
+from nnmpi.errors import CommError, DeviceError, ShapeError, UsageError
 from tests.harness.job import mpirun, run
+from tests.harness.refusals import told
 
 LENGTHS = [0, 1, 5, 16, 1003, 100_003]
 
@@ -51,16 +52,13 @@ def test_slices_cover_an_array_once_and_begin_on_cache_lines(n: int, size: int, 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
-@pytest.mark.parametrize("place", ["shared", "private", "mixed"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
-def test_the_sum_is_that_in_rank_order(group: Group, dtype: str, place: str, ordered: bool) -> None:
+def test_the_sum_is_that_in_rank_order(group: Group, dtype: str, ordered: bool) -> None:
     memory = SharedMemory(group, ordered=ordered)
     right = []
     for n in LENGTHS:
         array = memory.allocate(n, dtype)
-        if place == "private" or (place == "mixed" and group.rank == 0):
-            array = np.zeros(n, dtype)
-        shared_sum = SharedSum(array, memory, block_bytes=4096, stage_bytes=100_000)
+        shared_sum = SharedSum(array, memory, block_bytes=4096)
         for turn in range(2):
             array[:] = values(group.rank, n, dtype, turn)
             shared_sum.run()
@@ -74,10 +72,10 @@ def test_over_several_nodes_all_ranks_have_the_same_bits(group: Group) -> None:
     memory = SharedMemory(group, nodes=blocks_of_two(group))
     outcomes = []
     for n in LENGTHS:
-        for array in (memory.allocate(n, "float32"), np.zeros(n, "float32")):
-            array[:] = values(group.rank, n, "float32")
-            SharedSum(array, memory, tag=3).run()
-            outcomes.append([np.allclose(array, added(group.size, n, "float32"), atol=1e-5), array.tobytes().hex()])
+        array = memory.allocate(n, "float32")
+        array[:] = values(group.rank, n, "float32")
+        SharedSum(array, memory, tag=3).run()
+        outcomes.append([np.allclose(array, added(group.size, n, "float32"), atol=1e-5), array.tobytes().hex()])
     memory.free()
     everyones = group.gather(outcomes)
     assert all(close for outcome in everyones for close, _ in outcome)
@@ -85,12 +83,10 @@ def test_over_several_nodes_all_ranks_have_the_same_bits(group: Group) -> None:
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("slot_bytes", [0, 4096], ids=["in place", "copied"])
-@pytest.mark.parametrize("place", ["shared", "private"])
-def test_hundreds_in_a_row_never_meet_one_another(group: Group, place: str, slot_bytes: int) -> None:
+def test_hundreds_in_a_row_never_meet_one_another(group: Group) -> None:
     memory, n = SharedMemory(group), 300
-    array = memory.allocate(n, "int64") if place == "shared" else np.zeros(n, "int64")
-    sums = [SharedSum(array, memory, tag=5, slot_bytes=slot_bytes) for _ in range(2)]
+    array = memory.allocate(n, "int64")
+    sums = [SharedSum(array, memory, tag=5) for _ in range(2)]
     base, wrong = np.arange(n), 0
     for turn in range(800):
         array[:] = base * (group.rank + 1) + turn
@@ -127,7 +123,7 @@ def test_without_its_barrier_the_sum_is_wrong(group: Group, monkeypatch: pytest.
     """The planted fault that the tests above must notice."""
     memory = SharedMemory(group)
     array = memory.allocate(300, "int64")
-    shared_sum = SharedSum(array, memory, slot_bytes=0)
+    shared_sum = SharedSum(array, memory)
     monkeypatch.setattr(shared_sum, "_runs", shared_sum._runs[1:2])
     wrong = 0
     for turn in range(400):
@@ -152,26 +148,14 @@ def test_different_arrays_are_refused_on_all_ranks(group: Group) -> None:
 
 
 @pytest.mark.mpi
-def test_a_sum_under_way_is_not_started_again(group: Group) -> None:
-    memory = SharedMemory(group)
-    shared_sum = SharedSum(memory.allocate(10, "float32"), memory)
-    right = group.size == 1
-    if group.size > 1:
-        shared_sum.start()
-        if group.rank == 0:
-            with pytest.raises(CommError, match="tag 0 is still running"):
-                shared_sum.start()
-        shared_sum.wait()
-        right = True
-    memory.free()
-    assert all(group.gather(right))
-
-
-def test_arrays_that_cannot_be_summed_are_refused(group: Group) -> None:
-    memory = SharedMemory(group)
-    with pytest.raises(ShapeError, match="works on 1-D arrays"):
+def test_an_array_that_lies_elsewhere_is_refused_on_all_ranks(group: Group) -> None:
+    memory = group.memory()
+    array = memory.allocate(8, "float32")
+    odd = np.zeros(8, "float32") if group.rank == group.size - 1 else array
+    text = told(DeviceError, lambda: SharedSum(odd, memory))
+    assert all(group.size == 1 or "allocate()" in each for each in group.gather(text))
+    with pytest.raises(ShapeError, match="1-D"):
         SharedSum(np.zeros((2, 3)), memory)
-    memory.free()
 
 
 def test_nothing_has_to_be_freed_at_the_end(tmp_path: Path) -> None:
@@ -185,7 +169,7 @@ def test_nothing_has_to_be_freed_at_the_end(tmp_path: Path) -> None:
         memory = group.memory()
         array, common = memory.allocate(1000, "float32"), memory.common(1000, "float32")
         fused = FusedUpdate(nnmpi.optim.SGD(nnmpi.optim.Arrays([common], [array]), lr=0.1), memory)
-        whole = SharedSum(np.ones(3), memory)
+        whole = SharedSum(memory.allocate(3, "float64"), memory)
         whole.run()
         fused.step()
     """
@@ -197,70 +181,22 @@ def test_nothing_has_to_be_freed_at_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-def test_arrays_of_different_lengths_may_share_a_tag(group: Group) -> None:
-    """A slow rank still adds up the longer one while a fast rank writes the shorter one into its slot."""
-    longer, shorter = np.empty(8000, np.float32), np.empty(1000, np.float32)
-    sums = [group.bind(longer, "shared"), group.bind(shorter, "shared")]
-    wrong = 0
-    for k in range(300):
-        longer[:], shorter[:] = group.rank + k % 50, 1000.0
-        for each in sums:
-            each.run()
-        expected = sum(range(group.size)) + group.size * (k % 50)
-        wrong += int((longer != expected).any()) + int((shorter != 1000.0 * group.size).any())
-    assert group.gather(wrong) == [0] * group.size
-
-
-@pytest.mark.mpi
-def test_starting_again_and_again_takes_no_more_memory(group: Group) -> None:
-    flying = []
-    for k in range(40):
-        arrays = [np.full(50, group.rank + k + i, np.float32) for i in range(3)]
-        flying += [(array, k + i, group.start_all_reduce(array, "shared")) for i, array in enumerate(arrays)]
-    right = []
-    for array, base, pending in flying:
-        pending.wait()
-        right.append(bool((array == sum(range(group.size)) + group.size * base).all()))
-    assert group.gather(all(right)) == [True] * group.size
-    assert group.size == 1 or len(group.memory()._windows) < 40
-
-
-@pytest.mark.mpi
-def test_what_a_twin_copies_through_goes_with_it(group: Group) -> None:
-    """Arrays stay; what is left to MPI's end could there hold ranks of several groups up for ever."""
-    whole = group.duplicate()
-    memory = whole.memory()
-    kept = memory.allocate(5, "float64")
-    before = memory.allocations
-    twin = memory.twin(whole)
-    for nbytes in (10, 3000):  # the smaller one is kept beside
-        twin.staging("pieces", 0, nbytes)
-    assert memory.allocations == before + 2
-    twin.close()
-    assert memory.allocations == before
-    assert memory.holds(kept)
-    memory.free()
-    whole.comm.free()
-
-
-@pytest.mark.mpi
 def test_a_twin_frees_what_is_its_own(group: Group) -> None:
     """What the other has allocated and copies through is in use: gone, it would end the process at the next sum."""
     whole = group.duplicate()
     whole._memory = memory = SharedMemory(whole)
     kept = memory.allocate(5, "float64")
-    array = np.ones(50, np.float32)
+    array = memory.allocate(50, np.float32)
+    array[:] = 1
     whole.all_reduce(array, "shared")
     before = memory.allocations
     twin = memory.twin(whole)
     twin.allocate(7, "int64")
-    twin.staging("pieces", 0, 3000)
     twin.free()
     assert memory.allocations == before
     assert memory.holds(kept)
-    for _ in range(2):  # one slot, and the other
-        whole.all_reduce(array, "shared")
-    assert (array == whole.size**3).all()
+    whole.all_reduce(array, "shared")
+    assert (array == whole.size**2).all()
     memory.free()
     assert memory.allocations == 0
     whole.comm.free()
@@ -281,18 +217,18 @@ def test_it_gives_back_no_communicator_of_the_groups(group: Group) -> None:
 def test_a_group_makes_a_new_memory_when_its_own_was_freed(group: Group) -> None:
     """The old barriers count in pages that are gone: to touch them would end the process."""
     whole = group.duplicate()
-    array = np.ones(50, np.float32)
     for _ in range(3):
+        array = whole.memory().allocate(50, np.float32)
+        array[:] = 1
         whole.all_reduce(array, "shared")
-        whole.start_all_reduce(array, "shared").wait()
+        right = bool((array == whole.size).all())
         old = whole.memory()
         old.free()
+        assert all(whole.gather(right))
         assert whole.memory() is not old
         assert not whole.memory().closed
-    assert (array == whole.size**6).all()
-    whole.memory().free()
     twin = whole.duplicate()
-    twin.all_reduce(array, "shared")
+    twin.all_reduce(twin.memory().allocate(5, np.float32), "shared")
     twin.free()
     whole.free()
     assert whole.comm.mpi == MPI.COMM_NULL
@@ -307,7 +243,6 @@ def test_it_is_given_back_once_however_often_it_is_asked_for(group: Group, nodes
     memory = SharedMemory(whole, nodes=blocks_of_two(whole) if nodes == "several" else None, ordered=ordered)
     kept = memory.allocate(5, "float64")
     memory.barrier_of(3)
-    memory.staging("pieces", 0, 100)
     memory.close()
     memory.close()
     assert memory.holds(kept)
@@ -322,17 +257,14 @@ def test_it_is_given_back_once_however_often_it_is_asked_for(group: Group, nodes
 def test_what_was_closed_refuses_in_a_sentence(group: Group) -> None:
     memory = SharedMemory(group)
     memory.barrier_of(3)
-    memory.staging("pieces", 0, 100)
     memory.free()
     for ask in (
         memory.barrier,
         lambda: memory.barrier_of(3),
-        lambda: memory.staging("pieces", 0, 100),
         lambda: memory.allocate(1, "float32"),
         lambda: memory.common(1, "float32"),
         lambda: memory.common_all([]),
         lambda: memory.twin(group),
-        lambda: SharedSum(np.ones(3), memory) if group.size > 1 else memory.barrier(),
     ):
         with pytest.raises(UsageError, match="was closed or freed; ask the group"):
             ask()

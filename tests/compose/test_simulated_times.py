@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from nnmpi import clock
-from nnmpi.comm.cost import parameter_server, ring_all_reduce
+from nnmpi.comm.algorithms.ring import ring_seconds
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Link, Machine
 from nnmpi.comm.simulated.simulated_world import simulate
@@ -75,7 +75,7 @@ def step(sync: Sync, ranks: int = 4, slow: str = "", few: int = 4, more: int = 1
 @pytest.mark.parametrize("factor", [1, 3])
 def test_a_step_through_the_server_takes_the_pace_and_what_the_formula_says(factor: int) -> None:
     nbytes = NBYTES + 17 * 8  # the header of a push; a reply's is shorter
-    together_s = parameter_server(4, nbytes, ALPHA_S, BYTE_S)
+    together_s = 2 * ALPHA_S + 2 * 3 * nbytes * BYTE_S
     if factor > 1:  # the straggler comes last, when the links are free again: its bytes alone pass before the update
         together_s = 2 * ALPHA_S + 4 * nbytes * BYTE_S
     assert step(Sync("ssp", staleness=0), 4, f"rank=3,factor={factor}") == pytest.approx(factor + together_s, rel=0.01)
@@ -85,14 +85,14 @@ def test_a_step_through_the_server_takes_the_pace_and_what_the_formula_says(fact
 def test_a_step_with_an_all_reduce_takes_the_slowest_pace_a_ring_and_the_report(who: int, factor: int) -> None:
     """Whoever is slow: all meet in the same step, which ends for all at the same time."""
     numbers_s = 2 * (ALPHA_S + 5 * 8 * BYTE_S)  # loss, right answers, rows and a hash of the update, by doubling
-    ring_s = ring_all_reduce(4, NBYTES, ALPHA_S, BYTE_S)
+    ring_s = ring_seconds(4, NBYTES, ALPHA_S, BYTE_S)
     assert step(Sync(), slow=f"rank={who},factor={factor}") == pytest.approx(factor + ring_s + numbers_s, rel=0.002)
 
 
 @pytest.mark.parametrize("every", [2, 4])
 def test_local_steps_pay_an_average_once_in_so_many(every: int) -> None:
     """A ring, and before it the ranks' rows."""
-    ring_s, rows_s = ring_all_reduce(4, NBYTES, ALPHA_S, BYTE_S), 2 * (ALPHA_S + 8 * BYTE_S)
+    ring_s, rows_s = ring_seconds(4, NBYTES, ALPHA_S, BYTE_S), 2 * (ALPHA_S + 8 * BYTE_S)
     found = step(Sync("local", local_steps=every))
     assert found == pytest.approx(1 + (ring_s + rows_s) / every, abs=0.02)  # now and then they ask for signals
     report = run(Sync("local", local_steps=every), 8).report

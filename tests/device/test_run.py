@@ -16,7 +16,7 @@ from tests.train.jobs import ROOT, UNDRAWN
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.host_only("each run chooses its backend itself")]
 
-WORDS = "--dataset digits --max-steps 12 --epochs 3 --warmup-epochs 1 --log-every 1 --eval-every 0 --fit none"
+WORDS = "--dataset digits --max-steps 12 --epochs 3 --warmup-epochs 1 --log-every 1 --eval-every 0"
 SMALL_MODEL = "--model mlp --hidden 24 16"
 # Options, ranks: one of each way to use several ranks.
 LAYOUTS = {

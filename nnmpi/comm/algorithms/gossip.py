@@ -63,3 +63,8 @@ def pairwise(rank: int, size: int, partner: int) -> tuple[Step, ...]:
         return ()
     everything = range(size)
     return (Step(to=partner, send=everything, from_=partner, recv=everything, reduce=True),)
+
+
+def gossip_seconds(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+    """Return what averaging with the neighbours costs, however many ranks there are."""
+    return min(N - 1, 2) * (alpha + M * beta + M * gamma)

@@ -65,3 +65,11 @@ def _butterfly(place: int, power: int, folded: int, size: int) -> tuple[Step, ..
 def _rank(place: int, folded: int) -> int:
     """Return the rank that stands at a place of the butterfly."""
     return 2 * place if place < folded else place + folded
+
+
+def halving_seconds(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+    """Return what it costs where N is a power of two; a bound from below elsewhere."""
+    power = 1 << N.bit_length() - 1
+    fold = 0.0 if power == N else 2 * alpha + 2 * M * beta + M * gamma
+    moved = (power - 1) / power * M
+    return fold + 2 * (power.bit_length() - 1) * alpha + 2 * moved * beta + moved * gamma

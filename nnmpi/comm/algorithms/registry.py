@@ -5,13 +5,31 @@ from functools import partial
 from types import MappingProxyType
 from typing import TypeAlias
 
-from nnmpi.comm.algorithms.bruck import bruck_all_gather, bruck_reduce_scatter
-from nnmpi.comm.algorithms.gossip import gossip
-from nnmpi.comm.algorithms.halving import halving_doubling
+from nnmpi.comm.algorithms.bruck import (
+    bruck_all_gather,
+    bruck_gather_seconds,
+    bruck_reduce_scatter,
+    bruck_scatter_seconds,
+)
+from nnmpi.comm.algorithms.gossip import gossip, gossip_seconds
+from nnmpi.comm.algorithms.halving import halving_doubling, halving_seconds
 from nnmpi.comm.algorithms.hierarchical import hierarchical
-from nnmpi.comm.algorithms.ring import ring_all_gather, ring_reduce_scatter
-from nnmpi.comm.algorithms.star import star
-from nnmpi.comm.algorithms.tree import tree_broadcast, tree_reduce, tree_scatter
+from nnmpi.comm.algorithms.ring import (
+    ring_all_gather,
+    ring_gather_seconds,
+    ring_reduce_scatter,
+    ring_scatter_seconds,
+    ring_seconds,
+)
+from nnmpi.comm.algorithms.star import star, star_seconds
+from nnmpi.comm.algorithms.tree import (
+    broadcast_seconds,
+    scatter_broadcast_seconds,
+    tree_broadcast,
+    tree_reduce,
+    tree_scatter,
+    tree_seconds,
+)
 from nnmpi.comm.collective import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -20,29 +38,26 @@ from nnmpi.comm.collective import (
     REDUCE_SCATTER,
     Collective,
     Contract,
-    Phase,
     as_collective,
 )
 from nnmpi.comm.steps import Algorithm
 from nnmpi.errors import UsageError
 
-_RING_SCATTER, _RING_GATHER = Phase(ring_reduce_scatter, symmetric=True), Phase(ring_all_gather, symmetric=True)
-_TREE_SCATTER, _TREE_GATHER = Phase(bruck_reduce_scatter, symmetric=True), Phase(bruck_all_gather, symmetric=True)
 HIERARCHICAL = "hierarchical"
 
 _ALL = (
-    Collective("ring", ALL_REDUCE, (_RING_SCATTER, _RING_GATHER)),
-    Collective("tree", ALL_REDUCE, (Phase(tree_reduce), Phase(tree_broadcast))),
-    Collective("ps", ALL_REDUCE, (Phase(star),)),
-    Collective("halving-doubling", ALL_REDUCE, (Phase(halving_doubling),)),
-    Collective(HIERARCHICAL, ALL_REDUCE, (Phase(hierarchical),)),
-    Collective("ring", REDUCE_SCATTER, (_RING_SCATTER,)),
-    Collective("tree", REDUCE_SCATTER, (_TREE_SCATTER,)),
-    Collective("ring", ALL_GATHER, (_RING_GATHER,)),
-    Collective("tree", ALL_GATHER, (_TREE_GATHER,)),
-    Collective("ring", BROADCAST, (Phase(tree_scatter), _RING_GATHER)),
-    Collective("tree", BROADCAST, (Phase(tree_broadcast),)),
-    Collective("gossip", NEIGHBOUR_AVERAGE, (Phase(gossip),)),
+    Collective("ring", ALL_REDUCE, (ring_reduce_scatter, ring_all_gather), ring_seconds),
+    Collective("tree", ALL_REDUCE, (tree_reduce, tree_broadcast), tree_seconds),
+    Collective("ps", ALL_REDUCE, (star,), star_seconds),
+    Collective("halving-doubling", ALL_REDUCE, (halving_doubling,), halving_seconds),
+    Collective(HIERARCHICAL, ALL_REDUCE, (hierarchical,)),
+    Collective("ring", REDUCE_SCATTER, (ring_reduce_scatter,), ring_scatter_seconds),
+    Collective("tree", REDUCE_SCATTER, (bruck_reduce_scatter,), bruck_scatter_seconds),
+    Collective("ring", ALL_GATHER, (ring_all_gather,), ring_gather_seconds),
+    Collective("tree", ALL_GATHER, (bruck_all_gather,), bruck_gather_seconds),
+    Collective("ring", BROADCAST, (tree_scatter, ring_all_gather), scatter_broadcast_seconds),
+    Collective("tree", BROADCAST, (tree_broadcast,), broadcast_seconds),
+    Collective("gossip", NEIGHBOUR_AVERAGE, (gossip,), gossip_seconds),
 )
 
 COLLECTIVES: Mapping[tuple[str, str], Collective] = MappingProxyType({(c.contract.name, c.name): c for c in _ALL})
@@ -84,7 +99,7 @@ def find_algorithm(name: How, nodes: Sequence[int] | None = None) -> Collective:
     if name not in ALGORITHMS:
         raise UsageError(f"there is no all-reduce algorithm {name!r}; the names are {', '.join(NAMES)}")
     if name == HIERARCHICAL and nodes is not None:
-        return Collective(name, ALL_REDUCE, (Phase(partial(hierarchical, nodes=tuple(nodes))),))
+        return Collective(name, ALL_REDUCE, (partial(hierarchical, nodes=tuple(nodes)),))
     return ALGORITHMS[name]
 
 

@@ -31,3 +31,8 @@ def star(rank: int, size: int) -> tuple[Step, ...]:
         collect = tuple(Step(from_=worker, recv=everything, reduce=True) for worker in workers)
         return collect + tuple(Step(to=worker, send=everything) for worker in workers)
     return Step(to=SERVER, send=everything), Step(from_=SERVER, recv=everything)
+
+
+def star_seconds(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+    """Return what the all-reduce costs: the server's link carries everybody's buffer, in and out."""
+    return (N - 1) * (2 * alpha + 2 * M * beta + M * gamma)

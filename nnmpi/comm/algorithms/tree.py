@@ -86,3 +86,23 @@ def _children(rank: int, size: int) -> list[int]:
         children.append(rank + distance)
         distance *= 2
     return children
+
+
+def levels(N: int) -> int:
+    """Return log N of the formulas: the smallest number of doublings that reach N."""
+    return (N - 1).bit_length()
+
+
+def tree_seconds(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+    """Return what the all-reduce costs: up the tree and down again, the whole buffer on every level."""
+    return levels(N) * (2 * alpha + 2 * M * beta + M * gamma)
+
+
+def broadcast_seconds(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+    """Return what the broadcast along the tree costs."""
+    return levels(N) * (alpha + M * beta)
+
+
+def scatter_broadcast_seconds(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+    """Return what the broadcast for long buffers costs, a scatter and a ring."""
+    return (levels(N) + N - 1) * alpha + 2 * (N - 1) / N * M * beta

@@ -9,28 +9,21 @@ shared memory) was measured as it is, at several lengths.
 
 import json
 import re
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from itertools import pairwise
-from math import inf
 from pathlib import Path
 from typing import Any
 
-from nnmpi.comm.algorithms.registry import NATIVE, SHARED, How, find_collective
+from nnmpi.comm.algorithms.registry import ALGORITHMS, NATIVE, SHARED, How, find_collective
 from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.machine import Curve, Machine
-from nnmpi.comm.simulate import simulate_collective
+from nnmpi.comm.simulate import price
 from nnmpi.errors import NnmpiError, UsageError, counted
 from nnmpi.files import cache_folder, write_atomically
-from nnmpi.reading import check_ordinary, read_json
+from nnmpi.reading import read_json
+from nnmpi.units import format_bytes, format_seconds
 
 FORMAT = 1
-LONGEST_S = 1e-3  # of a short message inside a node, and of a handshake: more is the scheduler's time, not theirs
-LEAST_S_PER_BYTE = 1e-13
-NEAR = 4  # lengths within this factor are on both sides of a handshake
-OLD_DAYS = 180  # after which what was measured and kept counts no more: drivers, kernels and machines change
 COMMAND = "mpirun -n {ranks} python -m nnmpi.comm fit"
 
 
@@ -43,7 +36,7 @@ class Fit:
         native: seconds of MPI's own all-reduce by bytes, as a blocking call.
         native_started: the same, started and then waited for, which is another code in MPI.
         shared: seconds of the all-reduce through shared memory; None where there is none.
-        facts: "ranks", "nodes" (of each rank), "mpi", "host", "cpu", "cores", "date" and more.
+        facts: "ranks", "nodes" (of each rank), "mpi", "host", "date".
     """
 
     machine: Machine
@@ -77,59 +70,11 @@ class Fit:
                 raise UsageError("this fit was made without shared memory and cannot predict the shared all-reduce")
             return self.shared(nbytes)
         collective = find_collective(operation, algorithm, self.machine.nodes)
-        return simulate_collective(collective, self.ranks, nbytes, self.machine).seconds
+        return price(collective, self.ranks, nbytes, self.machine)
 
     def fits(self, ranks: int, nodes: list[int], mpi: str) -> bool:
         """Return whether it was made for so many ranks, on these nodes (one number per rank), with this MPI library."""
         return (self.ranks, list(self.facts["nodes"]), self.facts["mpi"]) == (ranks, nodes, mpi)
-
-    def check(self, ranks: int, nodes: list[int], mpi: str, source: str = "the fit") -> None:
-        """Raise unless it was made for these ranks, on these nodes, with this MPI.
-
-        Args:
-            ranks: how many.
-            nodes: the node of each.
-            mpi: the library's name and version.
-            source: what the error calls the fit.
-
-        Raises:
-            UsageError: says what differs and how a right one is made.
-        """
-        if not self.fits(ranks, nodes, mpi):
-            made = _describe(self.ranks, list(self.facts["nodes"]), self.facts["mpi"])
-            raise UsageError(
-                f"{source} was made with {made}, but this run has {_describe(ranks, nodes, mpi)}; "
-                f"make one for it: {COMMAND.format(ranks=ranks)}"
-            )
-
-    def doubt(self) -> str:
-        """Return what cannot be true of a machine, but of one that was busy with other work; empty if there is nothing.
-
-        A short message inside a node takes microseconds, a handshake a few times as long, and no memory moves bytes
-        in no time.
-        """
-        link = self.machine.inside
-        for words, curve in (("one way", link.one_way), ("both ways", link.both_ways)):
-            (first, short_s), (last, long_s) = curve.points[0], curve.points[-1]
-            each_s = (long_s - short_s) / (last - first) if last > first else inf
-            if each_s < LEAST_S_PER_BYTE:
-                return f"messages {words} of {first:.0f} and of {last:.0f} bytes take the same {long_s:.2g} s"
-            if short_s > LONGEST_S:
-                return f"a message {words} of {first:.0f} bytes takes {short_s:.2g} s inside a node"
-            for (less, before_s), (more, after_s) in pairwise(curve.points):
-                step_s = after_s - before_s - NEAR * each_s * (more - less)
-                if step_s > LONGEST_S and more <= NEAR * less:
-                    return f"from {less:.0f} to {more:.0f} bytes a message {words} takes {step_s:.2g} s more"
-        return ""
-
-    @property
-    def age_days(self) -> float:
-        """How old it is."""
-        try:
-            made = datetime.fromisoformat(self.facts["date"])
-        except ValueError:
-            return inf
-        return (datetime.now(UTC) - made.replace(tzinfo=UTC)).total_seconds() / 86400
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values."""
@@ -152,7 +97,8 @@ class Fit:
         if value["format"] != FORMAT:
             raise ValueError(f"its format is {value['format']}, not {FORMAT}")
         facts = {**value["facts"], "ranks": int(value["facts"]["ranks"]), "nodes": list(value["facts"]["nodes"])}
-        _check_facts(facts)
+        if facts["ranks"] < 1 or len(facts["nodes"]) != facts["ranks"]:
+            raise ValueError(f"it is of {facts['ranks']} ranks on the nodes {facts['nodes']}")
         shared = value["shared"]
         return cls(
             machine=Machine.from_json(value["machine"]),
@@ -161,15 +107,6 @@ class Fit:
             shared=None if shared is None else Curve.from_json(shared),
             facts=facts,
         )
-
-
-def _check_facts(facts: Mapping[str, Any]) -> None:
-    """Raise a ValueError for facts that cannot be those of a fit."""
-    if facts["ranks"] < 1 or len(facts["nodes"]) != facts["ranks"]:
-        raise ValueError(f"it is of {facts['ranks']} ranks on the nodes {facts['nodes']}")
-    for name in ("mpi", "host", "date"):
-        if not isinstance(facts.get(name), str):
-            raise ValueError(f"it does not say its {name}")
 
 
 def load_fit(file: Path) -> Fit:
@@ -188,18 +125,6 @@ def load_fit(file: Path) -> Fit:
         raise UsageError(
             f"{file} is no fit ({type(error).__name__}: {error}); make one: {COMMAND.format(ranks='RANKS')}"
         ) from None
-
-
-def check_place(file: Path) -> None:
-    """Make sure that a fit can be written there; folders are made, nothing else stays.
-
-    Raises:
-        OSError: when it cannot.
-    """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    check_ordinary(file)
-    with tempfile.NamedTemporaryFile(dir=file.parent):
-        pass
 
 
 def save_fit(fit: Fit, file: Path) -> None:
@@ -227,3 +152,25 @@ def _describe(ranks: int, nodes: list[int], mpi: str) -> str:
     """Return ranks, nodes and MPI in words."""
     count = len(set(nodes))
     return f"{ranks} ranks on {counted(count, 'node')} under {mpi}"
+
+
+# ---- a fit in words ----
+
+EXAMPLES = (4, 1024, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
+LONG_BYTES = 2**20
+
+
+def describe_fit(fit: Fit, sizes: Sequence[int] = EXAMPLES) -> Iterator[str]:
+    """Yield lines: latency and bandwidth of each link, and what each all-reduce is predicted to take."""
+    machine = fit.machine
+    yield _describe(fit.ranks, list(fit.facts["nodes"]), fit.facts["mpi"])
+    for name, link in (("inside a node", machine.inside), ("between nodes", machine.across)):
+        for way, curve in () if link is None else (("one way", link.one_way), ("both ways", link.both_ways)):
+            alpha_s, beta_s = curve.alpha_s, curve.beta(LONG_BYTES)
+            yield f"messages {name}, {way}: latency {format_seconds(alpha_s)}, {1e9 * beta_s:.3f} ns/B at 1 MiB"
+    yield f"adding: {1e9 * machine.add(LONG_BYTES) / LONG_BYTES:.3f} ns/B at 1 MiB"
+    yield ""
+    yield f"{'predicted':17}" + "".join(f"{format_bytes(nbytes):>11}" for nbytes in sizes)
+    for how in (NATIVE, *([SHARED] if fit.shared is not None else []), *ALGORITHMS):
+        seconds = [format_seconds(fit.predict(how, nbytes), digits=3) for nbytes in sizes]
+        yield f"{how:17}" + "".join(f"{each:>11}" for each in seconds)

@@ -5,30 +5,26 @@ that were kept; curves of links and of adding are measured by the code that coll
 calls.
 """
 
-import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nnmpi import clock
-from nnmpi.backend.blas import read_cpu
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.execution import Execution, NativeExecution, Pending
-from nnmpi.comm.fitting.fit import OLD_DAYS, Fit, default_file, load_fit
+from nnmpi.comm.fitting.fit import Fit, default_file, load_fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine
 from nnmpi.comm.shared_memory.memory import SharedMemory
 from nnmpi.comm.shared_memory.shared_sum import SharedSum
 from nnmpi.comm.steps import Step
 from nnmpi.errors import DeviceError, UsageError
-from nnmpi.units import parse_bytes
 
 BUDGET_S = 24.0
 # Lengths of whole all-reduces: close together where one overtakes another, and where MPI changes its ways.
@@ -51,7 +47,7 @@ def measure(group: Group, progress: Progress | None = None, budget_s: float = BU
     """
     if group.size == 1:
         raise UsageError("one rank has nobody to send to, so there is nothing to fit; start at least 2 (mpirun -n 2)")
-    begin, share = clock.now(), budget_s / 6
+    share = budget_s / 6
     say = progress if progress is not None and group.is_root else _silent
     local = group.node()
     leaders = group.split(min(local.rank, 1))
@@ -70,61 +66,31 @@ def measure(group: Group, progress: Progress | None = None, budget_s: float = BU
     link = inside or across
     assert link is not None  # two ranks are on one node or on two
     machine = Machine(inside=link, across=across, nodes=tuple(group.nodes()) if several else None, add=add)
-    took = {"seconds": round(clock.now() - begin, 1)}
-    return Fit(machine, native, started, shared, group.share(facts(group) | took))
+    return Fit(machine, native, started, shared, group.share(facts(group)))
 
 
-def find_fit(group: Group, file: Path | None = None) -> Fit | None:
-    """Return the fit in a file, by default the one that was kept for these ranks; None if none was. Collective.
+def find_fit(group: Group) -> Fit | None:
+    """Return the fit that was kept for these ranks, nodes and MPI; None if none was. Collective.
 
     Rank 0 reads; so the ranks agree, and need no common file system.
-
-    Raises:
-        UsageError: on all ranks, when the file holds no fit, or one of other ranks, nodes or another MPI.
     """
-    known = facts(group)
-    answer: dict[str, Any] = {}
+    known, kept = facts(group), None
     if group.is_root:
-        try:
-            found = load_fit(file) if file is not None else _kept(known)
-            answer = {"fit": None if found is None else found.to_json()}
-        except UsageError as error:
-            answer = {"error": str(error)}
-    answer = group.share(answer)
-    if "error" in answer:
-        raise UsageError(answer["error"])
-    if answer["fit"] is None:
-        return None
-    fit = Fit.from_json(answer["fit"])
-    if file is not None:
-        fit.check(group.size, known["nodes"], known["mpi"], f"the fit {file}")
-    elif not fit.fits(group.size, known["nodes"], known["mpi"]):
-        return None  # as many ranks, but placed on the nodes in another way; nobody has asked for it
-    return fit
-
-
-def _kept(known: Mapping[str, Any]) -> Fit | None:
-    """Return the fit that was kept for these facts; None if there is none, or it is damaged, doubtful or old."""
-    try:
-        file = default_file(known)
-        fit = load_fit(file) if file.exists() else None
-    except (UsageError, OSError):
-        return None
-    return None if fit is None or fit.doubt() or fit.age_days > OLD_DAYS else fit
+        with suppress(UsageError, OSError):
+            file = default_file(known)
+            kept = load_fit(file).to_json() if file.exists() else None
+    answer = group.share(kept)
+    fit = None if answer is None else Fit.from_json(answer)
+    return fit if fit is not None and fit.fits(group.size, known["nodes"], known["mpi"]) else None
 
 
 def facts(group: Group) -> dict[str, Any]:
-    """Return what a fit depends on, and what is good to know beside it. Collective."""
+    """Return what a fit depends on, and the date. Collective."""
     return {
         "ranks": group.size,
         "nodes": group.nodes(),
         "mpi": group.comm.world.library,
         "host": group.share(platform.node()),
-        "cpu": read_cpu("model name") or platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "cache_bytes": _cache_bytes(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
     }
 
@@ -166,12 +132,6 @@ def _measure_whole(group: Group, budget_s: float) -> list[Curve]:
 def _start_and_wait(pending: Pending) -> None:
     pending.start()
     pending.wait()
-
-
-def _cache_bytes() -> int:
-    """Return the size of the last-level cache as Linux gives it; 8 MB where nothing is known."""
-    sizes = [parse_bytes(file.read_text()) for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
-    return max(sizes, default=8 * 2**20)
 
 
 def _silent(line: str) -> None:

@@ -47,6 +47,7 @@ class SharedMemory:
         ordered: see `Flags`; as the world says by default.
 
     Attributes:
+        group: the ranks.
         node: the communicator of this node's ranks, in the group's order.
         rank, size: this rank's number on its node, and the number of ranks there.
         node_of: the number of each group rank's node: its lowest rank.
@@ -70,7 +71,7 @@ class SharedMemory:
     ) -> None:
         if nodes is not None and len(nodes) != group.size:
             raise UsageError(f"{len(nodes)} nodes are given for {group.size} ranks; give the node of each rank")
-        self._group, self._options = group, (timeout_s, nodes, ordered)
+        self.group, self._options = group, (timeout_s, nodes, ordered)
         ordered = group.comm.world.keeps_order if ordered is None else ordered
         if nodes is None:
             self.node = group.comm.split_by_node(group.rank)
@@ -94,9 +95,6 @@ class SharedMemory:
         self.crowded = watch.crowded
         self._flags = Flags(watch, ordered)
         self._barriers: dict[int, Barrier] = {}
-        self._staging: dict[tuple[str, int], list[Buffer]] = {}
-        self._staged: list[int] = []  # their allocations, which are this object's own even if it is a twin
-        self._turns: dict[int, int] = {}
         self._windows: dict[int, SharedPages] = {}  # by allocation number; twins have the same
         self._own: WeakSet[SharedPages] = WeakSet()  # those of them that were made through this object
         self.closed = False
@@ -156,28 +154,6 @@ class SharedMemory:
             for start, length, (_, kind) in zip(starts, lengths, kinds, strict=False)
         ]
 
-    def staging(self, use: str, tag: int, nbytes: int) -> list[Buffer]:
-        """Return (nbytes,) uint8 of every rank of the node, to copy arrays through; the same for a use and tag.
-
-        Args:
-            use: what it is for; memory of one use is never given out for another.
-            tag: of the collective, as several may be in flight at once.
-            nbytes: the length of each rank's part.
-
-        Raises:
-            DeviceError, UsageError: as in `allocate`.
-        """
-        if (use, tag) not in self._staging or self._staging[use, tag][0].size < nbytes:
-            # A smaller one of before stays: it may be in use. In powers of 2 there are few of them.
-            self._staging[use, tag] = list(self._make(1 << max(nbytes - 1, 0).bit_length()).parts)
-            self._staged.append(self.allocations - 1)
-        return [part[:nbytes] for part in self._staging[use, tag]]
-
-    def next_turn(self, tag: int) -> int:
-        """Return 0 and 1 in turns, for each tag by itself (not collective)."""
-        turn = self._turns[tag] = 1 - self._turns.get(tag, 1)
-        return turn
-
     def place(self, array: Buffer) -> WindowSlice | None:
         """Return where an array of this rank lies, None if it lies elsewhere (not collective)."""
         address = array.ctypes.data
@@ -233,21 +209,9 @@ class SharedMemory:
         """
         self._check_open()
         if tag not in self._barriers:
-            with agreed(self._group):
+            with agreed(self.group):
                 self._barriers[tag] = self._flags.barrier(self.sync)
         return self._barriers[tag]
-
-    def gather_numbers(self, own: Buffer) -> list[list[int]]:
-        """Return every group rank's (n,) int64, in rank order, on every rank."""
-        everyones = np.empty((self._group.size, own.size), np.int64)
-        self._group.comm.allgather(own, everyones)
-        return list(everyones.tolist())
-
-    def sum_floats(self, values: Sequence[float]) -> list[float]:
-        """Return the sums over all group ranks of a few numbers, in float64; the same bits everywhere."""
-        everyones = np.empty((self._group.size, len(values)))
-        self._group.comm.allgather(np.array(values, np.float64), everyones)
-        return list(everyones.sum(axis=0).tolist())
 
     def sync(self) -> None:
         """Order this rank's reads and writes of all shared arrays before against those after (not collective)."""
@@ -275,14 +239,13 @@ class SharedMemory:
     def free(self) -> None:
         """Give back all that was made through this object; arrays that are still held must not be touched any more.
 
-        What was allocated through a twin stays, and what it copies through. Done again, it does nothing.
+        What was allocated through a twin stays. Done again, it does nothing.
         """
-        own = [number for number, window in self._windows.items() if window in self._own]
-        self.drop_allocations(sorted(set(own) - set(self._staged)))
+        self.drop_allocations(sorted(number for number, window in self._windows.items() if window in self._own))
         self.close()
 
     def close(self) -> None:
-        """Give back the barriers, communicators and staging arrays alone: what a `twin` has for itself.
+        """Give back the barriers and communicators alone: what a `twin` has for itself.
 
         MPI's windows that are left to its end are freed there in an order that may differ between ranks of several
         groups, and then they wait for one another for ever. Done again, it does nothing.
@@ -290,9 +253,6 @@ class SharedMemory:
         if self.closed:
             return
         self.closed = True
-        self.drop_allocations(self._staged)
-        self._staged.clear()
-        self._staging.clear()
         self._barriers.clear()
         self._flags.free()
         if self.across is not None:
@@ -308,7 +268,7 @@ class SharedMemory:
     def _length(self, elements: int, dtype: np.dtype[Any]) -> int:
         """Return the bytes of an array; let all ranks raise if a rank asks for less than none, or it is closed."""
         self._check_open()
-        with agreed(self._group):
+        with agreed(self.group):
             if elements < 0:
                 raise UsageError(f"an array of {elements} elements cannot be shared; give 0 or more")
         return elements * dtype.itemsize
@@ -324,7 +284,7 @@ class SharedMemory:
         self._check_open()
         window: SharedPages | None = None
         try:
-            with agreed(self._group):
+            with agreed(self.group):
                 window = self.node.share_pages(own_bytes)
         except DeviceError:
             if window is not None:  # this node had room, and another had not

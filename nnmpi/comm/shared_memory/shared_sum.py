@@ -13,11 +13,7 @@ copy:
 
     node sum -> leader   |   leaders: ring   |   every rank copies its leader's array
 
-Where more ranks than cores wait for one another, waiting is what takes the time, and short arrays are summed with one
-barrier: each rank copies its array to where all see it, and adds all of them up for itself.
-
-An array that does not lie in the shared memory is copied through a window piece by piece, which takes about as long as
-MPI's own all-reduce: allocate there (`SharedMemory.allocate`).
+The arrays must lie in the shared memory (`SharedMemory.allocate`), at the same place on all ranks.
 """
 
 from __future__ import annotations
@@ -29,10 +25,10 @@ import numpy as np
 import nnmpi.shard as shard
 from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.algorithms.ring import ring
-from nnmpi.comm.buffers import DTYPES, Buffer, check_buffer
+from nnmpi.comm.buffers import Buffer, check_buffer
 from nnmpi.comm.execution import Execution, Startable
-from nnmpi.comm.shared_memory.memory import SharedMemory, WindowSlice
-from nnmpi.errors import CommError
+from nnmpi.comm.shared_memory.memory import SharedMemory
+from nnmpi.errors import CommError, DeviceError
 
 ALIGNMENT_BYTES = 64
 # What is added at a time of all ranks' arrays together should lie in a core's cache, but shorter blocks than this cost
@@ -41,8 +37,6 @@ ALIGNMENT_BYTES = 64
 # 1222.
 CACHED_BYTES = 512 * 1024
 LEAST_BLOCK_BYTES = 128 * 1024
-STAGE_BYTES = 1024 * 1024
-SLOT_BYTES = 32 * 1024
 
 
 class LocalWork:
@@ -67,32 +61,22 @@ class SharedSum:
 
     Args:
         array: (n,) the buffer, summed in place; it may be a slice of an allocated one, of any length, 0 too.
-        memory: of the group whose ranks take part. If a rank's array lies elsewhere, all go through a window.
+        memory: of the group whose ranks take part.
         tag: 0..32767, the same on all ranks.
         block_bytes: how much of each array is added at a time, if not what suits a cache.
-        stage_bytes: the longest piece of an array that goes through a window.
-        slot_bytes: the longest array that is copied to all and added up by each, where that is quicker.
 
     Raises:
         ShapeError, DtypeError: see `check_buffer`.
         CommError: on all ranks, when their arrays differ in length or dtype.
-        DeviceError: on all ranks, when there is no shared memory for the window.
+        DeviceError: on all ranks, when one of their arrays was not allocated in the shared memory.
     """
 
-    def __init__(
-        self,
-        array: Buffer,
-        memory: SharedMemory,
-        tag: int = 0,
-        block_bytes: int | None = None,
-        stage_bytes: int = STAGE_BYTES,
-        slot_bytes: int = SLOT_BYTES,
-    ) -> None:
+    def __init__(self, array: Buffer, memory: SharedMemory, tag: int = 0, block_bytes: int | None = None) -> None:
         self._array, self._memory, self._tag = check_buffer(array), memory, tag
         suits = max(CACHED_BYTES // memory.size, LEAST_BLOCK_BYTES)
         self._block = max(1, (suits if block_bytes is None else block_bytes) // array.itemsize)
-        places = _exchange_places(self._array, memory)
-        self._stages: tuple[Startable, ...] = tuple(self._plan(places, stage_bytes, slot_bytes))
+        parts = _find_parts(self._array, memory)
+        self._stages: tuple[Startable, ...] = tuple(self._sum(parts)) if parts else ()
         self._runs = tuple(stage.run for stage in self._stages)
         self._at = len(self._stages)
 
@@ -145,74 +129,10 @@ class SharedSum:
 
     # ---- what is to be done ----
 
-    def _plan(self, places: Sequence[WindowSlice | None], stage_bytes: int, slot_bytes: int) -> Iterator[Startable]:
-        """Yield the stages of the sum; which, is decided by where the ranks' arrays are.
-
-        1. One rank, or nothing to add: no stages.
-        2. One node and a short array, which is private or has too few cores: copied to all, added up by each.
-        3. A rank on each node: over the nodes alone, in the array itself.
-        4. Some rank's array is private: through a window, piece by piece.
-        5. All arrays lie in the node's shared memory: in place.
-        """
-        array, memory = self._array, self._memory
-        if array.size == 0 or len(places) == 1:
-            return
-        nodes, private = len(set(memory.node_of)), None in places
-        if nodes == 1 and array.nbytes <= slot_bytes and (private or memory.crowded):
-            yield from self._through_slots(slot_bytes)
-        elif nodes == len(places):  # a rank on each node: nobody has to see another's array
-            yield from self._sum([array])
-        elif private:
-            yield from self._through_window(max(1, stage_bytes // array.itemsize))
-        else:
-            found = [(local, places[rank]) for local, rank in enumerate(memory.members)]
-            yield from self._sum([memory.view(i, place, array.size, array.dtype) for i, place in found if place])
-
-    def _through_window(self, length: int) -> Iterator[Startable]:
-        """Yield the stages for an array that the others do not see: copied in, summed there, copied out."""
-        array, memory = self._array, self._memory
-        window = memory.staging("pieces", self._tag, min(length, array.size) * array.itemsize)
-        for begin in range(0, array.size, length):
-            piece = array[begin : begin + length]
-            parts = [part[: piece.nbytes].view(array.dtype) for part in window]
-            own = parts[memory.rank]
-            yield LocalWork(_copies([(own, piece)]))
-            yield from self._sum(parts)
-            yield LocalWork(_copies([(piece, own)]))
-
-    def _through_slots(self, slot_bytes: int) -> Iterator[Startable]:
-        """Yield the stages for a short array, with one barrier: copied in, and all of it added up by every rank.
-
-        In the next call with this tag the other slot is used, as slower ranks may still read this one; before the call
-        after that everybody has come to a barrier again. So the slots of a tag must lie at the same places for arrays
-        of any length.
-        """
-        array, memory, tag = self._array, self._memory, self._tag
-        stride = -(-slot_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        windows = memory.staging(f"slots of {stride}", tag, 2 * stride)
-        slots = [[window[turn * stride :][: array.nbytes].view(array.dtype) for window in windows] for turn in range(2)]
-        turn = 0
-
-        def copy_in() -> None:
-            nonlocal turn
-            turn = memory.next_turn(tag)
-            slots[turn][memory.rank][...] = array
-
-        def add_up() -> None:
-            first, second, *rest = slots[turn]
-            np.add(first, second, array)
-            for other in rest:
-                np.add(array, other, array)
-
-        yield LocalWork(copy_in)
-        yield memory.barrier_of(tag)
-        yield LocalWork(add_up)
-
     def _sum(self, parts: Sequence[Buffer]) -> Iterator[Startable]:
         """Yield the stages of the sum of arrays that all ranks of the node see."""
-        memory = self._memory
+        memory, nodes = self._memory, self._memory.across
         barrier = memory.barrier_of(self._tag)
-        nodes = memory.across
         yield barrier
         yield LocalWork(_sums(parts, memory.rank, self._block, everywhere=nodes is None))
         yield barrier
@@ -271,12 +191,20 @@ def _copies(pairs: Sequence[tuple[Buffer, Buffer]]) -> Callable[[], None]:
     return run
 
 
-def _exchange_places(array: Buffer, memory: SharedMemory) -> list[WindowSlice | None]:
-    """Return where each group rank's array lies on its node, after making sure that they can be added."""
-    kinds = sorted(dtype.name for dtype in DTYPES)
-    place = memory.place(array) or WindowSlice(-1, 0)
-    own = np.array([array.size, kinds.index(array.dtype.name), place.allocation, place.start], np.int64)
-    everyones = memory.gather_numbers(own)
-    described = [[f"{size} elements of {kinds[kind]}"] for size, kind, _, _ in everyones]
+def _find_parts(array: Buffer, memory: SharedMemory) -> list[Buffer]:
+    """Return the arrays of the node's ranks, none if there is nothing to add; refuse ranks whose arrays differ."""
+    place = memory.place(array)
+    where = None if place is None else [place.allocation, place.start]
+    everyones = memory.group.gather([array.size, array.dtype.name, where])
+    described = [[f"{size} elements of {dtype}"] for size, dtype, _ in everyones]
     refuse_different(described, "the ranks would sum different arrays", "give all the same length and dtype")
-    return [WindowSlice(allocation, start) if allocation >= 0 else None for _, _, allocation, start in everyones]
+    if array.size == 0 or len(everyones) == 1:
+        return []
+    if len(set(memory.node_of)) == len(everyones):  # a rank on each node: nobody has to see another's array
+        return [array]
+    if any(other != where or other is None for _, _, other in everyones):
+        raise DeviceError(
+            "an array to be summed through shared memory does not lie there, at one place on all ranks; "
+            "make it with group.memory().allocate(), or sum it with native"
+        )
+    return memory.parts(array)

@@ -206,10 +206,7 @@ class SimulatedComm:
         """Let a message travel; it does not arrive before an earlier one."""
         sender = message.request.owner.number
         ready_s = max(ready_s, message.ready_s)
-        due = partial(self._due, message, queue)
-        self._board.network.carry(sender, target, message.nbytes, ready_s, message.both_ways, due)
-
-    def _due(self, message: SimulatedMessage, queue: MessageQueue, at_s: float) -> None:
+        at_s = self._board.network.carry(sender, target, message.nbytes, ready_s, message.both_ways)
         at_s = queue.last_s = max(at_s, queue.last_s)
         self._scheduler.plan(at_s, partial(self._arrive, message, at_s))
 

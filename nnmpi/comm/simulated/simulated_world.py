@@ -203,7 +203,7 @@ def run_simulation(
         raise UsageError(f"a cpu_factor of {cpu_factor} means nothing; give 0 or more")
     share_freed_memory()
     scheduler = Scheduler(ranks, seed, cpu_factor, faults)
-    board = MessageBoard(scheduler, SimulatedNetwork(machine or Machine.uniform(0.0, 0.0), scheduler))
+    board = MessageBoard(scheduler, SimulatedNetwork(machine or Machine.uniform(0.0, 0.0), ranks))
     results: list[T | None] = [None] * ranks
 
     def live(number: int) -> None:

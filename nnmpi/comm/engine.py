@@ -7,8 +7,7 @@
 MPI treats long messages so; what gets through here cannot deadlock when MPI buffers short ones.
 
 Messages are taken in the order in which they become ready, which is the order in which they queue for a link. The
-clock may be seconds (`simulate`), seconds with a count of what they were spent on (`price`), or rounds (`prove`,
-`render`).
+clock may be seconds (`simulate`) or rounds (`prove`, `render`).
 """
 
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any, Generic, Protocol, TypeVar
 
+from nnmpi.comm.steps import Step
 from nnmpi.errors import ScheduleError
 
 
@@ -26,27 +26,13 @@ class Moment(Protocol):
         """Whether this moment is before the other."""
 
 
-class StepLike(Protocol):
-    """What a rank does next, a `Step` or a `Transfer`: it ends when the ranks that it names have come to theirs."""
-
-    @property
-    def to(self) -> int | None:
-        """The rank that gets something."""
-
-    @property
-    def from_(self) -> int | None:
-        """The rank that something comes from."""
-
-
 T = TypeVar("T", bound=Moment)
-S = TypeVar("S", bound=StepLike)
-S_contra = TypeVar("S_contra", bound=StepLike, contravariant=True)
 
 
-class Carrier(Protocol[S_contra, T]):
+class Carrier(Protocol[T]):
     """Does what messages and sums do, and says how long they take."""
 
-    def carry(self, sender: int, receiver: int, out: S_contra, into: S_contra, ready: T) -> T:
+    def carry(self, sender: int, receiver: int, out: Step, into: Step, ready: T) -> T:
         """Take the messages of `out`, which `into` receives, from one rank to another.
 
         Args:
@@ -59,14 +45,14 @@ class Carrier(Protocol[S_contra, T]):
         """
 
     def turn(self, ready: T) -> int:
-        """Return a number by which messages that become ready are put in order; of equals the lower sender is first."""
+        """Return a number that orders messages by when they are ready; of equals the lower sender is first."""
 
-    def add(self, rank: int, step: S_contra, over: T) -> T:
+    def add(self, rank: int, step: Step, over: T) -> T:
         """Return when a rank has added what came in this step, whose messages had arrived at `over`."""
 
 
 @dataclass(slots=True)
-class RankState(Generic[S, T]):
+class RankState(Generic[T]):
     """How far one rank is.
 
     Attributes:
@@ -78,7 +64,7 @@ class RankState(Generic[S, T]):
         receiving: the rank from which messages still have to come.
     """
 
-    steps: Sequence[S]
+    steps: Sequence[Step]
     clock: T
     over: T
     at: int = -1
@@ -86,7 +72,7 @@ class RankState(Generic[S, T]):
     receiving: int | None = None
 
     @property
-    def step(self) -> S | None:
+    def step(self) -> Step | None:
         """The step in which it is, None at the end."""
         return self.steps[self.at] if self.at < len(self.steps) else None
 
@@ -104,7 +90,7 @@ class RankState(Generic[S, T]):
         return self.at < len(self.steps) and self.sending is None and self.receiving is None
 
 
-def run(steps: Sequence[Sequence[S]], clocks: Sequence[T], carrier: Carrier[S, T]) -> list[RankState[S, T]]:
+def run(steps: Sequence[Sequence[Step]], clocks: Sequence[T], carrier: Carrier[T]) -> list[RankState[T]]:
     """Go on until nothing moves any more, and return how far each rank came.
 
     Args:
@@ -160,7 +146,7 @@ def run(steps: Sequence[Sequence[S]], clocks: Sequence[T], carrier: Carrier[S, T
     return states
 
 
-def finish(steps: Sequence[Sequence[S]], clocks: Sequence[T], carrier: Carrier[S, T]) -> list[T]:
+def finish(steps: Sequence[Sequence[Step]], clocks: Sequence[T], carrier: Carrier[T]) -> list[T]:
     """Return when each rank has finished its steps.
 
     Args:
