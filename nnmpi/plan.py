@@ -25,8 +25,7 @@ from nnmpi.planner.price import Pricer
 from nnmpi.planner.report import describe, options, to_json
 from nnmpi.planner.search import plan
 from nnmpi.planner.shapes import ModelShapes
-from nnmpi.planner.survey import describe_survey, survey, survey_to_json
-from nnmpi.train.auto_layout import race, take_network, take_profile, with_options, workload_of
+from nnmpi.train.auto_layout import take_network, take_profile, workload_of
 from nnmpi.train.build import build_whole
 from nnmpi.train.cli import ask, start_ranks
 from nnmpi.train.computing import choose_computing
@@ -51,11 +50,10 @@ DESCRIPTION = """Say which layout of a model takes the least time for a step, on
 
 mpirun -n 2 python -m nnmpi.plan --model gpt --dataset paradise-lost --batch-size 16
 python -m nnmpi.plan --model cnn --shape 28 28 1 --ranks 64 --nodes 16 --network ethernet-10g
-mpirun -n 2 python -m nnmpi.plan --model nets/mine.py:build --batch-size 64 --memory 2GiB --race 3
-python -m nnmpi.plan --table
+mpirun -n 2 python -m nnmpi.plan --model nets/mine.py:build --batch-size 64 --memory 2GiB
 
 The model's parts are measured once, by all ranks of this job at the same time, and kept. Every layout has a price;
-those whose bounds are above the ten best are not looked at. With --memory, layouts that would not fit may come with a
+those whose bounds are above the ten best are not simulated. With --memory, layouts that would not fit may come with a
 budget for activations, some of which are then computed again. Prints the ten, their bytes, why others fall out, and the
 command that runs the first."""
 
@@ -79,12 +77,8 @@ class PlanConfig:
     by their number, such as 64."""
     classes: int = 10
     """Classes of random samples, or tokens of the vocabulary."""
-    race: int = 0
-    """Run so many of the best layouts for some steps, on the ranks of this job, and take the fastest."""
     kept: int = 10
     """How many layouts are printed."""
-    table: bool = False
-    """Print no plan, but the table of the big ones: models of ten systems on devices of their time."""
     json: bool = False
     """Print JSON."""
 
@@ -95,7 +89,6 @@ class PlanConfig:
         at_least_one("--nodes", self.nodes)
         at_least_one("--kept", self.kept)
         at_least_one("--classes", self.classes)
-        require(self.race >= 0, f"--race is {self.race}; give 0 or more")
         if self.shape is not None:
             require(bool(self.shape), "--shape is empty; give the lengths of one sample's axes, such as 28 28 1")
             at_least_one("--shape", min(self.shape))
@@ -147,7 +140,6 @@ def parse(words: Sequence[str]) -> _Asked:
     require(
         not (machine.shape and "dataset" in rest), "--shape stands in the place of --dataset; leave one of them out"
     )
-    require(not (machine.shape and machine.race), "--race trains, for which it needs --dataset; leave --shape out")
     config = assemble(rest)
     if machine.shape is not None and config.model.model in SEQUENCE_MODELS:
         require(
@@ -176,23 +168,15 @@ def main(words: Sequence[str], group: Group) -> None:
     console, asked = ask(words, parse, group)
     if asked is None:
         return
-    if asked.machine.table:
-        console.say(*on_root(group, lambda: _table(asked.machine.json)))
-    else:
-        _measure_and_plan(asked, group, console)
+    _measure_and_plan(asked, group, console)
     with agreed(group):
         console.check()
 
 
 def _measure_and_plan(asked: _Asked, group: Group, console: Console) -> None:
-    """Measure the model with the kernels that a run takes, search, race if it is wanted, and print. Collective."""
+    """Measure the model with the kernels that a run takes, search, and print. Collective."""
     machine, config = asked.machine, asked.config
     ranks = group.size if machine.ranks is None else machine.ranks
-    require(
-        not machine.race or ranks == group.size,
-        f"--race runs layouts, and this job has {_count(group.size, 'rank')}, not {ranks}; "
-        f"start it with mpirun -n {ranks}",
-    )
     local_rank = group.local_rank()
     backend = take_backend(config.run.backend, group, local_rank)
     samples = _samples(asked, group, local_rank, console)
@@ -201,48 +185,26 @@ def _measure_and_plan(asked: _Asked, group: Group, console: Console) -> None:
     model = build_whole(config, samples, backend, group)
     config, computing = choose_computing(config, model, samples, backend, group)
     with computing.in_use():
-        _plan(replace(asked, config=config), samples, ranks, group, backend, local_rank, console)
+        _plan(replace(asked, config=config), samples, ranks, group, backend, console)
 
 
-def _plan(
-    asked: _Asked, samples: Samples, ranks: int, group: Group, backend: Backend, local_rank: int, console: Console
-) -> None:
-    """Search, race if it is wanted, and print. Collective."""
+def _plan(asked: _Asked, samples: Samples, ranks: int, group: Group, backend: Backend, console: Console) -> None:
+    """Search, and print. Collective."""
     machine, config = asked.machine, asked.config
     say = (lambda line: None) if machine.json else console.say
     network = _network(machine, ranks, group, say)  # first: it may be none, and measuring the model takes longer
     workload, profile = take_profile(workload_of(config, samples), group, ranks, backend, say)
 
-    def look() -> list[Any]:
+    def look() -> list[str]:
         pricer = Pricer(workload, profile, network, ModelShapes(workload, profile, backend))
-        found = plan(pricer, machine.memory_bytes, max(machine.kept, machine.race), say=say)
-        lines = [
-            *_header(asked, ranks, network, profile.seconds((1, 1), workload.batch_size), pricer.crowding),
-            *describe(found),
-        ]
-        layouts = [dict(options(one)) for one in found.best]
-        return [to_json(found), lines, layouts, train_command(asked, ranks, layouts[0])]
+        found = plan(pricer, machine.memory_bytes, machine.kept)
+        command = train_command(asked, ranks, options(found.best[0]))
+        if machine.json:
+            return [json.dumps({**to_json(found), "command": command}, indent=1)]
+        step_s = profile.step((1, 1), workload.batch_size, "seconds")
+        return [*_header(asked, ranks, network, step_s), *describe(found), "", command]
 
-    found, lines, layouts, command = on_root(group, look)
-    if machine.race:
-        tried = [with_options(asked.config, each) for each in layouts[: machine.race]]
-        raced = race(tried, group, backend, local_rank)
-        best = min(range(len(raced)), key=raced.__getitem__)
-        found["raced_s"] = raced
-        lines.append("")
-        lines += [
-            f"raced {i + 1}: predicted {format_seconds(found['best'][i]['step_s'], 3)}, took {format_seconds(took, 3)}"
-            for i, took in enumerate(raced)
-        ]
-        command = train_command(asked, ranks, layouts[best])
-    console.say(*([json.dumps({**found, "command": command}, indent=1)] if machine.json else [*lines, "", command]))
-
-
-def _table(as_json: bool) -> list[str]:
-    rows = list(survey())
-    if as_json:
-        return [json.dumps([survey_to_json(row) for row in rows], indent=1)]
-    return [line for row in rows for line in (*describe_survey(row), "")]
+    console.say(*on_root(group, look))
 
 
 def _samples(asked: _Asked, group: Group, local_rank: int, console: Console) -> Samples:
@@ -289,15 +251,14 @@ def _network(machine: PlanConfig, ranks: int, group: Group, say: Any) -> Planned
         return find_network(word, ranks, machine.nodes, fit, other)
 
 
-def _header(asked: _Asked, ranks: int, network: PlannedNetwork, step_s: float, crowding: float) -> list[str]:
+def _header(asked: _Asked, ranks: int, network: PlannedNetwork, step_s: float) -> list[str]:
     machine = asked.machine
-    crowd = f"; ranks are more than the cores, and take {crowding:.1f} times as long" if crowding > 1 else ""
     memory = "any memory" if machine.memory_bytes is None else f"{format_bytes(machine.memory_bytes)} each"
     return [
         f"{asked.config.model.model}, batches of {asked.config.optimization.batch_size}; {_count(ranks, 'rank')} on "
         f"{_count(len(set(network.nodes)), 'node')}, {memory}",
         f"messages: {network.name}",
-        f"computing: measured here; a step of one rank takes {format_seconds(step_s, 3)} without the update{crowd}",
+        f"computing: measured here; a step of one rank takes {format_seconds(step_s, 3)} without the update",
         "",
     ]
 

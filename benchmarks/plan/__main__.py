@@ -12,15 +12,11 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout
 
-from benchmarks.plan.edge import show_edges  # noqa: E402
-from benchmarks.plan.paced import paired, price_links, show_world, tau  # noqa: E402
-from benchmarks.plan.plots import draw  # noqa: E402
 from nnmpi.backend.backend import numpy_backend  # noqa: E402
 from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
 from nnmpi.comm.start import start  # noqa: E402
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS  # noqa: E402
 from nnmpi.planner.price import Pricer  # noqa: E402
-from nnmpi.planner.profile import ROUNDS, measure, shares_of  # noqa: E402
 from nnmpi.planner.report import layout_to_json, options  # noqa: E402
 from nnmpi.planner.search import plan  # noqa: E402
 from nnmpi.planner.shapes import ModelShapes  # noqa: E402
@@ -38,7 +34,6 @@ from nnmpi.train.build import build_whole  # noqa: E402
 from nnmpi.train.cli import parse  # noqa: E402
 from nnmpi.train.computing import choose_computing  # noqa: E402
 from nnmpi.train.inputs import load_samples  # noqa: E402
-from nnmpi.units import parse_bytes  # noqa: E402
 
 CASES = {
     "mlp": "--model mlp --hidden 512 512 --batch-size 256",
@@ -79,24 +74,20 @@ def measure_layouts(config, train, backend, group, wanted, rounds, say):
     group.fit = network.fit
     shapes = ModelShapes(workload, profile, backend)
     everything = plan(Pricer(workload, profile, network, shapes), kept=EVERY)
-    quick = plan(Pricer(workload, profile, network, ModelShapes(workload, profile, backend)))
+    quick = plan(Pricer(workload, profile, network, shapes))
     chosen = spread(everything.best, wanted)
     rows: dict[Candidate, dict[str, Any]] = {
         one.candidate: {**layout_to_json(one), "words": str(one.candidate), "rounds": []} for one in chosen
     }
     for _ in range(rounds):
-        parts = measure(workload, group, group.size, shares_of(group.size), backend, rounds=1)
-        pricer = Pricer(workload, parts, network, shapes)  # cut as they run, by the layers' times of the start
         for one in chosen:
             timed = time_layout(with_options(config, options(one)), group, backend, group.rank)
-            row = rows[one.candidate]
-            row["bytes"] = timed.memory
-            row["rounds"].append({"step_s": pricer.price(one.candidate).seconds, "took_s": timed.seconds})
+            rows[one.candidate]["bytes"] = timed.memory
+            rows[one.candidate]["rounds"].append(timed.seconds)
         chosen.reverse()  # a machine that gets slower in each round is so for those at both ends
     for row in rows.values():
-        row["took_s"] = min(took_s(row))
-        row["off"] = paired(row["rounds"])
-        say(f"{row['words']}: {1e3 * row['step_s']:.3f} ms, took {1e3 * row['took_s']:.3f}; {100 * row['off']:+.1f} %")
+        row["took_s"] = min(row["rounds"])
+        say(f"{row['words']}: {1e3 * row['step_s']:.3f} ms, took {1e3 * row['took_s']:.3f}")
     auto = choose(replace(config, parallel=replace(config.parallel, layout="auto")), group, backend, group.rank, say)
     won = next(one for one in chosen if with_options(config, options(one)).parallel == auto.config.parallel)
     same = [a.candidate for a in quick.best] == [b.candidate for b in everything.best[: len(quick.best)]]
@@ -113,17 +104,11 @@ def measure_layouts(config, train, backend, group, wanted, rounds, say):
     }
 
 
-def took_s(row):
-    """Return what a layout took in each round."""
-    return [each["took_s"] for each in row["rounds"]]
-
-
 def judge(found):
     """Return a line of figures about one model's layouts."""
     rows = found["rows"]
     errors = [abs(row["step_s"] / row["took_s"] - 1) for row in rows]
-    beside = [abs(row["off"]) for row in rows]
-    again = [abs(one / other - 1) for row in rows for one, other in permutations(took_s(row), 2)] or [nan]
+    again = [abs(one / other - 1) for row in rows for one, other in permutations(row["rounds"], 2)] or [nan]
     fastest = min(row["took_s"] for row in rows)
     state = [kind for kind in KINDS if kind != ACTIVATIONS]
     state_off = max(abs(row["memory"].get(kind, 0) - row["bytes"][kind]) for row in rows for kind in state)
@@ -133,8 +118,7 @@ def judge(found):
         found["command"].split()[1],
         str(found["ranks"]),
         str(len(rows)),
-        *(f"{100 * sum(off) / len(off):.1f} / {100 * max(off):.0f} %" for off in (errors, beside, again)),
-        f"{tau([(row['step_s'], row['took_s']) for row in rows]):.2f}",
+        *(f"{100 * sum(off) / len(off):.1f} / {100 * max(off):.0f} %" for off in (errors, again)),
         f"{rows[0]['took_s'] / fastest:.3f} / {found['auto_took_s'] / fastest:.3f}",
         f"{state_off} B",
         f"{100 * max(plain, default=0):.2f} / {100 * max(kept_off):.0f} %",
@@ -148,9 +132,7 @@ TITLES = (
     "ranks",
     "layouts run",
     "step: mean / worst error",
-    "by parts measured in the same rounds",
     "the same layout in another round",
-    "tau",
     "regret: predicted to be the best / --layout auto",
     "state off",
     "activations off: whole replicas / all",
@@ -165,35 +147,12 @@ def main():
     parser.add_argument("--check", action="store_true", help="a small model, few layouts")
     parser.add_argument("--only", default="", help=f"one of {', '.join(CASES)}")
     parser.add_argument("--layouts", type=int, default=24, help="how many are run of each model (24)")
-    text = f"how often each is run, and the parts measured beside it ({ROUNDS})"
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=text)
+    parser.add_argument("--rounds", type=int, default=3, help="how often each is run (3)")
     parser.add_argument("--json", type=Path, help="write everything there, or add to what is there")
-    parser.add_argument(
-        "--draw", type=Path, help="measure nothing; draw what --json has, and the survey, into a folder"
-    )
-    parser.add_argument(
-        "--links", type=Path, metavar="FILE", help="measure nothing; price what `netlab steps --json FILE` has measured"
-    )
-    parser.add_argument(
-        "--world", type=int, metavar="RANKS", help="measure nothing; price simulated worlds of so many ranks"
-    )
-    text = "the widest mlp under so many bytes on each rank, in each way: predicted, then trained"
-    parser.add_argument("--edge", type=parse_bytes, metavar="BYTES", help=text)
     given = parser.parse_args()
-    if given.draw is not None:
-        before = json.loads(given.json.read_text()) if given.json is not None else []
-        for file in draw(given.draw, before):
-            print(file)
-        return 0
     keep_freed_memory()  # as the train command does
     group = start()
-    if given.links is not None:
-        return price_links(given.links, group)
-    if given.world is not None:
-        return show_world(given.world, group)
     say = (lambda line: print(line, file=sys.stderr, flush=True)) if group.is_root else (lambda line: None)
-    if given.edge is not None:
-        return show_edges(given.edge, group, say)
     cases = [SMALL] if given.check else [words for name, words in CASES.items() if name.startswith(given.only)]
     found = [run(words, group, 4 if given.check else given.layouts, given.rounds, say) for words in cases]
     if group.is_root:

@@ -130,6 +130,30 @@ class KeptArrays:
         return value
 
 
+def saved_bytes(operations: Iterable[Function], outside: Iterable[Array]) -> int:
+    """Return the bytes of the arrays that some operations save for their backward, each memory once.
+
+    Args:
+        outside: arrays that are there anyway, such as weights, and all that looks into their memory.
+    """
+    ends: dict[int, tuple[int, int]] = {}
+    known = {id(_owner(each)) for each in outside}
+
+    def count(value: Any) -> None:
+        if is_array(value):
+            owner, bounds = id(_owner(value)), _bounds(value)
+            if owner not in known:
+                low, high = ends.get(owner, bounds)
+                ends[owner] = min(low, bounds[0]), max(high, bounds[1])
+        elif isinstance(value, tuple | list):
+            for each in value:
+                count(each)
+
+    for each in operations:
+        count(getattr(each, "saved", None))
+    return sum(high - low for low, high in ends.values())
+
+
 def _like(value: Any, items: list[Any]) -> Any:
     """Return a sequence of the same type with other items."""
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

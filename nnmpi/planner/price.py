@@ -1,20 +1,15 @@
-"""What a layout takes: seconds of a step, bytes by kind, and a bound below which its seconds cannot be.
+"""What a layout takes: seconds of a step, and bytes by kind.
 
-    step = computing + bubble      the pass: of whole replicas measured, of a pipeline simulated from measured layers
-         + exposed messages        sums of gradients, what shared layers and sequences exchange, ties, loss
+    step = computing + bubble      of whole replicas measured; of a pipeline simulated from measured layers
+         + exposed messages        sums of gradients, exchanges of shared layers and sequences, ties, loss
          + update                  measured, of a rank's part
 
-Bounds: of a pipeline's stage s with M microbatches, whatever the order of its work (the end is not zero bubble's):
-
-    stage 0  F|                              |B        what is before stage s: all forwards and messages to it,
-    stage 1    F|                          |B          its own M forwards and backwards, all backwards behind it
-    stage s      |F F F B F B ... F B F B B|
+Messages take the time of fitted links. Without the bubble a price is a bound, which costs no simulation.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from operator import add
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Protocol
 
 from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED
@@ -24,17 +19,19 @@ from nnmpi.mesh import Mesh
 from nnmpi.parallel.zero.units import StateBytes
 from nnmpi.parallel.zero.window import BLOCK_BYTES
 from nnmpi.planner.network import PlannedNetwork
-from nnmpi.planner.profile import Profile, Share
-from nnmpi.planner.shapes import ComputedAgain, CutModel
+from nnmpi.planner.profile import Profile
+from nnmpi.planner.shapes import CutModel
 from nnmpi.planner.space import Candidate
 from nnmpi.schedule.instruction import Kind
 from nnmpi.schedule.lower import add_transfers
+from nnmpi.schedule.schedule import most_kept
 from nnmpi.schedule.simulate import InstructionCosts, simulate_schedule
 
 NUMBERS_BYTES = 40  # loss, right answers, targets and hashes, which all ranks add up in a step
+END_S = 25e-6  # of the processor, which a pipeline's message takes at each end
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class LayoutPrice:
     """What a layout takes.
 
@@ -43,7 +40,7 @@ class LayoutPrice:
         bubble_s: for how long that rank waits in its pipeline.
         exposed_s: messages with nothing to hide them.
         update_s: of the weights.
-        find_memory: returns `memory`, which takes longer than the rest.
+        memory: bytes of the rank that has most, by the ledger's kinds.
         split: how many layers each stage has; empty without a pipeline.
     """
 
@@ -51,18 +48,13 @@ class LayoutPrice:
     bubble_s: float
     exposed_s: float
     update_s: float
-    find_memory: Callable[[], Mapping[str, int]]
+    memory: Mapping[str, int]
     split: tuple[int, ...] = ()
 
     @property
     def seconds(self) -> float:
         """Of a step."""
         return self.computing_s + self.bubble_s + self.exposed_s + self.update_s
-
-    @cached_property
-    def memory(self) -> Mapping[str, int]:
-        """Bytes of the rank that has most, by the ledger's kinds."""
-        return self.find_memory()
 
     @property
     def bytes(self) -> int:
@@ -71,7 +63,7 @@ class LayoutPrice:
 
 
 class PlannedBatch(Protocol):
-    """What a price takes of a workload: how many rows a batch has, and the bytes of one."""
+    """How many rows a batch has, and the bytes of one."""
 
     @property
     def batch_size(self) -> int:
@@ -83,25 +75,13 @@ class PlannedBatch(Protocol):
 
 
 class PlannedShapes(Protocol):
-    """What a price takes of a model: a `shapes.ModelShapes`, or a `described.DescribedShapes`."""
+    """What a price takes of a model: see `shapes.ModelShapes`."""
 
-    def state(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> StateBytes:
-        """Return what the rank with most of it holds."""
+    def states(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool, /) -> tuple[StateBytes, ...]:
+        """Return what each of a pipeline's ranks holds."""
 
-    def states(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> tuple[StateBytes, ...]:
-        """Return what each sort of a pipeline's ranks holds."""
-
-    def part(self, tp: int, pp: int, virtual: int) -> CutModel:
+    def part(self, tp: int, pp: int, virtual: int, /) -> CutModel:
         """Return where the chain is cut."""
-
-    def channels(self, tp: int) -> list[list[int]]:
-        """Return for each layer of the chain how many channels each batch normalization in it has."""
-
-    def activations(self, one: Candidate, rows: Sequence[int]) -> list[int]:
-        """Return the activations of each of a pipeline's ranks, for so many rows in its microbatches."""
-
-    def again(self, one: Candidate, rows: int) -> ComputedAgain:
-        """Return what a budget for activations costs, for so many rows of the longest microbatch."""
 
 
 class Pricer:
@@ -118,38 +98,36 @@ class Pricer:
         self, workload: PlannedBatch, profile: Profile, network: PlannedNetwork, shapes: PlannedShapes
     ) -> None:
         self.workload, self.profile, self.network, self.shapes = workload, profile, network, shapes
+        self._mesh = cache(self._make_mesh)
+        self._times = cache(self._layers)
         self._passes: dict[tuple[object, ...], tuple[float, float]] = {}
-        self._ratios: dict[tuple[Share, int], float] = {}
-        self._meshes: dict[tuple[int, ...], Mesh] = {}
-        self._times: dict[int, tuple[list[float], ...]] = {}
-        self._channels: dict[int, list[list[int]]] = {}
+
+    def price(self, one: Candidate, simulated: bool = True) -> LayoutPrice:
+        """Return what a layout takes; without the bubble where nothing is simulated, which is a bound."""
+        busy_s, bubble_s = self._pass(one, simulated)
+        split = tuple(map(len, self._cuts(one))) if one.pp > 1 else ()
+        return LayoutPrice(
+            computing_s=busy_s,
+            bubble_s=bubble_s,
+            exposed_s=self._exposed(one, busy_s),
+            update_s=self._update_s(one),
+            memory=self.memory(one) if simulated else {},
+            split=split,
+        )
 
     # ---- bytes ----
 
     def memory(self, one: Candidate) -> dict[str, int]:
-        """Return the bytes of the rank that has most, by kind; see `everyones_memory`."""
+        """Return the bytes of the rank that has most, by kind."""
         return max(self.everyones_memory(one), key=lambda kinds: sum(kinds.values()))
 
-    def bytes(self, one: Candidate) -> int:
-        """Return those of all kinds together."""
-        return sum(self.memory(one).values())
-
-    def least_bytes(self, one: Candidate) -> int:
-        """Return what the rank with most of it has besides activations, which take longer to tell."""
-        return max(sum(kinds.values()) for kinds in self.everyones_memory(one, [0] * one.pp))
-
-    def everyones_memory(self, one: Candidate, activations: Sequence[int] = ()) -> list[dict[str, int]]:
-        """Return the bytes of each of a pipeline's ranks, by kind; activations as given, if they are."""
+    def everyones_memory(self, one: Candidate) -> list[dict[str, int]]:
+        """Return the bytes of each of a pipeline's ranks, by kind."""
         once = one.zero == 3 and one.allreduce == AUTO and self.network.on_one_node
         states = self.shapes.states(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once)
-        activations = activations or self.shapes.activations(one, one.rows(self.workload.batch_size))
-        if one.pp == 1:
-            return [self._held(one, states[0], activations[0])]
-        sorts = self.shapes.part(one.tp, one.pp, one.virtual_stages).sorts
-        return [self._held(one, states[sort], each) for sort, each in zip(sorts, activations, strict=True)]
+        return [self._held(one, *each) for each in zip(states, self._activations(one), strict=True)]
 
     def _held(self, one: Candidate, state: StateBytes, activations: int) -> dict[str, int]:
-        """Return a rank's bytes by kind."""
         shares = one.dp if one.allreduce == AUTO and one.has_whole_model else 1  # how often they stand once per node
         communication = state.units
         if one.zero and one.replicas > 1 and one.allreduce in (AUTO, NATIVE):
@@ -163,301 +141,176 @@ class Pricer:
             BATCHES: sum(one.rows(self.workload.batch_size)) * self.workload.row_bytes // one.sp,
         }
 
+    def _activations(self, one: Candidate) -> list[int]:
+        """Return the activations of each of a pipeline's ranks: measured without one, else as layers keep them."""
+        rows, share = self._rows(one), (one.tp, one.sp)
+        if one.pp == 1:
+            whole = round(self.profile.step(share, rows, "activations"))
+            return [min(one.activation_memory, whole) if one.activation_memory else whole]
+        schedule, cuts = one.make(), self._cuts(one)
+        found = []
+        for rank in range(one.pp):
+            stages = {s: cuts[s] for s in schedule.stages_of(rank)}
+            entering = {s: self._entering(cut.start, rows) for s, cut in stages.items()}
+            inside = {s: sum(self.profile.layer(i, rows, "kept_bytes") for i in cut) for s, cut in stages.items()}
+            leaving = sum(self._entering(cut.stop, rows) for cut in stages.values() if cut.stop < cuts[-1].stop)
+            peak = sum(entering.values()) + leaving  # a receive of each kind is posted ahead
+            waiting = {s: entering[s] + inside[s] for s in stages}
+            if one.recompute:
+                waiting, peak = entering, peak + max(inside.values())
+            found.append(round((most_kept(schedule, rank, waiting) + peak) / (one.tp * one.sp)))
+        return found
+
+    def least_activations(self, one: Candidate) -> int:
+        """Return a budget that suffices without a pipeline: values between layers, and what one layer keeps."""
+        rows, layers = self._rows(one), range(self.layers)
+        values = sum(self.profile.layer(i, rows, "value_bytes") for i in layers)
+        return round((values + 2 * max(self.profile.layer(i, rows, "kept_bytes") for i in layers)) / one.tp / one.sp)
+
     # ---- seconds ----
 
-    def bound(self, one: Candidate) -> float:
-        """Return seconds below which a step of this layout cannot be, by what is priced here."""
-        return self._pass(one, simulated=False)[0] + self._exposed(one, simulated=False) + self._update_s(one)
-
-    def price(self, one: Candidate) -> LayoutPrice:
-        """Return what a layout takes."""
-        seconds, busy_s = self._pass(one, simulated=True)
-        cuts = self.shapes.part(one.tp, one.pp, one.virtual_stages).cuts if one.pp > 1 else ()
-        return LayoutPrice(
-            busy_s,
-            seconds - busy_s,
-            self._exposed(one),
-            self._update_s(one),
-            partial(self.memory, one),
-            tuple(map(len, cuts)),
-        )
+    @property
+    def layers(self) -> int:
+        """How many the model's chain has."""
+        return len(next(iter(self.profile.layers.values())))
 
     def _rows(self, one: Candidate) -> int:
         """Return the most rows of a microbatch on one replica."""
         return one.rows(self.workload.batch_size)[0]
 
+    def _cuts(self, one: Candidate) -> tuple[range, ...]:
+        return self.shapes.part(one.tp, one.pp, one.virtual_stages).cuts
+
     def _pass(self, one: Candidate, simulated: bool) -> tuple[float, float]:
-        """Return the seconds of a pass, or a bound of them, and for how long its longest rank computes."""
+        """Return for how long the longest rank computes in a pass, and for how long it waits."""
         if one.pp == 1:
-            whole_s = self.profile.seconds((one.tp, one.sp), self._rows(one)) * self.crowding
-            if one.activation_memory and simulated:
-                whole_s *= self._slower(one) * (1 + self._again(one)[0])
-            return whole_s, whole_s
-        budget = one.activation_memory if simulated else 0
-        key = (simulated, one.schedule, one.axes, one.microbatches, one.virtual_stages, one.recompute, budget)
+            share, rows = (one.tp, one.sp), self._rows(one)
+            if not one.activation_memory:
+                return self.profile.step(share, rows, "seconds"), 0.0
+            whole, least = self.profile.step(share, rows, "activations"), self.least_activations(one)
+            part = min(1.0, max(0.0, whole - one.activation_memory) / max(whole - least, 1))
+            return self.profile.step(share, rows, "eager_s") * (1 + part * self._forward_part()), 0.0
+        key = (simulated, one.schedule, one.axes, one.microbatches, one.virtual_stages, one.recompute)
         if key not in self._passes:
-            alone = 1 / self._contention
-            plain = replace(one, activation_memory=0)  # with a budget it is no quicker
-            self._passes[key] = (
-                self._simulated(one) if simulated else (_least(one, self._stage_costs(plain, alone)), 0.0)
-            )
+            costs = self._stage_costs(one)
+            if simulated:
+                found = simulate_schedule(add_transfers(one.make()), costs)
+                busy_s = max(found.busy_s)
+                self._passes[key] = busy_s, found.makespan_s - busy_s
+            else:
+                backward = (Kind.I, Kind.W) if one.schedule == "zero-bubble" else (Kind.B,)
+                work = [sum(each) for each in zip(*(costs.seconds[k] for k in (Kind.F, *backward)), strict=True)]
+                self._passes[key] = one.microbatches * max(sum(work[r :: one.pp]) for r in range(one.pp)), 0.0
         return self._passes[key]
 
-    def _again(self, one: Candidate) -> Sequence[float]:
-        """Return which part of its time each stage takes longer, since it computes again what passes its budget."""
-        if not one.activation_memory:
-            return [0.0] * (one.pp * one.virtual_stages)
-        return self.shapes.again(one, self._rows(one)).more
+    def _forward_part(self) -> float:
+        layers = self.profile.layers[max(self.profile.layers)]
+        return sum(layer.forward_s for layer in layers) / max(sum(layer.seconds for layer in layers), 1e-12)
 
-    @property
-    def crowding(self) -> float:
-        """How many times as long as a processor works for them ranks take; on a machine that is only stated, once."""
-        return 1.0 if self.network.fit is None else self.profile.crowding
+    def _stage_costs(self, one: Candidate) -> InstructionCosts:
+        """Return the seconds of each instruction of a pipeline, by stage."""
+        rows, share, stages = self._rows(one), (one.tp, one.sp), self._cuts(one)
+        alone_s = self.profile.step((1, 1), rows, "seconds") or 1.0
+        name = "eager_s" if one.schedule == "zero-bubble" else "seconds"  # halves of backwards are not replayed
+        ratio = self.profile.step(share, rows, name) / alone_s
+        sent = sum(self._sent(each, one) for each in self.profile.exchanges(share, rows)) / len(stages)
+        last = len(stages) - 1
+        ends = [END_S * ((s > 0) + (s < last)) for s in range(len(stages))]
 
-    @property
-    def _contention(self) -> float:
-        return self.profile.contention if self.network.on_one_node else 1.0
+        def of_stages(times: Sequence[float], more: float) -> list[float]:
+            sums = [ratio * sum(times[cut.start : cut.stop]) for cut in stages]
+            return [each + more + end for each, end in zip(sums, ends, strict=True)]
 
-    def _simulated(self, one: Candidate) -> tuple[float, float]:
-        """Return the seconds of a pass, and for how long its longest rank computes.
-
-        Ranks that wait leave the others more of the caches and the memory: each is the slower the longer the others
-        compute, which is known when it was simulated; twice is near enough. Where ranks are more than the cores, each
-        is as much slower as the others want the cores.
-        """
-        schedule, measured = add_transfers(one.make()), self._contention
-        costs, said = self._stage_costs(one), self._stage_costs(one, 0.0)
-        found = simulate_schedule(schedule, costs)
-        most = measured * self.crowding
-        if most == 1.0:
-            return found.makespan_s, max(found.busy_s)
-        for _ in range(2):
-            waits = sum(_work_s(one, said)) / sum(_work_s(one, costs))  # for those that share layers
-            busy = (1 - waits) * sum(found.busy_s) / (len(found.busy_s) * found.makespan_s)
-            costs = self._stage_costs(one, (1 + (most - 1) * busy) / measured)
-            found = simulate_schedule(schedule, costs)
-        return found.makespan_s, max(found.busy_s)
-
-    def _stage_costs(self, one: Candidate, factor: float = 1.0) -> InstructionCosts:
-        """Return the seconds of each instruction of a pipeline, by stage.
-
-        Args:
-            one: the layout.
-            factor: how many times as long as measured computing takes; what ranks that share layers say stays.
-        """
-        rows, share = self._rows(one), (one.tp, one.sp)
-        part, ratio = self.shapes.part(one.tp, one.pp, one.virtual_stages), self._ratio(share, rows)
-        stages, (forwards, passes, firsts, seconds) = part.cuts, self._layer_times(rows)
-        said = sum(self._said(each, one) for each in self.profile.exchanges(share, rows)) / len(stages)
-        ratio *= factor
-        forward = [sum(forwards[cut.start : cut.stop]) * ratio for cut in stages]
-        backward = [sum(passes[cut.start : cut.stop]) * ratio - f for cut, f in zip(stages, forward, strict=True)]
-        slower, again = self._slower(one), self._again(one)
-        forward = [f * slower for f in forward]
-        if one.activation_memory:  # nothing is replayed
-            backward = [slower * b for b in backward]
-            backward = [b + part * (f + b) for b, f, part in zip(backward, forward, again, strict=True)]
-        end_s = self.profile.end_s(rows)
-        # Each of these receives from the one before and sends to the next one, but for the ends of the pipeline.
-        ends = [factor * end_s * ((i > 0) + (i + 1 < len(stages))) for i in range(len(stages))]
-        sums = self._statistics(one) or [(0.0, 0.0)] * stages[-1].stop
-        before = [said / 3 + end_s + sum(sums[i][0] for i in cut) for end_s, cut in zip(ends, stages, strict=True)]
-        behind = [
-            said * (2 / 3 + part) + end_s + sum(sums[i][1] for i in cut)  # what is computed again is said again
-            for part, end_s, cut in zip(again, ends, stages, strict=True)
-        ]
-        forward = list(map(add, forward, before))
-        backward = list(map(add, backward, behind))
-        if one.recompute:
-            backward = [b + f for b, f in zip(backward, forward, strict=True)]
-        ranks = self._line(one)
+        forwards, passes, inputs, weights = self._times(rows)
+        backwards = [whole - forward for whole, forward in zip(passes, forwards, strict=True)]
+        forward = of_stages(forwards, sent / 3)
+        again = forward if one.recompute else [0.0] * len(stages)
         sends, returns = [0.0] * len(stages), [0.0] * len(stages)
-        for stage in range(len(stages) - 1):
+        line = [self._mesh(one.axes).rank_at(0, p, 0) for p in range(one.pp)]
+        for stage in range(last):
             nbytes = self._entering(stages[stage + 1].start, rows) / one.sp
-            sender, receiver = ranks[stage % one.pp], ranks[(stage + 1) % one.pp]
+            sender, receiver = line[stage % one.pp], line[(stage + 1) % one.pp]
             sends[stage] = self.network.message(sender, receiver, nbytes)
             returns[stage + 1] = self.network.message(receiver, sender, nbytes)
-        begins = [sum(firsts[cut.start : cut.stop]) * ratio + each for cut, each in zip(stages, behind, strict=True)]
-        if one.recompute:
-            begins = [first + f for first, f in zip(begins, forward, strict=True)]
-        rests = [sum(seconds[cut.start : cut.stop]) * ratio for cut in stages]
         return InstructionCosts(
             {
                 Kind.F: forward,
-                Kind.B: backward,
-                Kind.I: begins,
-                Kind.W: rests,
+                Kind.B: [sum(each) for each in zip(of_stages(backwards, 2 * sent / 3), again, strict=True)],
+                Kind.I: [sum(each) for each in zip(of_stages(inputs, 2 * sent / 3), again, strict=True)],
+                Kind.W: [ratio * sum(weights[cut.start : cut.stop]) for cut in stages],
                 Kind.SEND_ACT: sends,
                 Kind.SEND_GRAD: returns,
             }
         )
 
+    def _layers(self, rows: int) -> tuple[list[float], ...]:
+        names = ("forward_s", "seconds", "input_s", "weights_s")
+        return tuple([self.profile.layer(i, rows, name) for i in range(self.layers)] for name in names)
+
     def _entering(self, layer: int, rows: int) -> float:
         """Return the bytes that go over the cut before a layer."""
         return self.profile.layer(layer - 1, rows, "value_bytes") if layer else rows * self.workload.row_bytes
 
-    def _ratio(self, share: Share, rows: int) -> float:
-        """Return how long a pass on ranks that share layers or positions takes, for each second of one without."""
-        if (share, rows) not in self._ratios:
-            alone_s = self.profile.seconds((1, 1), rows)
-            self._ratios[share, rows] = self.profile.seconds(share, rows) / alone_s if alone_s else 1.0
-        return self._ratios[share, rows]
-
-    def _slower(self, one: Candidate) -> float:
-        """Return how long a layout's forwards take, for each second of a replayed one.
-
-        What was recorded is replayed, unless backwards are done in halves, or activations have a budget.
-        """
-        share = (one.tp, one.sp) if one.pp == 1 else (1, 1)
-        replayed_s = self.profile.seconds(share, self._rows(one))
-        if not (one.schedule == "zero-bubble" or one.activation_memory) or not replayed_s:
-            return 1.0
-        return max(1.0, self.profile.seconds(share, self._rows(one), recorded=False) / replayed_s)
-
-    def _layer_times(self, rows: int) -> tuple[list[float], ...]:
-        """Return each layer's seconds: of a forward, of a forward and backward, of a backward's two halves."""
-        if rows not in self._times:
-            layers = range(len(next(iter(self.profile.layers.values()))))
-            names = ("forward_s", "seconds", "input_s", "weights_s")
-            self._times[rows] = tuple([self.profile.layer(i, rows, name) for i in layers] for name in names)
-        return self._times[rows]
-
     def _update_s(self, one: Candidate) -> float:
         """Return the seconds of the update: in proportion to what a rank updates."""
-        whole = self.shapes.state(1, 1, 1, 0, 1, once=False).parameters
-        own = self.shapes.state(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once=False)
-        part = own.parameters / (one.replicas if one.zero else 1)
-        if one.allreduce == AUTO and one.has_whole_model:
-            part /= one.dp
-        return self.profile.update_s * self.crowding * part / max(whole, 1)
+        (whole,) = self.shapes.states(1, 1, 1, 0, 1, False)
+        states = self.shapes.states(one.tp, one.pp, one.virtual_stages, 0, 1, False)
+        part = max(each.parameters for each in states) / max(whole.parameters, 1)
+        shared = one.replicas if one.zero else one.dp if one.allreduce == AUTO and one.has_whole_model else 1
+        return min(cost.update_s for cost in self.profile.steps[1, 1].values()) * part / shared
 
-    def _exposed(self, one: Candidate, simulated: bool = True) -> float:
+    def _exposed(self, one: Candidate, busy_s: float) -> float:
         """Return the seconds of the messages that nothing hides; those of a pipeline's pass are in the pass."""
-        mesh, network = self._mesh(one), self.network
-        found = 0.0
+        network, mesh, found = self.network, self._mesh(one.axes), 0.0
         if one.pp == 1:
-            said = sum(self._said(each, one) for each in self.profile.exchanges((one.tp, one.sp), self._rows(one)))
-            found += said * (1 + (self._again(one)[0] if said and simulated else 0.0))
+            sent = self.profile.exchanges((one.tp, one.sp), self._rows(one))
+            found += sum(self._sent(each, one) for each in sent)
         if one.ranks > 1 and not (one.has_whole_model and one.allreduce == AUTO):
-            exchanges = 2 if one.zero or one.ranks > one.dp else 1  # loss and answers; the gradient's length, in parts
-            found += exchanges * network.exchange("all-reduce", NATIVE, range(one.ranks), NUMBERS_BYTES)
+            found += network.exchange("all-reduce", NATIVE, range(one.ranks), NUMBERS_BYTES)
         if one.pp > 1:
-            part, ranks = self.shapes.part(one.tp, one.pp, one.virtual_stages), self._line(one)
-            found += network.exchange("all-reduce", NATIVE, (ranks[0], ranks[-1]), part.tied_bytes)
-            found += self.profile.around_s * self.crowding
-        if one.replicas > 1:
-            found += self._sums(one, mesh)
-        if one.pp == 1:
-            found += sum(map(sum, self._statistics(one)))
-        return found
+            ends = mesh.rank_at(0, 0, 0), mesh.rank_at(0, one.pp - 1, 0)
+            tied = self.shapes.part(one.tp, one.pp, one.virtual_stages).tied_bytes
+            found += network.exchange("all-reduce", NATIVE, ends, tied)
+        return found + (self._sums(one, mesh, busy_s) if one.replicas > 1 else 0.0)
 
-    def _statistics(self, one: Candidate) -> list[tuple[float, float]]:
-        """Return the seconds of each layer's sums over the replicas, forward and backward: batch normalization's.
-
-        It sums counts and means, then squares; and two sums of the derivative, in float64 (see `ops.norm`). Nothing
-        for a model without.
-        """
-        if one.tp not in self._channels:
-            found = self.shapes.channels(one.tp)
-            self._channels[one.tp] = found if any(found) else []
-        if one.replicas < 2 or not self._channels[one.tp]:
-            return []
-        ranks = self._replicas(one, self._mesh(one))
-
-        def sums_s(numbers: int) -> float:
-            return self.network.exchange("all-reduce", NATIVE, ranks, 8 * numbers)
-
-        return [
-            (sum(sums_s(n + 1) + sums_s(n) for n in layer), sum(sums_s(2 * n) for n in layer))
-            for layer in self._channels[one.tp]
-        ]
-
-    def _replicas(self, one: Candidate, mesh: Mesh) -> tuple[int, ...]:
-        """Return the ranks that have the first part of the model each."""
-        return tuple(mesh.rank_at(d, 0, 0, s) for d in range(one.dp) for s in range(one.sp))
-
-    def _said(self, exchange: tuple[str, int, int], one: Candidate) -> float:
-        """Return the seconds of what the ranks of shared layers or positions say to one another."""
+    def _sent(self, exchange: tuple[str, int, int], one: Candidate) -> float:
+        """Return the seconds of one sort of the messages between the ranks of shared layers or positions."""
         what, nbytes, count = exchange
-        ranks = [self._mesh(one).rank_at(0, 0, t, s) for s in range(one.sp) for t in range(one.tp)]
+        ranks = [self._mesh(one.axes).rank_at(0, 0, t, s) for s in range(one.sp) for t in range(one.tp)]
         for operation in ("all-reduce", "all-gather", "reduce-scatter"):
             if what.startswith(operation):
                 return count * self.network.exchange(operation, NATIVE, ranks, nbytes)
         return count * self.network.message(ranks[0], ranks[-1], nbytes)
 
-    def _sums(self, one: Candidate, mesh: Mesh) -> float:
+    def _sums(self, one: Candidate, mesh: Mesh, busy_s: float) -> float:
         """Return the seconds of the sums of gradients over the replicas, and of parameters that are gathered."""
-        nbytes = self.shapes.state(one.tp, one.pp, one.virtual_stages, 0, 1, once=False).gradients
-        ranks = self._replicas(one, mesh)
-        sharing, network = self._sharing(one, ranks), self.network
+        ranks = tuple(mesh.rank_at(d, 0, 0, s) for d in range(one.dp) for s in range(one.sp))
+        network, how = self.network, SHARED if one.allreduce == AUTO else one.allreduce
+        nodes = network.nodes
+        sharing = 1  # groups of replicas that use a node's link at once
+        if len({nodes[rank] for rank in ranks}) > 1:
+            sharing = max(1, nodes.count(nodes[0]) // sum(nodes[rank] == nodes[0] for rank in ranks))
+        states = self.shapes.states(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, False)
+        found = 0.0
         if one.zero:
-            return self._sharded_sums(one, ranks, sharing)
-        if one.allreduce in (AUTO, SHARED):
-            return network.exchange("all-reduce", SHARED, ranks, nbytes)
-        overlaps = not network.on_one_node  # see `comm.gradients.overlaps`
-        whole_s = network.exchange("all-reduce", one.allreduce, ranks, nbytes, sharing, overlaps)
+            gathers = 2 if one.zero == 3 else 1
+            for nbytes in max(states, key=lambda each: each.total).lengths:
+                if how == SHARED:  # parameters of stage 3 stand once, and are not gathered
+                    found += network.exchange("all-reduce", SHARED, ranks, nbytes) / gathers
+                else:
+                    found += network.exchange("reduce-scatter", how, ranks, nbytes, sharing)
+                    found += gathers * network.exchange("all-gather", how, ranks, nbytes, sharing)
+            return found
+        nbytes = max(each.gradients for each in states)
+        overlaps = not network.on_one_node and how != SHARED  # see `comm.gradients.overlaps`
+        whole_s = network.exchange("all-reduce", how, ranks, nbytes, sharing, overlaps)
         if not overlaps or one.pp > 1:
             return whole_s
         # Between nodes buckets are summed while backward goes on: all but the last may be hidden under it.
-        buckets = max(1, -(-nbytes // BUCKET_BYTES))
-        last_s = network.exchange("all-reduce", one.allreduce, ranks, min(nbytes, BUCKET_BYTES), sharing, overlaps)
-        layers = self.profile.layers[max(self.profile.layers)]
-        backward = 1 - sum(layer.forward_s for layer in layers) / max(sum(layer.seconds for layer in layers), 1e-12)
-        hides_s = backward * self._pass(one, simulated=False)[0] * (1 - 1 / buckets)
-        return max(whole_s - hides_s, last_s)
+        last_s = network.exchange("all-reduce", how, ranks, min(nbytes, BUCKET_BYTES), sharing, overlaps)
+        hidden = 1 - 1 / max(1, -(-nbytes // BUCKET_BYTES))
+        return max(whole_s - (1 - self._forward_part()) * busy_s * hidden, last_s)
 
-    def _sharded_sums(self, one: Candidate, ranks: Sequence[int], sharing: int) -> float:
-        """Return the seconds of ZeRO's exchanges, unit by unit, and of what it does besides."""
-        network = self.network
-        lengths = self.shapes.state(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once=False).lengths
-        found = self.profile.zero_s.get(one.zero, 0.0) * self.crowding
-        for nbytes in lengths:
-            if one.allreduce == AUTO:  # parameters of stage 3 stand once, and are not gathered
-                found += network.exchange("all-reduce", SHARED, ranks, nbytes) / (2 if one.zero == 3 else 1)
-            else:
-                gathers = 2 if one.zero == 3 else 1
-                found += network.exchange("reduce-scatter", one.allreduce, ranks, nbytes, sharing)
-                found += gathers * network.exchange("all-gather", one.allreduce, ranks, nbytes, sharing)
-        return found
-
-    def _sharing(self, one: Candidate, ranks: Sequence[int]) -> int:
-        """Return how many groups of replicas use a node's link at once."""
-        nodes = self.network.nodes
-        own = sum(nodes[rank] == nodes[0] for rank in ranks)
-        return max(1, nodes.count(nodes[0]) // max(own, 1)) if len({nodes[rank] for rank in ranks}) > 1 else 1
-
-    def _mesh(self, one: Candidate) -> Mesh:
-        if one.axes not in self._meshes:
-            nodes = None if self.network.on_one_node else self.network.nodes
-            self._meshes[one.axes] = Mesh(one.dp, one.pp, one.tp, nodes, one.sp)
-        return self._meshes[one.axes]
-
-    def _line(self, one: Candidate) -> list[int]:
-        """Return the ranks of the first pipeline."""
-        mesh = self._mesh(one)
-        return [mesh.rank_at(0, p, 0) for p in range(one.pp)]
-
-
-def _work_s(one: Candidate, costs: InstructionCosts) -> list[float]:
-    """Return the seconds that each stage works on a microbatch."""
-    backward = (Kind.I, Kind.W) if one.schedule == "zero-bubble" else (Kind.B,)
-    return [sum(each) for each in zip(*(costs.seconds[kind] for kind in (Kind.F, *backward)), strict=True)]
-
-
-def _least(one: Candidate, costs: InstructionCosts) -> float:
-    """Return seconds that this schedule of these stages cannot stay below.
-
-    With zero bubble nothing is known of the end: the weights' halves of a rank may come after all else.
-    """
-    ends = 0.0 if one.schedule == "zero-bubble" else 1.0
-    forward, work = costs.seconds[Kind.F], _work_s(one, costs)
-    backward = [whole - f for whole, f in zip(work, forward, strict=True)]
-    sends, returns = costs.seconds[Kind.SEND_ACT], costs.seconds[Kind.SEND_GRAD]
-    least = 0.0
-    for rank in range(one.pp):
-        own = range(rank, len(forward), one.pp)
-        work_s = one.microbatches * sum(work[s] for s in own)
-        before_s = sum(forward[s] + sends[s] for s in range(rank))
-        after_s = ends * sum(backward[s] + returns[s + 1] for s in range(rank))
-        least = max(least, before_s + work_s + after_s)
-    return least
+    def _make_mesh(self, axes: tuple[int, int, int, int]) -> Mesh:
+        dp, pp, tp, sp = axes
+        return Mesh(dp, pp, tp, None if self.network.on_one_node else self.network.nodes, sp)

@@ -17,7 +17,7 @@ REASONS = 8  # of those that most layouts fall out for
 def describe(found: LayoutSearch) -> Iterator[str]:
     """Yield the lines that tell what a search found."""
     looked_at = "1 layout" if found.looked_at == 1 else f"{found.looked_at} layouts"
-    yield f"{looked_at}, {found.priced} of them priced in {found.seconds:.2f} s; no other can be better"
+    yield f"{looked_at}, {found.priced} of them simulated in {found.seconds:.2f} s; no other can be better"
     yield ""
     yield f"{'':>3}{'step':>10}" + "".join(f"{name:>10}" for name in TIMES) + "  layout"
     for number, one in enumerate(found.best, 1):

@@ -7,9 +7,7 @@ import hashlib
 import json
 import platform
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count as numbers
 from itertools import islice
 from math import inf
@@ -60,11 +58,9 @@ from nnmpi.version import VERSION
 
 Say = Callable[[str], None]
 FIT_S = 6.0  # for a fit that is made on the way; `python -m nnmpi.comm fit` takes its time
-DOUBTFUL = 1.5  # times as long as it takes, a step was predicted from what a busy machine did
 RACE_S, LEAST_STEPS, MOST_STEPS, WARM_UP_STEPS = 0.6, 5, 300, 3
 SETTLED = 3  # the first of so many parts of the steps does not count: 2 ms are 12 % longer in the first 0.1 s
-RACERS, WITHIN = 5, 1.3  # layouts race where nobody says how many: so many at once, if predicted within this of the
-KINDS = 15  # best, and others, up to so many, that are predicted to take less than the best of these took
+RACERS = 4  # of different kinds
 RACE_ROUNDS, BEHIND = 3, 1.15  # what is so far behind after a round does not run in the next
 
 
@@ -77,34 +73,23 @@ class ChosenLayout:
         computing: what computes on the host, as it was priced.
         lines: for the header.
         predicted_s: of a step.
-        profile: the file in which what it is predicted from is kept, if there is one.
     """
 
     config: Config
     computing: Computing
     lines: tuple[str, ...]
     predicted_s: float
-    profile: Path | None = None
 
     def compare(self, batch_size: int, records: Sequence[Mapping[str, Any]]) -> str:
-        """Return a line with the step as it was predicted and as it was measured, the median of the metrics' windows.
-
-        Where it was much quicker than predicted, the profile was taken while the machine had other work. Its file is
-        removed, so that the next run measures anew: else it would be believed for ever.
-        """
+        """Return a line with the step as it was predicted and as it was measured, the median of the metrics."""
         rates = [each["samples_per_second"] for each in records if each.get("kind") == "train"]
         rates = [rate for rate in rates[1:] or rates if rate]
         predicted = f"step predicted {format_seconds(self.predicted_s, 3)}"
         if not rates:
             return f"{predicted}; too few steps to measure it"
         took_s = batch_size / median(rates)
-        off = self.predicted_s / took_s
-        line = f"{predicted}, measured {format_seconds(took_s, 3)} ({100 * (off - 1):+.0f} %)"
-        if off < DOUBTFUL or self.profile is None:
-            return line
-        with suppress(OSError):
-            self.profile.unlink()
-        return f"{line}; the next run measures the model's parts anew, as the machine was busy when it was done"
+        off = 100 * (self.predicted_s / took_s - 1)
+        return f"{predicted}, measured {format_seconds(took_s, 3)} ({off:+.0f} %)"
 
 
 def workload_of(config: Config, samples: Samples) -> Workload:
@@ -120,18 +105,18 @@ def workload_of(config: Config, samples: Samples) -> Workload:
         "numbers": [config.run.dtype, config.run.precision, config.run.jit],
     }
     return Workload(
-        lambda: build_model(config.model, samples.sample_shape, outputs),
-        lambda storage: build_optimizer(options, storage),
-        lambda where: build_losses(options, where),
-        samples,
-        len(samples) if wanted == "full" else min(wanted, len(samples)),
-        2 if options.optimizer != "sgd" else int(options.momentum > 0),
-        config.run.dtype,
-        config.run.precision,
-        options.clip,
-        config.run.seed,
-        bucket_bytes_of(config.parallel),
-        key,
+        build=lambda: build_model(config.model, samples.sample_shape, outputs),
+        optimizer=lambda storage: build_optimizer(options, storage),
+        losses=lambda where: build_losses(options, where),
+        samples=samples,
+        batch_size=len(samples) if wanted == "full" else min(wanted, len(samples)),
+        state_arrays=2 if options.optimizer != "sgd" else int(options.momentum > 0),
+        dtype=config.run.dtype,
+        precision=config.run.precision,
+        clip=options.clip,
+        seed=config.run.seed,
+        unit_bytes=bucket_bytes_of(config.parallel),
+        key=key,
     )
 
 
@@ -149,7 +134,7 @@ def take_profile(workload: Workload, group: Group, ranks: int, backend: Backend,
     blas = [[each.get("internal_api"), each.get("version")] for each in pools]
     threads = [each.get("num_threads") for each in pools]
     more = {"host": platform.node(), "blas": blas, "threads": threads, "at_once": group.size, "version": VERSION}
-    key = {**(workload.key or {}), "batch": workload.batch_size, "ranks": ranks, "backend": backend.name, **more}
+    key = {**workload.key, "batch": workload.batch_size, "ranks": ranks, "backend": backend.name, **more}
     workload = replace(workload, key=group.share(key))
     file = profile_file(workload)
     kept: Any = on_root(group, lambda: _load(file, workload))
@@ -172,11 +157,11 @@ def _keep(file: Path, found: Profile, say: Say) -> None:
 
 def profile_file(workload: Workload) -> Path:
     """Return where the profile of a workload with a whole key is kept."""
-    return default_file(workload.key or {}, cache_folder())
+    return default_file(workload.key, cache_folder())
 
 
 def _load(file: Path, workload: Workload) -> dict[str, Any] | None:
-    found = load_profile(file, workload.key or {})
+    found = load_profile(file, workload.key)
     return None if found is None else found.to_json()
 
 
@@ -225,75 +210,43 @@ def _choose(
 ) -> ChosenLayout:
     workload, profile = take_profile(workload_of(config, train), group, group.size, backend, say)
     network = take_network(group, say)
-    wanted = config.parallel.race
 
     def look() -> list[Any]:
         pricer = Pricer(workload, profile, network, ModelShapes(workload, profile, backend))
-        look_for = partial(plan, kept=KINDS, kind=kind_of) if wanted is None else partial(plan, kept=max(wanted, 1))
-        found = look_for(pricer, config.parallel.memory_limit_bytes, say=say)
-        first = [[vars(one.candidate), report.options(one), one.price.seconds] for one in found.best]
+        found = plan(pricer, config.parallel.memory_limit_bytes, RACERS, kind_of)
+        racing = list(found.best)
+        if found.replicas is not None and found.replicas not in racing:  # pipelines may all be dearer than predicted
+            racing[RACERS - 1 :] = [found.replicas]
+        first = [[str(one.candidate), report.options(one), one.price.seconds] for one in racing]
         return [first, found.looked_at, found.priced]
 
     first, looked_at, priced = on_root(group, look)
-    tried = [(Candidate(**values), options, seconds) for values, options, seconds in first]
-    lines = [f"planner: {looked_at} layouts, {priced} of them priced; messages {network.name}"]
+    lines = [f"planner: {looked_at} layouts, {priced} of them simulated; messages {network.name}"]
     best = 0
-    if wanted != 0 and len(tried) > 1:
-        names = [str(candidate) for candidate, _, _ in tried]
-        kept = names[0] in profile.raced  # others may come and go with each fit of messages
+    if len(first) > 1:
+        names = [name for name, _, _ in first]
+        kept = all(name in profile.raced for name in names)
         if not kept:
-            given = [with_options(config, options) for _, options, _ in tried]
-            times = race_in_heats(given, [one[2] for one in tried], wanted, group, backend, local_rank, say)
-            profile = replace(profile, raced={names[i]: took_s for i, took_s in times.items()})
+            say(f"racing {counted(len(first), 'layout')} for some steps each, which is done once and kept")
+            times = race([with_options(config, each) for _, each, _ in first], group, backend, local_rank)
+            profile = replace(profile, raced=dict(zip(names, times, strict=True)))
             on_root(group, lambda: _keep(profile_file(workload), profile, say))
-        raced = [(profile.raced[name], i) for i, name in enumerate(names) if name in profile.raced]
-        _, best = min(raced)
+        order = sorted((profile.raced[name], i) for i, name in enumerate(names))
+        best = order[0][1]
         lines += [
-            f"race{' (kept)' if kept else ''}: {names[i]}: predicted {format_seconds(tried[i][2], 3)}, "
+            f"race{' (kept)' if kept else ''}: {names[i]}: predicted {format_seconds(first[i][2], 3)}, "
             f"took {format_seconds(took_s, 3)}"
-            for took_s, i in raced
+            for took_s, i in order
         ]
-    candidate, options, seconds = tried[best]
+    name, options, seconds = first[best]
     found_s = format_seconds(clock.now() - begin, 2)
-    lines.append(f"chosen: {candidate}; a step is predicted to take {format_seconds(seconds, 3)} (found in {found_s})")
-    return ChosenLayout(with_options(config, options), computing, tuple(lines), seconds, profile_file(workload))
+    lines.append(f"chosen: {name}; a step is predicted to take {format_seconds(seconds, 3)} (found in {found_s})")
+    return ChosenLayout(with_options(config, options), computing, tuple(lines), seconds)
 
 
 def kind_of(layout: Candidate) -> tuple[Any, ...]:
     """Return what prices of layouts that are alike have in common, and so their errors."""
-    return layout.axes, layout.zero, layout.allreduce == AUTO
-
-
-def race_in_heats(
-    layouts: Sequence[Config],
-    predicted_s: Sequence[float],
-    wanted: int | None,
-    group: Group,
-    backend: Backend,
-    local_rank: int,
-    say: Say,
-) -> dict[int, float]:
-    """Return the seconds of a step of those layouts that race, by place. Collective.
-
-    If nobody says how many, those race that are predicted to be near the best, and then, some at a time, those that are
-    predicted to take less than the best of these took: where predictions are that wrong, any of them may be the best.
-
-    Args:
-        layouts: in the order of what they are predicted to take.
-        predicted_s: that.
-        wanted: how many of the first race; None to find out.
-        group, backend, local_rank: as in `choose`.
-        say: called with a sentence before a heat.
-    """
-    times: dict[int, float] = {}
-    heat = [i for i, each_s in enumerate(predicted_s) if wanted or each_s <= WITHIN * predicted_s[0]]
-    while heat:
-        heat = heat[: wanted or RACERS]
-        say(f"racing {counted(len(heat), 'layout')} for some steps each, which is done once and kept")
-        times |= zip(heat, race([layouts[i] for i in heat], group, backend, local_rank), strict=True)
-        best_s = min(times.values())
-        heat = [i for i, each_s in enumerate(predicted_s) if not wanted and i not in times and each_s < best_s]
-    return times
+    return tuple(size > 1 for size in layout.axes), layout.zero > 0, layout.allreduce == AUTO
 
 
 def race(layouts: Sequence[Config], group: Group, backend: Backend, local_rank: int) -> list[float]:
@@ -316,7 +269,7 @@ def race(layouts: Sequence[Config], group: Group, backend: Backend, local_rank: 
 
 def with_options(config: Config, options: Mapping[str, Any]) -> Config:
     """Return a configuration with the options of a layout, and none left open."""
-    return replace(config, parallel=replace(config.parallel, **options, layout="given", race=None))
+    return replace(config, parallel=replace(config.parallel, **options, layout="given"))
 
 
 @dataclass(frozen=True)

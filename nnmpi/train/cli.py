@@ -38,7 +38,7 @@ T = TypeVar("T")
 # Options that left nnmpi, with their defaults: a run that has another value cannot be resumed.
 REMOVED: Mapping[str, Any] = {
     **dict.fromkeys(("split", "overlap", "fused_update", "convolution", "tied"), "auto"),
-    **dict.fromkeys(("race", "bucket_mb", "pace", "shift_pixels", "loader_threads")),
+    **dict.fromkeys(("bucket_mb", "pace", "shift_pixels", "loader_threads")),
     **dict.fromkeys(("check_weights", "dedicated_servers", "staleness_lr", "nesterov", "verbose", "plot"), False),
     **dict.fromkeys(("backup", "sync_warmup_epochs", "pace_ms", "simulation_seed", "eval_steps", "save_steps"), 0),
     "sp_attention": "ulysses",

@@ -77,10 +77,6 @@ class ParallelConfig:
     layout: Literal["given", "auto"] = "given"
     """auto: the layout that is predicted to take the least time for a step, as python -m nnmpi.plan finds it, within
     --memory-limit; the options below that say a layout are then left out."""
-    race: int | None = None
-    """For --layout auto: run so many of the best layouts for some steps, and take the fastest (default: the best of
-    each kind, if predicted to take up to 1.3 times as long as the best of all, and those that are predicted to take
-    less than the best of these took; 0: none). What they took is kept for the next run."""
     dp: int | Literal["auto"] = "auto"
     """Replicas that share each batch; dp x pp x tp x sp must be the number of MPI ranks; auto is what is missing."""
     pp: int | Literal["auto"] = "auto"
@@ -144,8 +140,6 @@ class ParallelConfig:
             if ranks != "auto":
                 at_least_one(option, ranks)
         at_least_one("--sp", self.sp)
-        not_negative("--race", self.race or 0)
-        require(not self.race or self.layout == "auto", "--race belongs to --layout auto; leave it out")
         at_least_one("--virtual-stages", self.virtual_stages)
         if self.microbatches is not None:
             at_least_one("--microbatches", self.microbatches)

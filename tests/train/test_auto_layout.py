@@ -1,7 +1,6 @@
 """`--layout auto`: the ranks agree on a layout, the run says which, and what cannot go with it is refused."""
 
 import json
-import os
 import shlex
 from pathlib import Path
 from typing import Any, NoReturn
@@ -18,7 +17,6 @@ from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError
-from nnmpi.files import cache_folder
 from nnmpi.plan import parse as parse_plan
 from nnmpi.planner import profile
 from nnmpi.planner.network import PlannedNetwork
@@ -28,12 +26,9 @@ from nnmpi.train.auto_layout import (
     TimedLayout,
     check_open,
     choose,
-    race_in_heats,
-    take_profile,
     workload_of,
 )
 from nnmpi.train.cli import main, parse
-from nnmpi.train.computing import BlasChoice, Computing
 from nnmpi.train.config import Config, ParallelConfig, assemble
 
 SMALL = ["--model", "mlp", "--hidden", "8", "--dataset", "iris", "--batch-size", "12", "--epochs", "1", "--quiet"]
@@ -53,7 +48,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 @pytest.mark.simulated(max_size=3)
 def test_a_run_goes_with_the_layout_that_was_chosen(group: Group, tmp_path: Path) -> None:
     out = tmp_path.parent / f"run-{group.size}"
-    main([*SMALL, "--layout", "auto", "--race", "2", "--out", str(out)], group)
+    main([*SMALL, "--layout", "auto", "--out", str(out)], group)
     group.barrier()  # the first rank prints last
     console = (out / "console.txt").read_text()
     assert ("race: " in console) == (group.size > 1)
@@ -75,7 +70,6 @@ def test_the_layouts_that_may_be_the_best_race_once(monkeypatch: pytest.MonkeyPa
         return TimedLayout(1e-9 / group.share(len(ran)), {})  # less than any prediction: the first heat is the last
 
     monkeypatch.setattr(auto_layout, "time_layout", time_layout)
-    monkeypatch.setattr(auto_layout, "WITHIN", 1e9)
     network = PlannedNetwork("told", Machine.uniform(1e-5, 1e-9), 2)
     monkeypatch.setattr(auto_layout, "take_network", lambda *_: network)
 
@@ -89,31 +83,6 @@ def test_the_layouts_that_may_be_the_best_race_once(monkeypatch: pytest.MonkeyPa
     again = chosen()
     assert (again.config, len(ran)) == (first.config, count)
     assert sum("race (kept): " in line for line in again.lines) == auto_layout.RACERS
-    assert not any("race" in line for line in chosen("--race", "0").lines)
-
-
-def test_what_may_still_be_quicker_by_its_prediction_races_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Predictions may be wrong by more than what the first heat is chosen by."""
-    predicted_s = {"a": 1.0, "b": 1.2, "c": 1.4, "d": 1.6, "e": 1.8}
-    took_s = {"a": 3.0, "b": 1.7, "c": 1.65, "d": 1.9}
-    heats: list[str] = []
-
-    def race(layouts: list[str], *_: Any) -> list[float]:
-        heats.append("".join(layouts))
-        return [took_s[each] for each in layouts]
-
-    monkeypatch.setattr(auto_layout, "race", race)
-    monkeypatch.setattr(auto_layout, "RACERS", 2)
-    nobody: Any = None
-
-    def run(wanted: int | None) -> dict[int, float]:
-        layouts: Any = list(predicted_s)
-        return race_in_heats(layouts, [*predicted_s.values()], wanted, nobody, nobody, 0, lambda _: None)
-
-    assert run(None) == dict(enumerate(took_s.values()))
-    assert heats == ["ab", "cd"], "e is predicted to take longer than c took"
-    assert run(3) == dict(enumerate([3.0, 1.7, 1.65]))
-    assert heats == ["ab", "cd", "abc"]
 
 
 def test_a_race_goes_in_turns_without_those_that_are_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -143,8 +112,6 @@ def test_options_that_say_a_layout_are_refused() -> None:
         check_open(ParallelConfig(layout="auto", overlap="on"), asynchronous=False)
     with pytest.raises(UsageError, match="--layout auto is for a new run"):  # whose --dp was chosen, not given
         check_open(ParallelConfig(layout="auto", dp=2), asynchronous=False, resuming=True)
-    with pytest.raises(UsageError, match="--race belongs to --layout auto"):
-        parse(["--race", "3"])
 
 
 def test_a_model_has_an_output_for_each_number_that_is_predicted() -> None:
@@ -154,54 +121,11 @@ def test_a_model_has_an_output_for_each_number_that_is_predicted() -> None:
     assert [p.shape for p in model.parameters()][-1] == (2,)
 
 
-def test_a_profile_is_measured_where_there_is_no_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_home() -> Path:
-        raise RuntimeError("Could not determine home directory.")
-
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setattr(Path, "home", no_home)
-    config = assemble({"model": "mlp", "hidden": [4], "batch_size": 8})
-    table = Dataset("table", np.ones((8, 3), np.float32), np.zeros(8, np.int64), 2)
-    said: list[str] = []
-    simulate(lambda group: take_profile(workload_of(config, table), group, 1, numpy_backend(), said.append), 1)
-    assert [line.partition(":")[0] for line in said] == [
-        "measuring the model's parts, which is done once and kept",
-        "the profile is not kept",
-    ]
-
-
-def test_a_step_is_compared_with_its_prediction(tmp_path: Path) -> None:
-    """What was predicted from a busy machine's times is forgotten; a machine that is busy now proves nothing."""
+def test_a_step_is_compared_with_its_prediction() -> None:
     records = [{"kind": "train", "samples_per_second": rate} for rate in (1.0, 100.0, 200.0, 300.0)]
-    config = assemble({})
-    file = tmp_path / "profile.json"
-    file.touch()
-
-    def compare(predicted_s: float, given: list[dict[str, object]]) -> str:
-        return ChosenLayout(config, Computing(BlasChoice(), False, ()), (), predicted_s, file).compare(20, given)
-
-    assert compare(0.1, records) == "step predicted 100 ms, measured 100 ms (+0 %)"
-    assert "too few steps" in compare(0.1, [])
-    assert compare(0.02, records).endswith("(-80 %)") and file.exists()
-    assert "the next run measures the model's parts anew" in compare(0.16, records) and not file.exists()
-    assert "anew" in compare(0.16, records)  # another run was first
-
-
-def test_an_old_profile_is_measured_again(tmp_path: Path) -> None:
-    config = assemble({"model": "mlp", "hidden": [4], "batch_size": 8})
-    table = Dataset("table", np.ones((8, 3), np.float32), np.zeros(8, np.int64), 2)
-    said: list[str] = []
-
-    def take(group: Group) -> None:
-        take_profile(workload_of(config, table), group, 1, numpy_backend(), said.append)
-
-    for _ in range(2):
-        simulate(take, 1)
-    assert len(said) == 1
-    (file,) = cache_folder().glob("profile-*.json")
-    os.utime(file, (0, 0))
-    simulate(take, 1)
-    assert len(said) == 2
+    chosen: Any = ChosenLayout(assemble({}), None, (), 0.1)  # type: ignore[arg-type]
+    assert chosen.compare(20, records) == "step predicted 100 ms, measured 100 ms (+0 %)"
+    assert "too few steps" in chosen.compare(20, [])
 
 
 @pytest.mark.parametrize(
@@ -211,7 +135,6 @@ def test_an_old_profile_is_measured_again(tmp_path: Path) -> None:
         (["--shape", "8", "--dataset", "iris"], "--shape stands in the place of --dataset"),
         (["--memory", "much"], "much"),
         (["--dp", "2"], "--dp"),
-        (["--shape", "8", "--race", "1"], "--race trains, for which it needs --dataset"),
         (["--shape", "8", "8", "--model", "gpt"], "--shape for --model gpt is one number"),
         (["--shape", "8", "--context", "4", "--model", "gpt"], "--shape says 8 tokens, and --context 4; leave"),
     ],

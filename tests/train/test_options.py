@@ -17,7 +17,7 @@ dataset tokenizer text_columns text_samples target only_classes data_dir test_fr
 augment shift_pixels loader_threads partition normalize
 epochs max_steps batch_size optimizer loss lr momentum nesterov weight_decay schedule step_epochs step_factor
 warmup_epochs lr_scaling base_batch clip grad_accum label_smoothing
-layout race dp pp tp sp sp_attention pipeline virtual_stages microbatches split reduction zero memory_limit
+layout dp pp tp sp sp_attention pipeline virtual_stages microbatches split reduction zero memory_limit
 activation_memory offload offload_state allreduce bucket_mb overlap fused_update check_weights
 sync staleness local_steps slow network simulate simulation_seed
 backend dtype precision jit seed out resume config log_every quiet verbose plot

@@ -10,6 +10,7 @@ from typing import Any
 from nnmpi import clock
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend
+from nnmpi.memory.activation_offload import saved_bytes
 from nnmpi.nn.chain import ChainLayer, Kept, ModelPart
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
@@ -34,6 +35,7 @@ class LayerProfile:
         value_bytes: of all that goes over a cut behind it: its result, and values that later layers take.
         input_s: of the first half of a backward in halves, which gives the gradient of what came in.
         weights_s: of the second half, which gives those of the parameters.
+        kept_bytes: that its operations save for their backward.
     """
 
     name: str
@@ -43,6 +45,7 @@ class LayerProfile:
     value_bytes: int = 0
     input_s: float = 0.0
     weights_s: float = 0.0
+    kept_bytes: int = 0
 
     @property
     def backward_s(self) -> float:
@@ -74,7 +77,7 @@ def profile(model: Module, layers: Sequence[ChainLayer], x: Array, dtype: str, b
         value_bytes = sum(tensor.data.nbytes for tensor in pack(value, kept, 0)[0])
         parameters = part.parameters()
         elements = sum(parameter.size for parameter in parameters)
-        times = one.seconds, elements, one.forward_s, value_bytes, one.input_s, one.weights_s
+        times = one.seconds, elements, one.forward_s, value_bytes, one.input_s, one.weights_s, one.kept_bytes
         costs.append(LayerProfile(layer.name, *times))
         for parameter in parameters:
             del parameter.data
@@ -99,6 +102,7 @@ class _Measured:
     def __init__(self, layer: ChainLayer, value: Any, kept: Kept, backend: Backend) -> None:
         self._layer, self._value, self._kept, self._backend = layer, value, kept, backend
         self.seconds = self.forward_s = self.input_s = self.weights_s = float("inf")
+        self.kept_bytes = 0
         self.after: tuple[Any, Kept] = value, kept
 
     def time(self) -> None:
@@ -109,9 +113,11 @@ class _Measured:
             result, around = self._forward()
             self._backend.synchronize()
             middle = clock.now()
+            self.kept_bytes = self._count(result, around)
+            paused_s = clock.now() - middle
             self._backward(result, around)
             self._backend.synchronize()
-            end = clock.now()
+            end = clock.now() - paused_s
             if end - begin < self.seconds:
                 self.seconds, self.forward_s = end - begin, middle - begin
             self.after = _map(result, _cut_off), {name: _cut_off(each) for name, each in around.items()}
@@ -131,6 +137,12 @@ class _Measured:
         around = {name: _cut_off(each) for name, each in self._kept.items()}
         with training():
             return self._layer.run(_map(self._value, _cut_off), around), around
+
+    def _count(self, result: Any, around: Kept) -> int:
+        """Return the bytes that the tapes of the layer's results save, parameters apart."""
+        tapes = {id(tape): tape for each in pack(result, around, 0)[0] if each.tape and (tape := each.tape.find())}
+        own = [parameter.data for _, module in self._layer.members for parameter in module.parameters()]
+        return saved_bytes((node for tape in tapes.values() for node in tape.nodes), own)
 
     @staticmethod
     def _backward(result: Any, around: Kept, deferred: Deferred | None = None) -> None:

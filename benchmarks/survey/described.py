@@ -11,14 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nnmpi.errors import LayoutError
 from nnmpi.parallel.pipeline.profile import LayerProfile
 from nnmpi.parallel.zero.units import StateBytes
 from nnmpi.planner.profile import Profile, Share, StepCost
-from nnmpi.planner.shapes import ComputedAgain, CutModel
-from nnmpi.planner.space import Candidate
+from nnmpi.planner.shapes import CutModel
 from nnmpi.schedule.partition import partition
-from nnmpi.schedule.schedule import most_kept
 from nnmpi.shard import split
 
 BACKWARD = 2  # times the operations of a forward: one product for the weights, one for what came in
@@ -45,7 +42,7 @@ def describe_layers(model: Mapping[str, Any], itemsize: int) -> list[DescribedLa
     """Return the chain of a described model.
 
     Args:
-        model: "kind", and what that takes: see `survey.json`.
+        model: "kind", and what that takes: see `systems.json`.
         itemsize: bytes of an activation.
     """
     return {"transformer": _transformer, "vgg": _vgg, "unet": _unet, "even": _even, "dense": _dense}[model["kind"]](
@@ -114,14 +111,12 @@ def _dense(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer]:
 
 
 class DescribedShapes:
-    """What ranks hold of a described model; it answers as `shapes.ModelShapes` does.
+    """What ranks hold of a described model; see `shapes.ModelShapes`.
 
     Args:
         layers: of the chain.
         bytes_each: bytes of each parameter: "parameters", "gradients" and "state".
         split: how many layers each stage has, for as many stages; others are cut by the layers' operations.
-        recompute: whether each layer keeps only what came in, and computes its forward again.
-        partitioned: whether ranks that share layers share these inputs out, too, as ZeRO-R does.
     """
 
     def __init__(
@@ -129,16 +124,9 @@ class DescribedShapes:
         layers: Sequence[DescribedLayer],
         bytes_each: Mapping[str, int],
         split: Sequence[int] = (),
-        recompute: bool = False,
-        partitioned: bool = False,
     ) -> None:
-        self._recompute, self._partitioned = recompute, partitioned
         self.layers, self.bytes_each, self._split = layers, bytes_each, tuple(split)
         self._parts: dict[tuple[int, int], CutModel] = {}
-
-    def state(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> StateBytes:
-        """Return what the rank with most of it holds."""
-        return max(self.states(tp, pp, virtual, zero, replicas, once), key=lambda each: each.total)
 
     def states(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> tuple[StateBytes, ...]:
         """Return what each of a pipeline's ranks holds; that of all layers without one."""
@@ -171,39 +159,8 @@ class DescribedShapes:
                 cuts = tuple(range(end - size, end) for end, size in zip(ends, self._split, strict=True))
             else:
                 cuts = partition([layer.flops for layer in self.layers], stages)
-            self._parts[pp, virtual] = CutModel(cuts, (), tuple(range(pp)), 0)
+            self._parts[pp, virtual] = CutModel(cuts)
         return self._parts[pp, virtual]
-
-    def activations(self, one: Candidate, rows: Sequence[int]) -> list[int]:
-        """Return each rank's activations: what its stages keep of microbatches under way, and a backward's peak."""
-        again, share, layers, most = self._recompute, one.tp * one.sp, self.layers, rows[0]
-        if one.pp == 1:
-            inputs = sum(each.value_bytes for each in layers) / (one.tp if self._partitioned else 1)
-            peak = max(each.kept_bytes for each in layers)
-            kept = inputs + peak / one.tp if again else sum(each.kept_bytes for each in layers) / one.tp
-            return [round(most * kept)]
-        part, schedule = self.part(one.tp, one.pp, one.virtual_stages), one.make()
-        found = []
-        for rank in range(one.pp):
-            own = {stage: part.cuts[stage] for stage in schedule.stages_of(rank)}
-            entering = {stage: layers[cut.start - 1].value_bytes if cut.start else 0.0 for stage, cut in own.items()}
-            leaving = [layers[cut.stop - 1].value_bytes for cut in own.values() if cut.stop < part.cuts[-1].stop]
-            inside = {s: sum(layers[i].value_bytes if again else layers[i].kept_bytes for i in own[s]) for s in own}
-            peak = max(layers[i].kept_bytes if again else 0.0 for cut in own.values() for i in cut)
-            waiting = {stage: entering[stage] + inside[stage] for stage in own}
-            if one.recompute:
-                waiting, peak = entering, peak + max(inside.values())
-            peak += sum(entering.values()) + sum(leaving)  # a receive of each kind is posted ahead
-            found.append(round(most * (most_kept(schedule, rank, waiting) + peak) / share))
-        return found
-
-    def channels(self, tp: int) -> list[list[int]]:
-        """Return none for each layer: no batch normalization is told of."""
-        return [[] for _ in self.layers]
-
-    def again(self, one: Candidate, rows: int) -> ComputedAgain:
-        """Raise the error of what a model in numbers does not tell: what a budget for activations costs."""
-        raise LayoutError("a model that is told in numbers can have no budget for activations; leave it out")
 
 
 def grouped(layers: Sequence[DescribedLayer], count: int) -> list[DescribedLayer]:
@@ -223,6 +180,7 @@ def profile_of(
     rows: Sequence[int],
     recompute: bool = False,
     update_s: float = 0.0,
+    partitioned: bool = False,
 ) -> Profile:
     """Return what `profile.measure` would find on a device of a stated speed.
 
@@ -231,8 +189,9 @@ def profile_of(
         flops_s: operations per second that the device sustains.
         shares: (tp, sp) to plan with.
         rows: to tell it for.
-        recompute: whether each layer computes its forward again.
+        recompute: whether each layer keeps only what came in, and computes its forward again.
         update_s: of the update of all parameters by one rank.
+        partitioned: whether ranks that share layers share these inputs out, too, as ZeRO-R does.
     """
     times = 1 + BACKWARD + recompute
 
@@ -246,14 +205,26 @@ def profile_of(
             value_bytes=round(count * one.value_bytes),
             input_s=(times - 1) * forward_s / 2,
             weights_s=(times - 1) * forward_s / 2,
+            kept_bytes=round(count * (one.value_bytes if recompute else one.kept_bytes)),
         )
 
     def step(tp: int, count: int) -> StepCost:
         inner = [each for each in layers if each.parameters and each.value_bytes]
         # Two sums forward, two backward and, where the forward is computed again, two more: Megatron-LM, figure 4.
-        said = (("all-reduce", round(count * inner[-1].value_bytes), 2 * (2 + recompute) * (len(inner) - 1)),)
+        sums = (("all-reduce", round(count * inner[-1].value_bytes), 2 * (2 + recompute) * (len(inner) - 1)),)
         seconds = count * times * sum(each.flops for each in layers) / flops_s / tp
-        return StepCost(seconds, update_s / tp, 0, said if tp > 1 else (), seconds)
+        kept = sum(each.kept_bytes for each in layers) / tp
+        if recompute:
+            inputs = sum(each.value_bytes for each in layers) / (tp if partitioned else 1)
+            kept = inputs + max(each.kept_bytes for each in layers) / tp
+        return StepCost(
+            seconds=seconds,
+            eager_s=seconds,
+            update_s=update_s / tp,
+            activations=round(count * kept),
+            exchanges=sums if tp > 1 else (),
+        )
 
     steps = {(tp, sp): {count: step(tp, count) for count in rows} for tp, sp in shares}
-    return Profile({}, steps, {count: tuple(layer(i, each, count) for i, each in enumerate(layers)) for count in rows})
+    chain = {count: tuple(layer(i, each, count) for i, each in enumerate(layers)) for count in rows}
+    return Profile(facts={}, steps=steps, layers=chain)

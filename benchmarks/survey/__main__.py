@@ -1,28 +1,33 @@
 """The table of the big ones: ten systems' models on devices of their time, priced, beside what was published.
 
-survey.json     paper, model, devices, the system's own strategy, and what was published, with the place where it stands
+systems.json    paper, model, devices, the system's own strategy, and what was published, with the place where it stands
 described       the model's layers, and a profile from the devices' stated speeds
 
 Each is priced as its system lays it out, and planned with what nnmpi has. What is assumed stands in the file, and is
 printed.
 """
 
+import argparse
 import json
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib.resources import files
+from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
-from nnmpi.comm.machine import Curve, Link, Machine, blocks
-from nnmpi.memory.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS, PARAMETERS, STATE
-from nnmpi.planner.described import DescribedLayer, DescribedShapes, describe_layers, grouped, profile_of
-from nnmpi.planner.network import BYTES_PER_GBIT, PlannedNetwork
-from nnmpi.planner.price import LayoutPrice, Pricer
-from nnmpi.planner.search import PlannedLayout, search
-from nnmpi.planner.space import Candidate, candidates
-from nnmpi.units import format_bytes, format_seconds
+sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout
+
+from benchmarks.survey.described import DescribedLayer, DescribedShapes, describe_layers, grouped, profile_of  # noqa: E402
+from nnmpi.comm.machine import Curve, Link, Machine, blocks  # noqa: E402
+from nnmpi.errors import LayoutError  # noqa: E402
+from nnmpi.memory.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS, PARAMETERS, STATE  # noqa: E402
+from nnmpi.planner.network import BYTES_PER_GBIT, PlannedNetwork  # noqa: E402
+from nnmpi.planner.price import LayoutPrice, Pricer  # noqa: E402
+from nnmpi.planner.search import PlannedLayout, plan  # noqa: E402
+from nnmpi.planner.space import Candidate  # noqa: E402
+from nnmpi.units import format_bytes, format_seconds  # noqa: E402
 
 WIDTH = 100
 MOST_SHARED = (1, 2, 4, 8, 16)  # ranks of one replica's layers
@@ -40,7 +45,7 @@ class SurveyBatch:
 
 @dataclass(frozen=True)
 class SurveyedSystem:
-    """One system of the survey, as `survey.json` has it."""
+    """One system of the survey, as `systems.json` has it."""
 
     told: Mapping[str, Any]
 
@@ -85,13 +90,14 @@ class SurveyedSystem:
             [1, told["batch"]],
             told["recompute"],
             state / (told["device"]["memory_gbyte_s"] * 1e9),
+            told.get("partitioned", False),
         )
         sample = told["model"].get("sample") or [told["model"].get("sequence") or told["model"].get("pixels", 1) ** 2]
         row_bytes = 4
         for length in sample:
             row_bytes *= length
         batch = SurveyBatch(told["batch"], row_bytes)
-        shapes = DescribedShapes(layers, told["bytes"], split, told["recompute"], told.get("partitioned", False))
+        shapes = DescribedShapes(layers, told["bytes"], split)
         return Pricer(batch, profile, self.network, shapes)
 
     def own(self) -> tuple[LayoutPrice, int]:
@@ -123,7 +129,7 @@ class SurveyedSystem:
         memory |= {kind: round(block * each[kind]) for kind in (PARAMETERS, GRADIENTS)}
         return replace(
             price,
-            find_memory=lambda: memory,
+            memory=memory,
             exposed_s=price.exposed_s + max(0.0, moved_s - price.computing_s),
             update_s=0.0,
         )
@@ -154,7 +160,7 @@ class SurveyedSystem:
         busy_s, sums_s = times[slow]
         most = max(memories, key=lambda kinds: sum(kinds.values()))
         total = replicas * sum(memories[0].values()) + sum(memories[1].values())
-        return LayoutPrice(busy_s, 0.0, sums_s, 0.0, lambda: most), total
+        return LayoutPrice(computing_s=busy_s, bubble_s=0.0, exposed_s=sums_s, update_s=0.0, memory=most), total
 
     def choose(self) -> PlannedLayout | None:
         """Return the layout of nnmpi that takes the least time on the same machine; None where none fits.
@@ -170,16 +176,10 @@ class SurveyedSystem:
         # nnmpi shares out the layers of transformers and of dense ones.
         wide = self.told["model"]["kind"] in ("transformer", "dense")
         pricer = self.pricer(layers, [tp for tp in MOST_SHARED if total % tp == 0] if wide else [1])
-        several = 1 < self.told["per_node"] < total
-        found, _ = candidates(total, self.told["batch"], list(pricer.profile.steps), len(layers), False, several, False)
-        best, _ = search(
-            found,
-            pricer.bound,
-            pricer.price,
-            1,
-            lambda one: pricer.bytes(one) <= self.limit_bytes,
-        )
-        return best[0] if best else None
+        try:
+            return plan(pricer, self.limit_bytes, 1).best[0]
+        except LayoutError:
+            return None
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class SurveyRow:
 
 def systems() -> Iterator[SurveyedSystem]:
     """Yield the systems as the file has them."""
-    text = files("nnmpi.planner").joinpath("survey.json").read_text(encoding="utf-8")
+    text = Path(__file__).with_name("systems.json").read_text(encoding="utf-8")
     yield from map(SurveyedSystem, json.loads(text))
 
 
@@ -336,3 +336,22 @@ def survey_to_json(row: SurveyRow) -> dict[str, Any]:
         "factor": row.factor,
         "chosen": chosen,
     }
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="all numbers, and what is assumed")
+    parser.add_argument("--check", action="store_true", help="one system; fail where it does not fit as it is laid out")
+    given = parser.parse_args()
+    if given.check:
+        row = next(survey())
+        sys.exit(row.own.bytes > row.system.limit_bytes)
+    rows = list(survey())
+    print(json.dumps([survey_to_json(row) for row in rows], indent=1) if given.json else "", end="")
+    if not given.json:
+        print("\n".join(line for row in rows for line in (*describe_survey(row), "")))
+
+
+if __name__ == "__main__":
+    main()
