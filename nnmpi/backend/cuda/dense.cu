@@ -1,6 +1,6 @@
 // Around the matrix products of dense layers: bias, ReLU, and sums over the rows.
 
-template <int N, bool RELU> __device__ __forceinline__ void add_bias(T* y, const P* bias, long long rows, long long n) {
+template <int N> __device__ __forceinline__ void add_bias(T* y, const P* bias, long long rows, long long n) {
     over_columns<N>(rows, n, [&](long long c) {
         Pack<P, N> added = load<N>(bias + c);
         return [=](long long i) {
@@ -8,21 +8,16 @@ template <int N, bool RELU> __device__ __forceinline__ void add_bias(T* y, const
 #pragma unroll
             for (int k = 0; k < N; ++k) {
                 A sum = wide(values.at[k]) + (A)widen(added.at[k]);
-                set(values.at[k], RELU ? relu(sum) : sum);
+                set(values.at[k], relu(sum));
             }
             store<N>(y + i, values);
         };
     });
 }
 
-extern "C" __global__ void __launch_bounds__(256) bias_add(T* y, const P* bias, long long rows, long long n) {
-    if (aligned(y, bias) && n % PACK == 0) add_bias<PACK, false>(y, bias, rows, n);
-    else add_bias<1, false>(y, bias, rows, n);
-}
-
 extern "C" __global__ void __launch_bounds__(256) bias_relu(T* y, const P* bias, long long rows, long long n) {
-    if (aligned(y, bias) && n % PACK == 0) add_bias<PACK, true>(y, bias, rows, n);
-    else add_bias<1, true>(y, bias, rows, n);
+    if (aligned(y, bias) && n % PACK == 0) add_bias<PACK>(y, bias, rows, n);
+    else add_bias<1>(y, bias, rows, n);
 }
 
 // out = grad where kept > 0, or grad * kept; what is written is what is added up.

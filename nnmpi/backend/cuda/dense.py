@@ -3,12 +3,8 @@
 from nnmpi.backend.array import Array
 from nnmpi.backend.cuda.launch import (
     NOTHING,
-    THREADS,
     Family,
     columns_grid,
-    flat_grid,
-    has_size,
-    same_size,
     sums_grid,
     totals_grid,
 )
@@ -16,10 +12,6 @@ from nnmpi.backend.cuda.launch import (
 
 class Dense(Family):
     """Arrays are C-contiguous; T, P and A are the roles of `Family`."""
-
-    def bias_add(self, y: Array, bias: Array) -> None:
-        """y: T (..., n), in place; bias: P (n,): y += bias."""
-        self._with_bias("dense", "bias_add", y, bias)
 
     def bias_relu(self, y: Array, bias: Array) -> None:
         """y: T (..., n), in place; bias: P (n,): y = max(y + bias, 0); NaN stays."""
@@ -55,7 +47,6 @@ class Dense(Family):
         if n == 0:
             return
         rows = x.size // n
-        has_size("column_sum", "matrix", x, rows * n)
         grid, block = sums_grid(rows, n, x.dtype.itemsize)
         partial = self.totals(n, grid[1], x.dtype)
         launch(grid, block, (x, out, partial, rows, n, int(add)))
@@ -65,18 +56,15 @@ class Dense(Family):
         launch, n, size = self.kernel(family, name, "TPT", y, bias, slope), bias.size, y.size
         if size == 0:
             return
-        has_size(name, "matrix", y, size // max(n, 1) * n)
-        has_size(name, "slope", slope, size)
         grid, block = columns_grid(size // n, n, y.dtype.itemsize)
         launch(grid, block, (y, bias, size // n, n) if slope is None else (y, bias, slope, size // n, n))
 
     def _grad_bias(self, name: str, grad: Array, kept: Array, out: Array, to_bias: Array | None) -> None:
-        launch, size = self.kernel("dense", name, "TTTP", grad, kept, out, to_bias), same_size(name, grad, kept, out)
+        launch, size = self.kernel("dense", name, "TTTP", grad, kept, out, to_bias), grad.size
         n = grad.shape[-1] if to_bias is None else to_bias.size
         if n == 0 or (size == 0 and to_bias is None):
             return
         rows = size // n
-        has_size(name, "matrix", grad, rows * n)
         if to_bias is None:
             grid, block = columns_grid(rows, n, grad.dtype.itemsize)
             launch(grid, block, (grad, kept, out, NOTHING, NOTHING, rows, n))
@@ -93,22 +81,6 @@ class Dense(Family):
 
     # ---- GELU
 
-    def gelu_tanh(self, x: Array, y: Array) -> None:
-        """x, y: T of any shape: y = GELU in the form of GPT-2. y may be x."""
-        self._gelu("gelu_tanh", x, y)
-
-    def gelu(self, x: Array, y: Array) -> None:
-        """x, y: T of any shape: y = GELU in the exact form. y may be x."""
-        self._gelu("gelu", x, y)
-
-    def gelu_tanh_grad(self, x: Array, grad: Array, out: Array) -> None:
-        """x, grad, out: T of any shape: grad times the derivative of `gelu_tanh` at x. out may be grad."""
-        self._gelu("gelu_tanh_grad", x, grad, out)
-
-    def gelu_grad(self, x: Array, grad: Array, out: Array) -> None:
-        """x, grad, out: T of any shape: grad times the derivative of `gelu` at x. out may be grad."""
-        self._gelu("gelu_grad", x, grad, out)
-
     def bias_gelu_tanh_slope(self, x: Array, bias: Array, slope: Array) -> None:
         """x: T (..., n), in place; bias: P (n,); slope: out T like x: x = gelu_tanh(x + bias), and the derivative."""
         self._with_bias("gelu", "bias_gelu_tanh_slope", x, bias, slope)
@@ -116,8 +88,3 @@ class Dense(Family):
     def bias_gelu_slope(self, x: Array, bias: Array, slope: Array) -> None:
         """x: T (..., n), in place; bias: P (n,); slope: out T like x: x = gelu(x + bias), and the derivative."""
         self._with_bias("gelu", "bias_gelu_slope", x, bias, slope)
-
-    def _gelu(self, name: str, *arrays: Array) -> None:
-        launch, n = self.kernel("gelu", name, "T" * len(arrays), *arrays), same_size(name, *arrays)
-        if n:
-            launch(flat_grid(n, arrays[0].dtype.itemsize), (THREADS,), (*arrays, n))

@@ -25,12 +25,6 @@ struct Exact {
     }
 };
 
-template <class F> __device__ __forceinline__ void values(const T* x, T* y, long long n, F f) {
-    each(n, [=](T& from, T& to) { set(to, f(wide(from)).value); }, in(x), out(y));
-}
-template <class F> __device__ __forceinline__ void gradients(const T* x, const T* grad, T* result, long long n, F f) {
-    each(n, [=](T& at, T& above, T& to) { set(to, wide(above) * f(wide(at)).slope); }, in(x), in(grad), out(result));
-}
 template <int N, class F> __device__ __forceinline__ void with_bias(T* x, const P* bias, T* slope, long long rows, long long n, F f) {
     over_columns<N>(rows, n, [&](long long c) {
         Pack<P, N> added = load<N>(bias + c);
@@ -48,14 +42,6 @@ template <int N, class F> __device__ __forceinline__ void with_bias(T* x, const 
     });
 }
 
-extern "C" __global__ void __launch_bounds__(256) gelu_tanh(const T* x, T* y, long long n) { values(x, y, n, ByTanh()); }
-extern "C" __global__ void __launch_bounds__(256) gelu(const T* x, T* y, long long n) { values(x, y, n, Exact()); }
-extern "C" __global__ void __launch_bounds__(256) gelu_tanh_grad(const T* x, const T* grad, T* out, long long n) {
-    gradients(x, grad, out, n, ByTanh());
-}
-extern "C" __global__ void __launch_bounds__(256) gelu_grad(const T* x, const T* grad, T* out, long long n) {
-    gradients(x, grad, out, n, Exact());
-}
 extern "C" __global__ void __launch_bounds__(256) bias_gelu_tanh_slope(T* x, const P* bias, T* slope, long long rows, long long n) {
     if (aligned(x, bias, slope) && n % PACK == 0) with_bias<PACK>(x, bias, slope, rows, n, ByTanh());
     else with_bias<1>(x, bias, slope, rows, n, ByTanh());

@@ -1,9 +1,8 @@
 """Kernels for channels-last images: pooling, and convolution's columns."""
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.cuda.launch import NOTHING, THREADS, Family, flat_grid, has_size, sums_grid, totals_grid
+from nnmpi.backend.cuda.launch import NOTHING, THREADS, Family, flat_grid, sums_grid, totals_grid
 from nnmpi.backend.windows import Pair, out_size
-from nnmpi.errors import ShapeError
 
 ONE: Pair = (1, 1)
 NONE: Pair = (0, 0)
@@ -44,9 +43,6 @@ class Images(Family):
     ) -> None:
         launch = self.kernel("pooling", "max_pool", "TPTb", x, bias, y, winner)
         sizes = _frame(name, x, y, *window)
-        has_size(name, "winners", winner, y.size)
-        has_size(name, "bias", bias, x.shape[3])
-        _fits(name, winner, window[0])
         if y.size:
             places = (NOTHING, 1) if winner is None else (winner, winner.dtype.itemsize)
             added = NOTHING if bias is None else bias
@@ -64,7 +60,6 @@ class Images(Family):
         """
         launch = self.kernel("pooling", "max_pool_grad", "TbT", grad, winner, out)
         sizes = _frame("max_pool_grad", out, grad, kernel, stride, padding)
-        has_size("max_pool_grad", "winners", winner, grad.size)
         if out.size:
             grid = flat_grid(out.size, out.dtype.itemsize)
             launch(grid, (THREADS,), (grad, winner, out, winner.dtype.itemsize, *sizes))
@@ -83,7 +78,6 @@ class Images(Family):
         if to_bias is None or to_bias.size == 0:
             return
         n, rows = to_bias.size, grad.size // to_bias.size
-        has_size("bias_relu_pool_grad", "bias", to_bias, grad.shape[3])
         launch = self.kernel("pooling", "winner_sum", "TbP", grad, winner, to_bias)
         grid, block = sums_grid(rows, n, grad.dtype.itemsize)
         partial = self.totals(n, grid[1], grad.dtype)
@@ -91,32 +85,6 @@ class Images(Family):
         if grid[1] > 1:
             total = self.kernel("pooling", "winner_total", "TP", grad, to_bias)
             total(*totals_grid(n), (partial, to_bias, grid[1], n))
-
-    def avg_pool(self, x: Array, y: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
-        """Write the mean of each window, the border's zeros included.
-
-        Args:
-            x: T (n, h, w, c).
-            y: out T (n, out_h, out_w, c).
-            kernel, stride, padding: the windows.
-        """
-        launch = self.kernel("pooling", "avg_pool", "TT", x, y)
-        sizes = _frame("avg_pool", x, y, kernel, stride, padding)
-        if y.size:
-            launch(flat_grid(y.size, y.dtype.itemsize), (THREADS,), (x, y, *sizes))
-
-    def avg_pool_grad(self, grad: Array, out: Array, kernel: Pair, stride: Pair, padding: Pair) -> None:
-        """Spread each window's gradient evenly over its pixels.
-
-        Args:
-            grad: T (n, out_h, out_w, c).
-            out: out T (n, h, w, c).
-            kernel, stride, padding: the windows.
-        """
-        launch = self.kernel("pooling", "avg_pool_grad", "TT", grad, out)
-        sizes = _frame("avg_pool_grad", out, grad, kernel, stride, padding)
-        if out.size:
-            launch(flat_grid(out.size, out.dtype.itemsize), (THREADS,), (grad, out, *sizes))
 
     def im2col(
         self, x: Array, columns: Array, kernel: Pair, stride: Pair, padding: Pair, dilation: Pair = ONE, first: int = 0
@@ -152,9 +120,6 @@ class Images(Family):
         n, h, w, channels = x.shape
         out = tuple(out_size(x.shape[i + 1], kernel[i], stride[i], padding[i], dilation[i]) for i in (0, 1))
         c = columns.shape[1] // (kernel[0] * kernel[1])
-        if min(out) < 0 or first < 0 or first + c > channels:
-            raise ShapeError(f"the kernel {name}'s columns {columns.shape} do not fit images {x.shape}")
-        has_size(name, "columns", columns, n * out[0] * out[1] * kernel[0] * kernel[1] * c)
         written = columns.size if name == "im2col" else n * h * w * c
         if written:
             sizes = (n, h, w, channels, first, c, *out, *kernel, *stride, *padding, *dilation)
@@ -163,18 +128,7 @@ class Images(Family):
 
 
 def _frame(name: str, x: Array, y: Array, kernel: Pair, stride: Pair, padding: Pair) -> tuple[int, ...]:
-    """Return the sizes that pooling's kernels take, for images x and what they are pooled to.
-
-    Raises:
-        ShapeError: when y does not fit.
-    """
+    """Return the sizes that pooling's kernels take, for images x and what they are pooled to."""
     n, h, w, c = x.shape
     out = tuple(max(0, out_size(x.shape[i + 1], kernel[i], stride[i], padding[i])) for i in (0, 1))
-    if y.shape != (n, *out, c):
-        raise ShapeError(f"the kernel {name} pools images {x.shape} to {(n, *out, c)}, not {y.shape}")
     return (n, h, w, c, *out, *kernel, *stride, *padding)
-
-
-def _fits(name: str, winner: Array | None, kernel: Pair) -> None:
-    if winner is not None and kernel[0] * kernel[1] >= 256**winner.dtype.itemsize:
-        raise ShapeError(f"the kernel {name} cannot number {kernel[0] * kernel[1]} places by {winner.dtype}")

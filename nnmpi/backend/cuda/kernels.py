@@ -18,7 +18,7 @@ from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels.attention import AttentionDropout, Heads, Trio
 from nnmpi.backend.kernels.base import Kernels, UpdateKernels
 from nnmpi.backend.kernels.pooling import PoolWindows
-from nnmpi.backend.precision import is_floating, is_low
+from nnmpi.backend.precision import is_low
 from nnmpi.backend.recording import perform
 
 
@@ -47,16 +47,6 @@ class DeviceKernels(Kernels):
     def __init__(self, xp: ModuleType) -> None:
         self.functions = DeviceFunctions(xp)
 
-    # ---- conversion
-
-    def cast(self, xp: Any, x: Array, dtype: np.dtype[Any]) -> Array:
-        """Return x in another dtype; of arrays with gaps, and integers, by the library's functions."""
-        if x.dtype == dtype or not x.flags.c_contiguous or not is_floating(dtype):
-            return super().cast(xp, x, dtype)
-        result: Array = xp.empty(x.shape, dtype)
-        perform(self.functions.cast, x, result)
-        return result
-
     @property
     def updates(self) -> UpdateKernels:
         """Optimizers' updates, which work on whole buffers."""
@@ -65,8 +55,8 @@ class DeviceKernels(Kernels):
     # ---- dense layers
 
     def bias_add(self, xp: Any, y: Array, bias: Array) -> None:
-        """Add the bias to each row."""
-        perform(self.functions.bias_add, y, xp.ascontiguousarray(bias))
+        """Add the bias to each row; a float32 bias also to rows of 16 bits."""
+        xp.add(y, bias, out=y, casting="unsafe")
 
     def bias_grad(self, xp: Any, grad: Array, to_bias: Array) -> None:
         """Add up the rows."""
@@ -83,17 +73,15 @@ class DeviceKernels(Kernels):
         return result
 
     def gelu(self, xp: Any, x: Array, tanh: bool, keep: bool) -> tuple[Array, Residuals]:
-        """Compute the value alone, and keep x."""
-        flat, y = xp.ascontiguousarray(xp.reshape(x, (x.size,))), xp.empty((x.size,), x.dtype)
-        perform(self.functions.gelu_tanh if tanh else self.functions.gelu, flat, y)
-        return y.reshape(x.shape), (flat,)
+        """Compute value and derivative in one pass, as behind a linear layer."""
+        width = x.shape[-1] if x.ndim else 1
+        y = xp.array(x, order="C")
+        slope = self.bias_gelu(xp, y.reshape(x.size // max(width, 1), width), None, tanh, keep)
+        return y, (slope,)
 
     def gelu_grad(self, xp: Any, grad: Array, residuals: Residuals, tanh: bool) -> Array:
-        """Compute the derivative again, times the gradient."""
-        (flat,), to_x = residuals, xp.empty((grad.size,), grad.dtype)
-        function = self.functions.gelu_tanh_grad if tanh else self.functions.gelu_grad
-        perform(function, flat, xp.ascontiguousarray(xp.reshape(grad, flat.shape)), to_x)
-        result: Array = to_x.reshape(grad.shape)
+        """Multiply by the derivative."""
+        result: Array = xp.multiply(grad, xp.reshape(residuals[0], grad.shape))
         return result
 
     def bias_gelu(self, xp: Any, y: Array, bias: Array | None, tanh: bool, keep: bool) -> Array | None:
@@ -282,19 +270,6 @@ class DeviceKernels(Kernels):
         winner, shape = residuals
         to_x: Array = xp.empty(shape, grad.dtype)
         perform(self.functions.max_pool_grad, xp.ascontiguousarray(grad), winner, to_x, *over)
-        return to_x
-
-    def avg_pool(self, xp: Any, x: Array, over: PoolWindows) -> Array:
-        """Compute the means in one pass."""
-        n, h, w, c = x.shape
-        y: Array = xp.empty((n, *over.out(h, w), c), x.dtype)
-        perform(self.functions.avg_pool, xp.ascontiguousarray(x), y, *over)
-        return y
-
-    def avg_pool_grad(self, xp: Any, grad: Array, shape: tuple[int, ...], over: PoolWindows) -> Array:
-        """Gather each pixel's gradient from the windows that saw it."""
-        to_x: Array = xp.empty(shape, grad.dtype)
-        perform(self.functions.avg_pool_grad, xp.ascontiguousarray(grad), to_x, *over)
         return to_x
 
 

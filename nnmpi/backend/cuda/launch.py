@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.errors import DtypeError, ShapeError, UsageError
+from nnmpi.errors import DtypeError, UsageError
 
 # By the dtype's name, which for bfloat16 is all that NumPy knows of it.
 NAMES = {"float32": "float", "float64": "double", "float16": "float16", "bfloat16": "bfloat16"}
@@ -147,34 +147,6 @@ def _types(name: str, roles: str, dtypes: tuple[Dtype | None, ...]) -> tuple[str
             words = ", ".join(each.name for each in dtypes if each is not None)
             raise DtypeError(f"the kernel {name} has no form for arrays of {words}; convert one with astype")
     return t, p
-
-
-def same_size(name: str, *arrays: Array | None) -> int:
-    """Return how many elements each of these arrays has.
-
-    Raises:
-        ShapeError: when they differ.
-    """
-    sizes = {array.size for array in arrays if array is not None}
-    if len(sizes) != 1:
-        raise ShapeError(f"the kernel {name} needs arrays of one size, not {sorted(sizes)}")
-    return sizes.pop()
-
-
-def has_size(name: str, what: str, array: Array | None, size: int) -> None:
-    """Refuse an array of another size.
-
-    Args:
-        name: of the kernel, for the error.
-        what: the array's part in it, for the error.
-        array: any shape; None, for an array left out, is accepted.
-        size: the elements that it must have.
-
-    Raises:
-        ShapeError: when it has not that many elements.
-    """
-    if array is not None and array.size != size:
-        raise ShapeError(f"the kernel {name} needs {size} elements in its {what}, not {array.size}")
 
 
 def flat_grid(n: int, itemsize: int) -> Sizes:

@@ -124,51 +124,12 @@ template <class I, int N>
 __device__ __forceinline__ void to_winners(const T* grad, const void* winner, int bytes, T* result, I units, const Frame& f) {
     gathered<I, N, true>(grad, winner, bytes, (A)1, result, units, f);
 }
-template <class I, int N> __device__ __forceinline__ void to_all(const T* grad, A share, T* result, I units, const Frame& f) {
-    gathered<I, N, false>(grad, nullptr, 1, share, result, units, f);
-}
 
 extern "C" __global__ void __launch_bounds__(256) max_pool_grad(const T* grad, const void* winner, T* out, long long bytes, long long n,
     long long h, long long w, long long c, long long out_h, long long out_w, long long kernel_h, long long kernel_w, long long stride_h,
     long long stride_w, long long pad_h, long long pad_w) {
     FRAME_OF_ARGUMENTS;
     BY_UNITS(to_winners, c % PACK == 0 && aligned(grad, out, winner), n * h * w * c, grad, winner, (int)bytes, out);
-}
-
-template <class I, int N> __device__ __forceinline__ void mean(const T* x, A share, T* y, I units, const Frame& f) {
-    I start = (I)first_of_grid(), step = (I)size_of_grid(), lanes = (I)f.c / N, out_h = (I)f.out_h, out_w = (I)f.out_w;
-    int h = (int)f.h, w = (int)f.w;
-    for (I u = start; u < units; u += step) {
-        I pixel = u / lanes, lane = u - pixel * lanes, line = pixel / out_w, image = line / out_h;
-        int top = (int)(line - image * out_h) * (int)f.stride_h - (int)f.pad_h, left = (int)(pixel - line * out_w) * (int)f.stride_w - (int)f.pad_w;
-        const T* from = x + (long long)image * h * w * f.c + (long long)lane * N;
-        A sums[N] = {};
-        for (int i = 0; i < (int)f.kernel_h; ++i)
-            for (int j = 0; j < (int)f.kernel_w; ++j) {
-                if (top + i < 0 || top + i >= h || left + j < 0 || left + j >= w) continue;
-                Pack<T, N> values = load<N>(from + ((long long)(top + i) * w + left + j) * f.c);
-#pragma unroll
-                for (int k = 0; k < N; ++k) sums[k] += wide(values.at[k]);
-            }
-        Pack<T, N> result;
-#pragma unroll
-        for (int k = 0; k < N; ++k) set(result.at[k], sums[k] * share);
-        store<N>(y + (long long)u * N, result);
-    }
-}
-
-extern "C" __global__ void __launch_bounds__(256) avg_pool(const T* x, T* y, long long n, long long h, long long w, long long c, long long out_h,
-    long long out_w, long long kernel_h, long long kernel_w, long long stride_h, long long stride_w, long long pad_h, long long pad_w) {
-    FRAME_OF_ARGUMENTS;
-    A share = (A)1 / (A)(kernel_h * kernel_w);
-    BY_UNITS(mean, c % PACK == 0 && aligned(x, y), n * out_h * out_w * c, x, share, y);
-}
-
-extern "C" __global__ void __launch_bounds__(256) avg_pool_grad(const T* grad, T* out, long long n, long long h, long long w, long long c,
-    long long out_h, long long out_w, long long kernel_h, long long kernel_w, long long stride_h, long long stride_w, long long pad_h, long long pad_w) {
-    FRAME_OF_ARGUMENTS;
-    A share = (A)1 / (A)(kernel_h * kernel_w);
-    BY_UNITS(to_all, c % PACK == 0 && aligned(grad, out), n * h * w * c, grad, share, out);
 }
 
 // The bias's gradient: each channel's sum of the gradients that have a winner.

@@ -1,8 +1,4 @@
-// Conversion between dtypes, from T to P, and the sum of squares, which is added up in double.
-
-extern "C" __global__ void __launch_bounds__(256) cast(const T* x, P* y, long long n) {
-    each(n, [](T& from, P& to) { set(to, wide(from)); }, in(x), out(y));
-}
+// The sum of squares, which is added up in double.
 
 __device__ __forceinline__ double block_sum(double value, double* shared) {
 #pragma unroll

@@ -6,10 +6,8 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.cuda.launch import (
     NOTHING,
     Family,
-    has_size,
     integer_bytes,
     rows_grid,
-    same_size,
     sums_grid,
     totals_grid,
 )
@@ -38,7 +36,7 @@ class Rows(Family):
         self._softmax("softmax_grad", (grad, y, out), scale, causal)
 
     def _softmax(self, name: str, arrays: tuple[Array, ...], scale: float, causal: bool) -> None:
-        size, shape = same_size(name, *arrays), arrays[0].shape
+        size, shape = arrays[0].size, arrays[0].shape
         if size == 0:
             return
         form, grid, block = rows_grid(size // shape[-1], shape[-1])
@@ -71,9 +69,6 @@ class Rows(Family):
         form, grid, block = rows_grid(rows, classes)
         name = f"softmax_loss_{form}"
         launch = self.kernel("softmax", name, "TiAP", logits, labels, losses, gradient)
-        same_size(name, logits, gradient)
-        same_size(name, labels, losses)
-        has_size(name, "labels", labels, rows)
         if rows * classes == 0:
             return
         ignored = (0, 0) if ignore is None else (1, int(ignore))
@@ -105,8 +100,6 @@ class Rows(Family):
         form, grid, block = rows_grid(rows, n)
         arrays = (x, scale, shift, y, normal, inverse, mean)
         launch = self.kernel("layer_norm", f"{name}_{form}", "TPPTTAA", *arrays)
-        same_size(name, x, y, normal)
-        self._check(name, (scale, shift), n, (inverse, mean), rows)
         if rows * n == 0:
             return
         kept = (_or_nothing(normal), inverse, _or_nothing(mean))
@@ -132,8 +125,6 @@ class Rows(Family):
             scale, to_scale, to_shift: P (n,).
         """
         (rows, n), name = grad.shape, "layer_norm_grad"
-        same_size(name, grad, normal, to_x)
-        self._check(name, (scale, to_scale, to_shift), n, (inverse, mean), rows)
         if n == 0:
             return
         centre = _or_nothing(mean)
@@ -151,15 +142,6 @@ class Rows(Family):
             if grid[1] > 1:
                 total = self.kernel("layer_norm", "layer_norm_total", "TPP", grad, to_scale, to_shift)
                 total(*totals_grid(2 * n), (partial, *places, grid[1], n))
-
-    @staticmethod
-    def _check(
-        name: str, columns: tuple[Array | None, ...], n: int, rows: tuple[Array | None, ...], count: int
-    ) -> None:
-        for array in columns:
-            has_size(name, "parameters", array, n)
-        for array in rows:
-            has_size(name, "rows' numbers", array, count)
 
 
 def _or_nothing(array: Array | None) -> Any:

@@ -7,11 +7,8 @@ from nnmpi.backend.cuda.launch import (
     THREADS,
     Family,
     flat_grid,
-    has_size,
     integer_bytes,
-    same_size,
 )
-from nnmpi.errors import ShapeError
 
 
 class Tables(Family):
@@ -27,7 +24,6 @@ class Tables(Family):
         """
         launch = self.kernel("embedding", "embedding", "SiT", table, indices, out)
         entries, n = table.shape
-        has_size("embedding", "result", out, indices.size * n)
         if out.size:
             sizes = (indices.size, entries, n)
             grid = flat_grid(out.size, out.dtype.itemsize)
@@ -44,7 +40,6 @@ class Tables(Family):
         """
         launch = self.kernel("embedding", "embedding_grad", "TiS", grad, indices, out)
         (entries, n), count = out.shape, indices.size
-        has_size("embedding_grad", "gradient", grad, count * n)
         if not add:
             out.fill(0)
         if grad.size and entries:
@@ -65,21 +60,14 @@ class Tables(Family):
             key, first_row: as those of `random_bits`.
             columns: uint32, one number per element of a row, or None for 0, 1, ...
         """
-        launch, size = self.kernel("dropout", "dropout", "TTu", x, y, columns), same_size("dropout", x, y)
+        launch, size = self.kernel("dropout", "dropout", "TTu", x, y, columns), x.size
         if size == 0:
             return
         rows = x.shape[0] if x.ndim else 1
-        has_size("dropout", "columns", columns, size // rows)
         threshold = min(round(rate * 2**32), 2**32 - 1)
         numbers = (key[0], (first_row + key[1]) & 0xFFFFFFFF, threshold, 1 / (1 - rate), rows, size // rows)
         where = NOTHING if columns is None else columns
         launch(flat_grid(size, x.dtype.itemsize), (THREADS,), (x, y, where, *numbers))
-
-    def cast(self, x: Array, y: Array) -> None:
-        """x, y: any floating point, the same size: y = x, rounded to the nearest."""
-        launch, n = self.kernel("reduce", "cast", "TS", x, y), same_size("cast", x, y)
-        if n:
-            launch(flat_grid(n, x.dtype.itemsize), (THREADS,), (x, y, n))
 
     def sum_of_squares(self, x: Array, out: Array, add: bool = False) -> None:
         """Write the sum of x^2, or add it, without waiting for the device.
@@ -88,13 +76,8 @@ class Tables(Family):
             x: T of any shape.
             out: float64, one element, which is written.
             add: whether the sum is added to what `out` holds.
-
-        Raises:
-            ShapeError: when `out` has another number of elements.
         """
         launch, n = self.kernel("reduce", "squares", "Td", x, out), x.size
-        if out.size != 1:
-            raise ShapeError(f"the kernel sum_of_squares writes 1 number, not {out.size}")
         blocks = min(SUM_BLOCKS, 1 + max(0, n - 1) // (THREADS * 16))
         if blocks == 1:
             launch((1,), (THREADS,), (x, out, n, int(add)))

@@ -3,7 +3,7 @@
 from typing import Any
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.cuda.launch import THREADS, Family, flat_grid, same_size
+from nnmpi.backend.cuda.launch import THREADS, Family, flat_grid
 
 
 class Updates(Family):
@@ -38,6 +38,6 @@ class Updates(Family):
         self._update("adam", (data, grad, m, v), *numbers)
 
     def _update(self, name: str, arrays: tuple[Array, ...], *numbers: Any) -> None:
-        launch, n = self.kernel("updates", name, "T" * len(arrays), *arrays), same_size(name, *arrays)
+        launch, n = self.kernel("updates", name, "T" * len(arrays), *arrays), arrays[0].size
         if n:
             launch(flat_grid(n, arrays[0].dtype.itemsize), (THREADS,), (*arrays, *numbers, n))

@@ -85,11 +85,11 @@ class DeviceIm2col(Algorithm):
         """Write conv(x) + bias, and its positive part if there is a ReLU, to y."""
         if y.size:
             self._multiply_columns(x, self._stacked(weight, x.dtype), self.spec, y)
+            xp = namespace(y)
             if relu:
-                xp = namespace(y)
                 self.functions.bias_relu(y, xp.zeros((y.shape[-1],), y.dtype) if bias is None else bias)
             elif bias is not None:
-                self.functions.bias_add(y, bias)
+                xp.add(y, bias, out=y, casting="unsafe")
 
     def input_gradient(self, grad: Array, weight: Array, out: Array) -> None:
         """Write the images' gradient."""

@@ -21,17 +21,16 @@ PLAIN = ("float32", "float64", "float16", "bfloat16")
 PAIRS = [(family, dtype, dtype) for family in FAMILIES for dtype in PLAIN]
 PAIRS += [
     (family, dtype, "float32")
-    for family in ("dense", "softmax", "layer_norm", "gelu", "pooling", "embedding", "reduce")
+    for family in ("dense", "softmax", "layer_norm", "gelu", "pooling", "embedding")
     for dtype in ("float16", "bfloat16")
 ]
-PAIRS += [("reduce", dtype, other) for dtype in ("float32", "float64") for other in PLAIN if dtype != other]
 
 # What reads and writes 16 bytes at a time where it can.
 PACKED = {
-    *("bias_add", "bias_relu", "relu_grad_bias", "slope_grad_bias", "softmax_warps", "softmax_grad_warps"),
-    *("softmax_loss_warps", "layer_norm_warps", "layer_norm_grad_warps", "gelu", "gelu_grad", "bias_gelu_slope"),
-    *("max_pool", "max_pool_grad", "avg_pool", "avg_pool_grad", "im2col", "col2im", "embedding", "dropout"),
-    *("sgd", "sgd_momentum", "adam", "cast"),
+    *("bias_relu", "relu_grad_bias", "slope_grad_bias", "softmax_warps", "softmax_grad_warps"),
+    *("softmax_loss_warps", "layer_norm_warps", "layer_norm_grad_warps", "bias_gelu_slope"),
+    *("max_pool", "max_pool_grad", "im2col", "col2im", "embedding", "dropout"),
+    *("sgd", "sgd_momentum", "adam"),
 }
 
 
