@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from nnmpi.command import HelpAsked, Parser, say
-from nnmpi.compose.trainer import PARTS
+from nnmpi.compose.stats import PARTS
 from nnmpi.errors import NnmpiError, UsageError
 from nnmpi.pages.page import write_page
 from nnmpi.reading import check_ordinary, parse_json

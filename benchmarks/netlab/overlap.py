@@ -51,7 +51,7 @@ def main() -> None:
             group.barrier()
             begin, under = time.perf_counter(), 0.0
             for _ in range(options.steps):
-                under += workers[name].step(batch).traffic.hidden_s
+                under += workers[name].step(batch).hidden_s
             slowest = group.max_floats([time.perf_counter() - begin])[0]
             if turn:
                 seconds[name].append(slowest / options.steps)

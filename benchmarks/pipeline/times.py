@@ -21,7 +21,7 @@ from nnmpi.comm.point_to_point import Messages
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.gradient_norm import gradient_norm
 from nnmpi.compose.layout import Layout
-from nnmpi.compose.runner import StepReport
+from nnmpi.compose.stats import StepReport
 from nnmpi.compose.worker import Worker
 from nnmpi.parallel.pipeline.pass_report import PassReport
 from nnmpi.schedule.instruction import Instruction, Kind

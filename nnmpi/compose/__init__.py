@@ -20,8 +20,8 @@ Read in this order:
 Which file to change:
 
     another option for summing gradients, or for precision      options, and worker or parallel.data, which use it
-    one more number in the report of a step                     StepReport in runner, and Worker._report
-    one more number in the report of a segment                  SegmentReport and Totals in trainer
+    one more number in the report of a step                     StepReport in stats, and Worker._report
+    one more number in the report of a segment                  SegmentReport in trainer, Totals in stats
     another check of what goes together                         options (of a trainer), layout (of a layout)
     another way for ranks to go on without waiting              synchrony.sync, and a runner beside averaging_runner
 

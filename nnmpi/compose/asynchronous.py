@@ -19,9 +19,10 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.averaging_runner import AveragingRunner
 from nnmpi.compose.options import DEFAULT_NUMERICS, Numerics, check_numerics, refuse_scaling
 from nnmpi.compose.replica_runner import LocalGradient, evaluate_all
-from nnmpi.compose.runner import EvalReport, SumLoss, check_loss, check_optimizer
+from nnmpi.compose.runner import SumLoss, check_loss, check_optimizer
 from nnmpi.compose.segment import StalenessSummary, average_buffers
 from nnmpi.compose.server_runner import ParameterServerRunner
+from nnmpi.compose.stats import EvalReport
 from nnmpi.compose.trainer import SegmentReport, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
 from nnmpi.errors import UsageError

@@ -10,7 +10,8 @@ from nnmpi import clock, timeline
 from nnmpi.comm.agreement import PeriodicCheck
 from nnmpi.compose.replica_runner import LocalGradient
 from nnmpi.compose.segment import meet
-from nnmpi.compose.trainer import Progress, SegmentReport, Totals, Trainer, TrainingSegment
+from nnmpi.compose.stats import Totals
+from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
 from nnmpi.data.upload import batches as uploaded
 from nnmpi.errors import UsageError

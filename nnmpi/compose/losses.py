@@ -4,14 +4,13 @@
     bce                 yes or no       score: how many outputs are on the right side of 0
     cross-entropy       classes         score: how many labels have the largest logit (see `compose.runner`)
 
-A score is a sum over targets, the higher the better; `Scored` reads what their mean says. A target is a sample here,
+A score is a sum over targets, the higher the better; `stats.Totals` reads their mean. A target is a sample here,
 with all its elements: its loss and its score are means over them, so that the mean over samples is the mean over all
 elements of the global batch.
 """
 
 from math import exp, inf, log, nan, prod, sqrt
 from sys import float_info
-from typing import Protocol
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels.lookup import to_float32
@@ -71,37 +70,6 @@ def squared_errors(outputs: Tensor, targets: Array) -> Array | float:
     difference = to_float32(xp, outputs.data).reshape(targets.shape) - targets
     total: Array = -(difference * difference).sum() / max(prod(targets.shape[1:]), 1)
     return total
-
-
-class HasScore(Protocol):
-    """A mean loss and a mean score."""
-
-    @property
-    def loss(self) -> float:
-        """The mean over the targets."""
-
-    @property
-    def score(self) -> float:
-        """The mean over the targets."""
-
-
-class Scored:
-    """How good a mean loss and a mean score are, for reports that have both."""
-
-    @property
-    def accuracy(self: HasScore) -> float:
-        """The share of right answers, 0 to 1; NaN where quantities are predicted, whose scores are below 0."""
-        return self.score if self.score >= 0 else nan
-
-    @property
-    def rmse(self: HasScore) -> float:
-        """The root of the mean squared error; NaN where classes are predicted."""
-        return rmse(self.score)
-
-    @property
-    def perplexity(self: HasScore) -> float:
-        """E to the mean loss: between as many tokens a model that guesses would be as unsure."""
-        return perplexity(self.loss)
 
 
 def rmse(score: float) -> float:

@@ -31,7 +31,6 @@ from nnmpi.compose.runner import (
     SCORE,
     DeferredScalars,
     DeviceBatch,
-    EvalReport,
     Outcome,
     Values,
     check_cuts,
@@ -40,7 +39,8 @@ from nnmpi.compose.runner import (
     summed,
     to_device,
 )
-from nnmpi.compose.trainer import Totals, Trainer
+from nnmpi.compose.stats import EvalReport, Totals
+from nnmpi.compose.trainer import Trainer
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.errors import UsageError
 from nnmpi.memory.chain import ShardedWeights
@@ -82,10 +82,9 @@ def evaluate_all(
             rows, own_targets = rows + len(batch.y), own_targets + batch.own_targets
     values = scalars.read()
     sums = group.sum_floats([values.get(LOSS, 0.0), values.get(SCORE, 0.0), rows, own_targets])
-    loss_sum, score_sum, samples, targets = sums
-    count = max(targets, 1)
-    samples = int(samples) // parts
-    return EvalReport(loss_sum / count, score_sum / count, samples, int(targets), clock.now() - begin)
+    report = EvalReport(samples=int(sums[2]) // parts, targets=int(sums[3]), wall_s=clock.now() - begin)
+    report.loss_sum, report.score_sum = sums[:2]
+    return report
 
 
 class Microbatch(NamedTuple):

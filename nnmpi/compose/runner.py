@@ -3,7 +3,6 @@
     DeviceBatch         a part of a batch where the model lives, with its labels checked on the host
     DeferredScalars     loss, right answers and squares of a step, read from a device all at once at its end
     Runner, Outcome     the interface that a Worker uses; `replica_runner` and `pipeline_runner` implement it
-    StepReport          what a Worker says of a step; EvalReport: of an evaluation
     sum_cross_entropy   the default loss; score_of: what gives the score beside a loss
 
 To read a number from a device is to wait until it has done all that was given to it before, and meanwhile nobody gives
@@ -21,7 +20,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
@@ -33,7 +31,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels.lookup import to_float32
 from nnmpi.comm.gradients import Traffic
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.losses import ERRORS, Scored, SumError, squared_errors
+from nnmpi.compose.losses import ERRORS, SumError, squared_errors
 from nnmpi.custom import fault
 from nnmpi.data.dataset import IGNORED
 from nnmpi.data.loader import Batch
@@ -198,50 +196,6 @@ def _check_indices(indices: NDArray[Any], model: Module) -> None:
     row, *_ = np.argwhere((indices < 0) | (indices >= max(entries)))[0]
     wrong = indices[row][(indices[row] < 0) | (indices[row] >= max(entries))]
     raise ShapeError(f"index {int(np.ravel(wrong)[0])} in row {row} of the batch is outside 0..{max(entries) - 1}")
-
-
-@dataclass
-class StepReport(Scored):
-    """One update, the same on all ranks but for the times.
-
-    Attributes:
-        loss: the mean over the targets of all ranks.
-        score: the mean over the targets, see `compose.losses`: where classes are predicted the accuracy, the share of
-            targets whose largest logit is their label's.
-        samples, targets: of the global batch; the labels that count are targets.
-        grad_norm: the length of the global gradient, before clipping; NaN where every microbatch is an update.
-        compute_s: seconds in which this rank computed.
-        traffic: what was communicated; its `sync_s` are the seconds in which this rank did nothing else.
-        wait_s: seconds in which it waited for other stages of its pipeline; sending to them is in `traffic`.
-        passed: what the pass through the pipeline was on this rank; None without a pipeline.
-        staleness: see `compose.runner.Outcome`.
-        loss_scale: what the gradients of this step were multiplied by on their way; 1 without loss scaling.
-        skipped: whether there was no update, as a scaled gradient was beyond the range of float16.
-    """
-
-    loss: float
-    score: float
-    samples: int
-    targets: int
-    grad_norm: float
-    compute_s: float
-    traffic: Traffic
-    wait_s: float = 0.0
-    passed: PassReport | None = None
-    staleness: tuple[int, ...] = ()
-    loss_scale: float = 1.0
-    skipped: bool = False
-
-
-@dataclass(frozen=True)
-class EvalReport(Scored):
-    """One evaluation: mean loss and score over the targets in the samples of all ranks, in `seconds`."""
-
-    loss: float
-    score: float
-    samples: int
-    targets: int
-    seconds: float
 
 
 LOSS, SCORE = "loss", "score"  # the names of their sums in `DeferredScalars`

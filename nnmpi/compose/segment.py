@@ -11,7 +11,8 @@ from functools import reduce
 from typing import Any
 
 from nnmpi.comm.group import Group
-from nnmpi.compose.trainer import SegmentReport, Totals
+from nnmpi.compose.stats import Totals
+from nnmpi.compose.trainer import SegmentReport
 from nnmpi.errors import DivergenceError
 from nnmpi.nn.module import Module
 from nnmpi.parallel.averaging import average

@@ -11,7 +11,8 @@ it is slowed down. What it does for others is in the time of its step, but is no
 from nnmpi import clock, timeline
 from nnmpi.compose.replica_runner import LocalGradient
 from nnmpi.compose.segment import meet
-from nnmpi.compose.trainer import Progress, SegmentReport, Totals, Trainer, TrainingSegment
+from nnmpi.compose.stats import Totals
+from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
 from nnmpi.parallel.server.parameter_server import ParameterServer, Push
 from nnmpi.parallel.server.push_pull import PushPull
 from nnmpi.synchrony.sync import Sync

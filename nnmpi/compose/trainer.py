@@ -12,165 +12,30 @@ checkpoints are those of any other run. Within it the ranks may meet after every
                   worker 1 |----1-----|----3-----|----6-----|     |
 
     Trainer             the interface; TrainingSegment: what it is asked to train on
-    Progress            what it tells on the way; SegmentReport: at the end; Totals: the sums in both
+    Progress            what it tells on the way; SegmentReport: at the end; the sums in both are in `stats`
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.losses import Scored
 from nnmpi.compose.options import Numerics
-from nnmpi.compose.runner import EvalReport, SumLoss, named_loss
+from nnmpi.compose.runner import SumLoss, named_loss
 from nnmpi.compose.state import model_state, optimizer_state
+from nnmpi.compose.stats import EvalReport, Totals
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.model_state import ModelState
 from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.synchrony.staleness import Staleness
-
-ROUNDING = 1e-4  # of a step's time: less than is printed of it
-
-
-PARTS = {  # of a step's time: what is printed, recorded and drawn of it
-    "compute_s": "compute",
-    "wait_s": "waiting for stages",
-    "sync_s": "synchronization",
-    "input_s": "input",
-}
-
-
-@dataclass
-class Totals(Scored):
-    """Sums over a number of steps; all fields add up.
-
-    It is not frozen, since each step makes several, and making a frozen one takes more than four times as long.
-
-    Attributes:
-        steps, samples: counts.
-        targets: the labels that count: the tokens that were to be predicted; elsewhere the samples.
-        loss_sum, score_sum: sums over targets; see `compose.losses` for what a score is.
-        compute_s, sync_s, input_s: seconds of computing, of waiting for other ranks, of waiting for batches.
-        hidden_s: seconds of computing while messages were under way.
-        comm_bytes, comm_calls: bytes of arrays that were summed over ranks, and collectives that did it.
-        predicted_s: seconds that the fitted model gives that communication, in those of the steps that it knows.
-        predicted_steps: the number of those steps.
-        wait_s: seconds of waiting for other stages of a pipeline: its bubble.
-        wall_s: seconds from the end of the step before to the end of each.
-    """
-
-    steps: int = 0
-    samples: int = 0
-    targets: int = 0
-    loss_sum: float = 0.0
-    score_sum: float = 0.0
-    compute_s: float = 0.0
-    sync_s: float = 0.0
-    input_s: float = 0.0
-    wall_s: float = 0.0
-    hidden_s: float = 0.0
-    comm_bytes: int = 0
-    comm_calls: int = 0
-    predicted_s: float = 0.0
-    predicted_steps: int = 0
-    wait_s: float = 0.0
-
-    def plus(self, other: Totals) -> Totals:
-        """Return the sums of both."""
-        return Totals(  # spelled out, as a loop over the fields takes ten times as long
-            self.steps + other.steps,
-            self.samples + other.samples,
-            self.targets + other.targets,
-            self.loss_sum + other.loss_sum,
-            self.score_sum + other.score_sum,
-            self.compute_s + other.compute_s,
-            self.sync_s + other.sync_s,
-            self.input_s + other.input_s,
-            self.wall_s + other.wall_s,
-            self.hidden_s + other.hidden_s,
-            self.comm_bytes + other.comm_bytes,
-            self.comm_calls + other.comm_calls,
-            self.predicted_s + other.predicted_s,
-            self.predicted_steps + other.predicted_steps,
-            self.wait_s + other.wait_s,
-        )
-
-    def mean_over(self, workers: int, steps: int) -> Totals:
-        """Return the sums over so many steps, whose times are the means over the workers' times in these."""
-        if workers == 1:
-            return self
-        return replace(self, steps=steps, **{name: getattr(self, name) / workers for name in PARTS})
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values; floats keep every bit."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Totals:
-        """Return what `to_json` gave."""
-        return cls(**values)
-
-    @property
-    def loss(self) -> float:
-        """Return the mean loss of a target."""
-        return self.loss_sum / self.targets if self.targets else 0.0
-
-    @property
-    def score(self) -> float:
-        """Return the mean score of a target; see `compose.losses`."""
-        return self.score_sum / self.targets if self.targets else 0.0
-
-    @property
-    def samples_per_second(self) -> float:
-        """Return samples per second of wall time."""
-        return self.samples / self.wall_s if self.wall_s > 0 else 0.0
-
-    @property
-    def targets_per_second(self) -> float:
-        """Return targets per second of wall time."""
-        return self.targets / self.wall_s if self.wall_s > 0 else 0.0
-
-    def per_step(self, seconds: float) -> float:
-        """Return a sum of seconds divided by the number of steps."""
-        return seconds / self.steps if self.steps else 0.0
-
-    @property
-    def predicted_step_s(self) -> float | None:
-        """Return what the model gives the communication of a step; None if it knows none."""
-        return self.predicted_s / self.predicted_steps if self.predicted_steps else None
-
-    def communication(self) -> str:
-        """Return what was communicated in a step, how much of it computing hid, and what the model says."""
-        steps, predicted_s = max(self.steps, 1), self.predicted_step_s
-        share = self.hidden_s / max(self.sync_s + self.hidden_s, 1e-12)
-        exposed_ms, hidden_ms = (1e3 * self.per_step(seconds) for seconds in (self.sync_s, self.hidden_s))
-        predicted = "no fit to predict it by" if predicted_s is None else f"predicted {1e3 * predicted_s:.3g} ms"
-        return (
-            f"communication per step: {self.comm_calls / steps:.3g} calls, {self.comm_bytes / steps / 2**20:.3g} MB; "
-            f"exposed {exposed_ms:.2f} ms, hidden by computing {hidden_ms:.2f} ms ({100 * share:.0f} %); {predicted}"
-        )
-
-    def breakdown(self) -> str:
-        """Return where an iteration's time went, in ms and per cent of its wall time."""
-        wall_s = max(self.wall_s, 1e-12)
-        found = [(name, getattr(self, key)) for key, name in PARTS.items()]
-        parts = [(name, seconds) for name, seconds in found if seconds or name != PARTS["wait_s"]]
-        rest_s = self.wall_s - sum(seconds for _, seconds in parts)
-        if abs(rest_s) < ROUNDING * wall_s:
-            rest_s = 0.0
-        words = [
-            f"{name} {1e3 * self.per_step(seconds):.2f} ms ({100 * seconds / wall_s:.0f} %)"
-            for name, seconds in (*parts, ("other", rest_s))
-        ]
-        return f"step {1e3 * self.per_step(self.wall_s):.2f} ms = " + " + ".join(words)
 
 
 @dataclass

@@ -46,18 +46,9 @@ from nnmpi.compose.options import (
 )
 from nnmpi.compose.pipeline_runner import PipelineRunner
 from nnmpi.compose.replica_runner import ReplicaRunner, evaluate_all
-from nnmpi.compose.runner import (
-    EvalReport,
-    Outcome,
-    Runner,
-    StepReport,
-    SumLoss,
-    Values,
-    check_loss,
-    check_optimizer,
-    to_device,
-)
-from nnmpi.compose.trainer import Progress, SegmentReport, Totals, Trainer, TrainingSegment
+from nnmpi.compose.runner import Outcome, Runner, SumLoss, Values, check_loss, check_optimizer, to_device
+from nnmpi.compose.stats import EvalReport, StepReport, Totals
+from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
 from nnmpi.data.upload import batches as uploaded
 from nnmpi.errors import NnmpiError, UsageError, counted
@@ -294,7 +285,8 @@ class Worker(Trainer):
         if self.exchange.check:
             self._check_equal()
         report = self._report(batch, outcome, loss_sum, score_sum, norm, traffic, clock.now() - begin)
-        return report if self.scaling is None else replace(report, loss_scale=factor, skipped=skipped)
+        report.loss_scale, report.skipped = factor, skipped
+        return report
 
     @contextmanager
     def _watching(self) -> Iterator[list[TraceEvent]]:
@@ -398,18 +390,24 @@ class Worker(Trainer):
         traffic: Traffic,
         total_s: float,
     ) -> StepReport:
-        # The loss is divided here as its gradient is in `DataParallel.backward`.
-        targets = batch.global_targets
         wait_s = 0.0 if outcome.report is None else outcome.report.wait_s
+        predicted = isfinite(traffic.predicted_s)
         return StepReport(
-            loss=loss_sum / max(targets, 1),
-            score=score_sum / max(targets, 1),
+            steps=1,
             samples=batch.global_rows,
-            targets=targets,
-            grad_norm=norm,
+            targets=batch.global_targets,
+            loss_sum=loss_sum,
+            score_sum=score_sum,
             compute_s=total_s - traffic.sync_s - wait_s,
-            traffic=traffic,
+            sync_s=traffic.sync_s,
+            wall_s=total_s,
+            hidden_s=traffic.hidden_s,
+            comm_bytes=traffic.bytes,
+            comm_calls=traffic.calls,
+            predicted_s=traffic.predicted_s if predicted else 0.0,
+            predicted_steps=int(predicted),
             wait_s=wait_s,
+            grad_norm=norm,
             passed=outcome.report,
             staleness=outcome.staleness,
         )
@@ -424,10 +422,10 @@ class Worker(Trainer):
                 with timeline.span(f"step {step}", "step", "steps"):
                     report = self.step(batch, segment.lr(step))
                 before, ended = ended, clock.now()  # a step lasts from the end of the one before to its own
-                one = _totals(report, input_s, ended - before)
-                totals = totals.plus(one)
-                segment.progress(Progress(number, 0, one, report.grad_norm, totals.wall_s, self._more(report)))
-                answers = self._signals.gather(segment.poll_signal(), one.wall_s)
+                report.input_s, report.wall_s = input_s, ended - before
+                totals = totals.plus(report)
+                segment.progress(Progress(number, 0, report, report.grad_norm, totals.wall_s, self._more(report)))
+                answers = self._signals.gather(segment.poll_signal(), report.wall_s)
                 signal = max(map(int, answers)) if answers else 0
                 if signal:
                     break
@@ -551,26 +549,3 @@ def _exchanged(events: Sequence[TraceEvent]) -> Traffic:
     seconds = sum(event.end_s - event.begin_s for event in events)
     count = sum(int((event.args or {}).get("bytes", 0)) for event in events)
     return Traffic(seconds, 0.0, count, len(events), nan if events else 0.0)
-
-
-def _totals(report: StepReport, input_s: float, wall_s: float) -> Totals:
-    """Return the sums of one step, in which this rank waited so long for its batch."""
-    traffic = report.traffic
-    predicted = isfinite(traffic.predicted_s)
-    return Totals(
-        steps=1,
-        samples=report.samples,
-        targets=report.targets,
-        loss_sum=report.loss * report.targets,
-        score_sum=report.score * report.targets,
-        compute_s=report.compute_s,
-        sync_s=traffic.sync_s,
-        input_s=input_s,
-        wall_s=wall_s,
-        hidden_s=traffic.hidden_s,
-        comm_bytes=traffic.bytes,
-        comm_calls=traffic.calls,
-        predicted_s=traffic.predicted_s if predicted else 0.0,
-        predicted_steps=int(predicted),
-        wait_s=report.wait_s,
-    )

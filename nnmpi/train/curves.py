@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.compose.trainer import PARTS
+from nnmpi.compose.stats import PARTS
 from nnmpi.errors import UsageError
 from nnmpi.synchrony.staleness import Staleness
 from nnmpi.train.metrics import read_metrics, sum_staleness

@@ -17,8 +17,8 @@ from typing import Any, TextIO
 from nnmpi import clock
 from nnmpi.command import discard, not_written, printable
 from nnmpi.compose.losses import perplexity, r2
-from nnmpi.compose.runner import EvalReport
-from nnmpi.compose.trainer import PARTS, SegmentReport, Totals
+from nnmpi.compose.stats import PARTS, EvalReport, Totals
+from nnmpi.compose.trainer import SegmentReport
 from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
 from nnmpi.train.run_state import Extent, RunState
 
@@ -179,22 +179,22 @@ class Reporter:
         if self._timer.due():
             self._console.say(f"{self._place(state)}: {self.result(window)}, {self._rate(window)}")
 
-    def result(self, found: Totals | EvalReport, prefix: str = "") -> str:
+    def result(self, found: Totals, prefix: str = "") -> str:
         """Return the loss and how good it is in words; of tokens the perplexity, too."""
         return f"{self.losses(found, prefix)}, {prefix}{self.quality(found)}"
 
-    def measures(self, found: Totals | EvalReport) -> dict[str, float]:
+    def measures(self, found: Totals) -> dict[str, float]:
         """Return how good outputs are besides their loss: the accuracy, or of quantities RMSE and R2."""
         if self._variances is None:
             return {"accuracy": found.accuracy}
         variance = self._variances[isinstance(found, EvalReport)]
         return {"rmse": found.rmse, "r2": r2(found.score, variance)}
 
-    def quality(self, found: Totals | EvalReport) -> str:
+    def quality(self, found: Totals) -> str:
         """Return the measures in words."""
         return describe_measures(self.measures(found))
 
-    def losses(self, found: Totals | EvalReport, prefix: str = "") -> str:
+    def losses(self, found: Totals, prefix: str = "") -> str:
         """Return the loss in words; of tokens the perplexity, too."""
         unsure = f", {prefix}perplexity {found.perplexity:.4g}" if self._tokens else ""
         return f"{prefix}loss {found.loss:.4f}{unsure}"
@@ -230,7 +230,7 @@ class Reporter:
 
     def between(self, state: RunState, report: EvalReport) -> None:
         """Print an evaluation within an epoch."""
-        self._console.say(f"{self._place(state)}: {self.result(report, 'test ')}, in {report.seconds:.2f} s")
+        self._console.say(f"{self._place(state)}: {self.result(report, 'test ')}, in {report.wall_s:.2f} s")
         self._timer.restart()
 
     def best(self, state: RunState, report: EvalReport) -> str:
@@ -290,7 +290,7 @@ class Reporter:
             state: whose weights were evaluated.
             report: loss, accuracy and time over the test data.
         """
-        seconds = max(report.seconds, 1e-9)
+        seconds = max(report.wall_s, 1e-9)
         self._recorder.write(
             {
                 "kind": kind,
@@ -299,7 +299,7 @@ class Reporter:
                 "loss": report.loss,
                 **self.measures(report),
                 "elapsed_s": state.elapsed_s,
-                "runtime": report.seconds,
+                "runtime": report.wall_s,
                 "samples_per_second": report.samples / seconds,
                 "steps_per_second": self._extent.test_batches / seconds,
                 **self._of_tokens(report.perplexity, report.targets / seconds),

@@ -23,8 +23,8 @@ from typing import Any, ClassVar, Self, TypeAlias
 
 from nnmpi import clock
 from nnmpi.comm.agreement import on_root
-from nnmpi.compose.runner import EvalReport
-from nnmpi.compose.trainer import PARTS, Progress, Totals
+from nnmpi.compose.stats import PARTS, EvalReport, Totals
+from nnmpi.compose.trainer import Progress
 from nnmpi.data.loader import Batch
 from nnmpi.data.upload import batches as uploaded
 from nnmpi.errors import NnmpiError

@@ -9,8 +9,7 @@ from pathlib import Path
 from sys import float_info
 from typing import Any, NamedTuple
 
-from nnmpi.compose.runner import EvalReport
-from nnmpi.compose.trainer import Totals
+from nnmpi.compose.stats import EvalReport, Totals
 from nnmpi.errors import CheckpointError, shortened
 from nnmpi.mesh import AXES, SP
 

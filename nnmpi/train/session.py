@@ -14,7 +14,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels.lookup import jit, load
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
-from nnmpi.compose.runner import EvalReport
+from nnmpi.compose.stats import EvalReport
 from nnmpi.errors import CheckpointError, ShapeError, UsageError, counted
 from nnmpi.files import locked, write_atomically
 from nnmpi.models.pretrained import read_size, save_pretrained

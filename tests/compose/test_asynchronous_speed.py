@@ -4,7 +4,8 @@ import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.compose.segment import SHOWN_WORKERS, StalenessSummary
-from nnmpi.compose.trainer import Progress, SegmentReport, Totals
+from nnmpi.compose.stats import Totals
+from nnmpi.compose.trainer import Progress, SegmentReport
 from nnmpi.synchrony.staleness import Staleness
 from nnmpi.synchrony.sync import Sync
 from tests.compose.asynchronous_runs import make, name_of, skip_unless_fitting, train

@@ -8,7 +8,8 @@ import pytest
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.options import Numerics
-from nnmpi.compose.trainer import Progress, Totals, Trainer
+from nnmpi.compose.stats import Totals
+from nnmpi.compose.trainer import Progress, Trainer
 from nnmpi.compose.worker import Worker
 from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.synchrony.sync import Sync
@@ -78,7 +79,7 @@ def test_steps_in_step_are_those_of_the_library_user(group: Group) -> None:
     for epoch in range(2):
         for number, batch in enumerate(loader_of(group, other.model).epoch(epoch)):
             report = other.step(batch, rate(epoch * BATCHES + number))
-            losses += report.loss * report.targets if epoch == 0 else 0.0
+            losses += report.loss_sum if epoch == 0 else 0.0
     assert np.array_equal(weights(one.model), weights(other.model))
     assert totals.loss_sum == losses
     for each in (one, other):

@@ -14,8 +14,8 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
-from nnmpi.compose.runner import EvalReport
 from nnmpi.compose.state import gradient_state
+from nnmpi.compose.stats import EvalReport
 from nnmpi.compose.worker import Worker
 from nnmpi.data.catalogue import load
 from nnmpi.data.dataset import Dataset

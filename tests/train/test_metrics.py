@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nnmpi.compose.trainer import Totals
+from nnmpi.compose.stats import Totals
 from nnmpi.errors import CheckpointError
 from nnmpi.train.checkpoint_files import CheckpointWriter
 from nnmpi.train.folder import RunFolder
