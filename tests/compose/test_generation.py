@@ -11,9 +11,9 @@ from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
-from nnmpi.compose.generation import TokenGenerator, choose_token, generate
+from nnmpi.compose.generation import TokenGenerator, generate
 from nnmpi.compose.layout import Layout
-from nnmpi.errors import DivergenceError, ShapeError, UsageError
+from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.module import Module
 
 TOKENS, CONTEXT, COUNT = 23, 9, 14
@@ -109,28 +109,6 @@ def test_what_cannot_be_written() -> None:
             next(generate(generator, [], CONTEXT, likeliest))
 
     simulate(prompts, 1)
-
-
-def test_tokens_are_drawn_by_their_probability() -> None:
-    """All of them, the likeliest k, and the likeliest that make up p."""
-    logits = np.log(np.array([0.1, 0.5, 0.15, 0.25]))
-    draw = np.random.default_rng(0)
-
-    def shares(**options: float) -> np.ndarray:
-        drawn = [choose_token(logits, draw, **options) for _ in range(4000)]  # type: ignore[arg-type]
-        return np.bincount(drawn, minlength=4) / len(drawn)
-
-    np.testing.assert_allclose(shares(), [0.1, 0.5, 0.15, 0.25], atol=0.03)
-    np.testing.assert_allclose(shares(top_k=2), [0, 2 / 3, 0, 1 / 3], atol=0.03)
-    np.testing.assert_allclose(shares(top_p=0.8), [0, 5 / 9, 1.5 / 9, 2.5 / 9], atol=0.03)
-    squares = np.array([0.01, 0.25, 0.0225, 0.0625])
-    np.testing.assert_allclose(shares(temperature=0.5), squares / squares.sum(), atol=0.03)
-    assert shares(temperature=0)[1] == 1
-    assert shares(top_p=0.01)[1] == 1
-    assert shares(temperature=1e-320)[1] == 1
-    for wrong in (np.nan, np.inf):
-        with pytest.raises(DivergenceError, match="outputs are not finite, so that no token can be drawn"):
-            choose_token(np.array([0.1, wrong]), draw, temperature=0)
 
 
 def test_a_tensor_of_tokens_is_fine_too() -> None:

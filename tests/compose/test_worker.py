@@ -14,7 +14,7 @@ from nnmpi.compose.arrange import Arrangement, arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.options import GradientExchange
 from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Batch, Cut, Loader
+from nnmpi.data.loader import Loader
 from nnmpi.errors import UsageError
 from tests.harness.refusals import told
 from tests.worker_options import grouped
@@ -108,16 +108,6 @@ def test_a_part_of_a_model_needs_its_arrangement(group: Group, axis: str) -> Non
         Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group)
 
 
-@pytest.mark.simulated(max_size=16)  # no deeper than the model
-def test_stages_with_groups_of_their_own_have_the_models_weight_decay(group: Group) -> None:
-    where = arrange(models.mlp((8, 8, 1), 10, hidden=(20,) * 8), group, Layout(pp=group.size), SAMPLE)
-    where.model.initialize(seed=0, group=lambda name, _: "head" if name.startswith("17") else "body")
-    decays = {"head": 0.1, "body": 0.2}
-    optimizer = optim.SGD(where.model.storage, lr=0.1, weight_decay=decays)
-    right = optimizer.weight_decay == tuple(decays[name] for name in where.model.storage.groups)
-    assert all(group.gather(right))
-
-
 @pytest.mark.simulated(check=False)  # the other stage waits for nobody
 @pytest.mark.needs_ranks(2)
 def test_freezing_between_steps_wants_a_new_worker(group: Group) -> None:
@@ -133,22 +123,6 @@ def test_freezing_between_steps_wants_a_new_worker(group: Group) -> None:
         parameter.requires_grad = False
     found = told(UsageError, lambda: worker.step(batch)) if group.rank == 0 else ""
     assert group.rank or "make a new one after changing requires_grad" in found
-
-
-@pytest.mark.simulated
-@pytest.mark.needs_ranks(2)
-def test_a_last_stage_without_parameters_sends_gradients_back_for_integers(group: Group) -> None:
-    """The loss's seed is a fraction, whatever the input's dtype is."""
-    if group.size != 2:
-        return
-    model = nn.Sequential(nn.Embedding(5, 3), nn.Tanh())
-    where = arrange(model, group, Layout(pp=2, split=(1, 1)))
-    where.model.initialize(seed=0)
-    worker = Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where)
-    x, y = np.array([0, 1, 2, 4]), np.array([0, 1, 2, 0])
-    cuts = (Cut(0, 2, 0, 0), Cut(2, 4, 2, 1))
-    report = worker.step(Batch(x, y, np.arange(4), cuts, 4, 0, 0, 2))
-    assert all(group.gather(report.grad_norm > 0.01))
 
 
 @pytest.mark.mpi

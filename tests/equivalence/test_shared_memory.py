@@ -9,12 +9,10 @@ import pytest
 from nnmpi import models, optim
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi import window
-from nnmpi.compose.options import GradientExchange
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch, Loader
-from nnmpi.errors import DeviceError, DivergenceError, UsageError
+from nnmpi.errors import DeviceError, DivergenceError
 from nnmpi.nn.module import Module
-from nnmpi.parallel.data import DataParallel
 from tests.equivalence.reference import BATCH_SIZE, digits
 from tests.worker_options import grouped
 
@@ -101,43 +99,3 @@ def test_without_room_it_goes_another_way_and_says_so(
     outcome = [told or silent or (whole and left.windows >= 0), np.isfinite(steps).all()]
     outcome += [np.allclose(worker.model.storage.data[0], reference.model.storage.data[0], atol=2e-3)]
     assert all(map(all, ranks.gather([bool(each) for each in outcome])))
-
-
-@pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
-@pytest.mark.simulated
-def test_a_released_model_is_its_ranks_own_again(ranks: Group) -> None:
-    """Fused, released, ring, is ring, released, ring; and nothing of the shared memory stays."""
-    parts, losses = batches(ranks)[:6], []
-    allocated = []
-    for first in ({"fused_update": True}, {"allreduce": "ring"}):
-        worker = build(ranks, **first)
-        found = train(worker, parts[:3])
-        if worker.fused is not None:
-            worker.parallel.release()
-            with pytest.raises(UsageError, match=r"release\(\) first"):
-                Worker(worker.model, worker.optimizer, ranks, exchange=GradientExchange(allreduce="ring"))
-            with pytest.raises(UsageError, match=r"release\(\) first"):
-                DataParallel(worker.model, ranks)
-        worker.release()
-        allocated.append(ranks.memory().allocations)
-        again = Worker(worker.model, worker.optimizer, ranks, exchange=GradientExchange(allreduce="ring", check=True))
-        losses.append([loss for loss, _ in found + train(again, parts[3:])])
-        again.release()
-    assert np.allclose(losses[0], losses[1], rtol=1e-5)
-    assert allocated[0] == allocated[1]
-
-
-@pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
-@pytest.mark.simulated
-@pytest.mark.parametrize("first", [{"fused_update": True}, {"allreduce": "ring"}], ids=str)
-def test_a_second_worker_is_refused_before_it_moves_anything(ranks: Group, first: dict[str, Any]) -> None:
-    parts, worker, alone = batches(ranks)[:4], build(ranks, **first), build(ranks, allreduce="ring")
-    train(worker, parts[:2])
-    train(alone, parts[:2])
-    if ranks.size > 1 or worker.fused is not None:  # one rank's ordinary worker leaves no trace on the model
-        with pytest.raises(UsageError, match="already"):
-            Worker(worker.model, worker.optimizer, ranks, exchange=GradientExchange(fused_update=True))
-    after, expected = train(worker, parts[2:]), train(alone, parts[2:])
-    assert np.allclose([loss for loss, _ in after], [loss for loss, _ in expected], rtol=1e-5)
-    worker.release()
-    alone.release()

@@ -15,10 +15,9 @@ from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import Layout
-from nnmpi.compose.options import GradientExchange
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import IGNORED, Dataset
-from nnmpi.data.loader import Batch, Cut, Loader
+from nnmpi.data.loader import Loader
 from nnmpi.errors import UsageError
 from nnmpi.nn.sharding import Sharding
 from nnmpi.synchrony.sync import Sync
@@ -118,13 +117,6 @@ def test_every_layout_divides_by_the_tokens_of_the_global_batch(
         check_equal(found, serial)
 
 
-@pytest.mark.parametrize("algorithm", ["ring", "tree", "ps", "halving-doubling"])
-def test_every_algorithm_does(serial: dict[str, Any], algorithm: str) -> None:
-    exchange = GradientExchange(algorithm, fused_update=False)
-    for found in simulate(lambda group: train(group, Layout(), exchange=exchange), 3):
-        check_equal(found, serial)
-
-
 @pytest.mark.parametrize("sync", [Sync("local", local_steps=1), Sync("ssp", staleness=0)], ids=str)
 def test_workers_that_meet_after_every_step_do(serial: dict[str, Any], sync: Sync) -> None:
     """A local step and a mean weighted by tokens, or gradients that a server adds up, are the synchronous step."""
@@ -156,25 +148,6 @@ def test_samples_of_ones_own_are_counted_over_all_workers() -> None:
     found = simulate(main, 3)
     assert sum(own for own, _ in found) == sum(found[0][1])
     assert len({targets for _, targets in found}) == 1
-
-
-def test_a_batch_that_does_not_say_its_targets_is_refused_if_some_do_not_count() -> None:
-    net = model().initialize(seed=0, dtype="float64")
-
-    def main(group: Group) -> float:
-        worker = Worker(net, optim.SGD(net.storage, lr=0.1), group)
-        whole = samples()
-        x, y = whole.rows(np.arange(4)), np.maximum(whole.y[:4], 0)
-        report = worker.step(Batch(x, y, np.arange(4), (Cut(0, 4, 0),), 4, 0, 0))
-        assert report.targets == 4 * TIME and report.accuracy <= 1
-        y[2, 3:] = IGNORED
-        worker.step(Batch(x, y, np.arange(4), (Cut(0, 4, 0),), 4, 0, 0))
-        return report.loss
-
-    with pytest.raises(
-        UsageError, match="18 labels that count together, but the global batch 20; .* the targets of each"
-    ):
-        simulate(main, 1)
 
 
 def test_a_loss_that_ignores_what_is_counted_is_refused(group: Group) -> None:

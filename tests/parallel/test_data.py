@@ -85,26 +85,6 @@ def test_gradient_that_overflows_is_named(group: Group) -> None:
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize("where", ["the input", "the loss itself"])
-def test_search_for_the_place_goes_through_layers_that_communicate(group: Group, where: str) -> None:
-    """One rank alone has something to name, but the batch statistics need all ranks, forward and backward."""
-
-    def loss(logits: Tensor, labels: object) -> Tensor:
-        total = ops.cross_entropy(logits, labels, reduction="sum")
-        return total * np.inf if where == "the loss itself" and group.rank == 0 else total
-
-    model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm(7), nn.ReLU(), nn.Linear(7, 3)).initialize(seed=0)
-    worker = Worker(model, optim.SGD(model.storage, lr=0.1), group, loss=loss)
-    batch = batch_of(group)
-    if where == "the input" and group.rank == 0:
-        batch.x[0, 0] = np.nan
-    with np.errstate(invalid="ignore", over="ignore"):
-        found = outcomes(group, caught(lambda: worker.step(batch)))
-    assert all(kind == DivergenceError.__name__ for kind, _ in found), found
-    assert all(f"{where} on rank 0" in text for _, text in found), found
-
-
-@pytest.mark.simulated
 def test_parameter_that_no_rank_uses_does_not_block(group: Group) -> None:
     """Its gradient is zero; the buckets before and after it are summed as ever."""
 

@@ -181,38 +181,6 @@ def test_over_several_nodes_every_rank_gets_the_same_parameters(group: Group, pa
     assert set(bits) == {bits[0]}
 
 
-@pytest.mark.simulated
-def test_a_model_moves_into_the_memory_and_frozen_parameters_stay(group: Group) -> None:
-    models, right = [], []
-    memory = SharedMemory(group)
-    for shared in (True, False):
-        model = Sequential(Linear(9, 70, "relu"), Linear(70, 3)).initialize(seed=3)
-        parameters = dict(model.named_parameters())
-        parameters["0.weight"].requires_grad = False
-        optimizer: Optimizer = names.build("adamw", model.storage, lr=0.1)
-        before = parameters["0.weight"].data.copy()
-        if shared:
-            attach_shared_parameters(model.storage, memory)
-            fused = FusedUpdate(optimizer, memory)
-        for turn in range(STEPS):
-            model.zero_grad()
-            for number, parameter in enumerate(parameters.values()):
-                if parameter.requires_grad:
-                    share = 1 if not shared else (group.rank + 1) / (group.size * (group.size + 1) / 2)
-                    draws = np.random.default_rng([turn, number])
-                    parameter.grad = (draws.integers(-9, 9, parameter.shape) * share).astype("float32")
-            if shared:
-                fused.step()
-            else:
-                optimizer.step()
-        right.append(np.array_equal(before, parameters["0.weight"].data))
-        models.append({name: parameter.data.copy() for name, parameter in parameters.items()})
-        memory.barrier()
-    right += [np.allclose(models[0][name], models[1][name], atol=1e-5) for name in models[0]]
-    memory.free()
-    assert all(map(all, group.gather(right)))
-
-
 def test_gradients_elsewhere_are_refused(group: Group) -> None:
     memory = SharedMemory(group)
     storage = Arrays([memory.common(3, "float32")], [np.zeros(3, "float32")])

@@ -1,6 +1,5 @@
 """What one layout gives, any other takes: whole arrays on rank 0, from slices that lie anywhere, and back."""
 
-import tracemalloc
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
@@ -14,7 +13,6 @@ from nnmpi.errors import CheckpointError, CommError, LayoutError, NnmpiError
 from nnmpi.parallel.model_state import ModelState, StateEntry
 from nnmpi.parallel.shard_map import ArraySpec
 from nnmpi.shard import Region, part
-from tests.device.library import device_backend
 
 SHAPES: dict[str, tuple[int, ...]] = {
     "column": (5, 7),
@@ -243,39 +241,3 @@ def draw(seed: int, group: Group) -> dict[str, tuple[Region | None, bool]]:
         elif replicas[group.rank] >= 0:
             held[name] = (regions[replicas[group.rank]], False)
     return held
-
-
-@pytest.mark.mpi
-def test_one_whole_array_is_in_memory_at_a_time(group: Group) -> None:
-    shape = (1000, 125)  # 1 MB
-    rows = part(1000, group.size, group.rank)
-    region = Region(shape, 0, rows.start, rows.stop)
-    names = [f"{number}" for number in range(8)]
-    entries = [StateEntry.of(name, np.full(region.local_shape, float(name)), region) for name in names]
-    state, sums = ModelState(entries, names, group), []
-    state.specs()
-    tracemalloc.start()
-    try:
-        state.gather(lambda _, array: sums.append(float(array[0, 0] + array[-1, -1])))
-        state.scatter(lambda name: np.full(shape, float(name)), dict.fromkeys(names, ArraySpec(shape, "float64")))
-        peak_bytes = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
-    assert sums == [2.0 * number for number in range(8)] * group.is_root
-    assert all(group.gather(peak_bytes < 3.2e6))
-
-
-@pytest.mark.simulated
-def test_arrays_on_a_device_go_through_the_host(group: Group) -> None:
-    backend = device_backend()
-    whole = {"w": WHOLE["column"], "scalar": WHOLE["scalar"]}
-    region = cut("column", 1, group.size, group.rank)
-    entries = [
-        StateEntry.of("w", backend.asarray(region.take(whole["w"]).copy()), region),
-        StateEntry.of("scalar", backend.asarray(whole["scalar"].copy()), owned=group.is_root),
-    ]
-    state = ModelState(entries, list(whole), group)
-    assert all(group.gather(equal(state.to_dict(everywhere=True), whole)))
-    state.scatter(lambda name: whole[name] + 1)
-    expected = {name: array + 1 for name, array in whole.items()}
-    assert all(group.gather(equal(state.to_dict(everywhere=True), expected)))

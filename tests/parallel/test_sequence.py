@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from nnmpi import Tensor, models, nn, ops, optim
-from nnmpi.backend.kernels.base import Kernels
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import run_simulation, simulate
 from nnmpi.compose.arrange import arrange
@@ -19,7 +18,6 @@ from nnmpi.data.loader import Loader
 from nnmpi.errors import LayoutError
 from nnmpi.nn.module import Module
 from nnmpi.parallel.sequence.group import RING, ULYSSES, SequenceGroup
-from nnmpi.parallel.sequence.ring import RingAttention
 from nnmpi.shard import split, zigzag
 from nnmpi.tensor.cut import whole
 from nnmpi.timeline import Timeline, recording
@@ -248,23 +246,3 @@ def test_the_bytes_are_those_of_the_formulas(ranks: int, time: int, heads: int) 
     if ranks == 2:  # where all have as much: what the papers say
         assert each_way == [8 * 4 * batch * time * features * (ranks - 1) // ranks**2] * 2
         assert forward == [8 * 2 * batch * time * features * (ranks - 1) // ranks] * 2
-
-
-def test_a_zigzag_balances_causal_work() -> None:
-    """In every hop all ranks have as many pairs of a query and a key that it sees; with runs of positions not."""
-
-    def pairs(ranges: list[tuple[range, ...]]) -> list[list[int]]:
-        def main(group: Group) -> list[int]:
-            ring, found = RingAttention(group, ranges, Kernels()), []
-            for hop in range(4):
-                visible = ring.visible((group.rank - hop) % 4, causal=True)
-                sizes = [(len(each.queries), len(each.keys), each.is_diagonal) for _, _, each in visible]
-                found.append(sum(n * (n + 1) // 2 if diagonal else n * k for n, k, diagonal in sizes))
-            return found
-
-        return simulate(main, 4)
-
-    balanced, runs = pairs([zigzag(64, 4, r) for r in range(4)]), pairs([(each,) for each in split(64, 4)])
-    assert {tuple(each) for each in balanced} == {(136, 128, 128, 128)}
-    assert sum(map(sum, balanced)) == sum(map(sum, runs)) == 64 * 65 // 2
-    assert sum(max(hop) for hop in zip(*runs, strict=True)) > 1.5 * 520

@@ -1,7 +1,6 @@
 """`shard` finds its way through any tree of modules, keeps its names, and says what it cannot do."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -9,15 +8,12 @@ import pytest
 from nnmpi import models, nn
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, LayoutError, ShapeError, UsageError
-from nnmpi.nn.chain import ModelPart, cut_chain, join_layers, open_chain, run_layers
-from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding, find
-from nnmpi.ops.loss import cross_entropy
 from nnmpi.parallel.replication import check_replicas
 from nnmpi.parallel.tensor import shard
 from nnmpi.tensor.tensor import Tensor
-from tests.parallel.sharded.compare import check_equal, images, regions
+from tests.parallel.sharded.compare import check_equal
 
 C, R, H, V, X = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB, Sharding.REPLICATED
 
@@ -108,38 +104,6 @@ def test_tied_weights_stay_tied(group: Group) -> None:
 
     ours = check_equal(group, build, (4,), table={"1.0": C, "1.1": C, "2": R})
     assert all(group.gather(len(ours.parameters()) == 7))
-
-
-@pytest.mark.both_worlds
-@pytest.mark.parametrize("build", [models.cnn, models.resnet])
-def test_cut_into_stages(group: Group, build: Callable[..., Module]) -> None:
-    """A sharded model can be cut anywhere: each stage carries its exchanges with it."""
-    x, y = images(3, (8, 8, 1), "float64")
-    whole, ours = build((8, 8, 1), 3), build((8, 8, 1), 3)
-    shard(ours, group)
-    layers = open_chain(ours)
-    whole.initialize(seed=1, dtype="float64")
-    ours.initialize(seed=1, dtype="float64")
-    with training(seed=1):
-        loss = cross_entropy(whole(Tensor(x)), y)
-        loss.backward()
-    stages = cut_chain(layers, tuple(range(i, i + 1) for i in range(len(layers))))
-    kept: dict[str, Any] = {}
-    with training(seed=1):
-        value = Tensor(x)
-        for stage in stages:
-            value = run_layers(stage, join_layers(stage), value, kept)
-        found = cross_entropy(value, y)
-    found.backward()
-    expected = {name: p.grad for name, p in whole.named_parameters()}
-    where = regions(ours)
-    problems = [] if np.isclose(found.item(), loss.item(), rtol=0, atol=1e-11) else [f"loss {found.item()}"]
-    for name, parameter in ours.named_parameters():
-        wanted = expected[name] if where[name] is None else where[name].take(expected[name])
-        problems += [] if np.allclose(parameter.grad, wanted, rtol=0, atol=1e-10) else [name]
-    names = [name for stage in stages for name, _ in ModelPart(ours, stage).named_parameters()]
-    problems += [] if names == [name for name, _ in whole.named_parameters()] else ["the stages' names"]
-    assert not any(group.gather(problems)), problems
 
 
 @pytest.mark.simulated(min_size=2)

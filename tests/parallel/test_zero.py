@@ -254,38 +254,6 @@ def test_a_model_that_only_stage_3_fits_under_the_limit() -> None:
     simulate(main, 4)
 
 
-def library(group: Group, stage: int = 3) -> tuple[Module, nnmpi.ShardedDataParallel]:
-    model = mlp().initialize(seed=group.rank, group=lambda name, _: name.rpartition(".")[2])
-    return model, nnmpi.ShardedDataParallel(model, group, stage, unit_bytes=1)
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_model_that_was_initialized_before_becomes_that_of_rank_0(stage: int) -> None:
-    """Its groups stay, and frozen parameters; all of it comes back in the end."""
-
-    def main(group: Group) -> dict[str, Array]:
-        model, parallel = library(group, stage)
-        first = dict(model.named_parameters())["1.weight"]
-        first.requires_grad = False
-        assert set(model.storage.groups) == {"weight", "bias"}
-        optimizer = optim.AdamW(model.storage, lr=0.1, weight_decay={"weight": 0.1})
-        model.zero_grad()
-        parallel.backward(
-            ops.cross_entropy(model(np.ones((1, 5), np.float32)), np.zeros(1, int), reduction="sum"), group.size
-        )
-        optimizer.step()
-        parallel.gather_model()
-        assert model(np.ones((1, 5), np.float32)).shape == (1, 3)
-        return model.state()
-
-    start = mlp().initialize(seed=0).state()
-    for ranks in (1, 3):
-        found = simulate(main, ranks)
-        for name, value in found[0].items():
-            assert (value == start[name]).all() == (name == "1.weight")
-            assert all((each[name] == value).all() for each in found)
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_misuse_is_refused(ranks: int) -> None:
     """Stray passes, looks at what is not here, passes that were left halfway, and what is no stage."""

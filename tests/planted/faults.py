@@ -164,6 +164,35 @@ FAULTS = (
         "(step / (self.steps + 1))",
         "tests/optim",
     ),
+    # ---- layouts ----
+    Fault(
+        "gradient's length: replicas count, too",
+        "nnmpi/compose/gradient_norm.py",
+        "group = mesh.world if arrangement.layout.zero else mesh.model",
+        "group = mesh.world",
+        "tests/equivalence/test_modes.py",
+    ),
+    Fault(
+        "pipeline: the loss is divided by one target less",
+        "nnmpi/compose/pipeline_runner.py",
+        "running.scale / max(count, 1)",
+        "running.scale / max(count - 1, 1)",
+        "tests/equivalence/test_layouts.py",
+    ),
+    Fault(
+        "pipeline: gradients of tied parameters are not added",
+        "nnmpi/compose/pipeline_runner.py",
+        "grad[...] = total",
+        "grad[...] = grad",
+        "tests/equivalence/test_chains.py",
+    ),
+    Fault(
+        "batch norm of image rows: the statistics of this rank's rows",
+        "nnmpi/parallel/sharded/norm.py",
+        "ours = all_sum(self._group, array)",
+        "ours = array",
+        "tests/parallel/sharded/test_layers.py",
+    ),
     # ---- data ----
     Fault(
         "sampler: the last batch is as long as all",

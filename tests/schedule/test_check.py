@@ -9,12 +9,11 @@ from hypothesis import strategies as st
 
 from nnmpi.errors import ScheduleError
 from nnmpi.schedule.check import Checked, check
-from nnmpi.schedule.instruction import BACKWARD, RECEIVES, TRANSFERS, Instruction, Item, Kind, Together
+from nnmpi.schedule.instruction import BACKWARD, RECEIVES, Instruction, Item, Kind, Together
 from nnmpi.schedule.lower import add_transfers, place_reductions
 from nnmpi.schedule.registry import make
 from nnmpi.schedule.schedule import Schedule
 from tests.schedule.every import KINDS, lowered
-from tests.schedule.oracle import Wrong, run
 
 Programs = list[list[Item]]
 
@@ -202,48 +201,6 @@ def test_what_is_misdirected_is_noticed(data: st.DataObject) -> None:
     assume(other != rank)
     moved = spoiled(schedule, lambda programs: programs[other].append(programs[rank].pop(at)))
     assert _is_refused(moved)
-
-
-def _is_wrong(schedule: Schedule) -> bool:
-    """Whether the oracle cannot run it, with buffered sends or with others."""
-    try:
-        for rendezvous in (False, True):
-            run(schedule, rendezvous)
-    except Wrong:
-        return True
-    return False
-
-
-@settings(max_examples=300)
-@given(st.data())
-def test_what_is_swapped_is_refused_exactly_if_it_matters(data: st.DataObject) -> None:
-    schedule, rank, at = _draw(data)
-    to = data.draw(st.integers(0, len(schedule.programs[rank]) - 1))
-
-    def swap(programs: Programs) -> None:
-        own = programs[rank]
-        own[at], own[to] = own[to], own[at]
-
-    swapped = spoiled(schedule, swap)
-    assert _is_refused(swapped) == _is_wrong(swapped)
-
-
-@settings(max_examples=150)
-@given(st.data())
-def test_whatever_is_moved_check_refuses_what_goes_wrong(data: st.DataObject) -> None:
-    """Several single transfers moved about, so that orders on channels and deadlocks are met as well."""
-    schedule, rank, _ = _draw(data)
-
-    def scatter(programs: Programs) -> None:
-        own = programs[rank]
-        for _ in range(data.draw(st.integers(1, 3))):
-            places = [i for i, one in enumerate(own) if isinstance(one, Instruction) and one.kind in TRANSFERS]
-            assume(places)
-            item = own.pop(data.draw(st.sampled_from(places)))
-            own.insert(data.draw(st.integers(0, len(own))), item)
-
-    moved = spoiled(schedule, scatter)
-    assert _is_refused(moved) == _is_wrong(moved)
 
 
 def test_two_messages_in_the_wrong_order_are_noticed_in_every_schedule() -> None:

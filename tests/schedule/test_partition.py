@@ -54,14 +54,6 @@ def test_no_cut_within_the_limit_is_better(times: list[int], data: st.DataObject
             partition(times, stages, sizes, limit)
 
 
-@given(many_layers, st.sampled_from([0.1, 1e-6, 1 / 3, 1e9]), st.data())
-def test_seconds_are_added_without_rounding(counts: list[int], unit: float, data: st.DataObject) -> None:
-    """Runs of one layer in whatever unit are cut as in whole numbers."""
-    stages = data.draw(st.integers(1, len(counts)))
-    assert partition([unit] * len(counts), stages) == partition([1] * len(counts), stages)
-    assert partition([count * 2.0**-30 for count in counts], stages) == partition(counts, stages)
-
-
 def test_memory_goes_before_time() -> None:
     assert partition([1, 1, 1, 1], 2, [9, 1, 1, 1], 9) == (range(1), range(1, 4))
     assert partition([1, 1, 1, 1], 2, [9, 1, 1, 1]) == (range(2), range(2, 4))

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import pytest
@@ -96,23 +95,6 @@ def test_stages_give_the_serial_model(name: str, cuts: list[int], halves: bool, 
         for key, value in expected[which].items():  # type: ignore[union-attr]
             np.testing.assert_allclose(found[which][key], value, rtol=1e-12, atol=1e-14, err_msg=key)  # type: ignore[call-overload]
     assert live == [MICROBATCHES] * (len(cuts) + 1)
-
-
-def test_values_without_a_use_get_zeros() -> None:
-    """A gradient is sent back for everything that needs one, though nothing may depend on it."""
-
-    class First(Module):
-        def forward(self, pair: Any) -> Tensor:
-            result: Tensor = pair[0] * 2.0
-            return result
-
-    model = nn.Sequential(First(), nn.ReLU()).initialize()
-    stage = Stage(1, open_chain(model), (), scope)
-    values = BoundaryArrays((np.ones((2, 3)), np.ones((2, 4))), (True, True), single=False)
-    result = stage.forward(0, values)
-    grads = stage.backward(0, [np.ones_like(result.arrays[0])])
-    assert np.array_equal(grads[0], np.full((2, 3), 2.0))
-    assert np.array_equal(grads[1], np.zeros((2, 4)))
 
 
 def test_pack_and_unpack_are_inverse() -> None:

@@ -96,18 +96,6 @@ def test_results(group: Group) -> None:
 
 
 @pytest.mark.simulated
-def test_sum_with_a_bias(group: Group) -> None:
-    """The bias is added once, after the sum, and has the whole gradient."""
-    x = Tensor(np.full((2, 3), float(group.rank)), requires_grad=True)
-    bias = Tensor(np.arange(3.0), requires_grad=True)
-    y = exchange.sum_over_ranks(x * 1.0, group, bias)
-    y.backward(np.ones((2, 3)))
-    expected = sum(range(group.size)) + np.tile(np.arange(3.0), (2, 1))
-    right = np.array_equal(y.data, expected) and np.array_equal(bias.grad, [2, 2, 2])
-    assert all(group.gather(bool(right)))
-
-
-@pytest.mark.simulated
 @pytest.mark.parametrize(
     "frame",
     [

@@ -5,16 +5,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nnmpi import nn
 from nnmpi.comm.group import Group
 from nnmpi.errors import DtypeError, ShapeError, UsageError
-from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.loss import cross_entropy as whole_cross_entropy
 from nnmpi.parallel.sharded.cross_entropy import best_classes, cross_entropy
-from nnmpi.parallel.tensor import shard
 from nnmpi.shard import part
 from nnmpi.tensor.tensor import Tensor
-from tests.parallel.sharded.compare import TOLERANCES, images, train
+from tests.parallel.sharded.compare import TOLERANCES
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -70,23 +67,6 @@ def test_equal_logits_and_nothing_left(group: Group) -> None:
     nothing = cross_entropy(Tensor(np.zeros((2, width))), np.array([5, 5]), group, 11, ignore_index=5)
     empty = cross_entropy(Tensor(np.zeros((0, width))), np.zeros(0, int), group, 11)
     assert all(group.gather(nothing.item() == empty.item() == 0.0))
-
-
-@pytest.mark.simulated
-def test_a_model_that_keeps_its_classes_apart(group: Group) -> None:
-    """The last layer's VOCAB leaves logits where they are; training goes as with the whole ones."""
-
-    def build() -> nn.Sequential:
-        return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 5))
-
-    x, y = images(7, (4,), "float64", classes=5)
-    whole, ours = build().initialize(seed=2, dtype="float64"), build()
-    placement = shard(ours, group, {"0": Sharding.ROW, "2": Sharding.VOCAB}, classes_apart=True)
-    ours.initialize(seed=2, dtype="float64")
-    assert all(group.gather(placement.is_replicated == (group.size == 1)))
-    expected = train(whole, x, y)[0]
-    found = train(ours, x, y, loss=lambda logits, labels: cross_entropy(logits, labels, group, 5))[0]
-    assert all(group.gather(bool(np.allclose(found, expected, rtol=0, atol=1e-12)))), (found, expected)
 
 
 @pytest.mark.host_only("labels and indices that are looked at; a device's kernels answer with NaN")

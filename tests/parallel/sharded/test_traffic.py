@@ -5,9 +5,8 @@ from collections.abc import Callable
 
 import pytest
 
-from nnmpi import models, nn, timeline
+from nnmpi import nn, timeline
 from nnmpi.comm.group import Group
-from nnmpi.nn.chain import open_chain
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
@@ -84,13 +83,3 @@ def test_exchanges(
     found = count(model.initialize(seed=0), shape)
     everyone = group.gather([dict(each) for each in found])
     assert all(each == [forward, backward] for each in everyone), everyone
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("build", [models.cnn, models.resnet])
-def test_a_sharded_model_is_cut_where_the_whole_one_is(group: Group, build: Callable[..., Module]) -> None:
-    """No exchange closes a block that a pipeline could cut."""
-    whole, ours = build((8, 8, 1), 3), build((8, 8, 1), 3)
-    shard(ours, group)
-    expected, found = ([layer.name for layer in open_chain(model)] for model in (whole, ours))
-    assert all(group.gather(expected == found)), found
