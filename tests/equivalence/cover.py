@@ -48,7 +48,6 @@ class Case:
     tp: int
     schedule: str = "1f1b"
     allreduce: str = "auto"
-    reduction: str = "fast"
     memory: str | None = None
 
     def __str__(self) -> str:
@@ -70,8 +69,7 @@ class Case:
     @property
     def layout(self) -> Layout:
         """The layout, cut unevenly and always in the same places."""
-        options = {"reduction": self.reduction, "activation_memory": self.memory}
-        return spread(SETUPS[self.model], self.mesh, self.schedule, **options)
+        return spread(SETUPS[self.model], self.mesh, self.schedule, activation_memory=self.memory)
 
 
 def meshes(world: int, most: int = MOST_STAGES) -> list[tuple[int, int, int]]:

@@ -94,13 +94,12 @@ def test_integers_come_in(group: Group, alone: Group) -> None:
     assert_every_kind(group, alone, Setup(own.words, microbatches=4, prepare=own.integers))
 
 
-@pytest.mark.parametrize("reduction", ["fast", "fixed"])
-def test_stages_may_have_no_parameters(group: Group, alone: Group, reduction: str) -> None:
+def test_stages_may_have_no_parameters(group: Group, alone: Group) -> None:
     """The first stage flattens, another one is an activation alone, and so on."""
     setup = Setup(own.noisy, microbatches=3, worker={"clip": 0.3})
-    serial = serial_run(setup, alone, Layout(reduction=reduction)) if group.is_root else None
+    serial = serial_run(setup, alone) if group.is_root else None
     for dp, pp, _ in (mesh for mesh in meshes(group.size, layers(setup)) if mesh[1] > 1 and mesh[2] == 1):
-        layout = Layout(dp, pp, 1, reduction=reduction, split=(*[1] * (pp - 1), layers(setup) - pp + 1))
+        layout = Layout(dp, pp, 1, split=(*[1] * (pp - 1), layers(setup) - pp + 1))
         assert_same(group, run(setup, group, layout, synchronous_sends=True), serial, setup, str(layout))
 
 

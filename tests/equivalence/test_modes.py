@@ -22,7 +22,7 @@ def test_batch_statistics_are_those_of_a_microbatch(group: Group, alone: Group, 
     serial = serial_run(setup, alone) if group.is_root else None
     assert serial is None or sum("running" in name for name in serial.weights) == 6
     for layout in kinds(group.size, setup):
-        if layout.tp == 1 or reduction == "fast":
+        if layout.tp == layout.pp == 1 or reduction == "fast":
             layout = spread(setup, (layout.dp or 1, layout.pp or 1, layout.tp or 1), "gpipe", reduction=reduction)
             assert_same(group, run(setup, group, layout, synchronous_sends=True), serial, setup, str(layout))
 
