@@ -1,267 +1,331 @@
-"""The command: from the words on the command line to rows, on every rank, size by size."""
+"""Times collectives in rounds in one process, every contestant once in each round, and prints a row for each.
+
+    round 1  |  A  |  B  |  C  |     the order changes from round to round (and is the same on all ranks), since a call
+    round 2  |  C  |  A  |  B  |     leaves caches and threads in a state that the next one meets
+
+    rank 0   refill | barrier |>--- call ---|                     refill | barrier |>-- ...
+    rank 1   refill | barrier  |>--- call -----|                  refill | barrier |>-- ...
+                               ^ last to enter  ^ last to leave
+
+Refilling is not timed, but it is needed: without it each rank's part of the result stays in its core's cache, and
+shared memory looks three times better than it is.
+"""
 
 import argparse
-import os
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from functools import partial
-from typing import Any
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.collectives import gloo
-from benchmarks.collectives.contestants import CollectiveCall, Field
-from benchmarks.collectives.options import GLOO, parse
-from benchmarks.collectives.prediction import Prediction
-from benchmarks.collectives.rows import TABLE, CallTimes, build_rows, content, draw
-from benchmarks.collectives.timing import Interrupted, MpiRanks, gather, nothing, take
-from benchmarks.harness import plots, results
+from benchmarks.collectives.pattern import Pattern
+from benchmarks.harness import command, results
 from benchmarks.harness.launch import describe
 from benchmarks.harness.machine import machine_facts
-from benchmarks.harness.tables import labelled
+from benchmarks.harness.tables import MISSING, GrowingTable
+from benchmarks.harness.turns import shuffled
+from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.device import select
-from nnmpi.comm.agreement import PeriodicCheck, agreed, on_root
+from nnmpi.comm.agreement import agreed
+from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE, NCCL, SHARED
+from nnmpi.comm.buffers import DTYPES
+from nnmpi.comm.fitting.measure import find_fit
 from nnmpi.comm.group import Group
+from nnmpi.comm.shared_memory.shared_sum import own_slice
 from nnmpi.command import HelpAsked
-from nnmpi.errors import CommError, counted
-from nnmpi.launcher import read_launch
-from nnmpi.train.log import Console
-from nnmpi.train.loop import StopSignals
+from nnmpi.errors import CommError, DeviceError, UsageError
+from nnmpi.optim.sgd import SGD
+from nnmpi.optim.storage import Arrays
+from nnmpi.parallel.fused import FusedUpdate
 from nnmpi.units import format_bytes
 
-# The settings that decide how many threads a rank has, and how MPI sends. (Open MPI's launcher sets many more itself.)
-SETTINGS = ("OMP_", "OPENBLAS_", "MKL_", "MPIR_CVAR_", "UCX_", "FI_") + tuple(
-    f"OMPI_MCA_{part}" for part in ("btl", "mtl", "pml", "osc", "coll", "mpi_")
-)
+ALL_REDUCE = "all-reduce"
+OPERATIONS = (ALL_REDUCE, "broadcast", "all-gather", "reduce-scatter")
+FUSED = "fused"  # the all-reduce and the optimizer's update in one, over shared memory
+UPDATE = "native+update"  # what it is compared with: MPI's all-reduce, then the update on every rank
+GLOO = "gloo"  # PyTorch's, for comparison
+WARM_UP, LEAST, MOST = 3, 5, 1000  # rounds
+LR = 1.0  # the parameters are then minus the sum, exactly
+BUS = {ALL_REDUCE: 2.0, "broadcast": 0.0}  # bytes over a rank's link per byte, times (N-1)/N; 1 elsewhere
+
+
+class Contestant(NamedTuple):
+    """One way to do the operation on one length of buffer."""
+
+    name: str
+    array: Array  # is refilled before each call
+    run: Callable[[], Any]
+    result: Callable[[], NDArray[Any]]
+    prepare: Callable[[], Any] = lambda: None
+    free: Callable[[], Any] = lambda: None
+    chosen: str = ""
 
 
 def main(words: Sequence[str], group: Group, backend: Backend | None = None) -> None:
     """Measure as the words say, or print the help. Collective.
 
-    Args:
-        words: the same on all ranks.
-        group: all ranks.
-        backend: used instead of the one that the words name.
-
     Raises:
-        UsageError: on all ranks, for wrong options, files that cannot be written, or a fit that does not belong here.
-        DeviceError: on all ranks, when there is no device for --backend cupy.
+        UsageError, DeviceError: on all ranks, for wrong options, or what cannot be had.
         CommError: on all ranks, with --check, for a wrong result.
-        SystemExit: on all ranks, after SIGINT or SIGTERM on any, once the place of the rows is printed.
     """
-    console = Console(quiet=not group.is_root)
     try:
         options = parse(words)
     except HelpAsked as asked:
-        console.say(str(asked))
+        if group.is_root:
+            print(asked)
         return
-    on_root(group, lambda: _check_files(options))
-    if backend is None:
-        with agreed(group):
-            backend = select(options.backend, _local_rank())
+    nodes = len(set(group.nodes()))
+    with agreed(group):
+        if group.is_root:
+            results.check_writable("--json", options.json)
+        if GLOO in options.algorithms:
+            gloo.check_gloo(nodes)
+        backend = backend or select(options.backend, group.local_rank())
+    group.fit = find_fit(group)
+    header = _header(options, group, backend)
+    rows: list[dict[str, Any]] = []
     if GLOO in options.algorithms:
-        with agreed(group):
-            gloo.check_gloo(len(set(group.nodes())))
-    prediction = Prediction.find(options, group, console)
-    header = _header(options, group, backend, prediction.name)
-    console.say(_header_lines(header, options, prediction.place))
-    SizeSweep(options, group, backend, prediction, header, console).run()
+        gloo.start_gloo(group)
+    if group.is_root:
+        for name, value in header.items():
+            print(f"{name + ':':12} {value}")
+        print(TABLE.head(), flush=True)
+    for nbytes in options.sizes:
+        found = measure(options, group, backend, nbytes)
+        rows += found
+        if group.is_root:
+            print(*map(TABLE.line, found), sep="\n", flush=True)
+            results.write(options.json, {"header": header, "rows": rows})
+    if GLOO in options.algorithms:
+        gloo.stop_gloo()
 
 
-def _check_files(options: argparse.Namespace) -> None:
-    """Find out before anything is measured whether the results can be written."""
-    results.check_writable("--json", options.json)
-    if options.plot is not None:
-        plots.check_can_draw("--plot")
-        results.check_writable("--plot", options.plot)
+def measure(options: argparse.Namespace, group: Group, backend: Backend, nbytes: int) -> list[dict[str, Any]]:
+    """Return the rows of one size. Collective."""
+    contract = next(each.contract for (what, _), each in COLLECTIVES.items() if what == options.operation)
+    elements = nbytes // np.dtype(options.dtype).itemsize
+    pattern = Pattern(contract, group.rank, group.size, elements, options.dtype, backend)
+    field = list(_contestants(options, group, backend, elements))
+    begin = time.perf_counter()
+    _time(field, group, pattern, range(WARM_UP), options.check)
+    spent_s = group.max_floats([time.perf_counter() - begin])[0]
+    rounds = options.iterations or int(np.clip((options.budget_s - spent_s) / (spent_s / WARM_UP), LEAST, MOST))
+    own = _time(field, group, pattern, range(WARM_UP, WARM_UP + rounds), options.check)
+    everyones = np.empty((group.size, own.size))
+    group.comm.allgather(own.reshape(-1), everyones)
+    for each in field:
+        each.free()
+    if not backend.is_device and {SHARED, AUTO, FUSED} & {each.name for each in field}:
+        group.memory().free()
+    return build_rows(options, group, field, everyones.reshape(group.size, *own.shape), nbytes)
 
 
-def _local_rank() -> int:
-    """Return this rank's number on its node, which decides its device."""
-    launch = read_launch(os.environ)
-    return 0 if launch is None or launch.local_rank is None else launch.local_rank
+def _contestants(options: argparse.Namespace, group: Group, backend: Backend, elements: int) -> Iterator[Contestant]:
+    """Yield all that were asked for; those of "all" that cannot be here are left out with a notice. Collective."""
+    private = backend.zeros(elements, options.dtype)
+    shared: list[NDArray[Any]] = []
 
+    def node_array() -> NDArray[Any]:
+        if not shared:
+            shared.append(group.memory().allocate(elements, options.dtype))
+        return shared[0]
 
-class SizeSweep:
-    """Goes through the sizes: time, print, write, one size after the other.
+    def make(name: str) -> Contestant:
+        if name in (UPDATE, FUSED):
+            return _update(name, options, group, private if name == UPDATE else node_array())
+        if name == GLOO:
+            return Contestant(name, private, gloo.gloo_sum(private), lambda: private)
+        array: Any = node_array() if name in (SHARED, AUTO) and not backend.is_device else private
+        how = group.choose(array).algorithm if name == AUTO else name
+        pending = group.bind(array, how, operation=options.operation)
 
-    Args:
-        options: what is measured.
-        group: all ranks.
-        backend: where the buffers lie.
-        prediction: what the model says.
-        header: what ran, on what, for the files.
-        console: speaks on rank 0.
-    """
+        def run() -> None:
+            pending.run()
+            backend.synchronize()
 
-    def __init__(
-        self,
-        options: argparse.Namespace,
-        group: Group,
-        backend: Backend,
-        prediction: Prediction,
-        header: Mapping[str, Any],
-        console: Console,
-    ) -> None:
-        self._options, self._group, self._backend = options, group, backend
-        self._prediction, self._header, self._console = prediction, header, console
-        self._ranks, self._check = MpiRanks(group), PeriodicCheck(group)
-        self._rows: list[CallTimes] = []  # the same on all ranks
+        timed = run if backend.is_device else pending.run
+        chosen = how if name == AUTO else ""
+        return Contestant(name, array, timed, lambda: backend.to_host(array), free=pending.free, chosen=chosen)
 
-    def run(self) -> None:
-        """Measure all sizes; the file holds the rows so far after each. Collective.
-
-        Raises:
-            CommError: with --check, for a wrong result.
-            SystemExit: after a signal.
-        """
-        with_gloo = GLOO in self._options.algorithms
-        if with_gloo:
-            gloo.start_gloo(self._group)
+    for name in options.algorithms:
         try:
-            with StopSignals() as stop:
-                self._go_through(stop)
-        except Interrupted as error:
-            where = f" and in {self._options.json}" if self._options.json else ""
-            self._console.say(f"interrupted; {len(self._rows)} rows were finished, which stand above{where}")
-            sys.exit(128 + int(error.args[0]))
-        if with_gloo:
-            gloo.stop_gloo()
-
-    def _go_through(self, stop: StopSignals) -> None:
-        options, console = self._options, self._console
-        console.say("", TABLE.head())
-        for number, nbytes in enumerate(options.sizes, start=1):
-            rows = self._measure(nbytes, stop)
-            self._rows += rows
-            console.say(*map(TABLE.line, rows))
-            with agreed(self._group):  # a full disk is an error on all ranks
-                if self._group.is_root:
-                    results.write(options.json, content(self._header, self._rows, number == len(options.sizes)))
-        if options.plot is not None and self._group.is_root:
-            draw(options.plot, self._header, self._rows)
-            console.say(f"drawn: {options.plot}")
-
-    def _ask(self, stop: StopSignals, round_s: float) -> int:
-        """Return the signal that any rank got, 0 for none; collective."""
-        return max(map(int, self._check.gather(stop.noted(), round_s) or [0]))
-
-    def _measure(self, nbytes: int, stop: StopSignals) -> list[CallTimes]:
-        """Return the rows of one size. Collective."""
-        options = self._options
-        field = Field(options, self._group, self._backend, self._prediction.fit, nbytes)
-        self._console.say(*field.missing)
-        verify = Verifier(self._group, nbytes, options.dtype) if options.check else nothing
-        own = take(field.calls, self._ranks, options.iterations, options.budget_s, verify, partial(self._ask, stop))
-        stamps = gather(own, self._ranks)
-        field.free()
-        names = [call.name for call in field.calls]
-        predicted = {name: self._prediction.seconds(field.chosen.get(name, name), nbytes) for name in names}
-        return build_rows(
-            names,
-            stamps,
-            nbytes,
-            options.operation,
-            one_clock=self._header["nodes"] == 1,
-            predicted_s={name: seconds for name, seconds in predicted.items() if seconds is not None},
-            chosen=field.chosen,
-        )
+            yield make(name)
+        except (DeviceError, UsageError) as error:  # on all ranks
+            if not options.everything:
+                raise
+            if group.is_root:
+                print(f"{name} is left out: {error}")
 
 
-class Verifier:
-    """Compares what each call leaves in the buffers with what it must be. Collective, like the calls.
+def _update(name: str, options: argparse.Namespace, group: Group, grads: NDArray[Any]) -> Contestant:
+    """Return the sum with plain SGD: MPI's call and all parameters on every rank, or fused, a slice on each."""
+    if np.dtype(options.dtype).kind != "f" or not isinstance(grads, np.ndarray):
+        raise UsageError(f"{name} updates float32 or float64 parameters in host memory, not {options.dtype}")
+    if name == UPDATE:
+        params = np.zeros(grads.size, options.dtype)
+        pending, optimizer = group.bind(grads, NATIVE), SGD(Arrays([params], [grads]), lr=LR)
 
-    Args:
-        group: all ranks.
-        nbytes: the length of the buffer, for the error.
-        dtype: of its elements.
+        def run() -> None:
+            pending.run()
+            optimizer.step()
+
+        own = params
+    else:
+        memory = group.memory()
+        params = memory.common(grads.size, options.dtype)
+        run = FusedUpdate(SGD(Arrays([params], [grads]), lr=LR), memory).step
+        own = params[own_slice(params, memory.size, memory.rank)]
+    zero = (lambda: own.fill(0)) if options.check else (lambda: None)  # else they lie as the update before left them
+    return Contestant(name, grads, run, lambda: -params, zero)
+
+
+def _time(field: list[Contestant], group: Group, pattern: Pattern, rounds: range, check: bool) -> NDArray[np.float64]:
+    """Return when this rank entered and left each call: (contestants, 2, rounds). Collective."""
+    clock, stamps = time.perf_counter, np.empty((len(field), 2, len(rounds)))
+    for column, call in enumerate(rounds):
+        for row in shuffled(range(len(field)), call):
+            one = field[row]
+            pattern.fill(one.array, call)
+            one.prepare()
+            group.barrier()
+            begin = clock()
+            one.run()
+            stamps[row, :, column] = begin, clock()
+            wrong = pattern.first_wrong(one.result(), call) if check else None
+            if check and group.max_floats([wrong is not None])[0]:
+                rank, words = next((r, w) for r, w in enumerate(group.gather(wrong and str(wrong))) if w)
+                raise CommError(f"rank {rank} of {group.size} has a wrong result of {one.name}, call {call}: {words}")
+    return stamps
+
+
+def build_rows(
+    options: argparse.Namespace, group: Group, field: Sequence[Contestant], stamps: NDArray[np.float64], nbytes: int
+) -> list[dict[str, Any]]:
+    """Return a row for each contestant from stamps of (ranks, contestants, 2, rounds).
+
+    A rank's own time is from its begin to its end; the collective's from when the last has entered to when the last has
+    left. On several nodes, whose clocks differ, that is the longest of the ranks' own.
     """
-
-    def __init__(self, group: Group, nbytes: int, dtype: str) -> None:
-        self._group, self._ranks = group, MpiRanks(group)
-        self._buffer = f"{format_bytes(nbytes)} of {dtype}"
-
-    def __call__(self, contestant: CollectiveCall, number: int) -> None:
-        """Return if all ranks have the right result of a call.
-
-        Raises:
-            CommError: on all ranks, with the first rank that has not, the algorithm, the size and the first element.
-        """
-        wrong = contestant.first_wrong(number)
-        # one number of each rank, many times a second; words only when there is something to say
-        if not self._ranks.gather_floats(np.array([wrong is not None], np.float64)).any():
-            return
-        everyones = self._group.gather(None if wrong is None else asdict(wrong))
-        rank, first = next((rank, each) for rank, each in enumerate(everyones) if each is not None)
-        raise CommError(
-            f"rank {rank} of {self._group.size} has a wrong result of {contestant.name} with {self._buffer}, call "
-            f"{number}: element {first['index']} is {first['found']:.9g} and must be {first['expected']:.9g}"
+    own = stamps[:, :, 1] - stamps[:, :, 0]
+    one_clock = len(set(group.nodes())) == 1
+    lasted = stamps[:, :, 1].max(axis=0) - stamps[:, :, 0].max(axis=0) if one_clock else own.max(axis=0)
+    median = {one.name: float(np.median(times)) for one, times in zip(field, lasted, strict=True)}
+    rows = []
+    for number, one in enumerate(field):
+        averages, seconds = 1e6 * own[:, number].mean(axis=1), median[one.name]
+        moved = BUS.get(options.operation, 1.0) * (group.size - 1) / group.size or 1.0
+        expected = _predict(options.operation, one.chosen or one.name, group, nbytes)
+        native = median.get(UPDATE if one.name in (FUSED, UPDATE) else NATIVE)
+        rows.append(
+            {
+                "algorithm": one.name,
+                "size": nbytes,
+                "avg_us": averages.mean(),
+                "min_us": averages.min(),
+                "max_us": averages.max(),
+                "p50_us": 1e6 * seconds,
+                "p99_us": 1e6 * float(np.percentile(lasted[number], 99)),
+                "iterations": own.shape[-1],
+                "algbw_gbs": nbytes / seconds / 1e9,
+                "busbw_gbs": nbytes / seconds / 1e9 * moved,
+                "predicted_us": None if expected is None else 1e6 * expected,
+                "measured_over_predicted": None if not expected else seconds / expected,
+                "speed_against_native": None if native is None else native / seconds,
+                "chosen": one.chosen,
+            }
         )
+    return rows
 
 
-def _header(options: argparse.Namespace, group: Group, backend: Backend, fit: str) -> dict[str, Any]:
-    """Return what ran, on what, by name, as JSON values; `fit` is the model in words. Collective."""
+def _predict(operation: str, how: str, group: Group, nbytes: int) -> float | None:
+    """Return what the fit says of one call, None where it says nothing."""
+    fit = group.fit
+    measured = operation == ALL_REDUCE and (how == NATIVE or (how == SHARED and fit is not None and fit.shared))
+    if fit is None or not (measured or (operation, how) in COLLECTIVES):
+        return None
+    return fit.predict(how, nbytes, operation=operation)
+
+
+def _number(value: float | None) -> str:
+    return MISSING if value is None else f"{value:.4g}"
+
+
+NUMBERS = ("avg_us", "min_us", "max_us", "p50_us", "p99_us", "algbw_gbs", "busbw_gbs")
+NUMBERS += ("predicted_us", "measured_over_predicted", "speed_against_native")
+TITLES = {"measured_over_predicted": "measured/predicted", "speed_against_native": "native/this"}
+TABLE = GrowingTable(
+    ("algorithm", -17, lambda row: row["algorithm"]),
+    ("size", 9, lambda row: format_bytes(row["size"])),
+    *(
+        (TITLES.get(name, name), max(12, len(TITLES.get(name, name)) + 3), lambda r, n=name: _number(r[n]))
+        for name in NUMBERS
+    ),
+    ("", -1, lambda row: f"  chose {row['chosen']}" if row["chosen"] else ""),
+)
+
+
+def _header(options: argparse.Namespace, group: Group, backend: Backend) -> dict[str, Any]:
+    """Return what ran, on what. Collective."""
     found = describe(group)
+    fit = "no fit" if group.fit is None else f"of {group.fit.facts['date']}, {group.fit.ranks} ranks"
     return {
         "operation": options.operation,
-        "algorithms": list(options.algorithms),
         "dtype": options.dtype,
         "backend": f"{backend.name} on {backend.device}",
         "checked": options.check,
         "ranks": group.size,
         "nodes": found.nodes,
-        "affinity": group.gather(_affinity()),
         "mpi": found.mpi,
-        "blas": f"{found.blas}, {counted(found.threads, 'thread')} per rank",
-        "pins": {name: value for name, value in sorted(os.environ.items()) if name.startswith(SETTINGS)},
-        "warnings": list(found.warnings),
+        "blas": found.blas,
         "machine": machine_facts(),
         "fit": fit,
     }
 
 
-def _header_lines(header: Mapping[str, Any], options: argparse.Namespace, fit_place: str) -> str:
-    """Return the same in words, with the place of the fit, which is no part of a result."""
-    machine, nodes = header["machine"], header["nodes"]
-    settings = ", ".join(f"{name}={value}" for name, value in header["pins"].items())
-    how = f"{options.iterations} rounds" if options.iterations else f"{options.budget_s:g} s"
-    sizes = f"{format_bytes(options.sizes[0])} to {format_bytes(options.sizes[-1])}"
-    verified = "verified" if options.check else "not verified (--check)"
-    named = [
-        ("collective", f"{options.operation} of {options.dtype}, {header['backend']}"),
-        ("sizes", f"{sizes}, {how} each; results {verified}"),
-        ("ranks", f"{header['ranks']} on {counted(nodes, 'node')}, {header['mpi']}"),
-        ("processor", f"{machine['cpu']}; cores {_cores(header['affinity'])}"),
-        ("threads", header["blas"]),
-        ("settings", settings or "none"),
-        ("fit", header["fit"] + fit_place),
-        *(("warning", text) for text in header["warnings"]),
-    ]
-    return labelled(named)
+def algorithms(operation: str, on_device: bool = False) -> tuple[str, ...]:
+    """Return the names of all that "all" means for an operation, on host or device arrays: the baseline first."""
+    steps = tuple(how for what, how in COLLECTIVES if what == operation)
+    if operation != ALL_REDUCE:
+        return (NATIVE, *steps, *([NCCL] if on_device else []))
+    return (NATIVE, *([] if on_device else [SHARED]), *steps, AUTO, *([NCCL] if on_device else [UPDATE, FUSED]))
 
 
-def _affinity() -> list[int]:
-    """Return the numbers of the cores that this rank may use; none where the system does not say."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """Return the options, and `sizes` in bytes.
 
-
-def _cores(affinity: list[list[int]]) -> str:
-    """Return the cores of all ranks in words."""
-    if not affinity[0]:
-        return "unknown"
-    if all(each == affinity[0] for each in affinity):
-        return f"{_numbers(affinity[0])} ({len(affinity[0])}) for every rank, not bound"
-    return "; ".join(f"{_numbers(cores)} for rank {rank}" for rank, cores in enumerate(affinity))
-
-
-def _numbers(cores: list[int]) -> str:
-    """Return numbers in words, neighbours joined: "0-3, 8"."""
-    spans: list[list[int]] = []
-    for core in cores:
-        if spans and spans[-1][-1] == core - 1:
-            spans[-1] = [spans[-1][0], core]
-        else:
-            spans.append([core, core])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+    Raises:
+        HelpAsked: for --help.
+        UsageError: for an unknown name, or a value that cannot be used.
+    """
+    parser = command.CommandParser("mpirun -n P python benchmarks/collectives", __doc__.split("\n")[0])
+    add, one_of = parser.add_argument, command.one_of
+    add("--operation", type=one_of(*OPERATIONS), default=ALL_REDUCE, metavar="NAME", help=", ".join(OPERATIONS))
+    add("--algorithms", type=command.each(str), default=("all",), metavar="A,B,...", help="names; all is all but gloo")
+    add("--min", type=command.nbytes, default=4, metavar="BYTES", help="the shortest buffer (default: 4)")
+    add("--max", type=command.nbytes, default=64 * 2**20, metavar="BYTES", help="the longest one (default: 64m)")
+    add("--factor", type=command.positive, default=4, metavar="N", help="from one size to the next (default: 4)")
+    dtypes = one_of(*(each.name for each in DTYPES))
+    add("--dtype", type=dtypes, default="float32", metavar="NAME", help="of the elements (default: float32)")
+    add("--backend", type=one_of("numpy", "cupy"), default="numpy", metavar="NAME", help="numpy, or cupy")
+    add("--check", action="store_true", help="verify every result of every call")
+    add("--iterations", type=command.positive, metavar="N", help="calls at each size (default: what the budget allows)")
+    add("--budget-s", type=command.positive_seconds, default=2.0, metavar="SECONDS", help="for each size (default: 2)")
+    add("--json", type=command.file, metavar="FILE", help="write the rows there, after each size")
+    options = parser.parse(words)
+    every = algorithms(options.operation, options.backend == "cupy")
+    options.everything = "all" in options.algorithms
+    unknown = [name for name in options.algorithms if name not in ("all", *every, GLOO)]
+    if unknown or options.factor < 2 or options.min > options.max:
+        what = f"--algorithms {unknown[0]!r} is unknown" if unknown else "--factor is 2 or more, --min at most --max"
+        raise UsageError(f"{what}; the names are {', '.join(('all', *every, GLOO))}")
+    chosen = [each for name in options.algorithms for each in (every if name == "all" else (name,))]
+    options.algorithms, itemsize = tuple(dict.fromkeys(chosen)), np.dtype(options.dtype).itemsize
+    sizes, size = [], max(options.min, itemsize)
+    while size <= options.max:
+        sizes.append(size // itemsize * itemsize)
+        size *= options.factor
+    options.sizes = tuple(dict.fromkeys(sizes))
+    return options

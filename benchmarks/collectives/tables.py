@@ -2,80 +2,37 @@
 
     python benchmarks/collectives/tables.py results/*.json
 
-Files of the same MPI and the same ranks make one pair of tables: the times, and the ratios that were to be reached. In
-them the first file that has an algorithm counts. What `alone.py` wrote is added to every MPI's.
+Files of the same MPI and the same ranks make one pair of tables: the times, and ratios. In them the first file that has
+an algorithm counts. gloo measured alone, without MPI, is added to every MPI's.
 """
 
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
 
-from benchmarks.collectives.options import FUSED, GLOO, NO_MPI, UPDATE  # noqa: E402
+from benchmarks.collectives.command import FUSED, GLOO, UPDATE  # noqa: E402
 from benchmarks.harness.tables import MISSING, number, render  # noqa: E402
 from nnmpi.comm.algorithms.registry import ALGORITHMS, AUTO, NATIVE, SHARED  # noqa: E402
 from nnmpi.errors import UsageError  # noqa: E402
 from nnmpi.units import format_bytes  # noqa: E402
 
 K, M = 2**10, 2**20
+NO_MPI = "without MPI"  # in the place of an MPI's name, where gloo was measured alone
 
 Times: TypeAlias = Mapping[str, float]
 """The medians of one size in microseconds, by algorithm."""
 
 
-@dataclass(frozen=True)
-class Ratio:
-    """How many times faster one is than another, and what it is meant to be.
-
-    Attributes:
-        value: above 1 nnmpi is the faster one.
-        need: what it should reach at least; None where nothing is promised.
-        note: which algorithm it was, where the claim leaves that open.
-    """
-
-    value: float
-    need: float | None
-    note: str = ""
-
-    @property
-    def holds(self) -> bool:
-        """Whether it is reached."""
-        return self.need is None or self.value >= self.need
+Read: TypeAlias = Callable[[Times], tuple[float, str] | None]
+"""(times of one size) -> how many times faster, and which it was; None where one of them was not measured."""
 
 
-@dataclass(frozen=True)
-class Claim:
-    """One column of the table.
-
-    Attributes:
-        title: who against whom.
-        read: (times of one size) -> ratio and note; None where one of them was not measured.
-        need: (ranks, MPI's name, bytes) -> what is promised, None for nothing.
-    """
-
-    title: str
-    read: Callable[[Times], tuple[float, str] | None]
-    need: Callable[[int, str, int], float | None]
-
-    def judge(self, times: Times, ranks: int, mpi: str, nbytes: int) -> Ratio | None:
-        """Return the ratio at one size, None where it was not measured.
-
-        Args:
-            times: the medians by algorithm.
-            ranks: of the run.
-            mpi: the library and its version.
-            nbytes: of each rank's buffer.
-        """
-        found = self.read(times)
-        return None if found is None else Ratio(found[0], self.need(ranks, mpi, nbytes), found[1])
-
-
-def _against(own: str, other: str) -> Callable[[Times], tuple[float, str] | None]:
+def _against(own: str, other: str) -> Read:
     return lambda times: (times[other] / times[own], "") if own in times and other in times else None
 
 
@@ -97,35 +54,13 @@ def _slowest(times: Times) -> tuple[float, str] | None:
     return times[GLOO] / own[slowest], slowest
 
 
-def _need_shared(ranks: int, mpi: str, nbytes: int) -> float | None:
-    if nbytes < 16 * K:
-        return None
-    if ranks != 2:
-        return 1.8 if ranks > 2 else None
-    return 2.3 if mpi.startswith("MPICH") and nbytes == 16 * M else 2.5
-
-
-def _need_ring(ranks: int, mpi: str, nbytes: int) -> float | None:
-    if ranks != 2 or nbytes < 64 * K:
-        return None
-    return 1.7 if nbytes >= 64 * M else 1.0 if nbytes >= M else 0.9
-
-
-CLAIMS: Sequence[Claim] = (
-    Claim("shared against native", _against(SHARED, NATIVE), _need_shared),
-    Claim(
-        "fused against native+update",
-        _against(FUSED, UPDATE),
-        lambda ranks, mpi, nbytes: 4.0 if ranks == 2 and nbytes >= 64 * K else None,
-    ),
-    Claim("ring against native", _against("ring", NATIVE), _need_ring),
-    Claim("auto against the best", _auto, lambda ranks, mpi, nbytes: 0.95 if ranks == 2 else None),
-    Claim(
-        "slowest of shared, ring, auto against gloo",
-        _slowest,
-        lambda ranks, mpi, nbytes: 3.0 if ranks == 2 and nbytes >= 64 * K else None,
-    ),
-)
+CLAIMS: Mapping[str, Read] = {
+    "shared against native": _against(SHARED, NATIVE),
+    "fused against native+update": _against(FUSED, UPDATE),
+    "ring against native": _against("ring", NATIVE),
+    "auto against the best": _auto,
+    "slowest of shared, ring, auto against gloo": _slowest,
+}
 
 
 def times_by_size(contents: Sequence[Mapping[str, Any]]) -> dict[int, dict[str, float]]:
@@ -152,24 +87,14 @@ Content = Mapping[str, Any]
 
 
 def tables(contents: Sequence[Content]) -> str:
-    """Return all tables as Markdown: a summary, then times and ratios for each MPI and number of ranks."""
+    """Return all tables as Markdown: times and ratios for each MPI and number of ranks."""
     kinds: dict[tuple[int, str], list[Content]] = {}
     for content in contents:
         kinds.setdefault((content["header"]["ranks"], content["header"]["mpi"]), []).append(content)
     alone = {ranks: kinds.pop((ranks, mpi)) for ranks, mpi in list(kinds) if mpi == NO_MPI}
     for (ranks, _), found in kinds.items():
         found += alone.get(ranks, [])
-    parts = [summary(kinds)] + [part(ranks, mpi, kinds[ranks, mpi]) for ranks, mpi in sorted(kinds)]
-    return "\n\n".join(parts)
-
-
-def summary(kinds: Mapping[tuple[int, str], Sequence[Content]]) -> str:
-    """Return a row for each claim: the least ratio of each kind of run where something is promised."""
-    columns = [("least ratio where one is promised", lambda claim: claim.title)]
-    for ranks, mpi in sorted(kinds):
-        times = times_by_size(kinds[ranks, mpi])
-        columns.append((f"{ranks} ranks, {mpi}", partial(_least, ranks, mpi, times)))
-    return render(columns, CLAIMS)
+    return "\n\n".join(part(ranks, mpi, kinds[ranks, mpi]) for ranks, mpi in sorted(kinds))
 
 
 def part(ranks: int, mpi: str, contents: Sequence[Content]) -> str:
@@ -187,7 +112,7 @@ def part(ranks: int, mpi: str, contents: Sequence[Content]) -> str:
         f"{machine['date']}, {machine['cpu']}, {machine['cores']} cores, {header['nodes']} node"
         f"{'s' * (header['nodes'] != 1)}, {header['operation']} of {header['dtype']}, fit {header['fit']}."
     )
-    return "\n\n".join([heading, _times(times), _ratios(ranks, mpi, times)])
+    return "\n\n".join([heading, _times(times), _ratios(times)])
 
 
 def _times(times: Mapping[int, Mapping[str, float]]) -> str:
@@ -202,29 +127,15 @@ def _times(times: Mapping[int, Mapping[str, float]]) -> str:
     return render(columns, times.items())
 
 
-def _ratios(ranks: int, mpi: str, times: Mapping[int, Mapping[str, float]]) -> str:
-    """Return how many times faster, with what is missed in bold."""
+def _ratios(times: Mapping[int, Mapping[str, float]]) -> str:
+    """Return how many times faster."""
     columns = [("times faster", lambda pair: format_bytes(pair[0]))]
-    for claim in CLAIMS:
-        columns.append((claim.title, lambda pair, claim=claim: _cell(claim.judge(pair[1], ranks, mpi, pair[0]))))
+    columns += [(title, lambda pair, read=read: _cell(read(pair[1]))) for title, read in CLAIMS.items()]
     return render(columns, times.items())
 
 
-def _least(ranks: int, mpi: str, times: Mapping[int, Mapping[str, float]], claim: Claim) -> str:
-    """Return the ratio that comes closest to a broken promise, and where."""
-    found = [(claim.judge(own, ranks, mpi, nbytes), nbytes) for nbytes, own in times.items()]
-    promised = [(ratio, nbytes) for ratio, nbytes in found if ratio is not None and ratio.need is not None]
-    if not promised:
-        return MISSING
-    ratio, nbytes = min(promised, key=lambda pair: pair[0].value / (pair[0].need or 1))
-    return f"{_cell(ratio)} at {format_bytes(nbytes)}, needs {ratio.need:g}"
-
-
-def _cell(ratio: Ratio | None) -> str:
-    if ratio is None:
-        return MISSING
-    text = f"{ratio.value:.2f}" if ratio.holds else f"**{ratio.value:.2f}**"
-    return f"{text} ({ratio.note})" if ratio.note else text
+def _cell(found: tuple[float, str] | None) -> str:
+    return MISSING if found is None else f"{found[0]:.2f}" + (f" ({found[1]})" if found[1] else "")
 
 
 def read(file: Path) -> Content:

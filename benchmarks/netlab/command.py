@@ -1,4 +1,4 @@
-"""The command line: `python benchmarks/netlab bench | up | run | bytes | rate | down`."""
+"""The command line: `python benchmarks/netlab bench | steps | up | run | down`."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 
-from benchmarks.collectives.gloo import check_gloo
-from benchmarks.collectives.options import ALL_REDUCE, OPERATIONS
-from benchmarks.harness import command, plots, results
+from benchmarks.collectives.command import ALL_REDUCE, OPERATIONS
+from benchmarks.harness import command, results
 from benchmarks.netlab.bench import LabRun, Plan
 from benchmarks.netlab.build import MAX_HOSTS, up
 from benchmarks.netlab.lab import find, sweep, take_down
@@ -22,7 +21,7 @@ from benchmarks.netlab.link import Speed
 from benchmarks.netlab.process import children_of
 from benchmarks.netlab.shell import check_machine
 from benchmarks.netlab.state import State
-from benchmarks.netlab.steps import CASES, SETTINGS, StepsRun, draw
+from benchmarks.netlab.steps import CASES, SETTINGS, StepsRun
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, HIERARCHICAL, NATIVE, find_collective
 from nnmpi.command import Parser
 from nnmpi.errors import UsageError
@@ -107,9 +106,6 @@ def _bench(options: argparse.Namespace) -> int:
 
 def _steps(options: argparse.Namespace) -> int:
     results.check_writable("--json", options.json)
-    results.check_writable("--plot", options.plot)
-    if options.plot is not None:
-        plots.check_can_draw("--plot")
     library, version = find_library(options.mpi)
     cases = [case for case in CASES if case.name in options.cases]
     places = [
@@ -119,24 +115,16 @@ def _steps(options: argparse.Namespace) -> int:
         for hosts in case.hosts
         if options.hosts is None or hosts in options.hosts
     ]
-    if any(case.scaling for _, _, case in places) and not options.only_simulate:
-        check_gloo(nodes=1)
     if not places:
         raise UsageError("none of these cases is run on so many hosts; leave --hosts or --cases out")
     sweep()
     run = StepsRun(
         f"{LIBRARIES[library].vendor} {version}", library, {**SETTINGS[library], **parse_settings(options.set)}
     )
-    run.load(options.json)
     try:
-        if options.only_simulate:
-            run.simulate_again(places)
-        else:
-            run.run(places, options.repeats)
+        run.run(places, options.repeats)
     finally:
         run.save(options.json)
-    if options.plot is not None:
-        draw(options.plot, list(run.rows.values()))
     return 0
 
 
@@ -161,18 +149,6 @@ def _run(options: argparse.Namespace) -> int:
                 os.kill(child.pid, stopped.number)
         process.wait()
         raise
-
-
-def _bytes(options: argparse.Namespace) -> int:
-    print(f"{'host':<6} {'received bytes':>16} {'sent bytes':>16}")
-    for name, (received, sent) in find(State(options.name)).bytes().items():
-        print(f"{name:<6} {received:16} {sent:16}")
-    return 0
-
-
-def _rate(options: argparse.Namespace) -> int:
-    find(State(options.name)).set_speed(options.rate)
-    return 0
 
 
 def _down(options: argparse.Namespace) -> int:

