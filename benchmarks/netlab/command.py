@@ -200,19 +200,13 @@ def _parser() -> argparse.ArgumentParser:
             metavar="NAME=VALUE",
             help="an MCA parameter, or a variable of MPICH's",
         )
-    text = "measure nothing: simulate the rows of --json anew, after a change of the model"
-    steps.add_argument("--only-simulate", action="store_true", help=text)
-    text = "write the result there; what is there already counts along"
-    steps.add_argument("--json", type=command.file, metavar="FILE", help=text)
-    text = "draw simulated against measured times of all rows"
-    steps.add_argument("--plot", type=command.picture, metavar="FILE", help=text)
-    for each in (make := add("up", _up, "make a lab that stays"), add("rate", _rate, "change its links' rate")):
-        each.add_argument("--rate", type=command.one(Speed), default="100mbit", help="default %(default)s")
+    steps.add_argument("--json", type=command.file, metavar="FILE", help="write the result there")
+    make = add("up", _up, "make a lab that stays")
+    make.add_argument("--rate", type=command.one(Speed), default="100mbit", help="default %(default)s")
     make.add_argument("--hosts", type=int, default=4, help="default %(default)s")
     run = add("run", _run, "run a command on the lab's head, where mpirun is started")
     run.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND...")
-    others = (run, add("bytes", _bytes, "print what each link has carried"), add("down", _down, "take a lab down"))
-    for each in (make, *others, commands.choices["rate"]):
+    for each in (make, run, add("down", _down, "take a lab down")):
         each.add_argument("--name", default="lab", help="which lab, if there are several (default %(default)s)")
     return parser
 
