@@ -23,7 +23,7 @@ _collects = gc.isenabled()
 gc.disable()  # an import leaves nothing to collect, and a seventh of its time went into looking for it
 try:
     from nnmpi import backend, data, models, nn, ops, optim, tensor
-    from nnmpi.backend.kernels.lookup import jit
+    from nnmpi.backend.kernels import jit
     from nnmpi.backend.precision import use_precision
     from nnmpi.errors import NnmpiError
     from nnmpi.nn.compiled import compile

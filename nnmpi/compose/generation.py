@@ -13,7 +13,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
-from nnmpi.backend.kernels.lookup import to_float32
+from nnmpi.backend.kernels import to_float32
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.inference import ForwardPasses
 from nnmpi.errors import DivergenceError, UsageError

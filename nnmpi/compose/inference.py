@@ -11,7 +11,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
-from nnmpi.backend.kernels.lookup import to_float32
+from nnmpi.backend.kernels import to_float32
 from nnmpi.backend.precision import use_precision
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.nn.mode import evaluation

@@ -13,7 +13,7 @@ from math import exp, inf, log, nan, prod, sqrt
 from sys import float_info
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels.lookup import to_float32
+from nnmpi.backend.kernels import to_float32
 from nnmpi.errors import ShapeError, counted
 from nnmpi.ops.loss import binary_cross_entropy, huber, mae, mse
 from nnmpi.tensor.shape import reshape

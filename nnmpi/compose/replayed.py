@@ -16,7 +16,7 @@ from operator import is_
 from typing import Any
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.kernels.lookup import setting
+from nnmpi.backend.kernels import setting
 from nnmpi.backend.memory_pool import MemoryPool, alias
 from nnmpi.backend.precision import precision
 from nnmpi.backend.recording import Call, Recorder, active

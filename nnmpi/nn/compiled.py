@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import is_array, namespace
-from nnmpi.backend.kernels.lookup import setting
+from nnmpi.backend.kernels import setting
 from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.memory_pool import MemoryPool
 from nnmpi.backend.precision import precision

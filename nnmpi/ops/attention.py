@@ -4,7 +4,7 @@
 
 Everything runs on views of the heads, (batch, heads, time, features) with any strides: the matrix products read the
 packed projection as it lies and write the result, and the gradients, where they belong; no head is ever copied. What a
-causal mask does to NaN is told in `backend.kernels.attention`.
+causal mask does to NaN is told in `attend`.
 """
 
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from dataclasses import replace
 from typing import Any
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels.attention import AttentionDropout, Heads
-from nnmpi.backend.kernels.base import Kernels
-from nnmpi.backend.kernels.lookup import kernels_for
+from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.recording import perform
 from nnmpi.errors import ShapeError, UsageError
+from nnmpi.ops import attend as plain
+from nnmpi.ops.attend import AttentionDropout, Heads
 from nnmpi.ops.dropout import Place
 from nnmpi.tensor.convert import converted, with_kernels
 from nnmpi.tensor.function import Function
@@ -25,13 +25,18 @@ from nnmpi.tensor.placement import Placement, TensorCut, is_cut, uncut
 from nnmpi.tensor.tensor import Tensor
 
 
-def over_ranks(function: Function, cut: TensorCut, kernels: Kernels) -> Kernels:
-    """Return kernels for positions of which each rank has some: they exchange what attention needs of the others.
+def attention_for(array: Array) -> Any:
+    """Return what has `attend` and `attend_grad` for these arrays: a device's kernels, or the module `attend`."""
+    return kernels_for(array, "attend") or plain
+
+
+def over_ranks(function: Function, cut: TensorCut, kernels: Any) -> Any:
+    """Return the same for positions of which each rank has some: it exchanges what attention needs of the others.
 
     Raises:
         LayoutError: where the ranks have no such way, or not whole positions.
     """
-    found: Kernels | None = cut.group.attention(kernels, cut.placement)
+    found = cut.group.attention(kernels, cut.placement)
     if found is None:
         raise cut.refuse(function, "looks at all positions")
     return found
@@ -42,14 +47,14 @@ class Attention(Function):
 
     Args:
         causal: whether each query sees only the keys up to its own position.
-        kernels: those for the inputs.
+        kernels: from `attention_for` the inputs.
     """
 
     __slots__ = ("causal", "kernels")
 
     replayable = True
 
-    def __init__(self, causal: bool, kernels: Kernels) -> None:
+    def __init__(self, causal: bool, kernels: Any) -> None:
         self.causal, self.kernels = causal, kernels
 
     def placed(self, *inputs: Any) -> Placement:
@@ -129,7 +134,7 @@ class PackedAttention(Function):
 
     replayable = True
 
-    def __init__(self, heads: int, causal: bool, kernels: Kernels, before: KeyValues | None = None) -> None:
+    def __init__(self, heads: int, causal: bool, kernels: Any, before: KeyValues | None = None) -> None:
         self.heads, self.causal, self.kernels, self.before = heads, causal, kernels, before
         self.first, self.length = 0, 0  # of the heads that this rank has; of sequences that lie on several ranks
 
@@ -214,7 +219,7 @@ class DroppedAttention(PackedAttention):
 
     replayable = False  # a compiled step asks for another place each time
 
-    def __init__(self, rate: float, place: Callable[[], Place], heads: int, causal: bool, kernels: Kernels) -> None:
+    def __init__(self, rate: float, place: Callable[[], Place], heads: int, causal: bool, kernels: Any) -> None:
         super().__init__(heads, causal, kernels)
         self.rate, self.place = rate, place
 
@@ -267,10 +272,10 @@ def attention(
             f"attention's dropout is a probability in [0, 1) and needs a place, and nothing before; not {dropout}"
         )
     packed = converted(require_floating("attention", qkv), read_as("attention", qkv))
-    kernels = kernels_for(packed.data)
+    kernels = attention_for(packed.data)
     if place is not None and dropout:
-        return with_kernels(kernels, DroppedAttention(dropout, place, heads, causal, kernels), packed)
-    return with_kernels(kernels, PackedAttention(heads, causal, kernels, before), packed)
+        return with_kernels("attend", DroppedAttention(dropout, place, heads, causal, kernels), packed)
+    return with_kernels("attend", PackedAttention(heads, causal, kernels, before), packed)
 
 
 def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:
@@ -301,5 +306,5 @@ def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: boo
         raise ShapeError(f"causal attention needs as many queries as keys, not {shapes}")
     reads = read_as("attention", require_floating("attention", q), k, v)
     q, k, v = (converted(each, reads) for each in (q, k, v))
-    kernels = kernels_for(q.data)
-    return with_kernels(kernels, Attention(causal, kernels), q, k, v)
+    kernels = attention_for(q.data)
+    return with_kernels("attend", Attention(causal, kernels), q, k, v)

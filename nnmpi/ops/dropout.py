@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels.base import Kernels
-from nnmpi.backend.kernels.lookup import kernels_for
+from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.random import random_bits
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.shard import Region
 from nnmpi.tensor.convert import with_kernels
@@ -29,13 +29,12 @@ class DropoutFunction(Function):
         rate: the probability of 0.
         place: returns the key and the first row; asked in every forward pass.
         columns: (elements of a row,) uint32, their places in a whole row; None for 0, 1 ...
-        kernels: those for x.
     """
 
-    __slots__ = ("columns", "kernels", "place", "rate")
+    __slots__ = ("columns", "place", "rate")
 
-    def __init__(self, rate: float, place: Callable[[], Place], columns: Array | None, kernels: Kernels) -> None:
-        self.rate, self.place, self.columns, self.kernels = rate, place, columns, kernels
+    def __init__(self, rate: float, place: Callable[[], Place], columns: Array | None) -> None:
+        self.rate, self.place, self.columns = rate, place, columns
 
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on the ranks: as before; elements have their places in the whole row."""
@@ -49,11 +48,22 @@ class DropoutFunction(Function):
     def forward(self, x: Array) -> Array:
         xp = namespace(x)
         columns = None if self.columns is None else xp.asarray(self.columns)
-        y, self.saved = self.kernels.dropout(xp, x, self.rate, *self.place(), columns)
-        return y
+        (key, first_row), kernels = self.place(), kernels_for(x, "dropout")
+        if kernels is not None:  # which draw the mask again
+            self.saved = (kernels, (self.rate, key, first_row, columns))
+            y: Array = kernels.dropout(xp, x, *self.saved[1])
+            return y
+        rows = x.shape[0] if x.ndim else 1
+        bits = random_bits(xp, first_row, rows, prod(x.shape[1:]) if columns is None else columns, key)
+        kept = (bits >= xp.uint32(min(round(self.rate * 2**32), 2**32 - 1))).reshape(x.shape)
+        factor = kept * xp.asarray(1 / (1 - self.rate), dtype=x.dtype)
+        self.saved = (None, factor)
+        dropped: Array = x * factor
+        return dropped
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (self.kernels.dropout_grad(namespace(grad), grad, self.rate, self.saved),)
+        kernels, kept = self.saved
+        return (grad * kept if kernels is None else kernels.dropout(namespace(grad), grad, *kept),)
 
 
 @lru_cache(maxsize=16)
@@ -99,5 +109,4 @@ def dropout(
     place = key if callable(key) else lambda: (key, first_row)
     if p == 0:
         return x
-    kernels = kernels_for(require_floating("dropout", x).data)
-    return with_kernels(kernels, DropoutFunction(float(p), place, columns, kernels), x)
+    return with_kernels("dropout", DropoutFunction(float(p), place, columns), require_floating("dropout", x))

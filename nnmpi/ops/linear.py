@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, zero
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels.base import Kernels
-from nnmpi.backend.kernels.lookup import FLOAT32, cast, kernels_for
+from nnmpi.backend.kernels import FLOAT32, cast, kernels_for, to_float32
 from nnmpi.backend.precision import is_floating, is_low
+from nnmpi.backend.sums import row_sum
 from nnmpi.errors import ShapeError
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import read_as, refuse_parts
@@ -29,18 +29,17 @@ class LinearFunction(Function):
         dW, db in the dtypes of W and b (float32): the GEMM writes, or adds, dW where it belongs
 
     Args:
-        kernels: those for the result.
         reads: the dtype in which such a product reads x and W, and gives the result; None where the product of NumPy's
             arrays as they are serves, at no further cost.
         gives: the dtype of the result, if it is another one: float32.
     """
 
-    __slots__ = ("gives", "kernels", "reads")
+    __slots__ = ("gives", "reads")
 
     replayable = True
 
-    def __init__(self, kernels: Kernels, reads: np.dtype[Any] | None, gives: np.dtype[Any] | None = None) -> None:
-        self.kernels, self.reads, self.gives = kernels, reads, gives
+    def __init__(self, reads: np.dtype[Any] | None, gives: np.dtype[Any] | None = None) -> None:
+        self.reads, self.gives = reads, gives
 
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on the ranks: as the rows of x do."""
@@ -89,7 +88,7 @@ class LinearFunction(Function):
     def activate(self, y: Array, bias: Array | None) -> Array | None:
         """Turn x W, (rows, out), into the result, in place; return what `before_activation` needs of it."""
         if bias is not None:
-            self.kernels.bias_add(self.xp, y, bias)
+            self.xp.add(y, bias, out=y)
         return None
 
     def before_activation(self, grad: Array, kept: Array | None, to_bias: Array | None) -> Array:
@@ -101,7 +100,7 @@ class LinearFunction(Function):
             to_bias: (out,), the place for the gradient of b; None where nobody wants it.
         """
         if to_bias is not None:
-            self.kernels.bias_grad(self.xp, grad, to_bias)
+            bias_grad(self.xp, grad, to_bias)
         return grad
 
     def weight_factors(self, rows: Array, grad: Array) -> tuple[Array, Array]:
@@ -139,13 +138,41 @@ class LinearReluFunction(LinearFunction):
 
     def activate(self, y: Array, bias: Array | None) -> Array | None:
         """Turn x W into the result, in place; return it."""
-        self.kernels.bias_relu(self.xp, y, bias)
+        xp, kernels = self.xp, kernels_for(y, "bias_relu")
+        if kernels is not None:
+            kernels.bias_relu(xp, y, bias)
+            return y
+        if bias is not None:
+            xp.add(y, bias, out=y)
+        xp.maximum(y, zero(xp, y.dtype), out=y)
         return y
 
     def before_activation(self, grad: Array, kept: Array | None, to_bias: Array | None) -> Array:
         """Return the gradient of x W + b, given that of the result, and the result; write that of b."""
         assert kept is not None
-        return self.kernels.relu_grad_bias(self.xp, grad, kept, to_bias)
+        xp, kernels = self.xp, kernels_for(grad, "relu_grad_bias")
+        result: Array
+        if kernels is not None:
+            result = kernels.relu_grad_bias(xp, grad, kept, to_bias)
+            return result
+        if is_low(grad.dtype):
+            result = xp.empty(grad.shape, grad.dtype)
+            xp.greater(kept, 0, out=result, casting="unsafe")  # 0 and 1 in the gradient's dtype
+            xp.multiply(grad, result, out=result)
+        else:
+            result = xp.multiply(grad, xp.greater(kept, zero(xp, kept.dtype)))
+        if to_bias is not None:
+            bias_grad(xp, result, to_bias)
+        return result
+
+
+def bias_grad(xp: Any, grad: Array, to_bias: Array) -> None:
+    """Write the sum over the rows of the result's gradient (rows, n), in float32 where that is lower."""
+    kernels = kernels_for(grad, "bias_grad")
+    if kernels is not None:
+        kernels.bias_grad(xp, grad, to_bias)
+    else:
+        row_sum(xp, to_float32(xp, grad), out=to_bias)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -164,7 +191,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         DtypeError: when x, weight and bias differ in dtype (and none is float32 in a mode of mixed precision).
         UsageError: for tf32 with NumPy's arrays.
     """
-    return LinearFunction(*linear_options(x, check_linear("linear", x, weight, bias)))(x, weight, bias)
+    return LinearFunction(linear_options(x, check_linear("linear", x, weight, bias)))(x, weight, bias)
 
 
 def linear_transposed(x: Tensor, weight: Tensor) -> Tensor:
@@ -181,7 +208,7 @@ def linear_transposed(x: Tensor, weight: Tensor) -> Tensor:
     """
     if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ShapeError(f"linear_transposed of {x.shape} and a weight {weight.shape} needs (..., in) and (out, in)")
-    return TransposedLinearFunction(*linear_options(x, read_as("linear_transposed", x, weight)))(x, weight, None)
+    return TransposedLinearFunction(linear_options(x, read_as("linear_transposed", x, weight)))(x, weight, None)
 
 
 def linear_part(x: Tensor, weight: Tensor) -> Tensor:
@@ -190,7 +217,7 @@ def linear_part(x: Tensor, weight: Tensor) -> Tensor:
     Arguments and errors are those of `linear`.
     """
     reads = check_linear("linear", x, weight, None)
-    return LinearFunction(*linear_options(x, reads), gives=FLOAT32 if is_low(reads) else None)(x, weight, None)
+    return LinearFunction(linear_options(x, reads), gives=FLOAT32 if is_low(reads) else None)(x, weight, None)
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -198,14 +225,13 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
     Arguments and errors are those of `linear`. (By compiled kernels the bias's gradient differs in the last bits.)
     """
-    return LinearReluFunction(*linear_options(x, check_linear("linear_relu", x, weight, bias)))(x, weight, bias)
+    return LinearReluFunction(linear_options(x, check_linear("linear_relu", x, weight, bias)))(x, weight, bias)
 
 
-def linear_options(x: Tensor, reads: np.dtype[Any]) -> tuple[Kernels, np.dtype[Any] | None]:
-    """Return the kernels for a product, and the dtype in which it reads its inputs: what `LinearFunction` wants."""
-    kernels = kernels_for(x.data, reads)
+def linear_options(x: Tensor, reads: np.dtype[Any]) -> np.dtype[Any] | None:
+    """Return the dtype in which a product reads its inputs, as `LinearFunction` wants it."""
     is_plain = not is_low(reads) if type(x.data) is np.ndarray else not is_floating(reads)
-    return kernels, None if is_plain else reads
+    return None if is_plain else reads
 
 
 def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> np.dtype[Any]:

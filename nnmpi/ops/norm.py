@@ -7,12 +7,13 @@ it ("Updating formulae and a pairwise algorithm for computing sample variances",
 """
 
 from collections.abc import Callable
+from functools import partial
 from math import prod
 from typing import Any, TypeAlias
 
-from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels.base import Kernels
-from nnmpi.backend.kernels.lookup import kernels_for
+from nnmpi.backend.array import Array, Residuals, namespace
+from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.sums import product_sum, row_blocks, row_sum
 from nnmpi.errors import ShapeError
 from nnmpi.tensor.convert import in_float32, with_kernels
 from nnmpi.tensor.function import Function
@@ -39,18 +40,18 @@ class BatchNormFunction(Function):
     After `forward`, `statistics` holds (mean, variance with divisor n, n) of the global batch, to be taken away.
     """
 
-    __slots__ = ("all_reduce", "eps", "kernels", "observe", "statistics")
+    __slots__ = ("all_reduce", "eps", "observe", "statistics")
 
-    def __init__(self, eps: float, kernels: Kernels, all_reduce: AllReduce | None, observe: Observe | None) -> None:
-        self.eps, self.kernels, self.all_reduce, self.observe = eps, kernels, all_reduce, observe
+    def __init__(self, eps: float, all_reduce: AllReduce | None, observe: Observe | None) -> None:
+        self.eps, self.all_reduce, self.observe = eps, all_reduce, observe
 
     def _moments(self, rows: Array) -> tuple[Array, Array, Count]:
         """Return the mean and variance of each channel and the number of rows, over all ranks."""
         xp = namespace(rows)
         n = len(rows)
-        mean = self.kernels.column_means(xp, rows)
+        mean = column_sums(xp, rows) / max(n, 1)
         centred = rows - mean
-        squares = self.kernels.column_sums(xp, centred, centred)
+        squares = column_sums(xp, centred, centred)
         if self.all_reduce is None:
             return mean, squares / max(n, 1), n
         ours = mean.astype(xp.float64)
@@ -80,8 +81,8 @@ class BatchNormFunction(Function):
         normal, inverse, scale, count = self.saved
         xp = namespace(grad)
         rows = grad.reshape(normal.shape)
-        to_shift = self.kernels.column_sums(xp, rows, out=self.into(2))
-        to_scale = self.kernels.column_sums(xp, rows, normal)
+        to_shift = column_sums(xp, rows, out=self.into(2))
+        to_scale = column_sums(xp, rows, normal)
         to_x = None
         if self.needs[0]:
             sums = xp.concatenate([to_shift, to_scale])
@@ -99,15 +100,14 @@ class LayerNormFunction(Function):
 
     Args:
         eps: added to the variance.
-        kernels: those for x.
     """
 
-    __slots__ = ("eps", "kernels")
+    __slots__ = ("eps",)
 
     replayable = True
 
-    def __init__(self, eps: float, kernels: Kernels) -> None:
-        self.eps, self.kernels = eps, kernels
+    def __init__(self, eps: float) -> None:
+        self.eps = eps
 
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on the ranks: as before, where each rank has whole rows."""
@@ -121,25 +121,98 @@ class LayerNormFunction(Function):
         xp, n = self.xp, scale.size
         rows = xp.reshape(x, (x.size // n, n))
         scale_row, shift_row = xp.reshape(scale, (n,)), xp.reshape(shift, (n,))
-        y, residuals = self.kernels.layer_norm(xp, rows, scale_row, shift_row, self.eps, True in self.needs)
-        self.saved = (scale, residuals)
-        return y.reshape(x.shape)
+        kernels = kernels_for(x, "layer_norm")
+        if kernels is not None:
+            y, residuals = kernels.layer_norm(xp, rows, scale_row, shift_row, self.eps)
+        else:
+            y, residuals = self._normalize(rows, scale_row, shift_row)
+        self.saved = (scale, residuals, kernels)
+        result: Array = y.reshape(x.shape)
+        return result
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        scale, residuals = self.saved
+        scale, residuals, kernels = self.saved
         xp, n = self.xp, scale.size
         rows = xp.reshape(grad, (grad.size // n, n))
         to_x = xp.empty(rows.shape, grad.dtype) if self.needs[0] else None
         to_scale, to_shift = (self._place(i, scale) if self.needs[i] else None for i in (1, 2))
         sums = [None if each is None else each.reshape(n) for each in (to_scale, to_shift)]
-        self.kernels.layer_norm_grad(xp, rows, residuals, xp.reshape(scale, (n,)), to_x, *sums)
+        write = self._write_gradients if kernels is None else partial(kernels.layer_norm_grad, xp)
+        write(rows, residuals, xp.reshape(scale, (n,)), to_x, *sums)
         return None if to_x is None else to_x.reshape(grad.shape), to_scale, to_shift
+
+    def _normalize(self, x: Array, scale: Array, shift: Array) -> tuple[Array, Residuals]:
+        """Return the result for rows (rows, n), and what the gradient needs.
+
+        All passes over a block of rows are made while it lies in the cache. Sums along a row are products with vectors,
+        which BLAS computes faster than NumPy adds; the mean, from which differences are taken, is summed pairwise.
+        """
+        xp = self.xp
+        n = scale.size
+        y, inverse = xp.empty(x.shape, x.dtype), xp.empty((len(x), 1), x.dtype)
+        normal = xp.empty(x.shape, x.dtype) if True in self.needs else y
+        for part in row_blocks(x):
+            block, moment = normal[part], inverse[part]
+            xp.add.reduce(x[part], axis=1, keepdims=True, out=moment)
+            xp.divide(moment, n, out=moment)  # of equal numbers this gives the number, a product with 1 / n may not
+            xp.subtract(x[part], moment, out=block)
+            xp.multiply(xp.einsum("ij,ij->i", block, block)[:, None], 1 / n, out=moment)
+            xp.add(moment, self.eps, out=moment)
+            xp.divide(xp.sqrt(moment), moment, out=moment)  # NaN of infinity, where 1 / sqrt would be 0
+            xp.multiply(block, moment, out=block)
+            xp.multiply(block, scale, out=y[part])
+            xp.add(y[part], shift, out=y[part])
+        return y, (normal, inverse)
+
+    def _write_gradients(
+        self,
+        grad: Array,
+        residuals: Residuals,
+        scale: Array,
+        to_x: Array | None,
+        to_scale: Array | None,
+        to_shift: Array | None,
+    ) -> None:
+        """Write the gradients of x (rows, n), scale and shift, each where there is a place for it."""
+        xp = self.xp
+        normal, inverse = residuals
+        n = normal.shape[1]
+        weights = xp.multiply(scale, 1 / n)
+        if to_shift is not None:
+            row_sum(xp, grad, out=to_shift)
+        blocks = row_blocks(grad)
+        scratch = xp.empty((blocks[0].stop, n), grad.dtype)
+        for part in blocks:
+            block, product = grad[part], scratch[: part.stop - part.start]
+            xp.multiply(block, normal[part], out=product)
+            if to_scale is not None:
+                if part.start == 0:
+                    row_sum(xp, product, out=to_scale)
+                else:
+                    xp.add(to_scale, row_sum(xp, product), out=to_scale)
+            if to_x is not None:
+                result = to_x[part]
+                both = xp.dot(block, weights)[:, None], xp.dot(product, weights)[:, None]  # (block, 1) each
+                xp.multiply(block, scale, out=result)
+                xp.subtract(result, both[0], out=result)
+                xp.multiply(normal[part], both[1], out=product)
+                xp.subtract(result, product, out=result)
+                xp.multiply(result, inverse[part], out=result)
 
     def _place(self, i: int, parameter: Array) -> Array:
         """Return where the gradient of a parameter is computed."""
         place = self.into(i)
         fresh: Array = self.xp.empty(parameter.shape, parameter.dtype) if place is None else place
         return fresh
+
+
+def column_sums(xp: Any, a: Array, b: Array | None = None, out: Array | None = None) -> Array:
+    """Return the sum of each column of a (rows, n), or of a * b, as (n,); in `out` if it is given."""
+    kernels = kernels_for(a, "column_sums")
+    if kernels is not None:
+        place: Array = kernels.column_sums(xp, a if b is None else a * b, out)
+        return place
+    return row_sum(xp, a, out) if b is None else product_sum(xp, a, b)
 
 
 def batch_norm(
@@ -170,9 +243,8 @@ def batch_norm(
         DtypeError: when x, scale and shift differ in dtype.
     """
     _check("batch_norm", x, scale, shift, x.shape[-1:])
-    kernels = kernels_for(require_floating("batch_norm", x).data)
-    function = BatchNormFunction(float(eps), kernels, all_reduce, observe)
-    y = in_float32(function, x, scale, shift)
+    function = BatchNormFunction(float(eps), all_reduce, observe)
+    y = in_float32(function, require_floating("batch_norm", x), scale, shift)
     statistics = function.statistics
     del function.statistics  # on the tape stays only what goes back
     return y, *statistics
@@ -192,8 +264,8 @@ def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-5) -> Te
         DtypeError: when x, scale and shift differ in dtype.
     """
     _check("layer_norm", x, scale, shift, x.shape[x.ndim - scale.ndim :])
-    kernels = kernels_for(require_floating("layer_norm", x).data)
-    return with_kernels(kernels, LayerNormFunction(float(eps), kernels), x, scale, shift)
+    function = LayerNormFunction(float(eps))
+    return with_kernels("layer_norm", function, require_floating("layer_norm", x), scale, shift)
 
 
 def _check(name: str, x: Tensor, scale: Tensor, shift: Tensor, wanted: tuple[int, ...]) -> None:

@@ -1,30 +1,73 @@
 """Pooling of channels-last images: the largest element, or the mean, of each window.
 
-The operations check shapes and keep what backward needs; kernels compute (see `backend.kernels.pooling`).
+    x (n, h, w, c)  --border-->  places (kernel_h, kernel_w, n, out_h, out_w, c)  -->  y (n, out_h, out_w, c)
+
+Max-pooling copies a few images' windows at a time into planes, one per place in the window, and then computes on long
+runs of memory (see `planes`). The mean adds the places up where they lie, each seen in all windows at once as a strided
+view ("tap"). Windows may overlap.
 """
 
-from typing import Any
+from collections.abc import Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.kernels.base import Kernels
-from nnmpi.backend.kernels.lookup import kernels_for
-from nnmpi.backend.kernels.pooling import PoolWindows
-from nnmpi.backend.windows import Pair, out_size, pair
+from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.windows import Pair, bordered, out_size, pair, tap, windows
 from nnmpi.errors import ShapeError, UsageError
+from nnmpi.ops.planes import Planes
 from nnmpi.tensor.convert import with_kernels
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 
+PLANES_BYTES = 1 << 19  # of one block of planes: half of a usual second-level cache
+
+
+class PoolWindows(NamedTuple):
+    """How windows go over images; each is rows and columns of pixels."""
+
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+
+    def out(self, h: int, w: int) -> Pair:
+        """Return the rows and columns of the result for images of h x w; 0 where there are too few pixels."""
+        return (
+            max(0, out_size(h, self.kernel[0], self.stride[0], self.padding[0])),
+            max(0, out_size(w, self.kernel[1], self.stride[1], self.padding[1])),
+        )
+
+    @property
+    def overlap(self) -> bool:
+        """Whether windows share pixels."""
+        return self.kernel[0] > self.stride[0] or self.kernel[1] > self.stride[1]
+
+    def places(self, x: Array) -> Array:
+        """Return images with their border as a view (kernel_h, kernel_w, n, out_h, out_w, c)."""
+        return windows(x, self.kernel, self.stride).transpose(3, 4, 0, 1, 2, 5)
+
+    def taps(self, x: Array, out: Pair) -> Iterator[Array]:
+        """Yield, per place in the window, the view (n, out_h, out_w, c) of images with their border that it sees."""
+        for place in np.ndindex(*self.kernel):
+            yield tap(x, place, out, self.stride)
+
+    def inside(self, x: Array) -> Array:
+        """Return a view of images without their border."""
+        (top, left), (h, w) = self.padding, x.shape[1:3]
+        return x[:, top : h - top, left : w - left]
+
 
 class Pool2dFunction(Function):
     """One number for each window over rows and columns, of each image and channel alone."""
 
-    __slots__ = ("kernels", "over")
+    __slots__ = ("over",)
 
-    def __init__(self, kernels: Kernels, over: PoolWindows) -> None:
-        self.kernels, self.over = kernels, over
+    def __init__(self, over: PoolWindows) -> None:
+        self.over = over
 
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on the ranks: as before, where each rank has whole images of its channels."""
@@ -39,11 +82,43 @@ class MaxPool2dFunction(Pool2dFunction):
     replayable = True
 
     def forward(self, x: Array) -> Array:
-        y, self.saved = self.kernels.max_pool(self.xp, x, self.over, self.needs[0])  # (n, out_h, out_w, c)
+        xp, over, kernels, shape = self.xp, self.over, kernels_for(x, "max_pool"), x.shape
+        y: Array
+        if kernels is not None:
+            y, winner = kernels.max_pool(xp, x, over, self.needs[0])
+            self.saved = (winner, shape, kernels)
+            return y
+        rows, columns = over.out(*x.shape[1:3])
+        x = bordered(x, over.padding, -float("inf"), xp)
+        y = xp.empty((len(x), rows, columns, x.shape[3]), x.dtype)
+        planes = Planes(xp, prod(over.kernel), _count(y, over) * y[:1].size)
+        winner = xp.empty(y.shape, planes.dtype) if self.needs[0] else None
+        if y.size:
+            seen = over.places(x)
+            for images, block in _blocks(xp, y, over):
+                xp.copyto(block, seen[:, :, images])
+                won = None if winner is None else _flat(winner[images])
+                planes.largest(_stacked(block), _flat(y[images]), won)
+        self.saved = (winner, x.shape, None)
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (self.kernels.max_pool_grad(self.xp, grad, self.saved, self.over),)
+        (winner, shape, kernels), xp, over = self.saved, self.xp, self.over
+        if kernels is not None:
+            return (kernels.max_pool_grad(xp, grad, winner, shape, over),)
+        grad = xp.reshape(grad, (grad.size,)).reshape(grad.shape)  # without gaps
+        result: Array = xp.zeros(shape, grad.dtype)
+        planes = Planes(xp, prod(over.kernel), _count(grad, over) * grad[:1].size)
+        if grad.size:
+            seen = over.places(result)
+            for images, block in _blocks(xp, grad, over):
+                planes.gradient(_flat(grad[images]), _flat(winner[images]), _stacked(block))
+                if not over.overlap:
+                    xp.copyto(seen[:, :, images], block)
+                else:
+                    for place in np.ndindex(*over.kernel):  # one after another, as windows share pixels
+                        xp.add(seen[place][images], block[place], out=seen[place][images])
+        return (over.inside(result),)
 
 
 class AvgPool2dFunction(Pool2dFunction):
@@ -54,11 +129,30 @@ class AvgPool2dFunction(Pool2dFunction):
     replayable = True
 
     def forward(self, x: Array) -> Array:
+        xp, over = self.xp, self.over
         self.saved = x.shape
-        return self.kernels.avg_pool(self.xp, x, self.over)  # (n, out_h, out_w, c)
+        out = over.out(*x.shape[1:3])
+        x = bordered(x, over.padding, 0.0, xp)
+        y: Array = xp.empty((len(x), *out, x.shape[3]), x.dtype)
+        for number, values in enumerate(over.taps(x, out)):
+            if number:
+                xp.add(y, values, out=y)
+            else:
+                xp.copyto(y, values)
+        xp.multiply(y, 1 / prod(over.kernel), out=y)
+        return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (self.kernels.avg_pool_grad(self.xp, grad, self.saved, self.over),)
+        shape, xp, over = self.saved, self.xp, self.over
+        (n, h, w, c), (top, left) = shape, over.padding
+        result: Array = xp.zeros((n, h + 2 * top, w + 2 * left, c), grad.dtype)
+        share = xp.multiply(grad, 1 / prod(over.kernel))
+        for place in over.taps(result, (grad.shape[1], grad.shape[2])):
+            if over.overlap:
+                xp.add(place, share, out=place)
+            else:
+                xp.copyto(place, share)
+        return (over.inside(result),)
 
 
 def max_pool2d(x: Tensor, kernel_size: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> Tensor:
@@ -88,8 +182,7 @@ def avg_pool2d(x: Tensor, kernel_size: int | Pair, stride: int | Pair | None = N
 
 def pooled(function: type[Pool2dFunction], x: Tensor, over: PoolWindows) -> Tensor:
     """Return what an operation makes of each window of images of floats; there may be none."""
-    kernels = kernels_for(x.data)
-    return with_kernels(kernels, function(kernels, over), x)
+    return with_kernels("max_pool" if issubclass(function, MaxPool2dFunction) else "avg_pool", function(over), x)
 
 
 def _checked(
@@ -116,3 +209,30 @@ def pool_windows(kernel_size: int | Pair, stride: int | Pair | None, padding: in
     """
     sizes = pair("kernel_size", kernel_size, 1)
     return PoolWindows(sizes, sizes if stride is None else pair("stride", stride, 1), pair("padding", padding, 0))
+
+
+def _count(y: Array, over: PoolWindows) -> int:
+    """Return how many images of a result, or of its gradient, make a block."""
+    each = y[:1].size * prod(over.kernel) * y.dtype.itemsize
+    return max(1, min(len(y), PLANES_BYTES // max(1, each)))
+
+
+def _blocks(xp: Any, y: Array, over: PoolWindows) -> Iterator[tuple[slice, Array]]:
+    """Yield a few images at a time, with memory for their planes (kernel_h, kernel_w, count, out_h, out_w, c)."""
+    n, count = len(y), _count(y, over)
+    memory = xp.empty((count * y[:1].size * prod(over.kernel),), y.dtype)
+    for start in range(0, n, count):
+        images = slice(start, min(start + count, n))
+        shape = (*over.kernel, *y[images].shape)
+        yield images, memory[: prod(shape)].reshape(shape)
+
+
+def _flat(images: Array) -> Array:
+    """Return images without gaps as a view in one axis."""
+    return images.reshape(images.size)
+
+
+def _stacked(planes: Array) -> Array:
+    """Return planes (kernel_h, kernel_w, ...) as a view (kernel_h kernel_w, elements)."""
+    places = planes.shape[0] * planes.shape[1]
+    return planes.reshape(places, planes.size // places)

@@ -5,7 +5,7 @@ steps), blocks (why buffers are gone through in pieces), schedule (the learning 
 fp16).
 
 To add an optimizer: a subclass of `Optimizer` in a file of its own, its name and its options in names, and its name
-among those of `train.config`. It then runs by NumPy; a fused kernel goes into backend/kernels/base.py (the
+among those of `train.config`. It then runs by NumPy; a fused kernel goes into backend/cuda/updates.py (the
 interface) and into jit/ and cuda/, each with its table.
 """
 

@@ -8,11 +8,10 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from types import EllipsisType, ModuleType
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels.base import UpdateKernels
-from nnmpi.backend.kernels.lookup import kernels_for
+from nnmpi.backend.kernels import kernels_for
 
 # 64k float32 elements: buffer, gradient, two slots and a scratch array make 1.25 MiB, about a core's L2 cache, and
 # calling NumPy costs less than a tenth of the arithmetic. Measured (Zen 5, 1 MiB L2, 32 MiB L3, one thread, median):
@@ -52,9 +51,10 @@ class BufferBlock:
         object.__setattr__(self, "is_flat", all(array.ndim == 1 and array.flags.c_contiguous for array in arrays))
 
 
-def block_kernels(block: BufferBlock) -> UpdateKernels | None:
+def block_kernels(block: BufferBlock) -> Any:
     """Return the updates that work on this block in one pass, or None."""
-    return kernels_for(block.data).updates if block.is_flat else None
+    kernels = kernels_for(block.data, "updates") if block.is_flat else None
+    return None if kernels is None else kernels.updates
 
 
 def block_elements(array: Array) -> int:

@@ -6,13 +6,13 @@ A strategy that holds only a shard of the gradients adds up `sum_of_squares` ove
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.cuda.kernels import DeviceKernels
-from nnmpi.backend.kernels.lookup import kernels_for
+from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.recording import perform, refuse
 from nnmpi.errors import UsageError
 from nnmpi.optim.blocks import block_elements, pieces
@@ -33,7 +33,7 @@ def sum_of_squares(grads: Sequence[Array]) -> float:
     of 1e30 or 1e-30 have their right norm. On a device all of it is added up in float64, and waited for once.
     """
     refuse("a gradient's norm")
-    if grads and all(kernels_for(grad).is_device for grad in grads):
+    if grads and all(kernels_for(grad, "sum_of_squares") is not None for grad in grads):
         return _on_device(grads)
     with np.errstate(over="ignore", invalid="ignore"):  # the result says it, and the caller acts on that
         total = float(sum(_squares(grad, grad.dtype) for grad in grads))
@@ -63,10 +63,9 @@ def read_squares(value: float, grad: Array) -> float:
     return value if trusted(value) or _adds_in_float64(grad) is not None else sum_of_squares([grad])
 
 
-def _adds_in_float64(grad: Array) -> DeviceKernels | None:
+def _adds_in_float64(grad: Array) -> Any:
     """Return the device's kernels, by which `write_squares` adds up in float64; None where it does not."""
-    kernels = kernels_for(grad)
-    return kernels if isinstance(kernels, DeviceKernels) and grad.flags.c_contiguous else None
+    return kernels_for(grad, "sum_of_squares") if grad.flags.c_contiguous else None
 
 
 def _on_device(grads: Sequence[Array]) -> float:
@@ -74,9 +73,7 @@ def _on_device(grads: Sequence[Array]) -> float:
     total: Array = namespace(grads[0]).empty((1,), "float64")
     for i, grad in enumerate(grads):
         whole = grad if grad.flags.c_contiguous else namespace(grad).ascontiguousarray(grad)
-        kernels = kernels_for(grad)
-        assert isinstance(kernels, DeviceKernels)
-        kernels.sum_of_squares(whole, total, i > 0)
+        kernels_for(grad, "sum_of_squares").sum_of_squares(whole, total, i > 0)
     return float(total[0])
 
 

@@ -1,10 +1,9 @@
 """Stochastic gradient descent with momentum, Nesterov's momentum and L2 weight decay."""
 
 from collections.abc import Iterable, Mapping
-from typing import Final
+from typing import Any, Final
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.kernels.base import UpdateKernels
 from nnmpi.errors import UsageError
 from nnmpi.optim.blocks import BufferBlock, block_kernels
 from nnmpi.optim.optimizer import Optimizer, below_one, decayed_gradient, factor
@@ -66,7 +65,7 @@ class SGD(Optimizer):
             block.xp.multiply(direction, rate, out=change)
             block.xp.subtract(data, change, out=data)
 
-    def _compiled(self, compiled: UpdateKernels, block: BufferBlock, lr: float) -> None:
+    def _compiled(self, compiled: Any, block: BufferBlock, lr: float) -> None:
         if block.slots:
             (momentum,), kept = block.slots, self.momentum
             compiled.sgd_momentum(block.data, block.grad, momentum, lr, kept, block.decay, self.nesterov)

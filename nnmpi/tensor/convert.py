@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, namespace
-from nnmpi.backend.kernels.base import Kernels
-from nnmpi.backend.kernels.lookup import FLOAT32, cast, to_float32
+from nnmpi.backend.kernels import FLOAT32, cast, kernels_for, to_float32
 from nnmpi.backend.precision import is_low
 from nnmpi.tensor.function import Elementwise, Function
 from nnmpi.tensor.variable import Variable
@@ -62,18 +61,17 @@ def in_float32(function: Function, *inputs: Any, narrow: bool = True) -> Tensor:
     return rounded
 
 
-def with_kernels(kernels: Kernels, function: Function, *inputs: Any, narrow: bool = True) -> Tensor:
-    """Apply an operation that computes by these kernels: `in_float32`, unless they read lower precision themselves.
+def with_kernels(name: str, function: Function, *inputs: Any, narrow: bool = True) -> Tensor:
+    """Apply an operation: `in_float32`, unless a device's kernels of this name read lower precision themselves.
 
     Args:
-        kernels: those that the function was made with.
+        name: of the kernel that the operation asks for.
         function: the operation.
         inputs, narrow: as for `in_float32`.
     """
-    if not kernels.is_device:
-        for x in inputs:
-            if isinstance(x, Variable) and is_low(x.data.dtype):
-                return in_float32(function, *inputs, narrow=narrow)
+    first = inputs[0].data
+    if type(first) is np.ndarray or kernels_for(first, name) is None:
+        return in_float32(function, *inputs, narrow=narrow)
     return function(*inputs)
 
 

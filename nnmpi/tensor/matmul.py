@@ -8,7 +8,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels.lookup import cast
+from nnmpi.backend.kernels import cast
 from nnmpi.backend.precision import is_floating, is_low
 from nnmpi.errors import LayoutError, ShapeError
 from nnmpi.tensor.convert import converted

@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.kernels.lookup import FLOAT32, cast, to_float32
-from nnmpi.backend.kernels.sums import sum_over
+from nnmpi.backend.kernels import FLOAT32, cast, to_float32
 from nnmpi.backend.precision import is_floating, is_low, low_dtype, precision
+from nnmpi.backend.sums import sum_over
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor.convert import converted
 from nnmpi.tensor.placement import is_cut

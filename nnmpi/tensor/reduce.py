@@ -11,9 +11,9 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels.lookup import to_float32
-from nnmpi.backend.kernels.sums import sum_over
+from nnmpi.backend.kernels import to_float32
 from nnmpi.backend.precision import precision
+from nnmpi.backend.sums import sum_over
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.tensor.convert import in_float32
 from nnmpi.tensor.function import Function

@@ -8,7 +8,7 @@ from operator import index
 from typing import TYPE_CHECKING, Any
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.kernels.lookup import FLOAT32
+from nnmpi.backend.kernels import FLOAT32
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.tensor.convert import converted
 from nnmpi.tensor.function import Function

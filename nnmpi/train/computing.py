@@ -11,7 +11,7 @@ from math import prod
 
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.blas import one_blas_thread
-from nnmpi.backend.kernels.lookup import jit, load
+from nnmpi.backend.kernels import jit, load
 from nnmpi.comm.group import Group
 from nnmpi.command import Switch
 from nnmpi.data.dataset import Samples

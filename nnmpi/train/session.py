@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nnmpi.backend.backend import Backend
-from nnmpi.backend.kernels.lookup import jit, load
+from nnmpi.backend.kernels import jit, load
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.compose.stats import EvalReport

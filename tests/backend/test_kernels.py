@@ -8,7 +8,7 @@ import threading
 import numpy as np
 import pytest
 
-from nnmpi.backend.kernels.lookup import compiled_kernels, jit
+from nnmpi.backend.kernels import compiled_kernels, jit
 from tests.harness.slow import KERNELS
 
 
@@ -65,7 +65,7 @@ sys.modules["numba"] = None
 import numpy as np
 import nnmpi
 from nnmpi import nn, ops, optim
-from nnmpi.backend.kernels.lookup import jit
+from nnmpi.backend.kernels import jit
 model = nn.Sequential(nn.Conv2d(1, 2, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8, 3))
 model.initialize(0)
 ops.cross_entropy(model(nnmpi.Tensor(np.ones((2, 4, 4, 1), np.float32))), np.array([0, 1])).backward()
@@ -89,7 +89,7 @@ def test_the_next_process_finds_the_machine_code(tmp_path):
     pytest.importorskip("numba")
     program = """
 import numba
-from nnmpi.backend.kernels.lookup import compiled_kernels, jit
+from nnmpi.backend.kernels import compiled_kernels, jit
 with jit():
     k = compiled_kernels().functions
     found = [k.loop("bias_relu"), *k.direct(2, 4, 1, 3), *k.direct(4, 2, 1, 3)]
@@ -118,7 +118,7 @@ def test_one_process_compiles_and_the_others_load(tmp_path):
     """Of several at once; the others have waited."""
     pytest.importorskip("numba")
     program = """
-from nnmpi.backend.kernels.lookup import compiled_kernels, jit
+from nnmpi.backend.kernels import compiled_kernels, jit
 with jit():
     print(sum(compiled_kernels().functions.loop("softmax_loss").stats.cache_misses.values()))
 """

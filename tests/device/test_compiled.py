@@ -7,7 +7,7 @@ import pytest
 
 import nnmpi
 from nnmpi import nn, ops, optim
-from nnmpi.backend.kernels.lookup import jit
+from nnmpi.backend.kernels import jit
 from tests.device.library import device_backend, load
 from tests.nn.test_compiled import step_of, train
 

@@ -67,7 +67,7 @@ INHERITED = frozenset({"forward", "backward"})
 
 # Imports inside functions that are not of an optional library.
 LATE_IMPORTS = {
-    ("nnmpi/backend/kernels/lookup.py", "nnmpi.backend.jit.kernels"): "it imports numba, which a user may not have",
+    ("nnmpi/backend/kernels.py", "nnmpi.backend.jit.kernels"): "it imports numba, which a user may not have",
     ("nnmpi/comm/communicator.py", "nnmpi.comm.mpi.mpi_world"): "it imports mpi4py.MPI, for a communicator of mpi4py's",
     ("nnmpi/comm/mpi/library.py", "mpi4py"): "without an MPI library it raises, which becomes a sentence there",
     ("nnmpi/comm/mpi/library.py", "mpi4py.MPI"): "without an MPI library it raises, which becomes a sentence there",

@@ -5,9 +5,9 @@ import pytest
 
 import nnmpi
 from nnmpi import nn, ops
-from nnmpi.backend.kernels import attention as module
 from nnmpi.backend.random import random_bits
 from nnmpi.errors import DtypeError, ShapeError, UsageError
+from nnmpi.ops import attend as module
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 

@@ -7,7 +7,7 @@ import pytest
 
 import nnmpi
 from nnmpi import ops
-from nnmpi.backend.kernels.sums import row_blocks
+from nnmpi.backend.sums import row_blocks
 from nnmpi.tensor.tensor import Tensor
 from tests.device.here import here
 from tests.device.library import device_backend
@@ -18,7 +18,7 @@ SIZES = [(7, 5), (2, 9, 4), (64, 6), (1, 3), (0, 4), (3, 1)]
 @pytest.fixture(params=[1, 8, 20, 10**6])
 def elements(request, monkeypatch):
     """Make blocks of so many elements, or of one row at least."""
-    monkeypatch.setattr(import_module("nnmpi.backend.kernels.sums"), "ELEMENTS", request.param)
+    monkeypatch.setattr(import_module("nnmpi.backend.sums"), "ELEMENTS", request.param)
     return request.param
 
 
@@ -76,7 +76,7 @@ def test_blocks_do_not_matter(name, size, elements, monkeypatch):
     replayed = [compiled().data, *[leaf.grad for leaf in leaves]]
     for one, other in zip(replayed, results, strict=True):
         np.testing.assert_array_equal(one, other)
-    monkeypatch.setattr(import_module("nnmpi.backend.kernels.sums"), "ELEMENTS", 10**6)
+    monkeypatch.setattr(import_module("nnmpi.backend.sums"), "ELEMENTS", 10**6)
     for one, other in zip(results, run(function, arrays, grad), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
 

@@ -6,7 +6,7 @@ import pytest
 import nnmpi
 from nnmpi import nn, optim
 from nnmpi.backend.jit import tiling
-from nnmpi.backend.kernels.lookup import compiled_kernels, jit
+from nnmpi.backend.kernels import compiled_kernels, jit
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv import choice
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi.backend.kernels.lookup import jit
+from nnmpi.backend.kernels import jit
 from nnmpi.errors import ShapeError
 from nnmpi.ops.linear import linear_relu
 from nnmpi.ops.loss import cross_entropy

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi.backend.kernels import pooling
 from nnmpi.errors import ShapeError, UsageError
+from nnmpi.ops import pool as pooling
 from nnmpi.ops.pool import avg_pool2d, max_pool2d
 from nnmpi.tensor.tensor import Tensor
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nnmpi import nn, ops
-from nnmpi.backend.kernels.sums import ROWS, product_sum, row_sum
+from nnmpi.backend.sums import ROWS, product_sum, row_sum
 from nnmpi.nn.mode import training
 from nnmpi.tensor.tensor import Tensor
 

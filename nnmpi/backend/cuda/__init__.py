@@ -1,6 +1,6 @@
 """Kernels in CUDA C++ for devices, compiled when they are first used.
 
-    kernels        `DeviceKernels`: what operations call, `backend.kernels.base.Kernels` by those of `DeviceFunctions`,
+    kernels        `DeviceKernels`: what operations ask for (see `backend.kernels`), by `DeviceFunctions`,
                    one method for each
     launch         compiling for the dtypes at hand, what all calls check, and the sizes of grids
     the rest       one Python file per family of kernels, and the sources: `common.cuh`, put before each `*.cu`

@@ -15,9 +15,6 @@ from nnmpi.backend.cuda.rows import Rows
 from nnmpi.backend.cuda.tables import Tables
 from nnmpi.backend.cuda.updates import Updates
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels.attention import AttentionDropout, Heads, Trio
-from nnmpi.backend.kernels.base import Kernels, UpdateKernels
-from nnmpi.backend.kernels.pooling import PoolWindows
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.recording import perform
 
@@ -31,8 +28,8 @@ def works_on(dtype: Dtype) -> bool:
     return dtype.name in NAMES
 
 
-class DeviceKernels(Kernels):
-    """Kernels of one library (CuPy), queued on its current stream. Arguments and results are those of `Kernels`.
+class DeviceKernels:
+    """Kernels of one library (CuPy), queued on its current stream. Operations ask for them (see `backend.kernels`).
 
     The functions read and write arrays without gaps; a recorded step notes each as one call.
 
@@ -42,13 +39,11 @@ class DeviceKernels(Kernels):
 
     __slots__ = ("functions",)
 
-    is_device = True
-
     def __init__(self, xp: ModuleType) -> None:
         self.functions = DeviceFunctions(xp)
 
     @property
-    def updates(self) -> UpdateKernels:
+    def updates(self) -> Updates:
         """Optimizers' updates, which work on whole buffers."""
         return self.functions
 
@@ -72,24 +67,18 @@ class DeviceKernels(Kernels):
         perform(self.functions.relu_grad_bias, grad, y, result, to_bias)
         return result
 
-    def gelu(self, xp: Any, x: Array, tanh: bool, keep: bool) -> tuple[Array, Residuals]:
+    def gelu(self, xp: Any, x: Array, tanh: bool) -> tuple[Array, Array]:
         """Compute value and derivative in one pass, as behind a linear layer."""
         width = x.shape[-1] if x.ndim else 1
-        y = xp.array(x, order="C")
-        slope = self.bias_gelu(xp, y.reshape(x.size // max(width, 1), width), None, tanh, keep)
-        return y, (slope,)
+        y, slope = xp.array(x, order="C"), xp.empty(x.shape, x.dtype)
+        flat = (x.size // max(width, 1), width)
+        self.bias_gelu(xp, y.reshape(flat), None, slope.reshape(flat), tanh)
+        return y, slope
 
-    def gelu_grad(self, xp: Any, grad: Array, residuals: Residuals, tanh: bool) -> Array:
-        """Multiply by the derivative."""
-        result: Array = xp.multiply(grad, xp.reshape(residuals[0], grad.shape))
-        return result
-
-    def bias_gelu(self, xp: Any, y: Array, bias: Array | None, tanh: bool, keep: bool) -> Array | None:
+    def bias_gelu(self, xp: Any, y: Array, bias: Array | None, slope: Array, tanh: bool) -> None:
         """Compute bias, GELU and its derivative in one pass."""
-        slope: Array = xp.empty(y.shape, y.dtype)
         function = self.functions.bias_gelu_tanh_slope if tanh else self.functions.bias_gelu_slope
         perform(function, y, _shift(xp, y, bias), slope)
-        return slope
 
     def slope_grad_bias(self, xp: Any, grad: Array, slope: Array, to_bias: Array | None) -> Array:
         """Compute both gradients in one pass."""
@@ -100,7 +89,7 @@ class DeviceKernels(Kernels):
     # ---- attention
 
     def attend(
-        self, xp: Any, inputs: Trio, y: Heads, causal: bool, keep: bool, drop: AttentionDropout | None = None
+        self, xp: Any, inputs: tuple[Array, ...], y: Array, causal: bool, keep: bool, drop: Any = None
     ) -> Residuals:
         """Multiply all heads at once, as they lie, with a softmax kernel over all scores in place between the products.
 
@@ -114,12 +103,15 @@ class DeviceKernels(Kernels):
         scores = xp.empty((*q.shape[:3], k.shape[2]), _accumulated(q))
         gemm(xp, q, k.swapaxes(2, 3), out=scores)
         perform(self.functions.softmax, scores, 1 / sqrt(q.shape[3]), causal, scores)
-        p = self.cast(xp, scores, q.dtype)
+        p = scores
+        if scores.dtype != q.dtype:
+            p = xp.empty(scores.shape, q.dtype)
+            xp.copyto(p, scores, casting="unsafe")
         gemm(xp, self._left(xp, p, drop), v, out=y)
         return (q, k, v, p)
 
     def attend_grad(
-        self, xp: Any, grad: Heads, kept: Residuals, places: Trio, causal: bool, drop: AttentionDropout | None = None
+        self, xp: Any, grad: Array, kept: Residuals, places: tuple[Array, ...], causal: bool, drop: Any = None
     ) -> None:
         """Write all three gradients; the mask is drawn again."""
         (q, k, v, p), (to_q, to_k, to_v) = kept, places
@@ -131,15 +123,13 @@ class DeviceKernels(Kernels):
         gemm(xp, d, k, out=to_q)
         gemm(xp, d.swapaxes(2, 3), q, out=to_k)
 
-    def _left(self, xp: Any, p: Array, drop: AttentionDropout | None) -> Array:
+    def _left(self, xp: Any, p: Array, drop: Any) -> Array:
         """Return what dropout leaves of probabilities (batch, heads, queries, keys), or of their gradient."""
-        return p if drop is None else self.dropout(xp, p, drop.rate, drop.key, drop.first_row, None)[0]
+        return p if drop is None else self.dropout(xp, p, drop.rate, drop.key, drop.first_row, None)
 
     # ---- rows
 
-    def layer_norm(
-        self, xp: Any, x: Array, scale: Array, shift: Array, eps: float, keep: bool
-    ) -> tuple[Array, Residuals]:
+    def layer_norm(self, xp: Any, x: Array, scale: Array, shift: Array, eps: float) -> tuple[Array, Residuals]:
         """Normalize rows in one pass; x is kept, and not what it is normalized to, which need not be written then."""
         x, scale, shift = xp.ascontiguousarray(x), xp.ascontiguousarray(scale), xp.ascontiguousarray(shift)
         y, wide = xp.empty(x.shape, x.dtype), _accumulated(x)
@@ -162,24 +152,20 @@ class DeviceKernels(Kernels):
         grad, places = xp.ascontiguousarray(grad), (to_x, to_scale, to_shift)
         perform(self.functions.layer_norm_grad, grad, x, inverse, scale, *places, mean)
 
-    def column_sums(self, xp: Any, a: Array, b: Array | None = None, out: Array | None = None) -> Array:
+    def column_sums(self, xp: Any, a: Array, out: Array | None) -> Array:
         """Return the columns' sums, which with few columns are several times as fast as CuPy's."""
         place: Array = xp.empty(a.shape[1:], a.dtype) if out is None else out
-        self.functions.column_sum(xp.ascontiguousarray(a if b is None else a * b), place)
+        self.functions.column_sum(xp.ascontiguousarray(a), place)
         return place
 
-    def softmax(self, xp: Any, x: Array, axis: int) -> Array:
-        """Return the softmax, in one pass where it runs along the last axis."""
-        if axis % x.ndim != x.ndim - 1:
-            return super().softmax(xp, x, axis)
+    def softmax(self, xp: Any, x: Array) -> Array:
+        """Return the softmax along the last axis, in one pass."""
         y: Array = xp.empty(x.shape, x.dtype)
         perform(self.functions.softmax, xp.ascontiguousarray(x), 1.0, False, y)
         return y
 
-    def softmax_grad(self, xp: Any, grad: Array, y: Array, axis: int) -> Array:
-        """Return the gradient, in one pass where the softmax runs along the last axis."""
-        if axis % y.ndim != y.ndim - 1:
-            return super().softmax_grad(xp, grad, y, axis)
+    def softmax_grad(self, xp: Any, grad: Array, y: Array) -> Array:
+        """Return the gradient, in one pass."""
         to_x: Array = xp.empty(y.shape, y.dtype)
         perform(self.functions.softmax_grad, xp.ascontiguousarray(grad), y, 1.0, False, to_x)
         return to_x
@@ -192,11 +178,6 @@ class DeviceKernels(Kernels):
         losses, gradients = xp.empty((len(logits),), wide), xp.empty(logits.shape, wide)
         perform(self.functions.softmax_loss, logits, labels, losses, gradients, ignore_index, smoothing)
         return losses, (gradients,)
-
-    def softmax_loss_grad(self, xp: Any, share: Array, residuals: Residuals, smoothing: float, dtype: Any) -> Array:
-        """Scale the gradients that are there already."""
-        (gradients,) = residuals
-        return self.cast(xp, xp.multiply(gradients, xp.reshape(share, (share.size, 1))), dtype)
 
     def sum_of_squares(self, x: Array, out: Array, add: bool = False) -> None:
         """Write the sum of the squares of x to `out`, (1,) float64, or add it there; nobody waits for it.
@@ -231,43 +212,26 @@ class DeviceKernels(Kernels):
         self.functions.embedding_grad(xp.ascontiguousarray(grad), xp.ascontiguousarray(indices), spread, add)
         return spread
 
-    def look_up(self, xp: Any, table: Array, indices: Array) -> tuple[Array, Residuals]:
-        """Copy rows and clear those that are not there: nobody waits to see how many these are."""
-        rows = self.embedding(xp, table, indices, table.dtype)
-        here = (indices >= 0) & (indices < len(table))
-        return xp.where(here[:, None], rows, 0), (indices,)
-
-    def look_up_grad(self, xp: Any, grad: Array, residuals: Residuals, to_table: Array) -> None:
-        """Add up rows in the order in which they stand."""
-        self.functions.embedding_grad(xp.ascontiguousarray(grad), residuals[0], to_table)
-
     def dropout(
         self, xp: Any, x: Array, rate: float, key: tuple[int, int], first_row: int, columns: Array | None
-    ) -> tuple[Array, Residuals]:
-        """Draw and use the mask in one pass; nothing is kept but the key."""
-        residuals = key, first_row, columns
-        return self.dropout_grad(xp, x, rate, residuals), residuals
-
-    def dropout_grad(self, xp: Any, grad: Array, rate: float, residuals: Residuals) -> Array:
-        """Draw the mask again."""
-        key, first_row, columns = residuals
-        to_x: Array = xp.empty(grad.shape, grad.dtype)
-        self.functions.dropout(xp.ascontiguousarray(grad), rate, key, first_row, columns, to_x)
-        return to_x
+    ) -> Array:
+        """Draw and use the mask in one pass; of a gradient too, for which nothing is kept but the key."""
+        result: Array = xp.empty(x.shape, x.dtype)
+        self.functions.dropout(xp.ascontiguousarray(x), rate, key, first_row, columns, result)
+        return result
 
     # ---- images
 
-    def max_pool(self, xp: Any, x: Array, over: PoolWindows, keep: bool) -> tuple[Array, Residuals]:
+    def max_pool(self, xp: Any, x: Array, over: Any, keep: bool) -> tuple[Array, Array | None]:
         """Find the largest in one pass, with NumPy's winners."""
         n, h, w, c = x.shape
         y: Array = xp.empty((n, *over.out(h, w), c), x.dtype)
         winner = xp.empty(y.shape, np.min_scalar_type(prod(over.kernel))) if keep else None
         perform(self.functions.max_pool, xp.ascontiguousarray(x), y, winner, *over)
-        return y, (winner, x.shape)
+        return y, winner
 
-    def max_pool_grad(self, xp: Any, grad: Array, residuals: Residuals, over: PoolWindows) -> Array:
+    def max_pool_grad(self, xp: Any, grad: Array, winner: Array, shape: tuple[int, ...], over: Any) -> Array:
         """Gather each pixel's gradient from the windows that it has won."""
-        winner, shape = residuals
         to_x: Array = xp.empty(shape, grad.dtype)
         perform(self.functions.max_pool_grad, xp.ascontiguousarray(grad), winner, to_x, *over)
         return to_x

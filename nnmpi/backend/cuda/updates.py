@@ -7,7 +7,7 @@ from nnmpi.backend.cuda.launch import THREADS, Family, flat_grid
 
 
 class Updates(Family):
-    """See `backend.kernels.base.UpdateKernels`; all arrays are C-contiguous, of one dtype and size."""
+    """Updates of arrays; all arrays are C-contiguous, of one dtype and size."""
 
     def sgd(self, data: Array, grad: Array, lr: float, decay: float) -> None:
         """data -= lr * (grad + decay * data)."""

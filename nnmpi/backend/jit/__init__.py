@@ -2,7 +2,7 @@
 
 Read in this order:
 
-    kernels   `CompiledKernels`: what operations call, those of `backend.kernels.base.Kernels` that are compiled
+    kernels   `CompiledKernels`: what operations call, those of `backend.kernels` that are compiled
     table     every compiled function with its arguments; each is compiled, or read from disk, when it is first used
     loops                                            plain loops, each few passes over the data
     winograd, direct, tiling                         convolutions with a 3 x 3 kernel
@@ -11,6 +11,6 @@ Read in this order:
     blas      the matrix product of NumPy's own BLAS, called from compiled code
 
 A new compiled function: write the loop in the file of its family, give it a name and its arguments' types in `table`,
-and override the kernel in `kernels`. Only `backend.kernels.lookup` imports the kernels, and only once `jit()` is
+and override the kernel in `kernels`. Only `backend.kernels` imports the kernels, and only once `jit()` is
 entered: they need numba. (`tiling`, which knows sizes alone, needs none, and convolutions read it.)
 """

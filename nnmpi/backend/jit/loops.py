@@ -52,7 +52,7 @@ def softmax_loss(logits: Array, labels: Array, losses: Array, gradient: Array) -
         result[label] -= ONE
 
 
-# A step of long short-term memory beside its product, see `backend.kernels.recurrent`: the gates are i, f, o, g.
+# A step of long short-term memory beside its product, see `ops.lstm`: the gates are i, f, o, g.
 
 
 def lstm_step(g: Array, product: Array, c: Array, new_c: Array, new_h: Array) -> None:

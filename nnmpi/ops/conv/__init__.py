@@ -14,7 +14,7 @@
 
 Read `algorithm` (what is computed, and what an algorithm must do), `conv2d` (the operations), `choice` (which
 algorithm is taken, and why), and then any algorithm: each has a picture at its head. `columns` holds the memory for
-im2col, `gradients` the parts of its backward pass; `backend.kernels.planes` is how NumPy's algorithms pool.
+im2col, `gradients` the parts of its backward pass; `ops.planes` is how NumPy's algorithms pool.
 
 To add an algorithm: subclass `Algorithm` (or `DeviceAlgorithm`), and say in `choice` when it is taken. To change when
 one is taken: `choice` alone. Kernels are in nnmpi/backend/jit (numba) and nnmpi/backend/cuda.

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.kernels.lookup import compiled_kernels, device_kernels_for
+from nnmpi.backend.kernels import compiled_kernels, kernels_for
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
 from nnmpi.ops.conv.device_im2col import DeviceIm2col
@@ -40,7 +40,7 @@ def choose_on_device(x: Tensor, spec: ConvSpec, dtype: np.dtype[Any]) -> DeviceI
         spec: what is computed.
         dtype: in which products read their inputs.
     """
-    kernels = device_kernels_for(x.data)
+    kernels = None if type(x.data) is np.ndarray else kernels_for(x.data, "functions")
     return None if kernels is None else DeviceIm2col(spec, dtype, kernels.functions)
 
 

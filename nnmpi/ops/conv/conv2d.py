@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.kernels.lookup import FLOAT32, cast
+from nnmpi.backend.kernels import FLOAT32, cast
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.windows import Pair, out_size, pair
 from nnmpi.errors import ShapeError, UsageError

@@ -23,7 +23,7 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.cuda.kernels import DeviceFunctions
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels.lookup import cast
+from nnmpi.backend.kernels import cast
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.recording import perform
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients

@@ -12,7 +12,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels.sums import row_sum
+from nnmpi.backend.sums import row_sum
 from nnmpi.backend.windows import tap
 from nnmpi.ops.conv.algorithm import ConvSpec
 from nnmpi.ops.conv.columns import COLUMNS_BYTES, Columns

@@ -24,11 +24,11 @@ from math import prod
 from typing import Any
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.kernels.planes import Planes
 from nnmpi.backend.windows import corners
 from nnmpi.ops.conv.algorithm import Algorithm, Gradients
 from nnmpi.ops.conv.columns import Columns, repeated
 from nnmpi.ops.conv.gradients import InputGradient, ProductSum, multiply, pixel_sum, scatter_windows
+from nnmpi.ops.planes import Planes
 
 
 class Im2col(Algorithm):

@@ -167,5 +167,5 @@ class SequenceGroup:
         """Return what attends over all ranks' positions, in the way of this group."""
         ranges = [placement.ranges(self.size, rank) for rank in range(self.size)]
         if self.way == RING:
-            return RingAttention(self.group, ranges, kernels)
+            return RingAttention(self.group, ranges)
         return UlyssesAttention(self.group, ranges, kernels)

@@ -31,12 +31,12 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nnmpi.backend.array import Array, Residuals, namespace
-from nnmpi.backend.kernels.attention import AttentionDropout, Heads, KeyBlock, Trio
-from nnmpi.backend.kernels.lookup import cast, to_float32
+from nnmpi.backend.kernels import cast, to_float32
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.recording import perform
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import ExchangeRequest, start_exchange
+from nnmpi.ops.attend import AttentionDropout, Heads, KeyBlock, Trio, attend_more, attend_more_grad
 from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.timeline import RECEIVE, span
 
@@ -49,17 +49,16 @@ class RingAttention:
     Args:
         group: the ranks.
         ranges: of each rank, its positions, in order: of all ranks' ranges no two overlap.
-        kernels: for some of the keys.
     """
 
-    def __init__(self, group: Group, ranges: Sequence[tuple[range, ...]], kernels: Any) -> None:
-        self._group, self._ranges, self._kernels = group, ranges, kernels
+    def __init__(self, group: Group, ranges: Sequence[tuple[range, ...]]) -> None:
+        self._group, self._ranges = group, ranges
         self._lengths = [sum(map(len, own)) for own in ranges]
 
     def attend(
         self, xp: Any, inputs: Trio, y: Heads, causal: bool, keep: bool, drop: AttentionDropout | None = None
     ) -> Residuals:
-        """See `AttentionKernels.attend`, for this rank's positions."""
+        """See `ops.attend.attend`, for this rank's positions."""
         q = inputs[0]
         top, total = (xp.empty(q.shape[:3], "float32" if is_low(q.dtype) else q.dtype) for _ in range(2))
         perform(self._forward, *inputs, y, (top, total), causal, drop)
@@ -68,7 +67,7 @@ class RingAttention:
     def attend_grad(
         self, xp: Any, grad: Heads, kept: Residuals, places: Trio, causal: bool, drop: AttentionDropout | None = None
     ) -> None:
-        """See `AttentionKernels.attend_grad`, for this rank's positions."""
+        """See `ops.attend.attend_grad`, for this rank's positions."""
         perform(self._backward, grad, kept, places, causal, drop)
 
     def _forward(
@@ -82,7 +81,7 @@ class RingAttention:
             for mine, theirs, which in self.visible(source, causal, drop):
                 inputs = wide[:, :, mine], keys[:, :, theirs], values[:, :, theirs]
                 so_far = sums[:, :, mine], top[:, :, mine], total[:, :, mine]
-                self._kernels.attend_more(xp, inputs, *so_far, which)
+                attend_more(xp, inputs, *so_far, which)
         y[...] = cast(xp, sums / total[..., None], y.dtype)
 
     def _backward(
@@ -101,7 +100,7 @@ class RingAttention:
                 inputs = q[:, :, mine], keys[:, :, theirs], values[:, :, theirs]
                 to = to_q[:, :, mine], place[0][:, :, theirs], place[1][:, :, theirs]
                 own = share[:, :, mine], inner[:, :, mine], inputs, top[:, :, mine]
-                self._kernels.attend_more_grad(xp, *own, to, which)
+                attend_more_grad(xp, *own, to, which)
             if hop:
                 follow = self._pass_gradients(place, follow, self._zeros(k, v, (source - 1) % self._group.size))
         if follow is not None:

@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from nnmpi.backend.array import Array, Residuals, namespace
-from nnmpi.backend.kernels.attention import AttentionDropout, Heads, Trio
 from nnmpi.backend.recording import perform
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import send_and_receive
 from nnmpi.errors import LayoutError, counted
+from nnmpi.ops.attend import AttentionDropout, Heads, Trio
 from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.shard import part, split
 from nnmpi.timeline import RECEIVE, span
@@ -67,7 +67,7 @@ class UlyssesAttention:
     def attend(
         self, xp: Any, inputs: Trio, y: Heads, causal: bool, keep: bool, drop: AttentionDropout | None = None
     ) -> Residuals:
-        """See `AttentionKernels.attend`, for this rank's positions."""
+        """See `ops.attend.attend`, for this rank's positions."""
         check_heads(y.shape[1], self._group.size)
         kept: list[Residuals] = []  # filled anew whenever a compiled step comes here
         perform(self._forward, inputs, y, (causal, keep, *self._own(drop, y)), kept)
@@ -76,7 +76,7 @@ class UlyssesAttention:
     def attend_grad(
         self, xp: Any, grad: Heads, kept: Residuals, places: Trio, causal: bool, drop: AttentionDropout | None = None
     ) -> None:
-        """See `AttentionKernels.attend_grad`, for this rank's positions."""
+        """See `ops.attend.attend_grad`, for this rank's positions."""
         perform(self._backward, grad, kept[0], places, (causal, *self._own(drop, grad)))
 
     def _own(self, drop: AttentionDropout | None, y: Heads) -> tuple[AttentionDropout, ...]:

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels.sums import row_sum
+from nnmpi.backend.sums import row_sum
 from nnmpi.comm.group import Group
 from nnmpi.errors import ShapeError
 from nnmpi.shard import Region

@@ -12,7 +12,6 @@ that are cut already needs no exchange at all. With rows, the ranks exchange the
 Pooling works on any part of the channels as it is.
 """
 
-from nnmpi.backend.kernels.pooling import PoolWindows
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.windows import Pair, out_size
 from nnmpi.comm.group import Group
@@ -22,7 +21,7 @@ from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.conv.algorithm import ConvSpec
 from nnmpi.ops.conv.conv2d import conv2d, convolve
-from nnmpi.ops.pool import AvgPool2dFunction, MaxPool2dFunction, Pool2dFunction, pooled
+from nnmpi.ops.pool import AvgPool2dFunction, MaxPool2dFunction, Pool2dFunction, PoolWindows, pooled
 from nnmpi.parallel.sharded.collectives import copy, sum_over_ranks
 from nnmpi.parallel.sharded.context import LayerContext, Placed, Redistribute
 from nnmpi.parallel.sharded.halo import RowWindows, halo

@@ -8,12 +8,11 @@
 from typing import Any
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels.base import Kernels
-from nnmpi.backend.kernels.lookup import kernels_for
+from nnmpi.backend.kernels import kernels_for
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.nn.linear import Embedding
 from nnmpi.nn.sharding import Sharding
-from nnmpi.ops.embedding import as_indices
+from nnmpi.ops.embedding import add_rows, as_indices
 from nnmpi.parallel.sharded.collectives import sum_over_ranks
 from nnmpi.parallel.sharded.context import LayerContext, Placed
 from nnmpi.parallel.sharded.parameters import ParameterSharder
@@ -27,10 +26,10 @@ from nnmpi.tensor.variable import Variable
 class LookUp(Function):
     """table[indices - first], zeros for indices that are not in this part of the table."""
 
-    __slots__ = ("first", "kernels")
+    __slots__ = ("first",)
 
-    def __init__(self, first: int, kernels: Kernels) -> None:
-        self.first, self.kernels = first, kernels
+    def __init__(self, first: int) -> None:
+        self.first = first
 
     def placed(self, *inputs: Any) -> Placement:
         """Return how the rows lie on other ranks, which share the sequences: as the indices do."""
@@ -39,16 +38,30 @@ class LookUp(Function):
     def forward(self, table: Array, indices: Array) -> Array:
         xp = namespace(table)
         places = indices.reshape(-1).astype(xp.int64) - self.first
-        rows, residuals = self.kernels.look_up(xp, table, places)
-        self.saved = (table.shape, table.dtype, residuals)
-        return rows.reshape(*indices.shape, table.shape[1])
+        kernels, own = kernels_for(table, "embedding"), (places >= 0) & (places < len(table))
+        if kernels is not None:  # nobody waits to see how many are here
+            rows = xp.where(own[:, None], kernels.embedding(xp, table, places, table.dtype), 0)
+            here = None
+        else:
+            here = xp.flatnonzero(own)
+            places = places[here]
+            rows = xp.zeros((indices.size, table.shape[1]), dtype=table.dtype)
+            rows[here] = table[places]
+        self.saved = (table.shape, table.dtype, kernels, here, places)
+        result: Array = rows.reshape(*indices.shape, table.shape[1])
+        return result
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        shape, dtype, residuals = self.saved
+        shape, dtype, kernels, here, places = self.saved
         xp, to_table = namespace(grad), self.into(0)
         if to_table is None:
             to_table = xp.empty(shape, dtype=dtype)
-        self.kernels.look_up_grad(xp, grad.reshape(-1, shape[1]), residuals, to_table)
+        rows = grad.reshape(-1, shape[1])
+        if kernels is not None:
+            kernels.embedding_grad(xp, rows, places, shape, dtype, to_table, False)
+        else:
+            to_table[...] = 0
+            add_rows(xp, to_table, places, rows[here])
         return to_table, None
 
 
@@ -75,7 +88,7 @@ class VocabularyEmbedding(Embedding):
     def forward(self, indices: Any) -> Tensor:
         """Return the rows that the indices pick. Errors are those of `ops.embedding`."""
         values = check_indices(self.weight, indices, self._entries)
-        look_up = LookUp(self._first, kernels_for(self.weight.data))
+        look_up = LookUp(self._first)
         rows = sum_over_ranks(look_up(self.weight, indices if is_cut(indices) else values), self._group)
         return rows.astype(read_as("embedding", self.weight))
 
@@ -104,7 +117,7 @@ def check_indices(table: Tensor, indices: Any, entries: int) -> Array:
     values: Array = given if isinstance(indices, Variable) else namespace(table.data).asarray(given)
     if values.dtype.kind not in "iu":
         raise DtypeError(f"embedding needs integer indices, not {values.dtype}")
-    if kernels_for(values).is_device:
+    if kernels_for(values, "embedding") is not None:
         return values  # nobody waits for a look at them; what no rank has is zero
     wrong = (values < 0) | (values >= entries)
     if wrong.any():

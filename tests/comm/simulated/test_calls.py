@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from nnmpi import clock
+from nnmpi.backend import kernels as lookup
 from nnmpi.backend import precision as precisions
-from nnmpi.backend.kernels import lookup
 from nnmpi.backend.precision import precision, use_precision
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Link, Machine

@@ -1,9 +1,19 @@
-"""Which kernels compute with an array: the one place where that is decided.
+"""What is compiled, for operations whose arrays it computes with: the one place where that is decided.
 
-arrays                                          kernels                      switched by
-NumPy's                                         `base.Kernels`
-NumPy's, float32, inside `with jit():`          `jit.kernels`, numba's       jit(), jit(False)
-a device's, floating point                      `cuda.kernels`               always on, but for jit(False)
+arrays                                          kernels                                   switched by
+NumPy's                                         none: the operation's own arithmetic
+NumPy's, float32, inside `with jit():`          `jit.kernels`, numba's                    jit(), jit(False)
+a device's, floating point                      `cuda.kernels`, CUDA C++                  always on, but for jit(False)
+
+An operation's arithmetic stands in its Function, through the array library's functions, which compute anywhere. Before
+it, the Function asks here for something faster:
+
+    kernels = kernels_for(x, "layer_norm")      an object with a method of that name, or None
+    if kernels is not None:
+        y, residuals = kernels.layer_norm(...)
+
+To add a compiled kernel: a method in `jit/kernels.py` or `cuda/kernels.py`, with the function itself beside it, and
+these lines in the Function. Compiled functions go through `recording.perform`, which notes each as one call.
 """
 
 from __future__ import annotations
@@ -17,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.cuda.kernels import DeviceKernels, device_kernels, works_on
-from nnmpi.backend.kernels.base import Kernels
+from nnmpi.backend.cuda.kernels import device_kernels, works_on
 from nnmpi.backend.precision import is_low
 from nnmpi.errors import UsageError
 
@@ -26,31 +35,21 @@ if TYPE_CHECKING:
     from nnmpi.backend.jit.kernels import CompiledKernels
 
 FLOAT32: np.dtype[Any] = np.dtype(np.float32)
-_BASE = Kernels()
 
 _compiled: ContextVar[CompiledKernels | None] = ContextVar("nnmpi_kernels", default=None)
 _refused: ContextVar[bool] = ContextVar("nnmpi_kernels_refused", default=False)
 
 
-def kernels_for(array: Array, dtype: np.dtype[Any] | None = None) -> Kernels:
-    """Return the kernels that compute with arrays of this library and dtype, in this context.
-
-    Args:
-        array: any of the operation's.
-        dtype: the one to which the operation converts its arrays first; None for that of the array.
-    """
+def kernels_for(array: Array, name: str) -> Any:
+    """Return the compiled kernels that have this method, for arrays like this one in this context; None for none."""
+    found: Any = None
     if type(array) is np.ndarray:
-        compiled = _compiled.get()
-        return _BASE if compiled is None or (array.dtype if dtype is None else dtype) != FLOAT32 else compiled
-    if _refused.get() or not works_on(array.dtype if dtype is None else dtype):
-        return _BASE
-    return device_kernels(namespace(array)) or _BASE
-
-
-def device_kernels_for(array: Array) -> DeviceKernels | None:
-    """Return the kernels of the device that an array lies on; None on the host, and where `jit(False)` does without."""
-    kernels = kernels_for(array)
-    return kernels if isinstance(kernels, DeviceKernels) else None
+        found = _compiled.get()
+        if found is None or array.dtype != FLOAT32:
+            return None
+    elif not _refused.get() and works_on(array.dtype):
+        found = device_kernels(namespace(array))
+    return found if hasattr(found, name) else None
 
 
 def compiled_kernels() -> CompiledKernels | None:
@@ -58,7 +57,7 @@ def compiled_kernels() -> CompiledKernels | None:
     return _compiled.get()
 
 
-def setting() -> tuple[Kernels | None, bool]:
+def setting() -> tuple[CompiledKernels | None, bool]:
     """Return what `jit` has set in this context, by which a recorded step is told from another."""
     return _compiled.get(), _refused.get()
 
@@ -105,8 +104,14 @@ def cast(xp: Any, x: Array, dtype: np.dtype[Any]) -> Array:
 
     Args:
         xp: the array's module, or a recorder's stand-in for it.
+        x: any shape and strides.
+        dtype: of the result, also bfloat16, which NumPy and CuPy know by name alone.
     """
-    return x if x.dtype == dtype else kernels_for(x).cast(xp, x, dtype)
+    if x.dtype == dtype:
+        return x
+    result: Array = xp.empty(x.shape, dtype)
+    xp.copyto(result, x, casting="unsafe")  # NumPy's rules of safety know nothing of bfloat16
+    return result
 
 
 def to_float32(xp: Any, x: Array) -> Array:

@@ -32,8 +32,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Residuals, namespace, ones
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels.sums import ELEMENTS
 from nnmpi.backend.random import random_bits
+from nnmpi.backend.sums import ELEMENTS
 
 # Queries of a band: those who do not see all keys, and others.
 CAUSAL, ALL = 64, 256
@@ -89,187 +89,184 @@ class AttentionDropout:
         p[...] = xp.where(dropped, -p, p)
 
 
-class AttentionKernels:
-    """Attention by the array library's functions, a few heads at a time, whose scores lie in the cache."""
+def attend(
+    xp: Any, inputs: Trio, y: Heads, causal: bool, keep: bool, drop: AttentionDropout | None = None
+) -> Residuals:
+    """Write softmax(q k^T / sqrt(features)) v to y, and return what the gradient needs.
 
-    __slots__ = ()
+    Args:
+        xp: the arrays' module, or a recorder's stand-in for it.
+        inputs: q (batch, heads, queries, features), k (batch, heads, keys, features) and v (batch, heads, keys,
+            values); all four arrays have any strides.
+        y: (batch, heads, queries, values).
+        causal: whether query i sees the keys up to i alone; there are as many of both, then.
+        keep: whether `attend_grad` will be called.
+        drop: which probabilities are dropped, if some are; then xp is the arrays' module itself.
+    """
+    q, k, v = inputs
+    which = KeyBlock(range(q.shape[2]), range(k.shape[2]), k.shape[2], causal, drop)
+    count = sum((j - i) * seen for i, j, seen in which.bands())
+    kept = xp.empty((q.shape[0] * q.shape[1] * count,), q.dtype) if keep else None
+    top, total = xp.empty(q.shape[:3], q.dtype), _like_packed(xp, q, (*q.shape[:3], 1))[..., 0]
+    attend_more(xp, inputs, y, top, total, which, kept, first=True)
+    xp.divide(y, total[..., None], out=y)
+    return (q, k, v, y, total, kept) if keep else ()
 
-    def attend(
-        self, xp: Any, inputs: Trio, y: Heads, causal: bool, keep: bool, drop: AttentionDropout | None = None
-    ) -> Residuals:
-        """Write softmax(q k^T / sqrt(features)) v to y, and return what the gradient needs.
 
-        Args:
-            xp: the arrays' module, or a recorder's stand-in for it.
-            inputs: q (batch, heads, queries, features), k (batch, heads, keys, features) and v (batch, heads, keys,
-                values); all four arrays have any strides.
-            y: (batch, heads, queries, values).
-            causal: whether query i sees the keys up to i alone; there are as many of both, then.
-            keep: whether `attend_grad` will be called.
-            drop: which probabilities are dropped, if some are; then xp is the arrays' module itself.
-        """
-        q, k, v = inputs
-        which = KeyBlock(range(q.shape[2]), range(k.shape[2]), k.shape[2], causal, drop)
-        count = sum((j - i) * seen for i, j, seen in which.bands())
-        kept = xp.empty((q.shape[0] * q.shape[1] * count,), q.dtype) if keep else None
-        top, total = xp.empty(q.shape[:3], q.dtype), _like_packed(xp, q, (*q.shape[:3], 1))[..., 0]
-        self.attend_more(xp, inputs, y, top, total, which, kept, first=True)
-        xp.divide(y, total[..., None], out=y)
-        return (q, k, v, y, total, kept) if keep else ()
+def attend_grad(
+    xp: Any, grad: Heads, kept: Residuals, places: Trio, causal: bool, drop: AttentionDropout | None = None
+) -> None:
+    """Write the gradients of q, k and v.
 
-    def attend_grad(
-        self, xp: Any, grad: Heads, kept: Residuals, places: Trio, causal: bool, drop: AttentionDropout | None = None
-    ) -> None:
-        """Write the gradients of q, k and v.
+    Args:
+        xp: as for `attend`.
+        grad: like y, the gradient of the result.
+        kept: what `attend` returned.
+        places: for the gradients, like q, k and v, with any strides.
+        causal, drop: as they were given to `attend`.
+    """
+    q, k, v, y, total, powers = kept
+    which = KeyBlock(range(q.shape[2]), range(k.shape[2]), k.shape[2], causal, drop)
+    share = _like_packed(xp, grad, grad.shape)
+    xp.divide(grad, total[..., None], out=share)
+    inner = xp.einsum("bhtd,bhtd->bht", share, y, out=xp.empty(q.shape[:3], q.dtype))
+    attend_more_grad(xp, share, inner, (q, k, v), None, places, which, powers, first=True)
 
-        Args:
-            xp: as for `attend`.
-            grad: like y, the gradient of the result.
-            kept: what `attend` returned.
-            places: for the gradients, like q, k and v, with any strides.
-            causal, drop: as they were given to `attend`.
-        """
-        q, k, v, y, total, powers = kept
-        which = KeyBlock(range(q.shape[2]), range(k.shape[2]), k.shape[2], causal, drop)
-        share = _like_packed(xp, grad, grad.shape)
-        xp.divide(grad, total[..., None], out=share)
-        inner = xp.einsum("bhtd,bhtd->bht", share, y, out=xp.empty(q.shape[:3], q.dtype))
-        self.attend_more_grad(xp, share, inner, (q, k, v), None, places, which, powers, first=True)
 
-    def attend_more(
-        self,
-        xp: Any,
-        inputs: Trio,
-        sums: Heads,
-        top: Array,
-        total: Array,
-        which: KeyBlock,
-        kept: Array | None = None,
-        first: bool = False,
-    ) -> None:
-        """Let queries attend to some more keys (Milakov and Gimelshein, "Online normalizer calculation", 2018).
+def attend_more(
+    xp: Any,
+    inputs: Trio,
+    sums: Heads,
+    top: Array,
+    total: Array,
+    which: KeyBlock,
+    kept: Array | None = None,
+    first: bool = False,
+) -> None:
+    """Let queries attend to some more keys (Milakov and Gimelshein, "Online normalizer calculation", 2018).
 
-            top'   = max(top, scores of the new keys)
-            total' = total e^(top - top') + sum e^(score - top')         sums' likewise, with values
+        top'   = max(top, scores of the new keys)
+        total' = total e^(top - top') + sum e^(score - top')         sums' likewise, with values
 
-        The result is sums / total once all keys have been seen.
+    The result is sums / total once all keys have been seen.
 
-        Args:
-            xp: as for `attend`.
-            inputs: q, k and v, as for `attend`, in the dtype of the sums.
-            sums: (batch, heads, queries, values), 0 at first.
-            top, total: (batch, heads, queries), -inf and 0 at first; the first keys must show each query one.
-            which: queries and keys these are.
-            kept: room for the powers, (n,); None where they are computed again.
-            first: whether these are the first keys; what sums, top and total were is not read then.
-        """
-        q, k, v = inputs
-        blocks = which.pieces(q)
-        most, size = _largest(q, blocks)
-        room, scaled_all = xp.empty((size if kept is None else 0,), q.dtype), _like_packed(xp, q, most)
-        for block, pieces in blocks:
-            qb, kb, vb = q[block], k[block], v[block]
-            scaled = scaled_all[: len(qb), : qb.shape[1]]
-            xp.multiply(qb, 1 / sqrt(q.shape[3]), out=scaled)
-            for (i, j, seen), part in pieces:
-                place = _piece(kept, room, part, (*qb.shape[:2], seen, j - i))
-                p = which.scores(xp, kb[:, :, :seen], scaled[:, :, i:j], i, place)
-                own = [each[block][:, :, i:j] for each in (top, total, sums)]
-                new = own if first else [xp.empty(each.shape, each.dtype) for each in own]
-                self.powers(xp, p, new[0], new[1], None if first else own[0], i if which.is_diagonal else seen)
+    Args:
+        xp: as for `attend`.
+        inputs: q, k and v, as for `attend`, in the dtype of the sums.
+        sums: (batch, heads, queries, values), 0 at first.
+        top, total: (batch, heads, queries), -inf and 0 at first; the first keys must show each query one.
+        which: queries and keys these are.
+        kept: room for the powers, (n,); None where they are computed again.
+        first: whether these are the first keys; what sums, top and total were is not read then.
+    """
+    q, k, v = inputs
+    blocks = which.pieces(q)
+    most, size = _largest(q, blocks)
+    room, scaled_all = xp.empty((size if kept is None else 0,), q.dtype), _like_packed(xp, q, most)
+    for block, pieces in blocks:
+        qb, kb, vb = q[block], k[block], v[block]
+        scaled = scaled_all[: len(qb), : qb.shape[1]]
+        xp.multiply(qb, 1 / sqrt(q.shape[3]), out=scaled)
+        for (i, j, seen), part in pieces:
+            place = _piece(kept, room, part, (*qb.shape[:2], seen, j - i))
+            p = which.scores(xp, kb[:, :, :seen], scaled[:, :, i:j], i, place)
+            own = [each[block][:, :, i:j] for each in (top, total, sums)]
+            new = own if first else [xp.empty(each.shape, each.dtype) for each in own]
+            _powers(xp, p, new[0], new[1], None if first else own[0])
+            which.mark(p, block, i)
+            gemm(xp, _left(xp, p, which.drop).swapaxes(2, 3), vb[:, :, :seen], out=new[2])
+            if not first:
+                _add_up(xp, own, new)
+
+
+def attend_more_grad(
+    xp: Any,
+    share: Heads,
+    inner: Array,
+    inputs: Trio,
+    top: Array | None,
+    places: Trio,
+    which: KeyBlock,
+    kept: Array | None = None,
+    first: bool = False,
+) -> None:
+    """Add the gradients of queries, and of some of the keys and values.
+
+    The softmax's derivative needs, per query, sum_k P dP; that is the product of the result and its gradient (Dao
+    et al., "FlashAttention", 2022), which is shorter.
+
+    Args:
+        xp: as for `attend`.
+        share: (batch, heads, queries, values), the gradient of the result, divided by the total.
+        inner: (batch, heads, queries), the products of each result and its share.
+        inputs: q, k and v.
+        top: as `attend_more` left it when all keys had been seen; None where powers were kept.
+        places: where their gradients are added up.
+        which: queries and keys these are.
+        kept: the powers that `attend_more` kept; None to compute them again.
+        first: whether the gradients are written, and not added; queries and keys must be all there are, then.
+    """
+    (q, k, v), (to_q, to_k, to_v) = inputs, places
+    scale, blocks = 1 / sqrt(q.shape[3]), which.pieces(q)
+    most, size = _largest(q, blocks)
+    room, d_all = (xp.empty((count,), q.dtype) for count in (size if kept is None else 0, size))
+    scaled_all = _like_packed(xp, q, (*most[:3], v.shape[3]))
+    if first and not q.shape[2]:
+        for place in (to_k, to_v):
+            xp.copyto(place, 0)
+    for block, pieces in blocks:
+        qb, kb, vb, gb = q[block], k[block], v[block], share[block]
+        scaled = scaled_all[: len(qb), : qb.shape[1]]
+        xp.multiply(gb, scale, out=scaled)
+        less = xp.multiply(inner[block], scale, out=xp.empty(gb.shape[:3], q.dtype))
+        for (i, j, seen), part in reversed(pieces):  # the last queries see all keys: they write, the others add
+            shape = (*qb.shape[:2], seen, j - i)
+            d, p = _piece(None, d_all, part, shape), _piece(kept, room, part, shape)
+            if top is not None:
+                which.scores(xp, kb[:, :, :seen], qb[:, :, i:j] * scale, i, p)
+                xp.subtract(p, top[block][:, :, None, i:j], out=p)
+                xp.exp(p, out=p)
                 which.mark(p, block, i)
-                gemm(xp, _left(xp, p, which.drop).swapaxes(2, 3), vb[:, :, :seen], out=new[2])
-                if not first:
-                    _add_up(xp, own, new)
+            adds = not (first and j == qb.shape[2])
+            gemm(xp, _left(xp, p, which.drop), gb[:, :, i:j], to_v[block][:, :, :seen], add=adds)
+            gemm(xp, vb[:, :, :seen], scaled[:, :, i:j].swapaxes(2, 3), out=d)
+            _score_gradients(xp, d, p, less[:, :, i:j], which.drop)
+            gemm(xp, d, qb[:, :, i:j], to_k[block][:, :, :seen], add=adds)
+            gemm(xp, d.swapaxes(2, 3), kb[:, :, :seen], to_q[block][:, :, i:j], add=not first)
 
-    def attend_more_grad(
-        self,
-        xp: Any,
-        share: Heads,
-        inner: Array,
-        inputs: Trio,
-        top: Array | None,
-        places: Trio,
-        which: KeyBlock,
-        kept: Array | None = None,
-        first: bool = False,
-    ) -> None:
-        """Add the gradients of queries, and of some of the keys and values.
 
-        The softmax's derivative needs, per query, sum_k P dP; that is the product of the result and its gradient (Dao
-        et al., "FlashAttention", 2022), which is shorter.
+def _powers(xp: Any, p: Array, top: Array, total: Array, before: Array | None) -> None:
+    """Turn scores into e^(score - top), in place.
 
-        Args:
-            xp: as for `attend`.
-            share: (batch, heads, queries, values), the gradient of the result, divided by the total.
-            inner: (batch, heads, queries), the products of each result and its share.
-            inputs: q, k and v.
-            top: as `attend_more` left it when all keys had been seen; None where powers were kept.
-            places: where their gradients are added up.
-            which: queries and keys these are.
-            kept: the powers that `attend_more` kept; None to compute them again.
-            first: whether the gradients are written, and not added; queries and keys must be all there are, then.
-        """
-        (q, k, v), (to_q, to_k, to_v) = inputs, places
-        scale, blocks = 1 / sqrt(q.shape[3]), which.pieces(q)
-        most, size = _largest(q, blocks)
-        room, d_all = (xp.empty((count,), q.dtype) for count in (size if kept is None else 0, size))
-        scaled_all = _like_packed(xp, q, (*most[:3], v.shape[3]))
-        if first and not q.shape[2]:
-            for place in (to_k, to_v):
-                xp.copyto(place, 0)
-        for block, pieces in blocks:
-            qb, kb, vb, gb = q[block], k[block], v[block], share[block]
-            scaled = scaled_all[: len(qb), : qb.shape[1]]
-            xp.multiply(gb, scale, out=scaled)
-            less = xp.multiply(inner[block], scale, out=xp.empty(gb.shape[:3], q.dtype))
-            for (i, j, seen), part in reversed(pieces):  # the last queries see all keys: they write, the others add
-                shape = (*qb.shape[:2], seen, j - i)
-                d, p = _piece(None, d_all, part, shape), _piece(kept, room, part, shape)
-                if top is not None:
-                    which.scores(xp, kb[:, :, :seen], qb[:, :, i:j] * scale, i, p)
-                    xp.subtract(p, top[block][:, :, None, i:j], out=p)
-                    xp.exp(p, out=p)
-                    which.mark(p, block, i)
-                adds = not (first and j == qb.shape[2])
-                gemm(xp, _left(xp, p, which.drop), gb[:, :, i:j], to_v[block][:, :, :seen], add=adds)
-                gemm(xp, vb[:, :, :seen], scaled[:, :, i:j].swapaxes(2, 3), out=d)
-                self.score_gradients(xp, d, p, less[:, :, i:j], which.drop)
-                gemm(xp, d, qb[:, :, i:j], to_k[block][:, :, :seen], add=adds)
-                gemm(xp, d.swapaxes(2, 3), kb[:, :, :seen], to_q[block][:, :, i:j], add=not first)
+    Args:
+        xp: as for `attend`.
+        p: (sequences, heads, keys, queries), without gaps.
+        top: (sequences, heads, queries), becomes the largest scores.
+        total: like it, becomes the sums of the powers.
+        before: like it, the largest of scores that were seen before; None for none.
+    """
+    xp.max(p, axis=2, out=top)
+    if before is not None:
+        xp.maximum(top, before, out=top)
+    xp.subtract(p, top[:, :, None], out=p)
+    xp.exp(p, out=p)
+    xp.matmul(ones(xp, p.shape[2], p.dtype)[None], p, out=total[:, :, None])
 
-    def powers(self, xp: Any, p: Array, top: Array, total: Array, before: Array | None, corner: int) -> None:
-        """Turn scores into e^(score - top), in place.
 
-        Args:
-            xp: as for `attend`.
-            p: (sequences, heads, keys, queries), without gaps.
-            top: (sequences, heads, queries), becomes the largest scores.
-            total: like it, becomes the sums of the powers.
-            before: like it, the largest of scores that were seen before; None for none.
-            corner: the key from which on some are hidden, whose scores are -inf.
-        """
-        xp.max(p, axis=2, out=top)
-        if before is not None:
-            xp.maximum(top, before, out=top)
-        xp.subtract(p, top[:, :, None], out=p)
-        xp.exp(p, out=p)
-        xp.matmul(ones(xp, p.shape[2], p.dtype)[None], p, out=total[:, :, None])
+def _score_gradients(xp: Any, d: Array, p: Array, inner: Array, drop: AttentionDropout | None) -> None:
+    """Turn the gradients of probabilities into those of scores, (d - inner) p, in place.
 
-    def score_gradients(self, xp: Any, d: Array, p: Array, inner: Array, drop: AttentionDropout | None) -> None:
-        """Turn the gradients of probabilities into those of scores, (d - inner) p, in place.
-
-        Args:
-            xp: as for `attend`.
-            d, p: (sequences, heads, keys, queries), without gaps; p the powers, marked where they are dropped.
-            inner: (sequences, heads, queries).
-            drop: which are dropped, if some are.
-        """
-        if drop is not None:
-            xp.multiply(d, xp.where(p > 0, p.dtype.type(drop.factor), p.dtype.type(0)), out=d)
-            p = xp.abs(p)
-        xp.subtract(d, inner[:, :, None], out=d)
-        xp.multiply(d, p, out=d)
+    Args:
+        xp: as for `attend`.
+        d, p: (sequences, heads, keys, queries), without gaps; p the powers, marked where they are dropped.
+        inner: (sequences, heads, queries).
+        drop: which are dropped, if some are.
+    """
+    if drop is not None:
+        xp.multiply(d, xp.where(p > 0, p.dtype.type(drop.factor), p.dtype.type(0)), out=d)
+        p = xp.abs(p)
+    xp.subtract(d, inner[:, :, None], out=d)
+    xp.multiply(d, p, out=d)
 
 
 @dataclass(frozen=True)
