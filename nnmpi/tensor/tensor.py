@@ -232,10 +232,10 @@ class Tensor(Variable):
             "a Tensor's elements cannot be assigned; write to its array, x.data, or use nnmpi.tensor.where"
         )
 
-    # Comparisons give plain boolean arrays: they have no derivative. `==` stays identity, so that tensors can be keys;
-    # with numbers and arrays, where that would be False whatever the values are, it is an error.
+    # Comparisons give plain boolean arrays: they have no derivative. `==` is an error, as NumPy compares elements
+    # there, but with the tensor itself: sets, and those of weak references, compare a key with itself.
     def __eq__(self, other: object) -> bool:
-        if is_array(other) or isinstance(other, int | float):
+        if self is not other and (is_array(other) or isinstance(other, int | float | Tensor)):
             raise UsageError("== does not compare a Tensor's elements; compare x.data outside of compiled steps")
         return self is other
 

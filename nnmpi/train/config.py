@@ -566,8 +566,8 @@ class RunConfig:
     dtype: Literal["float32", "float64"] = "float32"
     """Type of weights, inputs and gradients."""
     precision: Literal["float32", "tf32", "bf16", "fp16"] = "float32"
-    """What products of matrices and convolutions read: float32; tf32: float32 with 10 bits of the fraction, on a CUDA
-    device; bf16 and fp16: half precision, in which activations are, too (weights and their gradients stay float32)."""
+    """What products of matrices and convolutions read; all but float32 need a CUDA device. tf32: float32 with 10 bits
+    of the fraction; bf16 and fp16: half precision, also of activations (weights and gradients stay float32)."""
     jit: Switch = "auto"
     """Compute with compiled kernels, float32 on the CPU only; needs numba (pip install nnmpi[jit]); auto: where that is
     installed and the whole run multiplies so much that they save more time than they take to load."""
@@ -639,8 +639,8 @@ class RunConfig:
     def _check_products(self) -> None:
         wide = self.dtype == "float64" and self.precision != "float32"
         require(not wide, f"--precision {self.precision} rounds float32, and --dtype is float64; leave one of them out")
-        there = self.precision != "tf32" or self.backend != "numpy"
-        require(there, "--precision tf32 needs a CUDA device; use --backend cupy, or --precision float32 or bf16")
+        there = self.precision == "float32" or self.backend != "numpy"
+        require(there, f"--precision {self.precision} needs a CUDA device; use --backend cupy, or leave it out")
 
 
 @dataclass(frozen=True)

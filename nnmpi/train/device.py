@@ -63,6 +63,14 @@ def check_compiled(jit: bool, backend: Backend) -> None:
         )
 
 
+def check_precision(precision: str, backend: Backend) -> None:
+    """Refuse what only a device computes fast; raises UsageError."""
+    if precision != "float32" and not backend.is_device:
+        raise UsageError(
+            f"--precision {precision} needs a CUDA device, and this run is on the CPU ({backend.reason}); leave it out"
+        )
+
+
 def describe_device(backend: Backend, group: Group, verbose: bool = False) -> list[str]:
     """Return lines on how ranks share devices and memory, and why this backend. Collective.
 

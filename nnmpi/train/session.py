@@ -24,7 +24,7 @@ from nnmpi.train.checkpoint import find, restore
 from nnmpi.train.checkpoint_files import MODEL_FILE, STATE_FILE, newest
 from nnmpi.train.config import Config
 from nnmpi.train.curves import check_can_draw, draw
-from nnmpi.train.device import check_compiled, explained, take_backend
+from nnmpi.train.device import check_compiled, check_precision, explained, take_backend
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.header import header
 from nnmpi.train.log import Console, Reporter
@@ -73,6 +73,7 @@ def run(
     backend = take_backend(config.run.backend, group, local_rank, config.parallel.memory_limit_bytes)
     with agreed(group):
         check_compiled(config.run.jit == "on", backend)
+        check_precision(config.run.precision, backend)
     compiled = jit() if config.run.jit == "on" else nullcontext()  # a device has kernels of its own
     with explained(backend), np.errstate(all="ignore"), compiled, ExitStack() as lock:
         _run(config, group, console, RunFolder(config.run.out), lock, backend, local_rank, words, dict(reached or {}))

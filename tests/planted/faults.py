@@ -193,6 +193,34 @@ FAULTS = (
         "ours = array",
         "tests/parallel/sharded/test_layers.py",
     ),
+    Fault(
+        "Tensor.size: of the last axis alone",
+        "nnmpi/tensor/tensor.py",
+        "return prod(self.shape)",
+        "return prod(self.shape[-1:])",
+        "tests/tensor",
+    ),
+    Fault(
+        "SGD: Nesterov's momentum looks back",
+        "nnmpi/optim/sgd.py",
+        "xp.add(ahead, gradient, out=ahead)",
+        "xp.subtract(ahead, gradient, out=ahead)",
+        "tests/optim",
+    ),
+    Fault(
+        "BatchNorm: running variance with divisor n",
+        "nnmpi/nn/norm.py",
+        "factor = count / at_least_one(count - 1)",
+        "factor = count / at_least_one(count)",
+        "tests/nn",
+    ),
+    Fault(
+        "Dropout: one mask for all steps",
+        "nnmpi/nn/activation.py",
+        'key_pair("dropout", mode.seed, mode.step, path)',
+        'key_pair("dropout", mode.seed, 0, path)',
+        "tests/nn",
+    ),
     # ---- data ----
     Fault(
         "sampler: the last batch is as long as all",

@@ -92,11 +92,14 @@ def test_comparisons_give_plain_arrays(function):
         np.testing.assert_array_equal(result, function(*values))
 
 
-def test_equality_is_identity():
-    """So that tensors can be keys."""
-    x, y = Tensor([1.0]), Tensor([1.0])
-    assert x != y
-    assert len({x, y, x}) == 2
+@pytest.mark.parametrize("other", [1, 2.0, np.ones(3), np.float32(1), Tensor([1.0, 1.0, 1.0])])
+def test_equality_is_refused(other):
+    """Identity would be False whatever the values are; as keys of sets and dictionaries tensors are themselves."""
+    x = Tensor([1.0, 1.0, 1.0])
+    for compare in (lambda: x == other, lambda: other == x, lambda: x != other):
+        with pytest.raises(UsageError, match=r"compare x\.data"):
+            compare()
+    assert len({x, Tensor([1.0]), x}) == 2
 
 
 def test_a_second_axis_is_no_keepdims():
