@@ -16,7 +16,7 @@ from typing import Any, TextIO
 
 import pytest
 
-from nnmpi.backend.device_errors import _FATAL  # the one table of them, by CUDA's numbers
+from nnmpi.backend.device_errors import _FATAL  # the one list of them, by CUDA's numbers
 from tests.harness.records import DEFAULT_LIMIT_S, FAILED, LIMIT, PASSED, SKIPPED, STARTED
 
 FILE = "NNMPI_GPU_RECORDS"
