@@ -3,7 +3,6 @@
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 import nnmpi
 from benchmarks.gpu.cases import FLOAT32, CaseArrays
@@ -12,6 +11,7 @@ from benchmarks.training.trainer_nnmpi import build, mean_loss
 from nnmpi import Tensor, nn, optim
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
+from nnmpi.comm.device.staged import room_for
 
 
 class NnmpiDeviceTrainer(DeviceTrainer):
@@ -34,7 +34,9 @@ class NnmpiDeviceTrainer(DeviceTrainer):
         self._model = build(self.case).initialize(seed=self.case.seed, dtype=dtype, backend=backend)
         self._optimizer = optim.SGD(self._model.storage, lr=0.01)
         x, y = arrays.batch(dtype)
-        self._host = [_pinned(backend, x), _pinned(backend, y)]
+        self._host = [room_for(backend.xp, each.shape, each.dtype) for each in (x, y)]
+        for host, values in zip(self._host, (x, y), strict=True):
+            host[...] = values
         self._x, self._y = backend.asarray(x), backend.asarray(y)
         self._run = nnmpi.compile(self._loop) if compiled else self._loop
 
@@ -50,9 +52,8 @@ class NnmpiDeviceTrainer(DeviceTrainer):
 
     def upload(self) -> None:
         """See `DeviceTrainer.upload`."""
-        stream = self._backend.current_stream()
         for host, array in zip(self._host, (self._x, self._y), strict=True):
-            self._backend.from_host_async(host, array.reshape(-1), stream)
+            array.set(host, stream=self._backend.xp.cuda.get_current_stream())  # type: ignore[attr-defined]
 
     def step(self) -> Any:
         """See `DeviceTrainer.step`."""
@@ -70,13 +71,11 @@ class NnmpiDeviceTrainer(DeviceTrainer):
 
     def mark(self) -> Any:
         """See `DeviceTrainer.mark`."""
-        event = self._backend.new_event()
-        event.record()
-        return event
+        return self._backend.xp.cuda.get_current_stream().record()
 
     def between(self, begin: Any, end: Any) -> float:
         """See `DeviceTrainer.between`."""
-        return self._backend.elapsed_s(begin, end)
+        return float(self._backend.xp.cuda.get_elapsed_time(begin, end)) / 1e3
 
     def peak_bytes(self) -> int:
         """See `DeviceTrainer.peak_bytes`."""
@@ -100,10 +99,3 @@ class NnmpiDeviceTrainer(DeviceTrainer):
         loss.backward()
         self._optimizer.step()
         return loss
-
-
-def _pinned(backend: Backend, values: NDArray[Any]) -> NDArray[Any]:
-    """Return the values, one axis, in page-locked memory."""
-    host = backend.empty_pinned(values.size, values.dtype)
-    host[...] = values.reshape(-1)
-    return host

@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.backend import Backend, Event, Stream, numpy_backend
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.device_errors import Facts, explain_error, explain_import, explain_start
 from nnmpi.backend.memory import MemoryUse
 from nnmpi.errors import DeviceError, UsageError
@@ -85,6 +86,19 @@ def cublas_bindings() -> tuple[ModuleType, Callable[[], int]]:
     return bindings, importlib.import_module("cupy.cuda.device").get_cublas_handle
 
 
+def pinned(cuda: Any, elements: int, dtype: DTypeLike) -> Array:
+    """Return a NumPy array of any values, (elements,), in page-locked memory, which copies need to be quick.
+
+    Args:
+        cuda: the device library's module of that name.
+        elements: 1 at least.
+        dtype: of them.
+    """
+    kind = np.dtype(dtype)
+    found: Array = np.frombuffer(cuda.alloc_pinned_memory(elements * kind.itemsize), np.uint8, elements * kind.itemsize)
+    return found.view(kind)
+
+
 def name_card(xp: ModuleType, number: int) -> str:
     """Return a device's address on its bus and its identity, by which ranks that see different numbers for it know it.
 
@@ -93,54 +107,6 @@ def name_card(xp: ModuleType, number: int) -> str:
     runtime = xp.cuda.runtime
     identity = runtime.getDeviceProperties(number).get("uuid", b"")
     return f"{runtime.deviceGetPCIBusId(number)} {bytes(identity[:UUID_BYTES]).hex()}"
-
-
-class DeviceStream:
-    """A stream of CuPy's, `raw`."""
-
-    def __init__(self, raw: Any) -> None:
-        self.raw = raw
-
-    @property
-    def ptr(self) -> int:
-        """The stream's handle."""
-        return int(self.raw.ptr)
-
-    def synchronize(self) -> None:
-        """Wait until all work given to the stream is done."""
-        self.raw.synchronize()
-
-    def wait(self, event: Event) -> None:
-        """Let the stream's later work begin after the mark; the host does not wait."""
-        assert isinstance(event, DeviceEvent)
-        self.raw.wait_event(event.raw)
-
-    def __enter__(self) -> DeviceStream:
-        self.raw.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.raw.__exit__(kind, error, trace)
-
-
-class DeviceEvent:
-    """An event of CuPy's, `raw`, and whether it was recorded."""
-
-    def __init__(self, raw: Any) -> None:
-        self.raw = raw
-        self.recorded = False
-
-    def record(self, stream: Stream | None = None) -> None:
-        """Put the mark behind all that was given to the stream so far; by default to the current one."""
-        assert stream is None or isinstance(stream, DeviceStream)
-        self.raw.record(None if stream is None else stream.raw)
-        self.recorded = True
-
-    def synchronize(self) -> None:
-        """Wait until the device has come to the mark."""
-        self.raw.synchronize()
 
 
 @dataclass
@@ -175,47 +141,6 @@ class DeviceBackend(Backend):
     def card(self) -> str:
         """What ranks on the same device have in common."""
         return name_card(self.xp, self.number)
-
-    def empty_pinned(self, elements: int, dtype: Any) -> Array:
-        """Return a NumPy array of any values, (elements,), in page-locked memory."""
-        if elements == 0:
-            return np.empty(0, dtype)
-        pinned: Array = importlib.import_module("cupyx").empty_pinned(elements, np.dtype(dtype))
-        return pinned
-
-    def to_host_async(self, array: Array, host: Array, stream: Stream) -> None:
-        """Copy an array to the host when the stream comes to it; see Backend."""
-        assert isinstance(stream, DeviceStream)
-        array.get(stream=stream.raw, out=host, blocking=False)  # type: ignore[attr-defined]
-
-    def from_host_async(self, host: Array, array: Array, stream: Stream) -> None:
-        """Copy from the host to an array when the stream comes to it; see Backend."""
-        assert isinstance(stream, DeviceStream)
-        array.set(host, stream=stream.raw)  # type: ignore[attr-defined]
-
-    def new_stream(self) -> Stream:
-        """Return a stream that waits for no other, the default stream included."""
-        return DeviceStream(self.xp.cuda.Stream(non_blocking=True))
-
-    def current_stream(self) -> Stream:
-        """Return the stream to which this thread's operations go."""
-        return DeviceStream(self.xp.cuda.get_current_stream())
-
-    def new_event(self) -> Event:
-        """Return an event that is not recorded yet."""
-        return DeviceEvent(self.xp.cuda.Event())
-
-    def elapsed_s(self, begin: Event, end: Event) -> float:
-        """Return the time from one event to another in seconds, as the device saw it; waits for the second.
-
-        Raises:
-            DeviceError: when one of them was not recorded.
-        """
-        assert isinstance(begin, DeviceEvent) and isinstance(end, DeviceEvent)
-        if not (begin.recorded and end.recorded):
-            raise DeviceError("the time between two events needs both to be recorded first")
-        end.synchronize()
-        return float(self.xp.cuda.get_elapsed_time(begin.raw, end.raw)) / 1000
 
     def memory(self) -> MemoryUse:
         """Return what this process's arrays use of the device's memory, and what they may."""

@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels import to_float32
+from nnmpi.comm.device.staged import to_host
 from nnmpi.comm.gradients import Traffic
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.losses import ERRORS, SumError, squared_errors
@@ -62,7 +63,6 @@ class DeferredScalars:
         self._host_values: dict[Hashable, float] = {}
         self._numbers: dict[Hashable, int] = {}  # of the places that are in use on the device
         self._slots: Array | None = None
-        self._pinned: Any = None
         self._places: list[Array] = []
 
     def clear(self) -> None:
@@ -106,11 +106,9 @@ class DeferredScalars:
         values = dict(self._host_values)
         if self._numbers:
             assert self._slots is not None
-            count = len(self._numbers)
-            self._backend.to_host_async(self._slots[:count], self._pinned[:count], self._backend.current_stream())
-            self._backend.synchronize()
+            numbers = to_host(self._slots[: len(self._numbers)])
             for name, number in self._numbers.items():
-                values[name] = values.get(name, 0.0) + float(self._pinned[number])
+                values[name] = values.get(name, 0.0) + float(numbers[number])
         return values
 
     def _grow(self) -> None:
@@ -119,7 +117,6 @@ class DeferredScalars:
         self._slots = self._backend.zeros(count, "float64")
         if old is not None:
             self._backend.xp.copyto(self._slots[: len(old)], old)
-        self._pinned = self._backend.empty_pinned(count, "float64")
         self._places = [self._slots[i : i + 1] for i in range(count)]
 
 

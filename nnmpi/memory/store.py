@@ -18,7 +18,8 @@ from typing import Any, Protocol
 
 from nnmpi import clock
 from nnmpi.backend.array import Array
-from nnmpi.backend.backend import Backend, Event
+from nnmpi.backend.backend import Backend
+from nnmpi.backend.device import pinned
 from nnmpi.errors import DataError, UsageError
 from nnmpi.units import format_bytes
 
@@ -188,7 +189,7 @@ class HostStore:
     """
 
     def __init__(self, backend: Backend) -> None:
-        self.backend, self.stream = backend, backend.new_stream()
+        self.cuda, self.stream = backend.xp.cuda, backend.xp.cuda.Stream(non_blocking=True)
         self._free: dict[int, list[Array]] = {}
 
     def reserve(self, nbytes: int) -> None:
@@ -198,7 +199,7 @@ class HostStore:
         """Begin to copy some memory to the host."""
         size = sum(map(len, memory))
         places = self._free.setdefault(size, [])
-        place = places.pop() if places else self.backend.empty_pinned(size, "uint8")
+        place = places.pop() if places else pinned(self.cuda, size, "uint8")
         return BytesOnHost(self, place, memory)
 
     def give_back(self, place: Array) -> None:
@@ -216,28 +217,28 @@ class BytesOnHost:
 
     def __init__(self, store: HostStore, place: Array, memory: Sequence[Array]) -> None:
         self._store, self._place = store, place
-        self._done = self._move(store.backend.to_host_async, memory, False)
+        self._done = self._move(memory, is_back=False)
 
     def fetch(self, memory: Sequence[Array]) -> None:
         """Begin to copy the bytes back."""
-        self._done = self._move(self._store.backend.from_host_async, memory, True)
+        self._done = self._move(memory, is_back=True)
 
-    def _move(self, copy: Callable[..., None], memory: Sequence[Array], is_back: bool) -> Event:
-        """Let the stream copy behind all that was given to be computed; return the mark behind that."""
-        backend, stream, start = self._store.backend, self._store.stream, 0
-        ready, done = backend.new_event(), backend.new_event()
-        ready.record(backend.current_stream())
-        stream.wait(ready)
+    def _move(self, memory: Sequence[Any], is_back: bool) -> Any:
+        """Let the stream copy behind all that was given to be computed; return the event behind that."""
+        stream, start = self._store.stream, 0
+        stream.wait_event(self._store.cuda.get_current_stream().record())
         for each in memory:
             host = self._place[start : start + len(each)]
-            copy(*((host, each) if is_back else (each, host)), stream)
+            if is_back:
+                each.set(host, stream=stream)
+            else:
+                each.get(stream=stream, out=host, blocking=False)
             start += len(each)
-        done.record(stream)
-        return done
+        return stream.record()
 
     def wait(self) -> None:
         """Let what is computed next wait for the last transfer."""
-        self._store.backend.current_stream().wait(self._done)
+        self._store.cuda.get_current_stream().wait_event(self._done)
 
     def __del__(self) -> None:
         """Give the place back."""

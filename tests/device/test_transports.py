@@ -9,7 +9,7 @@ import pytest
 from nnmpi import models, optim
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import bfloat16
-from nnmpi.comm.algorithms.registry import ALGORITHMS, AUTO, COLLECTIVES, NATIVE, NCCL, SHARED
+from nnmpi.comm.algorithms.registry import ALGORITHMS, AUTO, COLLECTIVES, NATIVE, NCCL
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
 from nnmpi.comm.device import staged
 from nnmpi.comm.group import Group
@@ -21,7 +21,7 @@ from tests.device.library import device_backend, load
 from tests.equivalence.reference import digits
 from tests.worker_options import grouped
 
-SUMS = [(ALL_REDUCE.name, name) for name in (NATIVE, SHARED, AUTO, NCCL, *ALGORITHMS)]
+SUMS = [(ALL_REDUCE.name, name) for name in (NATIVE, AUTO, NCCL, *ALGORITHMS)]
 OTHERS = [key for key in COLLECTIVES if key[0] not in (ALL_REDUCE.name, NEIGHBOUR_AVERAGE.name)]
 OTHERS += [(name, how) for name in (REDUCE_SCATTER.name, ALL_GATHER.name, BROADCAST.name) for how in (NATIVE, NCCL)]
 
@@ -149,7 +149,7 @@ def train(group: Group, backend: Backend, allreduce: str, overlap: bool) -> tupl
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("allreduce", [NATIVE, SHARED, "ring", NCCL])
+@pytest.mark.parametrize("allreduce", [NATIVE, "ring", NCCL])
 @pytest.mark.usefixtures("cards")
 def test_gradients_on_a_device_give_the_hosts_numbers(group: Group, allreduce: str, overlap: bool) -> None:
     device, names = train(group, device_backend(group.rank), allreduce, overlap)

@@ -76,7 +76,7 @@ def test_nccl_with_nobody_else(real_device: Backend) -> None:
         pytest.skip("NCCL is not installed")
     communicator = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
     array = real_device.asarray(np.arange(1000, dtype=np.float32))
-    address, stream = array.data.ptr, real_device.current_stream().ptr
+    address, stream = array.data.ptr, real_device.xp.cuda.get_current_stream().ptr
     communicator.allReduce(address, address, array.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
     real_device.synchronize()
     assert np.array_equal(real_device.to_host(array), np.arange(1000))

@@ -41,7 +41,7 @@ MIXES: Mapping[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "dp x tp": ((0, 1, 2), {}),
     "pp x tp": ((1, 2, 0), {"schedule": "zero-bubble", "activation_memory": "least"}),
 }
-ALGORITHMS = ("auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical")
+ALGORITHMS = ("auto", "native", "ring", "tree", "ps", "halving-doubling", "hierarchical")
 WAITING = [sync for sync in EVERY_MODE if sync.mode not in ("asp", "ssp") and not sync.backup]
 RUNNING = [sync for sync in EVERY_MODE if sync not in WAITING]
 
@@ -95,7 +95,7 @@ def assert_equal(group: Group, device: Backend, setup: str, mode: str, layout: L
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("setup", "algorithm"), [*(("mlp", each) for each in ALGORITHMS), ("resnet", "ring"), ("cnn", "shared")]
+    ("setup", "algorithm"), [*(("mlp", each) for each in ALGORITHMS), ("resnet", "ring"), ("cnn", "ring")]
 )
 def test_data_parallel(group: Group, device: Backend, setup: str, algorithm: str) -> None:
     """Every all-reduce, in buckets small enough that several are under way."""
@@ -104,7 +104,7 @@ def test_data_parallel(group: Group, device: Backend, setup: str, algorithm: str
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("mode", [FLOAT32, BF16, FP16])
-@pytest.mark.parametrize("algorithm", ["ring", "shared"])
+@pytest.mark.parametrize("algorithm", ["ring", "native"])
 def test_data_parallel_in_lower_precision(group: Group, device: Backend, algorithm: str, mode: str) -> None:
     """Gradients travel in float32 whatever the layers compute in."""
     assert_equal(group, device, "cnn", mode, None, allreduce=algorithm)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.device import pinned
 from nnmpi.comm.buffers import Buffer, is_device
 from nnmpi.comm.execution import Pending
 from nnmpi.errors import CommError, UsageError
@@ -86,13 +87,8 @@ def room_for(xp: ModuleType, shape: int | tuple[int, ...], dtype: DTypeLike) -> 
         shape: of the memory; an int for one dimension.
         dtype: of the memory.
     """
-    kind, lengths = np.dtype(dtype), (shape,) if isinstance(shape, int) else shape
-    nbytes = math.prod(lengths) * kind.itemsize
-    if xp is np or not nbytes:
-        return np.empty(shape, kind)
-    memory = xp.cuda.alloc_pinned_memory(nbytes)
-    host: Array = np.frombuffer(memory, np.uint8, nbytes).view(kind).reshape(lengths)
-    return host
+    elements = math.prod((shape,) if isinstance(shape, int) else shape)
+    return np.empty(shape, dtype) if xp is np or not elements else pinned(xp.cuda, elements, dtype).reshape(shape)
 
 
 def room_like(array: Array, shape: int | tuple[int, ...]) -> Array:
