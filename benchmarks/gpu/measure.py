@@ -15,7 +15,6 @@ from benchmarks.gpu.judge import TrainingCourse, course, examine, rate
 from benchmarks.gpu.trainer import DeviceTrainer, device_s, host_s
 from benchmarks.gpu.trainer_nnmpi import NnmpiDeviceTrainer
 from benchmarks.harness.turns import WrongResultError, ratio, shuffled, steps_in_block, summary
-from benchmarks.training.cases import CNN
 from benchmarks.training.measure import LR
 from nnmpi.backend.backend import Backend
 
@@ -47,8 +46,7 @@ def makers(arrays: CaseArrays, mode: str, backend: Backend, torch_device: str | 
     if torch_device is not None:
         from benchmarks.gpu.trainer_torch import TorchDeviceTrainer
 
-        layouts = (False, True) if arrays.case.model == CNN else (False,)
-        found += [lambda layout=layout: TorchDeviceTrainer(arrays, mode, torch_device, layout) for layout in layouts]
+        found.append(lambda: TorchDeviceTrainer(arrays, mode, torch_device))
     return found
 
 
@@ -64,7 +62,7 @@ def reference(arrays: CaseArrays, backend: Backend, torch_device: str | None) ->
     if torch_device is not None:
         from benchmarks.gpu.trainer_torch import TorchDeviceTrainer
 
-        trainer = TorchDeviceTrainer(arrays, FLOAT32, torch_device, contiguous=True, dtype="float64")
+        trainer = TorchDeviceTrainer(arrays, FLOAT32, torch_device, dtype="float64")
     else:
         trainer = NnmpiDeviceTrainer(arrays, FLOAT32, backend, compiled=False, dtype="float64")
     found = course(trainer, arrays.weights, rate(trainer, arrays.weights))
@@ -104,14 +102,12 @@ def measure(arrays: CaseArrays, mode: str, made: Makers, right: TrainingCourse, 
 
 
 def _look(trainer: DeviceTrainer, arrays: CaseArrays, right: TrainingCourse, row: Row) -> None:
-    """Judge a trainer, and let its row have its errors and its memory, as long as nobody else computes."""
+    """Judge a trainer, and let its row have its errors, as long as nobody else computes."""
     row["errors"] = asdict(examine(trainer, arrays.weights, right))
     trainer.lr = LR
-    trainer.reset_peak()
     for _ in range(WARM_UP):
         trainer.upload()
         trainer.read(trainer.step())
-    row["peak_bytes"] = trainer.peak_bytes()
 
 
 def time_blocks(trainers: Sequence[tuple[DeviceTrainer, Row]], timing: Timing) -> None:
@@ -153,7 +149,6 @@ def ratios(rows: Sequence[Row]) -> list[Row]:
         fields: Row = {"case": case, "mode": mode, "nnmpi": ours["name"], "torch": theirs["name"]}
         for clock in ("device", "host"):
             fields |= ratio(clock, theirs[f"{clock}_blocks_s"], ours[f"{clock}_blocks_s"])
-        fields["memory"] = theirs["peak_bytes"] / max(ours["peak_bytes"], 1)
         fields["target"] = target(case, mode)
         fields["reached"] = None if fields["target"] is None else fields["device"] >= fields["target"]
         found.append(fields)

@@ -4,13 +4,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.gpu.measure import ratios
-from benchmarks.harness.tables import Columns, mib, ms, number, render, spread
+from benchmarks.harness.tables import Columns, ms, number, render, spread
 
 Row = Mapping[str, Any]
 
 
 def contestants(rows: Sequence[Row], markdown: bool = False) -> str:
-    """Return every contestant's times, memory and errors; of one that failed, why.
+    """Return every contestant's times and errors; of one that failed, why.
 
     Args:
         rows: of one or several cases and modes.
@@ -22,7 +22,6 @@ def contestants(rows: Sequence[Row], markdown: bool = False) -> str:
         ("contestant", "name"),
         ("device ms (quartiles)", lambda row: spread(row["device_s"], row["device_quartiles_s"], ms)),
         ("end-to-end ms (quartiles)", lambda row: spread(row["host_s"], row["host_quartiles_s"], ms)),
-        ("peak MiB", lambda row: mib(row["peak_bytes"])),
         (
             "error of losses, of the change",
             lambda row: f"{row['errors']['loss']:.0e}, {row['errors']['change']:.0e}",
@@ -44,7 +43,6 @@ def speeds(rows: Sequence[Row], markdown: bool = False) -> str:
         ("PyTorch's way", "torch"),
         ("PyTorch / nnmpi, device (quartiles)", lambda row: spread(row["device"], row["device_quartiles"])),
         ("end-to-end (quartiles)", lambda row: spread(row["host"], row["host_quartiles"])),
-        ("memory, PyTorch / nnmpi", lambda row: number(row["memory"])),
         ("target", lambda row: number(row["target"])),
         ("reached", lambda row: {None: "-", True: "yes", False: "no"}[row["reached"]]),
     )

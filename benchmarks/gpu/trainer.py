@@ -1,7 +1,7 @@
 """What every contestant can do on the device, nnmpi's and PyTorch's; and the two clocks that time it."""
 
 import time
-from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,8 +12,12 @@ from benchmarks.training.cases import Case
 Arrays = list[NDArray[np.float64]]
 
 
-class DeviceTrainer(ABC):
+class DeviceTrainer:
     """One contestant: a model on the device with its optimizer (plain SGD), and one batch in host and device memory.
+
+    Each has restore (the first weights), weights (copies in host memory, in nnmpi's order and layout), upload (of the
+    batch, without waiting), step (returns the loss, on the device), read (it, as a number), wait (for the device), mark
+    (an event) and between (two events: seconds).
 
     Attributes:
         name: unique among those of a case and mode.
@@ -22,49 +26,17 @@ class DeviceTrainer(ABC):
 
     name: str
     lr: float = 0.0
+    restore: Callable[[], None]
+    weights: Callable[[], Arrays]
+    upload: Callable[[], None]
+    step: Callable[[], Any]
+    read: Callable[[Any], float]
+    wait: Callable[[], None]
+    mark: Callable[[], Any]
+    between: Callable[[Any, Any], float]
 
     def __init__(self, case: Case, mode: str) -> None:
         self.case, self.mode = case, mode
-
-    @abstractmethod
-    def restore(self) -> None:
-        """Give all parameters their first values."""
-
-    @abstractmethod
-    def weights(self) -> Arrays:
-        """Return copies of the parameters in host memory, in nnmpi's order and layout."""
-
-    @abstractmethod
-    def upload(self) -> None:
-        """Copy the batch from page-locked host memory to the device, without waiting."""
-
-    @abstractmethod
-    def step(self) -> Any:
-        """Do forward, backward and update with the batch on the device; return the loss, which stays there."""
-
-    @abstractmethod
-    def read(self, loss: Any) -> float:
-        """Return a loss as a number: waits for the device."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Return when the device has done everything."""
-
-    @abstractmethod
-    def mark(self) -> Any:
-        """Return an event that the device passes when it has done all earlier work."""
-
-    @abstractmethod
-    def between(self, begin: Any, end: Any) -> float:
-        """Return the seconds between two events that have passed."""
-
-    @abstractmethod
-    def peak_bytes(self) -> int:
-        """Return the most that its pool has taken from the device since `reset_peak`, without what others have."""
-
-    @abstractmethod
-    def reset_peak(self) -> None:
-        """Count the peak from here on."""
 
     def close(self) -> None:
         """Give device memory back. Nothing else may be called afterwards."""

@@ -30,7 +30,6 @@ class NnmpiDeviceTrainer(DeviceTrainer):
         self.name = "nnmpi compiled" if compiled else "nnmpi"
         self._backend, self._first = backend, arrays.weights
         backend.release_memory()
-        self._others = backend.memory().pool_bytes  # of sides in the same pool
         self._model = build(self.case).initialize(seed=self.case.seed, dtype=dtype, backend=backend)
         self._optimizer = optim.SGD(self._model.storage, lr=0.01)
         x, y = arrays.batch(dtype)
@@ -41,53 +40,35 @@ class NnmpiDeviceTrainer(DeviceTrainer):
         self._run = nnmpi.compile(self._loop) if compiled else self._loop
 
     def restore(self) -> None:
-        """See `DeviceTrainer.restore`."""
         for parameter, values in zip(self._model.parameters(), self._first, strict=True):
             parameter.data[...] = self._backend.asarray(values, dtype=parameter.data.dtype)
 
     def weights(self) -> Arrays:
-        """See `DeviceTrainer.weights`."""
         found = [self._backend.to_host(parameter.data) for parameter in self._model.parameters()]
         return [np.array(array, np.float64) for array in found]
 
     def upload(self) -> None:
-        """See `DeviceTrainer.upload`."""
         for host, array in zip(self._host, (self._x, self._y), strict=True):
             array.set(host, stream=self._backend.xp.cuda.get_current_stream())  # type: ignore[attr-defined]
 
     def step(self) -> Any:
-        """See `DeviceTrainer.step`."""
         self._optimizer.lr = self.lr
         with use_precision(self.mode):
             return self._run(Tensor(self._x), Tensor(self._y))
 
     def read(self, loss: Any) -> float:
-        """See `DeviceTrainer.read`."""
         return float(loss.item())
 
     def wait(self) -> None:
-        """See `DeviceTrainer.wait`."""
         self._backend.synchronize()
 
     def mark(self) -> Any:
-        """See `DeviceTrainer.mark`."""
         return self._backend.xp.cuda.get_current_stream().record()
 
     def between(self, begin: Any, end: Any) -> float:
-        """See `DeviceTrainer.between`."""
         return float(self._backend.xp.cuda.get_elapsed_time(begin, end)) / 1e3
 
-    def peak_bytes(self) -> int:
-        """See `DeviceTrainer.peak_bytes`."""
-        return self._backend.memory().peak_bytes - self._others
-
-    def reset_peak(self) -> None:
-        """See `DeviceTrainer.reset_peak`."""
-        self._backend.release_memory()
-        self._backend.reset_peak()
-
     def close(self) -> None:
-        """See `DeviceTrainer.close`."""
         backend = self._backend
         super().close()
         backend.release_memory()

@@ -1,6 +1,6 @@
 """PyTorch's side: eager, with what its documentation advises for a card.
 
-Images are channels_last (and contiguous, for who has not read so far), cuDNN may try its algorithms out
+Images are channels_last, cuDNN may try its algorithms out
 (`torch.backends.cudnn.benchmark`), attention is `scaled_dot_product_attention`, bf16 is `torch.autocast`, SGD is as it
 comes, for all parameters at once (`foreach`). TF32 is allowed in mode tf32 and forbidden in float32: PyTorch itself
 allows it for convolutions.
@@ -26,21 +26,17 @@ class TorchDeviceTrainer(DeviceTrainer):
         arrays: the case.
         mode: FLOAT32, TF32 or BF16.
         device: "cuda", or "cpu" for tests.
-        contiguous: images in the order (channels, height, width).
         dtype: float64 for the reference.
     """
 
-    def __init__(
-        self, arrays: CaseArrays, mode: str, device: str, contiguous: bool = False, dtype: str = FLOAT32
-    ) -> None:
+    def __init__(self, arrays: CaseArrays, mode: str, device: str, dtype: str = FLOAT32) -> None:
         super().__init__(arrays.case, mode)
-        self.name = "torch contiguous" if contiguous else "torch"
+        self.name = "torch"
         self._device, self._first, self._dtype = device, arrays.weights, getattr(torch, dtype)
         torch.backends.cudnn.benchmark = True
         torch.cuda.empty_cache()
-        self._others = torch.cuda.memory_reserved()  # of sides in the same pool
         images = self.case.model == CNN
-        order = torch.channels_last if images and not contiguous else torch.contiguous_format
+        order = torch.channels_last if images and dtype == FLOAT32 else torch.contiguous_format
         # the reference writes attention out, so that it shares no kernel with whom it judges
         model = build(self.case, SDPA if dtype == FLOAT32 else EXPLICIT).to(self._dtype)
         self._model = model.to(device=device, memory_format=order)
@@ -52,23 +48,19 @@ class TorchDeviceTrainer(DeviceTrainer):
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01)
 
     def restore(self) -> None:
-        """See `DeviceTrainer.restore`."""
         with torch.no_grad():
             for parameter, values in zip(self._model.parameters(), to_torch(self.case, self._first), strict=True):
                 parameter.copy_(torch.from_numpy(values))
 
     def weights(self) -> Arrays:
-        """See `DeviceTrainer.weights`."""
         parts = [parameter.detach().cpu().contiguous().numpy().reshape(-1) for parameter in self._model.parameters()]
         return from_torch(self.case, np.concatenate(parts).astype(np.float64), self._first)
 
     def upload(self) -> None:
-        """See `DeviceTrainer.upload`."""
         self._x.copy_(self._host[0], non_blocking=True)
         self._y.copy_(self._host[1], non_blocking=True)
 
     def step(self) -> Any:
-        """See `DeviceTrainer.step`."""
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.mode == TF32
         self._optimizer.param_groups[0]["lr"] = self.lr
         self._optimizer.zero_grad()
@@ -79,35 +71,20 @@ class TorchDeviceTrainer(DeviceTrainer):
         return loss
 
     def read(self, loss: Any) -> float:
-        """See `DeviceTrainer.read`."""
         return float(loss.item())
 
     def wait(self) -> None:
-        """See `DeviceTrainer.wait`."""
         getattr(torch, self._device).synchronize()
 
     def mark(self) -> Any:
-        """See `DeviceTrainer.mark`."""
         event = getattr(torch, self._device).Event(enable_timing=True)
         event.record()
         return event
 
     def between(self, begin: Any, end: Any) -> float:
-        """See `DeviceTrainer.between`."""
         return float(begin.elapsed_time(end)) / 1e3
 
-    def peak_bytes(self) -> int:
-        """See `DeviceTrainer.peak_bytes`."""
-        return int(torch.cuda.max_memory_reserved()) - self._others
-
-    def reset_peak(self) -> None:
-        """See `DeviceTrainer.reset_peak`."""
-        if self._device == "cuda":
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
-
     def close(self) -> None:
-        """See `DeviceTrainer.close`."""
         super().close()
         torch.cuda.empty_cache()
 
