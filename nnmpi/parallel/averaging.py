@@ -67,13 +67,13 @@ class Averaging(ABC):
         storage.shared = True
         self.group = group.duplicate()
         self.storage, self.optimizer = storage, optimizer
-        self.messages = self.bytes = 0
-        self._done = 0  # steps since the last synchronization
         self._released = False
+        self.begin()
 
     def begin(self) -> None:
         """Set all counts to 0; the weights must be the same on all ranks then."""
-        self.messages = self.bytes = self._done = 0
+        self.messages = self.bytes = 0
+        self._done = self._rows = 0  # steps since the last synchronization; rows since the last weighted average
 
     def steps_since_average(self, step: int) -> int:
         """Return how many steps this rank has done since its weights were the same as on all other ranks.
@@ -90,10 +90,6 @@ class Averaging(ABC):
             step: the number of the step in the run, from 0, the same on all ranks.
             rows: the samples that this rank's update was made of.
         """
-
-    @abstractmethod
-    def _weight(self) -> float:
-        """Return this rank's weight in the mean at a synchronization; collective, returns when all ranks have come."""
 
     def synchronize(self) -> float:
         """Give all ranks the same weights and the same state of the optimizer, bit for bit. Collective.
@@ -112,7 +108,7 @@ class Averaging(ABC):
             for arrays in self.optimizer.slots().values():
                 average(arrays, self.group, 1 / self.group.size)
             self.optimizer.steps = int(self.group.max_floats([self.optimizer.steps])[0])
-        self._done = 0
+        self._done = self._rows = 0
         return apart
 
     def release(self) -> None:
@@ -120,6 +116,11 @@ class Averaging(ABC):
         if not self._released:
             self._released = True
             self.group.free()
+
+    def _weight(self) -> float:
+        """Return this rank's share of the rows that were counted, or an equal one; sleeps until all have come."""
+        total = self.group.sum_floats([self._rows], asleep=True)[0]
+        return self._rows / total if total else 1 / self.group.size
 
 
 class LocalSGD(Averaging):
@@ -137,12 +138,6 @@ class LocalSGD(Averaging):
             raise UsageError(f"local SGD cannot average every {every} steps; give at least 1")
         super().__init__(group, storage, optimizer)
         self.every = every
-        self._rows = 0  # since the last average
-
-    def begin(self) -> None:
-        """Begin to count anew; see `Averaging.begin`."""
-        super().begin()
-        self._rows = 0
 
     def steps_since_average(self, step: int) -> int:
         """Return the steps since the last average or synchronization; see `Averaging.steps_since_average`."""
@@ -153,35 +148,19 @@ class LocalSGD(Averaging):
         self._done += 1
         self._rows += rows
         if (step + 1) % self.every == 0:
-            self._average()
-
-    def synchronize(self) -> float:
-        """Average the weights by the rows since the last average, and the state; see `Averaging.synchronize`."""
-        disagreement = super().synchronize()
-        self._rows = 0
-        return disagreement
-
-    def _weight(self) -> float:
-        """Return this rank's share of the rows since the last average; equal shares where nobody had any."""
-        total = self.group.sum_floats([self._rows], asleep=True)[0]
-        return self._rows / total if total else 1 / self.group.size
+            if self.group.size > 1:
+                self._average()
+            self._rows = 0
 
     def _average(self) -> None:
-        """Replace the weights by their mean over all ranks."""
-        if self.group.size > 1:
-            weight = self._weight()
-            with keep_frozen(self.storage):
-                for array in self.storage.data:
-                    scale([array], weight)
-                    self.group.all_reduce(array, SUM, check=False)
-                    self._count(array.nbytes)
-        self._rows = 0
-
-    def _count(self, nbytes: int) -> None:
-        """Count an all-reduce on a ring: 2 (N-1) messages from each rank, with an N-th of the array each."""
-        steps = 2 * (self.group.size - 1)
-        self.messages += steps
-        self.bytes += steps * nbytes // self.group.size
+        """Replace the weights by their mean; a ring takes 2 (N-1) messages of each rank, with an N-th of the array."""
+        weight, steps = self._weight(), 2 * (self.group.size - 1)
+        with keep_frozen(self.storage):
+            for array in self.storage.data:
+                scale([array], weight)
+                self.group.all_reduce(array, SUM, check=False)
+                self.messages += steps
+                self.bytes += steps * array.nbytes // self.group.size
 
 
 class Gossip(Averaging):
@@ -222,11 +201,6 @@ class Gossip(Averaging):
         self.group.comm.world.wait_until(lambda: min([each.poll() for each in sums], default=True))  # all are polled
         for each in sums:
             each.free()
-
-    def _weight(self) -> float:
-        """Return equal weights, when all ranks have come."""
-        self.group.sum_floats([0.0], asleep=True)
-        return 1 / self.group.size
 
 
 @contextmanager
