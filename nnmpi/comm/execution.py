@@ -11,7 +11,6 @@ it is polled, so that it can run while something else is computed, and several c
                               add what arrived in scratch; next step
 """
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -117,16 +116,9 @@ class _Bound:
         requests = [comm.irecv(message, source, tag) for message, source in self.receives]
         return requests + [comm.isend(message, to, tag) for message, to in self.sends]
 
-    def prepare(self, comm: Comm, tag: int) -> list[Request]:
-        """Return persistent requests for the step's messages, not started."""
-        requests = [comm.recv_init(message, source, tag) for message, source in self.receives]
-        return requests + [comm.send_init(message, to, tag) for message, to in self.sends]
-
 
 class Execution:
     """One rank's part of a collective, as a state machine that goes from step to step.
-
-    One that will be started often keeps MPI's persistent requests: what a message is, MPI is told once.
 
     Args:
         steps: this rank's steps over comm.size chunks.
@@ -134,7 +126,6 @@ class Execution:
         comm: the communicator; its ranks are those in the steps.
         tag: tells the messages of this execution from those of others in flight between the same ranks.
         max_message_bytes: longer messages are cut into pieces of at most that.
-        persistent: whether it will be started often; costs a little once and saves a little each time.
         on_device: whether the array is a device's, and MPI takes such arrays. What was computed is waited for then
             before MPI sees it.
 
@@ -150,7 +141,6 @@ class Execution:
         comm: Comm,
         tag: int = 0,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
-        persistent: bool = False,
         on_device: bool = False,
     ) -> None:
         self._comm, self._tag = comm, tag
@@ -158,11 +148,8 @@ class Execution:
         self._add = namespace(checked).add
         self._current = namespace(checked).cuda.get_current_stream if on_device else None
         self._bound = _bind(steps, checked, comm.size, max_message_bytes)
-        self._kept = [bound.prepare(comm, tag) for bound in self._bound] if persistent else []
         self._at = len(self._bound)
         self._requests: list[Request] = []
-        # At the latest when Python ends, which is before MPI does: MPICH complains of requests that are left.
-        self.free = weakref.finalize(self, _free, comm, self._kept)
 
     def start(self) -> None:
         """Start it, with what the array holds now. Leave the array alone until `poll` returns True or `wait` returns.
@@ -201,18 +188,11 @@ class Execution:
 
     def run(self) -> None:
         """Start and wait."""
-        if not self._kept or self._at < len(self._bound):
-            self.start()
-            return self.wait()
-        add, current, start_all, wait_all = self._add, self._current, self._comm.start_all, self._comm.wait_all
-        for requests, bound in zip(self._kept, self._bound, strict=True):  # without a call per step, 1 us shorter
-            if current is not None:
-                current().synchronize()
-            start_all(requests)
-            wait_all(requests)
-            for target, arrived in bound.sums:
-                add(target, arrived, out=target)
-        return None
+        self.start()
+        self.wait()
+
+    def free(self) -> None:
+        """See `Pending`: MPI keeps nothing for it."""
 
     def _post(self) -> None:
         """Start the messages of the step it has come to."""
@@ -220,9 +200,6 @@ class Execution:
             self._current().synchronize()
         if self._at == len(self._bound):
             self._requests = []
-        elif self._kept:
-            self._requests = self._kept[self._at]
-            self._comm.start_all(self._requests)
         else:
             self._requests = self._bound[self._at].post(self._comm, self._tag)
 
@@ -232,12 +209,6 @@ class Execution:
             self._add(target, arrived, out=target)
         self._at += 1
         self._post()
-
-
-def _free(comm: Comm, kept: Sequence[list[Request]]) -> None:
-    """Give persistent requests back."""
-    for requests in kept:
-        comm.free_requests(requests)
 
 
 def _bind(steps: Sequence[Step], array: Buffer, size: int, max_bytes: int) -> list[_Bound]:

@@ -175,7 +175,7 @@ class Group(Communicator):
         """
         if not 0 <= tag < BLOCKING_TAG:
             raise UsageError(f"tag {tag} is not one of 0..{BLOCKING_TAG - 1}")
-        return self._bind(array, algorithm, tag, operation, persistent=True)
+        return self._bind(array, algorithm, tag, operation)
 
     def _run(self, array: Buffer, algorithm: How, operation: str, check: bool) -> None:
         """Do a collective once, after a look whether all ranks have the same array."""
@@ -193,28 +193,25 @@ class Group(Communicator):
         algorithm: How,
         tag: int,
         operation: str = ALL_REDUCE.name,
-        persistent: bool = False,
     ) -> Pending:
         check_any(array)
         if is_low(array.dtype) and operation in (ALL_GATHER.name, BROADCAST.name):
             array = array.view(np.uint16)
         elif is_low(array.dtype):
-            return widened(array, lambda wide: self._bind(wide, algorithm, tag, operation, persistent))
+            return widened(array, lambda wide: self._bind(wide, algorithm, tag, operation))
         if algorithm == AUTO and operation == ALL_REDUCE.name:
             algorithm = self.choose(array).algorithm
         if not is_device(array):
-            return self._bind_one(array, algorithm, tag, operation, persistent)
+            return self._bind_one(array, algorithm, tag, operation)
         if algorithm == NCCL:
             if self._nccl is None:
                 self._nccl = Nccl(self, namespace(array))
             return NcclCollective(array, self._nccl, operation)
         if cuda_aware() and algorithm != SHARED:
-            return self._bind_one(array, algorithm, tag, operation, persistent, on_device=True)
-        return staged(array, lambda host: self._bind_one(host, algorithm, tag, operation, persistent))
+            return self._bind_one(array, algorithm, tag, operation, on_device=True)
+        return staged(array, lambda host: self._bind_one(host, algorithm, tag, operation))
 
-    def _bind_one(
-        self, array: Buffer, algorithm: How, tag: int, operation: str, persistent: bool, on_device: bool = False
-    ) -> Pending:
+    def _bind_one(self, array: Buffer, algorithm: How, tag: int, operation: str, on_device: bool = False) -> Pending:
         """Return a collective of an array that MPI is given: on the host, or on a device if MPI takes such."""
         if algorithm == NATIVE:
             return NativeExecution(array, self.comm, operation, on_device=on_device)
@@ -227,7 +224,7 @@ class Group(Communicator):
         if not isinstance(algorithm, str):
             check_proof(collective, self.size)
         steps = collective(self.rank, self.size)
-        return Execution(steps, array, self.comm, tag, persistent=persistent, on_device=on_device)
+        return Execution(steps, array, self.comm, tag, on_device=on_device)
 
     def choose(self, array: Buffer, started: bool = False) -> Choice:
         """Return what "auto" means for this array, and why; the same on all ranks.

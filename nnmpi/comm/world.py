@@ -136,16 +136,7 @@ class Comm(Protocol):
     def irecv(self, into: Buffer, source: int, tag: int, /) -> Request:
         """Start receiving into an array of the message's length."""
 
-    def send_init(self, data: Buffer, to: int, tag: int, /) -> Request:
-        """Return a persistent request: a send that `start_all` starts, again and again."""
-
-    def recv_init(self, into: Buffer, source: int, tag: int, /) -> Request:
-        """Return a persistent request: a receive that `start_all` starts, again and again."""
-
     # ---- what was started ----
-
-    def start_all(self, requests: list[Request], /) -> None:
-        """Start persistent requests."""
 
     def test_all(self, requests: Sequence[Request], /) -> bool:
         """Return whether all are complete, without waiting; messages move on meanwhile. Of none, True."""
@@ -155,9 +146,6 @@ class Comm(Protocol):
 
     def cancel(self, request: Request) -> None:
         """Give up a receive whose message will not be sent; it is complete then."""
-
-    def free_requests(self, requests: Sequence[Request]) -> None:
-        """Give persistent requests back; they must not be running."""
 
     def poke(self) -> None:
         """Let messages move on."""

@@ -199,8 +199,6 @@ class Gossip(Averaging):
         for each in sums:
             each.start()
         self.group.comm.world.wait_until(lambda: min([each.poll() for each in sums], default=True))  # all are polled
-        for each in sums:
-            each.free()
 
 
 @contextmanager

@@ -230,7 +230,7 @@ class FusedUpdate:
         if across is None:
             return []
         steps = ring(across.rank, across.size)
-        return [Execution(steps, own, across, tag, persistent=True) for own in self._sums]
+        return [Execution(steps, own, across, tag) for own in self._sums]
 
     def _frozen(self) -> Sequence[Array]:
         """Return what of the frozen parameters this rank would update."""

@@ -90,7 +90,7 @@ def test_messages_are_cut(group: Group, operation: str, algorithm: str, max_byte
         pending: Pending = NativeExecution(array, group.comm, operation, max_message_bytes=max_bytes)
     else:
         steps = find_collective(operation, algorithm)(group.rank, group.size)
-        pending = Execution(steps, array, group.comm, 4, max_bytes, persistent=True)
+        pending = Execution(steps, array, group.comm, 4, max_bytes)
     run_each_way(group, pending, array, operation)
 
 

@@ -95,7 +95,6 @@ class Synchronous(MPI.Intracomm):
     """A communicator whose messages leave only when their receives have been posted."""
 
     Isend = MPI.Intracomm.Issend
-    Send_init = MPI.Intracomm.Ssend_init
 
 
 def partners_of(size: int, shift: int) -> list[int]:

@@ -253,7 +253,7 @@ def _halves(nbytes: int, size: int) -> tuple[Buffer, range, range]:
 
 
 def _prepared(group: Group, steps: tuple[Step, ...], array: Buffer) -> Refilled:
-    execution, fresh = Execution(steps, array, group.comm, TAG, persistent=True), array.copy()
+    execution, fresh = Execution(steps, array, group.comm, TAG), array.copy()
     return execution.run, lambda: np.copyto(array, fresh)
 
 

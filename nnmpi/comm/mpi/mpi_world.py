@@ -50,7 +50,6 @@ class MpiComm:
         mpi: mpi4py's communicator, for tests of MPI itself.
     """
 
-    start_all = staticmethod(MPI.Prequest.Startall)
     test_all = staticmethod(MPI.Request.Testall)
 
     def __init__(self, mpi: MPI.Comm, world: MpiWorld) -> None:
@@ -59,7 +58,6 @@ class MpiComm:
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
         self._folder: Path | None = SHM  # of the windows
         self.isend, self.issend, self.irecv = mpi.Isend, mpi.Issend, mpi.Irecv
-        self.send_init, self.recv_init = mpi.Send_init, mpi.Recv_init
         self.wait_all = named("messages", MPI.Request.Waitall)
         self.barrier, self.allgather = named("a barrier", mpi.Barrier), named("an all-gather", mpi.Allgather)
         self.allreduce = named("an all-reduce", partial(mpi.Allreduce, MPI.IN_PLACE))
@@ -81,12 +79,6 @@ class MpiComm:
         """Give up a receive whose message will not be sent."""
         request.Cancel()
         request.Wait()
-
-    def free_requests(self, requests: Sequence[MPI.Request]) -> None:
-        """Give persistent requests back."""
-        if not MPI.Is_finalized():  # else at the end of a program that has failed
-            for request in requests:
-                request.Free()
 
     def poke(self) -> None:
         """Let messages move on."""

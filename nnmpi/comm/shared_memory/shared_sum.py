@@ -138,7 +138,7 @@ class SharedSum:
         yield barrier
         if nodes is not None:
             if memory.rank == 0:
-                yield Execution(ring(nodes.rank, nodes.size), parts[0], nodes, self._tag, persistent=True)
+                yield Execution(ring(nodes.rank, nodes.size), parts[0], nodes, self._tag)
             yield barrier
             if memory.rank > 0:
                 yield LocalWork(_copies([(parts[memory.rank], parts[0])]))

@@ -36,8 +36,6 @@ class SimulatedRequest:
         checksum: of `memory` when it was started, if it reads that; else None.
         complete: whether it is.
         complete_s: when it became so, by simulated time.
-        begin: starts it again, if it is persistent; else None.
-        running: the request that a persistent one was started as last.
         withdraw: takes it back, if nothing has met it yet.
     """
 
@@ -50,8 +48,6 @@ class SimulatedRequest:
     checksum: int | None = None
     complete: bool = False
     complete_s: float = 0.0
-    begin: Callable[[], SimulatedRequest] | None = None
-    running: SimulatedRequest | None = None
     withdraw: Callable[[], None] | None = None
 
 

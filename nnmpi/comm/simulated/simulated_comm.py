@@ -171,17 +171,6 @@ class SimulatedComm:
         self._scheduler.leave(own)
         return request
 
-    def send_init(self, data: Buffer, to: int, tag: int) -> SimulatedRequest:
-        """Return a persistent send; see `comm.world.Comm`."""
-        return SimulatedRequest(
-            self._own, f"persistent send to rank {to}", find_lines(), begin=partial(self.isend, data, to, tag)
-        )
-
-    def recv_init(self, into: Buffer, source: int, tag: int) -> SimulatedRequest:
-        """Return a persistent receive; see `comm.world.Comm`."""
-        begin = partial(self.irecv, into, source, tag)
-        return SimulatedRequest(self._own, f"persistent receive from rank {source}", find_lines(), begin=begin)
-
     def _open(self, what: str, memory: NDArray[np.uint8] | None, writes: bool) -> SimulatedRequest:
         """Return a new request of this rank, noted as open."""
         reads = memory is not None and not writes
@@ -231,17 +220,6 @@ class SimulatedComm:
 
     # ---- what was started ----
 
-    def start_all(self, requests: Sequence[SimulatedRequest]) -> None:
-        """Start persistent requests; see `comm.world.Comm`."""
-        for request in requests:
-            assert request.begin is not None
-            if request.running is not None:
-                raise CommError(
-                    f"rank {self._own.number} starts its {request.what} ({describe_lines(request.lines)}) again before "
-                    "it has waited for it"
-                )
-            request.running = request.begin()
-
     def test_all(self, requests: Sequence[SimulatedRequest]) -> bool:
         """Return whether all are complete; see `comm.world.Comm`."""
         if not requests:
@@ -249,7 +227,7 @@ class SimulatedComm:
         own = self._own
         self._scheduler.enter(own)
         self._scheduler.give_way(own)
-        complete = all(_started(request).complete for request in requests)
+        complete = all(request.complete for request in requests)
         if complete:
             self._close(requests)
         else:
@@ -261,9 +239,9 @@ class SimulatedComm:
         """Return when all are complete; see `comm.world.Comm`."""
         own = self._own
         self._scheduler.enter(own)
-        awaited = {started for request in requests if not (started := _started(request)).complete}
+        awaited = {request for request in requests if not request.complete}
         if awaited:
-            words = [request.what for request in map(_started, requests) if request in awaited]
+            words = [request.what for request in requests if request in awaited]
             words[NAMED:] = [f"{len(words) - NAMED} more"] if len(words) > NAMED else []
             pending = list(awaited)
             self._scheduler.block(own, awaited, ", ".join(words), find_lines(), lambda: _missing(pending))
@@ -273,10 +251,8 @@ class SimulatedComm:
     def _close(self, requests: Sequence[SimulatedRequest]) -> None:
         """Note that requests were waited for, and that it is as late as their ends."""
         for request in requests:
-            started = _started(request)
-            self._own.clock_s = max(self._own.clock_s, started.complete_s)
-            self._board.open[self._own.number].close(started)
-            request.running = None
+            self._own.clock_s = max(self._own.clock_s, request.complete_s)
+            self._board.open[self._own.number].close(request)
         self._own.news += 1
 
     def cancel(self, request: SimulatedRequest) -> None:
@@ -285,9 +261,6 @@ class SimulatedComm:
             request.withdraw()
             request.withdraw, request.complete = None, True
             self._close([request])
-
-    def free_requests(self, requests: Sequence[SimulatedRequest]) -> None:
-        """Give persistent requests back: there is nothing to give."""
 
     def poke(self) -> None:
         """Let messages move on; see `comm.world.Comm`."""
@@ -494,11 +467,6 @@ class SimulatedPages:
     def free(self) -> None:
         """Let go of the memory; it goes with the last rank that holds it."""
         self.parts = ()
-
-
-def _started(request: SimulatedRequest) -> SimulatedRequest:
-    """Return what a persistent request was started as; any other as it is."""
-    return request if request.begin is None or request.running is None else request.running
 
 
 def _missing(requests: Sequence[SimulatedRequest]) -> list[int]:

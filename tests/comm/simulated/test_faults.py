@@ -164,16 +164,6 @@ def a_wait_for_what_never_happens(comm: Any) -> None:
         comm.world.wait_until(lambda: False)
 
 
-def a_second_start_without_a_wait(comm: Any) -> None:
-    if comm.rank == 0:
-        request = comm.send_init(np.zeros(4), 1, 0)
-        comm.start_all([request])
-        comm.start_all([request])
-    if comm.rank == 1:
-        for _ in range(2):
-            comm.wait_all([comm.irecv(np.zeros(4), 0, 0)])
-
-
 LENGTHS = r"rank 0 sends \d+ bytes .* rank 1 receives into \d+ "
 DIFFERENT = r"the ranks are in different collectives: rank \d in .*, rank \d in "
 FAULTS: dict[Callable[[Any], None], str] = {
@@ -202,7 +192,6 @@ FAULTS: dict[Callable[[Any], None], str] = {
     receives_that_wait_for_one_another: r"deadlock: .*rank 0 -> rank 2 -> rank 1 -> rank 0 wait for one another",
     a_loop_that_looks_for_ever: r"deadlock: .*rank 0 waits for a loop that looks for messages",
     a_wait_for_what_never_happens: r"deadlock: .*rank 0 waits for something to become complete",
-    a_second_start_without_a_wait: r"rank 0 starts its persistent send to rank 1 .* again before it has waited",
 }
 
 
