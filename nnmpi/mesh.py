@@ -50,7 +50,7 @@ from itertools import product
 from math import log, prod
 from typing import TYPE_CHECKING, NamedTuple
 
-from nnmpi.errors import LayoutError, counted
+from nnmpi.errors import LayoutError
 
 if TYPE_CHECKING:
     from nnmpi.comm.group import Group
@@ -221,23 +221,6 @@ class Mesh:
             replicas=dp if self.sp == 1 else group.split(part, replica),
         )
 
-    def render(self) -> str:
-        """Return a picture: a line for each d, a cell for each stage, in it the ranks in the order of s and t."""
-        nodes = _renumber(self.nodes) if self.nodes else ()
-        width = len(str(self.size - 1))
-        places = counted(self.size, "rank") + (f" on {max(nodes) + 1} nodes" if any(nodes) else "")
-        each = self.sp * self.tp  # ranks of a cell
-        cells = (width + 1) * each - 1
-        margin = len(f"d{self.dp - 1}") + 2
-        lines = [f"{places}: {self}", "", " " * margin + "".join(f"  {f'p{p}':>{cells}}" for p in range(self.pp))]
-        for d in range(self.dp):
-            replica = self._ranks[d * self.pp * each : (d + 1) * self.pp * each]
-            named = [f"{rank:>{width}}" for rank in replica]
-            rows = [" ".join(named[p * each : (p + 1) * each]) for p in range(self.pp)]
-            line = f"d{d}".ljust(margin) + "".join(f"  {row:>{max(cells, len(f'p{p}'))}}" for p, row in enumerate(rows))
-            lines.append(line + (f"    {_name_nodes(nodes[rank] for rank in replica)}" if any(nodes) else ""))
-        return "\n".join(lines)
-
     def _block(self, ranges: dict[str, range], inside: Sequence[str], at: dict[str, int]) -> tuple[int, ...]:
         """Return the ranks whose other coordinates are these, along the axes inside."""
         along = product(*(ranges[each] for each in inside))
@@ -349,11 +332,6 @@ def _renumber(nodes: Sequence[int]) -> tuple[int, ...]:
     """Return the nodes numbered 0, 1 ... in the order of their first ranks."""
     numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
     return tuple(numbers[node] for node in nodes)
-
-
-def _name_nodes(nodes: Iterable[int]) -> str:
-    own = sorted(set(nodes))
-    return f"node{'s' * (len(own) > 1)} {', '.join(map(str, own))}"
 
 
 # ---- layouts that fit ----

@@ -45,19 +45,8 @@ def kinds(errors: list[NnmpiError | None]) -> list[str]:
     return [f"{type(error).__name__}: {error}" for error in errors]
 
 
-def test_nobody_failed() -> None:
-    assert FakeGroup().outcome(None, None, None) == [None, None, None]
-
-
 def test_one_rank_failed_and_all_raise_its_kind() -> None:
     assert kinds(FakeGroup().outcome(None, DataError("no file"), None)) == ["DataError: rank 1: no file"] * 3
-
-
-def test_exit_status_is_kept() -> None:
-    assert [error and error.exit_status for error in FakeGroup().outcome(None, UsageError("bad"))] == [2, 2]
-    special = DataError("own status")
-    special.exit_status = 7
-    assert [error and error.exit_status for error in FakeGroup().outcome(None, special)] == [7, 7]
 
 
 def test_all_failed_alike_and_nobody_is_named() -> None:
@@ -116,13 +105,6 @@ def test_every_rank_in_turn_stops_all(group: Group) -> None:
 
 
 @pytest.mark.simulated
-def test_a_body_that_goes_well_goes_on(group: Group) -> None:
-    with agreed(group):
-        done = True
-    assert all(group.gather(done))
-
-
-@pytest.mark.simulated
 def test_a_rank_that_worked_for_all_is_not_named(group: Group) -> None:
     last = group.size - 1
     for speaker in (None, last):
@@ -142,18 +124,6 @@ def test_the_root_works_for_all(group: Group) -> None:
     with pytest.raises(CheckpointError, match=r"^no$") as caught:
         on_root(group, fail)
     assert caught.value.exit_status == 1
-
-
-@pytest.mark.simulated
-def test_a_foreign_exception_of_the_root_is_raised_on_all_with_its_traceback(group: Group) -> None:
-    def fail() -> None:
-        raise ValueError("odd")
-
-    with pytest.raises(CommError) as caught:
-        on_root(group, fail)
-    text = str(caught.value)
-    assert text.startswith("ValueError: odd\n\nOn rank 0:\nTraceback")
-    assert group.gather(text) == [text] * group.size
 
 
 @pytest.mark.simulated

@@ -7,9 +7,7 @@ import pytest
 
 from nnmpi.comm.communicator import decode_json, encode_json
 from nnmpi.comm.group import Group
-from nnmpi.comm.machine import Link, Machine
-from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.errors import CommError, DtypeError, ShapeError, UsageError
+from nnmpi.errors import CommError, DtypeError, ShapeError
 
 VALUES = [None, True, -3, 0.1, 2**70, "", "grüße, 世界 🌍", "\ud800 alone", [1, [2, {}]], {"a": {"b": [None]}}]
 
@@ -17,11 +15,6 @@ VALUES = [None, True, -3, 0.1, 2**70, "", "grüße, 世界 🌍", "\ud800 alone"
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 def test_json_values_come_back_from_the_wire(value: object) -> None:
     assert decode_json(encode_json(value), 0) == value
-
-
-def test_floats_that_are_no_numbers_come_back_too() -> None:
-    assert math.isnan(decode_json(encode_json(math.nan), 0))
-    assert decode_json(encode_json([math.inf, -math.inf]), 0) == [math.inf, -math.inf]
 
 
 @pytest.mark.parametrize("value", [{1, 2}, b"bytes", np.float32(1), object, {(1, 2): 3}])
@@ -36,13 +29,6 @@ def test_gather_gives_all_values_to_all(group: Group) -> None:
     gathered = [group.gather([VALUES[(rank + group.rank) % len(VALUES)] for rank in range(3)]) for _ in range(2)]
     expected = [[VALUES[(rank + other) % len(VALUES)] for rank in range(3)] for other in range(group.size)]
     assert all(group.gather(gathered == [expected, expected]))
-
-
-@pytest.mark.simulated
-def test_gather_takes_texts_of_any_length(group: Group) -> None:
-    found = group.gather("ß" * (300_000 * (group.rank % 2) + group.rank))
-    right = [text == "ß" * (300_000 * (rank % 2) + rank) for rank, text in enumerate(found)]
-    assert all(all(every) for every in group.gather(right))
 
 
 @pytest.mark.both_worlds
@@ -111,12 +97,6 @@ def test_split_makes_groups_that_work_apart(group: Group) -> None:
     assert all(group.gather(bool(outcome)))
 
 
-@pytest.mark.simulated
-def test_a_negative_color_is_refused(group: Group) -> None:
-    with pytest.raises(UsageError, match="color -1 is negative"):
-        group.split(-1)
-
-
 @pytest.mark.both_worlds
 def test_a_node_holds_the_ranks_that_share_memory(group: Group) -> None:
     node = group.node()
@@ -125,13 +105,6 @@ def test_a_node_holds_the_ranks_that_share_memory(group: Group) -> None:
     roots, number = group.sum_floats([float(node.is_root)])[0], node.rank  # one root per node
     node.free()
     assert all(group.gather(outcome and 1 <= roots <= group.size and group.local_rank() == number))
-
-
-def test_ranks_are_numbered_on_their_node() -> None:
-    machine = Machine(Link.line(0, 0), nodes=(0, 1, 0, 1, 1))
-    assert simulate(lambda group: (group.local_rank(), group.node().rank), 5, machine) == [
-        (number, number) for number in (0, 0, 1, 1, 2)
-    ]
 
 
 @pytest.mark.both_worlds
@@ -147,13 +120,6 @@ def test_messages_of_a_duplicate_never_meet_those_of_the_group(group: Group) -> 
     outcome = np.all(arrays[0] == group.size) and np.all(arrays[1] == 100 * group.size)
     other.free()
     assert all(group.gather(bool(outcome)))
-
-
-@pytest.mark.simulated
-def test_root_and_text_of_a_group(group: Group) -> None:
-    assert group.gather([group.is_root, repr(group)]) == [
-        [rank == 0, f"Group(rank {rank} of {group.size})"] for rank in range(group.size)
-    ]
 
 
 @pytest.mark.both_worlds

@@ -7,7 +7,6 @@ import pytest
 
 from nnmpi.backend.array import Array
 from nnmpi.comm import point_to_point
-from nnmpi.comm.buffers import as_bytes
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages, rendezvous, send_and_receive
 from nnmpi.errors import ShapeError
@@ -38,22 +37,6 @@ def test_everybody_sends_before_anybody_receives(group: Group, synchronous_sends
 
 
 @pytest.mark.both_worlds
-def test_a_synchronous_send_stays_until_its_receive_is_posted(group: Group) -> None:
-    """So that a test with synchronous sends really runs without MPI's buffers."""
-    messages = Messages(group, synchronous_sends=True)
-    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    messages.send(np.ones(1), after, tag=1)
-    for _ in range(100):
-        messages.progress()
-    waiting = messages.leaving
-    group.barrier()
-    messages.receive(np.empty(1), before, tag=1).wait()
-    messages.drain()
-    messages.free()
-    assert all(group.gather(waiting == 1))
-
-
-@pytest.mark.both_worlds
 def test_long_messages_are_cut(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(point_to_point, "MAX_MESSAGE_BYTES", 100)
     messages = Messages(group)
@@ -65,17 +48,6 @@ def test_long_messages_are_cut(group: Group, monkeypatch: pytest.MonkeyPatch) ->
     messages.drain()
     messages.free()
     assert all(group.gather(right and pieces == 27))  # 2664 bytes
-
-
-@pytest.mark.simulated
-def test_an_empty_message_arrives(group: Group) -> None:
-    """A replica without rows has activations without elements."""
-    messages = Messages(group, synchronous_sends=True)
-    messages.send(np.empty((0, 4)), (group.rank + 1) % group.size, tag=0)
-    found = messages.receive(np.empty((0, 4)), (group.rank - 1) % group.size, tag=0).wait()
-    messages.drain()
-    messages.free()
-    assert all(group.gather(found.shape == (0, 4)))
 
 
 @pytest.mark.both_worlds
@@ -156,13 +128,6 @@ def test_a_send_can_be_waited_for_by_itself(group: Group) -> None:
     assert all(group.gather(left == 1 and counted == (2, 56)))
 
 
-def test_an_array_with_gaps_is_refused() -> None:
-    with pytest.raises(ShapeError, match="gaps"):
-        Messages.receive(Messages.__new__(Messages), np.empty((4, 4))[:, ::2], 0, 0)
-    with pytest.raises(ShapeError, match=r"the \(4,\) array with strides \(16,\) has gaps"):
-        as_bytes(np.empty(8)[::2])
-
-
 @pytest.mark.both_worlds
 def test_arrays_of_any_kind_arrive(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(point_to_point, "MAX_MESSAGE_BYTES", 20)  # the longer ones travel in pieces
@@ -226,10 +191,3 @@ def test_all_neighbours_at_once(group: Group, size: int) -> None:
         (place == 10.0 * rank + number).all() for number, (rank, place) in enumerate(zip(sources, places, strict=True))
     )
     assert all(group.gather(bool(right)))
-
-
-@pytest.mark.simulated
-def test_a_neighbour_is_sent_no_array_with_gaps(group: Group) -> None:
-    """Before anything is sent."""
-    with pytest.raises(ShapeError, match="gaps"):
-        send_and_receive(group, [(group.rank, np.zeros((4, 4))[:, ::2])], [])
