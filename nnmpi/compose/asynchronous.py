@@ -47,7 +47,6 @@ class AsynchronousWorker(Trainer):
         seed: of the run; keys dropout masks.
         backend: where the model lives; NumPy by default.
         slow: how long steps last at least, and stragglers.
-        synchronous_sends: let no message leave before its receive is posted (for tests).
 
     Batch normalization takes the statistics of a worker's own part; the running ones are averaged when the ranks meet.
 
@@ -68,7 +67,6 @@ class AsynchronousWorker(Trainer):
         seed: int = 0,
         backend: Backend | None = None,
         slow: Slow = NOT_SLOW,
-        synchronous_sends: bool = False,
     ) -> None:
         super().__init__(model, optimizer, group, loss, evaluation_loss, numerics, seed, backend, slow)
         self.sync = sync
@@ -78,7 +76,7 @@ class AsynchronousWorker(Trainer):
         self._gradient = LocalGradient(self)
         self.runner: ParameterServerRunner | AveragingRunner
         if sync.has_server:
-            self.runner = ParameterServerRunner(self, sync, self._gradient, synchronous_sends)
+            self.runner = ParameterServerRunner(self, sync, self._gradient)
             self.reporters = group.size
         else:
             self.runner = AveragingRunner(self, sync, self._gradient)

@@ -28,13 +28,13 @@ class ParameterServerRunner:
         steps_done: the gradients of any rows that this rank computed in the last segment.
     """
 
-    def __init__(self, trainer: Trainer, sync: Sync, gradient: LocalGradient, synchronous_sends: bool) -> None:
+    def __init__(self, trainer: Trainer, sync: Sync, gradient: LocalGradient) -> None:
         model, optimizer, group = trainer.model, trainer.optimizer, trainer.group
         self.optimizer, self.group, self.sync, self.slow = optimizer, group, sync, trainer.slow
         self._gradient = gradient
         self._segment: TrainingSegment | None = None
         self.server = ParameterServer(model.storage, optimizer, group.size) if group.is_root else None
-        self._talk = PushPull(group, model.storage, self.server, self._count, synchronous_sends, trainer.backend)
+        self._talk = PushPull(group, model.storage, self.server, self._count, trainer.backend)
         if group.is_root:
             gradient.look_after(self._serve)
         self._steps = -1  # of this rank in the whole run: its own, after those of a run that is resumed

@@ -99,7 +99,6 @@ class PushPull:
         server: on rank 0, the server; None on the others.
         on_push: called on rank 0 with (worker, push) for every gradient that arrives: after it was taken and before
             anybody goes on, so that nothing more is assigned if the controller is closed there.
-        synchronous_sends: whether a message leaves only when its receive is posted (for tests).
         backend: where the model's arrays live; NumPy by default.
 
     Raises:
@@ -112,12 +111,11 @@ class PushPull:
         storage: FlatStorage,
         server: ParameterServer | None,
         on_push: OnPush | None = None,
-        synchronous_sends: bool = False,
         backend: Backend | None = None,
     ) -> None:
         self._group, self._storage, self._server, self._on_push = group, storage, server, on_push
         self._wait_until = group.comm.world.wait_until
-        self._messages = Messages(group, synchronous_sends)
+        self._messages = Messages(group)
         peers = (0,) if server is None else range(1, group.size)
         received, sent = (Reply, Push) if server is None else (Push, Reply)
         where = numpy_backend() if backend is None else backend

@@ -80,7 +80,6 @@ class Run:
         delays: int = 0,
         early: dict[int, dict[str, Any]] | None = None,
         backend: Backend | None = None,
-        synchronous_sends: bool = False,
         hidden: int = 7,
     ) -> None:
         backend, early = numpy_backend() if backend is None else backend, early or {}
@@ -91,7 +90,7 @@ class Run:
         def note(worker: int, push: Push) -> None:
             self.arrivals[-1].append((worker, Task(push.batch, push.part)))
 
-        talk = PushPull(group, model.storage, server, note, synchronous_sends, backend)
+        talk = PushPull(group, model.storage, server, note, backend)
         self.traffic, self.updates, self.leads = list[tuple[int, int]](), list[int](), list[int]()
         step, draw = 0, np.random.default_rng((delays, group.rank))
         for span in model.storage.spans:
@@ -127,10 +126,9 @@ def everywhere(group: Group, right: bool) -> bool:
 
 
 @pytest.mark.both_worlds(max_size=8)
-@pytest.mark.parametrize("synchronous_sends", [False, True], ids=["buffered", "synchronous"])
-def test_in_step_it_is_the_serial_run(group: Group, synchronous_sends: bool) -> None:
+def test_in_step_it_is_the_serial_run(group: Group) -> None:
     """However slow the ranks are, the weights are the same bits, and those of whole batches but for rounding."""
-    runs = [Run(group, 0, delays=delays, synchronous_sends=synchronous_sends) for delays in (0, 1)]
+    runs = [Run(group, 0, delays=delays) for delays in (0, 1)]
     assert len({run.digest for run in runs}) == 1
     assert everywhere(group, np.allclose(runs[0].weights, serial_weights(6), rtol=1e-11, atol=1e-13))
     assert runs[0].updates == ([3, 1, 0, 2] if group.is_root else [])
@@ -139,7 +137,7 @@ def test_in_step_it_is_the_serial_run(group: Group, synchronous_sends: bool) -> 
 @pytest.mark.both_worlds(max_size=8)
 @pytest.mark.parametrize("bound", [1, 3, None])
 def test_every_task_is_used_once_and_nobody_is_too_far_ahead(group: Group, bound: int | None) -> None:
-    run = Run(group, bound, delays=1 if bound is None else bound, synchronous_sends=bound == 1)
+    run = Run(group, bound, delays=1 if bound is None else bound)
     right = True
     if group.is_root:
         found = [sorted(task for _, task in segment) for segment in run.arrivals]
