@@ -177,7 +177,8 @@ class Worker(Trainer):
             self._detach()
             raise
         self.parallel = self.runner.parallel
-        self.ledger, self._recorded_bytes = MemoryLedger(self.backend, self._predict_memory()), 0
+        self.ledger, self._recorded_bytes = MemoryLedger(self._predict_memory()), 0
+        self._at_once = 1  # microbatches whose activations there are
         self._counted_bytes: int | None = None  # of the largest batch of those whose steps were counted
         self.ledger.note(self._held_memory())
         self.notice = self.notice or self.parallel.notice
@@ -257,6 +258,8 @@ class Worker(Trainer):
         counts = self._is_to_count(nbytes) or current() is not None  # then each pass is looked at, and none replayed
         with self._deterministic(), self._watching() as exchanged, self._counting() if counts else _AS_IT_IS:
             outcome = self.runner.run(batch, step, factor, not counts)
+            alone = outcome.report is None or (self.arrangement is not None and self.arrangement.layout.recomputes)
+            self._at_once = 1 if alone or outcome.report is None else outcome.report.peak_live
         if self.runner.held_bytes != self._recorded_bytes:  # there are new recordings
             self._recorded_bytes = self.runner.held_bytes
             self._note_memory({ACTIVATIONS: self._recorded_bytes})
@@ -340,7 +343,7 @@ class Worker(Trainer):
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        with self.ledger.measuring():
+        with self.ledger.measuring(lambda: self._at_once):
             yield
         self._note_memory(self._held_memory(), self.ledger.report().peaks[ACTIVATIONS])
 

@@ -13,7 +13,7 @@ LENGTHS = (1, 2, 4, 6, 9)
 
 def even(layers: int) -> Costs:
     """Return the costs of equal layers: a value takes a byte, what is kept four more and what came in."""
-    return [LayerCost(f"{i}", 1, 1, 4, True, False, 1, 5, 1, 1, 1.0, 1.0, 2.0) for i in range(layers)]
+    return [LayerCost(f"{i}", 1, 1, 4, True, False, 1.0, 1.0, 2.0) for i in range(layers)]
 
 
 def check(budget: Callable[[OptimalPlans], float], again: Callable[[int], int], function: Function) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.command import Parser, positive_count, say
 from nnmpi.errors import UsageError
-from nnmpi.memory.animation import compare, draw_slide
+from nnmpi.memory.animation import compare
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import LayerCost, costs_from_json, costs_to_json, draw_plan, keep_all, price_plan
 from nnmpi.memory.recompute import RecomputedModel
@@ -65,9 +65,6 @@ def main(words: Sequence[str]) -> str:
         except OSError as error:
             raise UsageError(f"{given.save} cannot be written ({error.strerror}); give another file") from None
     files = []
-    if given.svg is not None:
-        draw_slide(costs, plan, budget, given.svg, bandwidth or inf)
-        files.append(f"{given.svg} shows it on a slide")
     if given.html is not None:
         write_page(given.html, "plan", f"memory plans of {len(costs)} layers", compare(plans, budget, bandwidth))
         files.append(f"{given.html} runs it in a browser")
@@ -96,9 +93,7 @@ def _costs(given: argparse.Namespace, store: Store | None) -> tuple[Sequence[Lay
         except (OSError, ValueError) as error:
             raise UsageError(f"--costs {given.costs} cannot be read: {error}") from None
     if given.model is None:
-        layer = LayerCost(
-            "", 1 << 20, 1 << 20, 4 << 20, True, False, 1 << 20, 5 << 20, 1 << 20, 1 << 20, 1.0, 1.0, 2.0, True
-        )
+        layer = LayerCost("", 1 << 20, 1 << 20, 4 << 20, True, False, 1.0, 1.0, 2.0, True)
         return [LayerCost(**{**vars(layer), "name": str(i)}) for i in range(given.layers)], bandwidth
     make, shape = MODELS[given.model]
     model, draw = make().initialize(seed=0), np.random.default_rng(0)
@@ -133,7 +128,6 @@ def _parser() -> Parser:
     plan.add_argument("--offload", metavar="DIR", help="activations may go to a file there: its bandwidth is measured")
     plan.add_argument("--bandwidth", metavar="BYTES", help="or: so many bytes per second go out and come in")
     plan.add_argument("--save", type=Path, metavar="FILE", help="write the layers' costs there")
-    plan.add_argument("--svg", type=Path, metavar="FILE", help="draw it for slides")
     plan.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs it, for a browser")
     return parser
 

@@ -7,17 +7,19 @@ KeptArrays            | memory 0 | memory 1 |      each memory once, as bytes; t
 a store               a file; or the host's page-locked memory
 """
 
+import weakref
 from collections.abc import Iterable
 from ctypes import c_uint8
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from nnmpi.backend.allocations import LEAST_BYTES
 from nnmpi.backend.array import Array, is_array
 from nnmpi.backend.backend import Backend
 from nnmpi.memory.store import Store, StoredBytes
 from nnmpi.tensor.function import Function
+
+LEAST_BYTES = 16  # a single number is not worth an account
 
 
 class _Place(NamedTuple):
@@ -77,6 +79,10 @@ class KeptArrays:
         """How many bytes go."""
         return sum(self._lengths)
 
+    def watch(self) -> list[weakref.ref[Any]]:
+        """Return what tells whether their memory is there yet; of a device's nothing does."""
+        return [weakref.ref(owner) for owner in self._owners if isinstance(owner, np.ndarray)]
+
     def send(self, store: Store) -> None:
         """Begin to write them."""
         self._stored = store.send(self._memory)
@@ -109,9 +115,9 @@ class KeptArrays:
 
     def _taken(self, value: Any, extents: dict[int, _Extent]) -> Any:
         """Return what an operation keeps, with places for its arrays, which are noted."""
-        if is_array(value):
+        if is_array(value) and value.nbytes >= LEAST_BYTES:
             owner = _owner(value)
-            if id(owner) in self._outside or not _is_whole(owner) or value.nbytes < LEAST_BYTES:
+            if id(owner) in self._outside or not _is_whole(owner):
                 return value
             extent = extents.setdefault(id(owner), _Extent(len(extents), owner, value))
             extent.add(value)
@@ -130,18 +136,18 @@ class KeptArrays:
         return value
 
 
-def saved_bytes(operations: Iterable[Function], outside: Iterable[Array]) -> int:
-    """Return the bytes of the arrays that some operations save for their backward, each memory once.
+def saved_memory(operations: Iterable[Function], outside: Iterable[Array] = ()) -> dict[int, int]:
+    """Return the bytes that some operations save for their backward, by the owner of each memory.
 
     Args:
         outside: arrays that are there anyway, such as weights, and all that looks into their memory.
     """
     ends: dict[int, tuple[int, int]] = {}
-    known = {id(_owner(each)) for each in outside}
+    known = {owner_id(each) for each in outside}
 
     def count(value: Any) -> None:
-        if is_array(value):
-            owner, bounds = id(_owner(value)), _bounds(value)
+        if is_array(value) and value.nbytes >= LEAST_BYTES:
+            owner, bounds = owner_id(value), _bounds(value)
             if owner not in known:
                 low, high = ends.get(owner, bounds)
                 ends[owner] = min(low, bounds[0]), max(high, bounds[1])
@@ -151,7 +157,12 @@ def saved_bytes(operations: Iterable[Function], outside: Iterable[Array]) -> int
 
     for each in operations:
         count(getattr(each, "saved", None))
-    return sum(high - low for low, high in ends.values())
+    return {owner: high - low for owner, (low, high) in ends.items()}
+
+
+def owner_id(array: Array) -> int:
+    """Return what tells one memory from another."""
+    return id(_owner(array))
 
 
 def _like(value: Any, items: list[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Memory plans as animations for a page, and as a slide: what layers hold, the bytes and the time, action by action.
+"""Memory plans as animations for a page: what layers hold, the bytes and the time, action by action.
 
 {"actions": [["K", 0, "=- ", begin, computes, end, peak, after, transfer], ...],     in seconds and bytes
  "peak": 9437184, "seconds": 40.0, "again": 8, "moved": 0}
@@ -9,15 +9,12 @@ An action waits from `begin` to `computes`, and computes until `end`. Meanwhile 
 
 from collections.abc import Callable, Iterable
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from nnmpi.errors import UsageError
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import Act, Action, Costs, Plan, PlanState, keep_all, moved_bytes, price_plan, signs
 from nnmpi.memory.swapping import swapping_plan
-from nnmpi.pages import svg
-from nnmpi.units import format_bytes, format_seconds
 
 MOST_LAYERS = 64  # that fit a page
 POINTS = 11  # budgets from the least to the most
@@ -87,46 +84,3 @@ def compare(plans: OptimalPlans, budget: int, bandwidth: float | None = None) ->
             name: [animation(costs, make(limit), bandwidth or inf) for limit in budgets] for name, make in kinds.items()
         },
     }
-
-
-# ---- as an SVG, for slides ----
-
-_MOVES = "#d1495b"
-_FILLS = {"F": "#4c78a8", "K": "#4c78a8", "B": "#2f8f88", "=": "#c9a227", "-": "#e3d9b4", "O": _MOVES, "I": _MOVES}
-_HIGH, _WIDE, _BARS = 20.0, 16.0, 80.0  # pixels
-
-
-def draw_slide(costs: Costs, plan: Plan, budget: int, file: Path, bandwidth: float = inf) -> None:
-    """Write a plan as a picture for slides: layers down, actions across, and below them the bytes and the budget.
-
-    Args:
-        costs: of the layers.
-        plan: for them.
-        budget: in bytes; a line.
-        file: the picture; one that is there is replaced.
-        bandwidth: bytes per second that go out or come in.
-
-    Raises:
-        UsageError: when the file cannot be written.
-    """
-    price, left = price_plan(costs, plan, bandwidth), 12.0 + 7.0 * max(len(cost.name) for cost in costs)
-    below = _HIGH * len(costs)
-    parts = [svg.text(0, _HIGH * i + 14, cost.name) for i, cost in enumerate(costs)]
-    shown = [i for i, action in enumerate(plan) if action.act is not Act.DROP]
-    during, most = list(signs(costs, plan)), max(budget, price.peak)
-    for column, i in enumerate(shown):
-        x = left + _WIDE * column
-        for layer, sign in enumerate(during[i]):
-            if sign != " ":
-                parts.append(
-                    svg.rectangle(x, _HIGH * layer + 2, _WIDE - 1, _HIGH - 4, _FILLS.get(sign.upper(), svg.EMPTY))
-                )
-            if sign.isalpha():
-                parts.append(svg.text(x + _WIDE / 2, _HIGH * layer + 14, sign, "middle"))
-        tall = _BARS * price.peaks[i] / most
-        parts.append(svg.rectangle(x, below + 8 + _BARS - tall, _WIDE - 1, tall, svg.LINE))
-    width = left + _WIDE * len(shown)
-    parts.append(svg.rectangle(left, below + 8 + _BARS * (1 - budget / most), width - left, 1, _MOVES))
-    words = f"{format_bytes(price.peak)} of {format_bytes(budget)}, {format_seconds(price.seconds)}"
-    parts.append(svg.text(left, below + 8 + _BARS + 16, words))
-    svg.write_svg(file, f"plan of {len(costs)} layers", width, below + _BARS + 30, parts)

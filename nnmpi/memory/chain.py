@@ -102,6 +102,11 @@ class LayerGraph:
         assert result is not None
         return result
 
+    @property
+    def operations(self) -> Sequence[Function]:
+        """What is on its tape."""
+        return self._tape.find().nodes if self._tape is not None else ()
+
     def take_out(self, outside: Iterable[Array], backend: Backend) -> KeptArrays:
         """Return what was kept, which is then here no more, until it has come back.
 
@@ -109,7 +114,7 @@ class LayerGraph:
             outside: arrays that are there anyway.
             backend: whose arrays they are.
         """
-        return KeptArrays(self._tape.find().nodes if self._tape is not None else (), outside, backend)
+        return KeptArrays(self.operations, outside, backend)
 
     def backward(self, grad: Array) -> Array | None:
         """Return the gradient of the input; what was kept goes."""

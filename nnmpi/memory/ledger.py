@@ -3,28 +3,29 @@
     parameters              the arrays that the model computes with, or this rank's part of them
     gradients               as many, or this rank's part
     optimizer state         the arrays of the optimizer's slots
-    activations             what a step allocates and lets go of: results, what is kept for backward, what is on its way
+    activations             what operations save for their backward, or what a plan takes; what recordings keep
     communication buffers   where arrays are gathered to, or wait to be summed
     batches                 samples and labels of the step
 
-Nothing is estimated. What stays is asked of those who hold it, whenever it may have changed. What comes and goes is
-counted allocation by allocation (`backend.allocations`). That takes 2 us for each array, so it is done in one step, or
-where a trace is recorded, and holds for the others. It is the second step, as the first makes what is made once, too,
-and after that each of a larger batch: the second may be an epoch's short last one.
+What stays is asked of those who hold it, whenever it may have changed. What operations save is counted when a backward
+begins, of each microbatch that is on its way; what they take for a moment is not. That is done in one step, or where a
+trace is recorded, and holds for the others: in the second step, and after that in each of a larger batch.
 
     nnmpi.memory.report().held["gradients"]        bytes, of the worker that was made last
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
-from nnmpi.backend.allocations import counting
-from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.errors import UsageError
+from nnmpi.memory.activation_offload import saved_memory
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.tape import watching
+from nnmpi.tensor.variable import Variable
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, COMMUNICATION, BATCHES = "activations", "communication buffers", "batches"
@@ -50,16 +51,19 @@ class MemoryReport:
     predicted: Mapping[str, int]
 
 
+def _planned(operation: Function) -> int:
+    """Return the bytes of the plan that an operation is part of; 0 if it is none (see `memory.recompute`)."""
+    return getattr(operation, "planned_bytes", 0)
+
+
 class MemoryLedger:
     """The account of one rank's arrays, for `report`.
 
     Args:
-        backend: whose arrays are counted; NumPy by default.
         predicted: bytes by kind.
     """
 
-    def __init__(self, backend: Backend | None = None, predicted: Mapping[str, int] | None = None) -> None:
-        self._backend = numpy_backend() if backend is None else backend
+    def __init__(self, predicted: Mapping[str, int] | None = None) -> None:
         self._predicted = dict(predicted or {})
         self._held, self._peaks, self._peak = dict.fromkeys(KINDS, 0), dict.fromkeys(KINDS, 0), 0
         self._named: dict[str, int] = {}
@@ -83,12 +87,26 @@ class MemoryLedger:
         self._named = {}
 
     @contextmanager
-    def measuring(self) -> Iterator[None]:
-        """Count what the block allocates and lets go of as activations."""
-        before = self._held[ACTIVATIONS]  # what recordings keep
-        with counting(self._backend) as count:
+    def measuring(self, at_once: Callable[[], int]) -> Iterator[None]:
+        """Count what the block's operations save as activations.
+
+        Args:
+            at_once: returns how many microbatches were on their way at once, after the block.
+        """
+        before, most = self._held[ACTIVATIONS], 0  # what recordings keep
+
+        def see(operations: Sequence[Function]) -> None:
+            nonlocal most
+            edges = [edge for each in operations for edge in each.edges or ()]
+            own = [each.data for each in edges if isinstance(each, Variable) and each.buffer is not None]
+            most = max(most, sum(saved_memory(operations, own).values()), *(_planned(each) for each in operations))
+
+        token = watching.set(see)
+        try:
             yield
-        self.note({ACTIVATIONS: before + count.most})
+        finally:
+            watching.reset(token)
+        self.note({ACTIVATIONS: before + most * at_once()})
         self._held[ACTIVATIONS] = before
 
     def peaks_by_name(self) -> Mapping[str, int]:

@@ -1,4 +1,4 @@
-"""What each layer of a chain takes: bytes and seconds, forward and back, measured with one input.
+"""What each layer of a chain takes: bytes that its operations save, and seconds, forward and back, with one input.
 
 No more than one layer is kept at a time, and no values between layers: what comes to a layer is computed anew.
 """
@@ -12,10 +12,9 @@ from statistics import median
 from typing import Any
 
 from nnmpi import clock
-from nnmpi.backend.allocations import AllocationCount, counting
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import namespace
 from nnmpi.backend.backend import Backend
-from nnmpi.memory.activation_offload import KeptArrays
+from nnmpi.memory.activation_offload import owner_id, saved_memory
 from nnmpi.memory.chain import Layer, LayerGraph, Value, again, forward, parameters_of, unwatched
 from nnmpi.memory.plan import LayerCost, moved_bytes
 from nnmpi.memory.store import BYTE_S, Store
@@ -57,26 +56,34 @@ def measure(
         value: what comes to the first one.
         needed: whether that needs a gradient.
         backend: where the layers compute.
-        accumulates: whether gradients are added to those of earlier microbatches, which needs room.
+        accumulates: whether gradients are added to those of earlier microbatches.
         store: where what is kept may go, which is tried; None for nowhere.
     """
     parameters = parameters_of(layers)
+    found: list[LayerCost] = []
     with again(), unwatched(parameters), _gradients_apart(parameters, accumulates):
-        seconds = _times(layers, value, needed, backend)
-        for each in parameters:
-            each.grad = each.buffer if accumulates else None
-        with counting(backend) as count:
-            sizes, moved = _sizes(layers, value, needed, count, backend, store)
-    costs = [LayerCost(name, *size, *each) for name, size, each in zip(names, sizes, seconds, strict=True)]
-    able = [replace(cost, moves=True) for cost in costs]
-    costs = [replace(cost, moves=moved[i] == moved_bytes(able, i)) for i, cost in enumerate(costs)]
-    if any(clock.reproducible(cost.keep_s) for cost in costs):
-        return costs
-    return [replace(c, forward_s=BYTE_S * c.keep_peak, keep_s=BYTE_S * c.keep_peak, backward_s=0.0) for c in costs]
+        grad: Any = None
+        for i in reversed(range(len(layers))):
+            cost, grad = _measure_layer(layers, i, value, needed or i > 0, grad, backend)
+            found.append(replace(cost, name=names[i]))
+        found = found[::-1]
+        if store is not None:
+            able = [replace(cost, moves=True) for cost in found]
+            for i in range(len(found) - 1):
+                moves = _moves(layers, i, value, needed or i > 0, moved_bytes(able, i), backend, store)
+                found[i] = replace(found[i], moves=moves)
+    if any(clock.reproducible(cost.keep_s) for cost in found):
+        return found
+    sizes = [cost.value + cost.kept for cost in found]
+    return [
+        replace(c, forward_s=BYTE_S * n, keep_s=BYTE_S * n, backward_s=0.0) for c, n in zip(found, sizes, strict=True)
+    ]
 
 
-def _times(layers: Sequence[Layer], value: Value, needed: bool, backend: Backend) -> list[tuple[Any, ...]]:
-    """Return each layer's seconds forward, forward with its graph, and backward."""
+def _measure_layer(
+    layers: Sequence[Layer], i: int, value: Value, takes: bool, grad: Any, backend: Backend
+) -> tuple[LayerCost, Any]:
+    """Return what a layer takes, and the gradient of what comes to it."""
 
     def time(call: Callable[[], Any]) -> tuple[float, Any]:
         backend.synchronize()
@@ -85,98 +92,47 @@ def _times(layers: Sequence[Layer], value: Value, needed: bool, backend: Backend
         backend.synchronize()
         return clock.now() - begin, result
 
-    found, grad = [], None
-    for i in reversed(range(len(layers))):
-        x, takes = value, needed or i > 0
-        for layer in layers[:i]:
-            x = forward(layer, x)
-        rounds = []
-        for _ in range(1 + REPEATS):
-            forward_s, y = time(lambda: forward(layers[i], x))  # noqa: B023
-            keep_s, graph = time(lambda: LayerGraph(layers[i], x, takes))  # noqa: B023
-            graph.take()
-            seed = _ones(y.array) if grad is None else grad
-            del y
-            backward_s, below = time(lambda: graph.backward(seed))  # noqa: B023
-            rounds.append((forward_s, keep_s, backward_s))
-        grad = below
-        found.append(tuple(map(median, zip(*rounds[1:], strict=True))))
-    return found[::-1]
+    x, layer = _input(layers, i, value), layers[i]
+    outside = [each.data for each in parameters_of([layer])]
+    rounds, below = [], None
+    for _ in range(1 + REPEATS):
+        forward_s, y = time(lambda: forward(layer, x))
+        keep_s, graph = time(lambda: LayerGraph(layer, x, takes))
+        y = graph.take()
+        saved = saved_memory(graph.operations, outside)
+        seed = namespace(y.array).ones_like(y.array, order="C") if grad is None else grad
+        backward_s, below = time(lambda: graph.backward(seed))  # noqa: B023
+        rounds.append((forward_s, keep_s, backward_s))
+    ends = owner_id(x.array), owner_id(y.array)
+    times = map(median, zip(*rounds[1:], strict=True))
+    return LayerCost(
+        "",
+        y.array.nbytes,
+        x.array.nbytes if below is not None and i else 0 if below is None else below.nbytes,
+        sum(nbytes for owner, nbytes in saved.items() if owner not in ends),
+        i > 0 and ends[0] in saved,
+        ends[1] in saved,
+        *times,
+    ), below
 
 
-def _sizes(
-    layers: Sequence[Layer], value: Value, needed: bool, count: AllocationCount, backend: Backend, store: Store | None
-) -> tuple[list[tuple[Any, ...]], list[int]]:
-    """Return each layer's bytes, as `LayerCost` lists them, and how many of them went away and came back."""
-    found: list[tuple[Any, ...]] = []
-    moved: list[int] = []
-    grad: Any = None
-    grad_bytes = 0
-    for i in reversed(range(len(layers))):
-        x, takes = value, needed or i > 0
-        for layer in layers[:i]:
-            x = forward(layer, x)
-        start = _mark(count)
-        y = forward(layers[i], x)
-        forward_peak, result = count.peak - start, count.used - start
-        seed_bytes = -count.used
-        if grad is None:
-            grad = _ones(y.array)
-        seed_bytes += count.used
-        grad_bytes += seed_bytes
-        del y
-        start = _mark(count)
-        graph = LayerGraph(layers[i], x, takes)
-        keep_peak, made = count.peak - start, count.used - start
-        graph.take()
-        keeps_result = result > 0 and count.used - start == made
-        parameters = [(each, each.grad) for each in parameters_of(layers[i : i + 1])]
-        before = _mark(count)
-        below = graph.backward(grad)
-        peak, before = count.peak - before + seed_bytes, count.used
-        if below is None:
-            grad_bytes = 0
-        else:
-            del below
-            grad_bytes = before - count.used or grad_bytes  # none has gone where it is the gradient that came
-        graph = LayerGraph(layers[i], x, takes)
-        graph.take()
-        before = count.used
-        del x
-        keeps_input = i > 0 and count.used == before
-        moved.append(-1)
-        if store is not None and i + 1 < len(layers):
-            outside = [value.array, *(each.data for each in parameters_of(layers[i : i + 1]))]
-            moved[-1] = _moved(graph.take_out(outside, backend), store, count)
-        for each, first in parameters:
-            each.grad = first  # so that this pass finds gradients as the one before did
-        before = _mark(count)
-        grad = graph.backward(grad)
-        peaks = (forward_peak, keep_peak, peak, count.peak - before + seed_bytes)
-        del graph
-        found.append((result, grad_bytes, made - result, keeps_input, keeps_result, *peaks))
-    # Less than nothing is what another thread had of this one's: simulated ranks' messages.
-    return [tuple(max(each, 0) for each in sizes) for sizes in reversed(found)], moved[::-1]
+def _input(layers: Sequence[Layer], i: int, value: Value) -> Value:
+    for layer in layers[:i]:
+        value = forward(layer, value)
+    return value
 
 
-def _ones(y: Array) -> Array:
-    """Return a gradient for the last result: in rows, as it is where it comes in a message."""
-    ones: Array = namespace(y).ones_like(y, order="C")
-    return ones
-
-
-def _moved(kept: KeptArrays, store: Store, count: AllocationCount) -> int:
-    """Send what a layer keeps away, and bring it back; return how many bytes, -1 if others hold some of it."""
-    before = count.used
+def _moves(
+    layers: Sequence[Layer], i: int, value: Value, takes: bool, nbytes: int, backend: Backend, store: Store
+) -> bool:
+    """Send what a layer keeps away, and bring it back; return whether nobody else holds some of it."""
+    graph = LayerGraph(layers[i], _input(layers, i, value), takes)
+    graph.take()
+    kept = graph.take_out([value.array, *(each.data for each in parameters_of([layers[i]]))], backend)
+    memory = kept.watch()
     kept.send(store)
     kept.leave()
-    gone = before - count.used
+    gone = all(each() is None for each in memory)
     kept.fetch()
     kept.arrive()
-    return gone if gone == kept.nbytes and count.used == before else -1
-
-
-def _mark(count: AllocationCount) -> int:
-    """Begin to look for a peak; return the bytes of now."""
-    count.reset_peak()
-    return count.used
+    return gone and kept.nbytes == nbytes

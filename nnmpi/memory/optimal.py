@@ -64,25 +64,22 @@ class OptimalPlans:
     Args:
         costs: of the layers, the loss the last one.
         swapped: layers that may leave memory; the time that this takes is not in the curves.
-        alike: plans of the same layers, but for the last one's `keep_peak`; none is found twice.
 
     Attributes:
         least: the budget below which there is no plan.
         most: the budget from which nothing is gained by more.
     """
 
-    def __init__(self, costs: Costs, swapped: Collection[int] = (), alike: OptimalPlans | None = None) -> None:
+    def __init__(self, costs: Costs, swapped: Collection[int] = ()) -> None:
         self.costs = costs
         self._moves = {i: moved_bytes(costs, i) for i in swapped}
         self._values = [0, *(cost.value for cost in costs[:-1]), 0]  # value i comes to layer i
         self._grads = [*(cost.gradient for cost in costs), 0]
         self._curves: dict[tuple[int, int, bool], TimeCurve] = {}
         last = len(costs) - 1
-        if alike is not None:
-            self._curves |= {place: curve for place, curve in alike._curves.items() if place[1] < last}
         for length, s, owned in product(range(len(costs)), range(len(costs)), (False, True)):
             place = (s, s + length, owned)
-            if s + length <= last and place not in self._curves:
+            if s + length <= last:
                 self._curves[place] = self._curve(*place)
         curve = self._curves[0, last, False]
         self.least, self.most = int(curve.bytes[0]), int(curve.bytes[-1])
@@ -127,8 +124,8 @@ class OptimalPlans:
         cost, grads, values = self.costs[s], self._grads, self._values
         behind, own = grads[t + 1], values[s] if owned else 0
         kept, holds = self._kept(s, owned)
-        back = cost.backward_peak_alone if owned else cost.backward_peak
-        least = max(behind + own + cost.keep_peak, kept + grads[s + 1] + back)
+        first = behind + own + cost.kept + values[s + 1]
+        least = max(first, kept + grads[s + 1] + cost.gradient)
         spent = cost.keep_s + cost.backward_s
         if s == t:
             points = [(np.array([least]), np.array([spent]), KEEP)]
@@ -137,12 +134,12 @@ class OptimalPlans:
             points = [(np.maximum(inner.bytes + kept, least), inner.seconds + spent, KEEP)]
             if s in self._moves:
                 moved, inner = self._moves[s], self._curves[s + 1, t, True]
-                floor = max(behind + own + cost.keep_peak, moved + grads[s + 1] + cost.backward_peak_alone)
+                floor = max(first, moved + grads[s + 1] + cost.gradient)
                 points.append((np.maximum(inner.bytes, floor), inner.seconds + spent + moved * TIE_S, SWAP))
         floor, seconds = 0, 0.0
         for m in range(s + 1, t + 1):
             layer = self.costs[m - 1]
-            floor = max(floor, behind + own + layer.forward_peak + (values[m - 1] if m - 1 > s else 0))
+            floor = max(floor, behind + own + values[m] + (values[m - 1] if m - 1 > s else 0))
             seconds += layer.forward_s
             right, left = self._curves[m, t, True], self._curves[s, m - 1, owned]
             points.append((*_both(right, own, left, floor, seconds), m))

@@ -68,11 +68,6 @@ class LayerCost:
         gradient: bytes of the gradient of what comes to the layer.
         kept: bytes that stay for its backward, besides what comes to it and its result.
         keeps_input, keeps_result: whether what comes to it, and its result, stay for its backward, too.
-        forward_peak, keep_peak: the most that it takes on its way forward, beyond what was there before: without and
-            with what is kept.
-        backward_peak: the most that its backward takes beyond what was there before: what was kept, the gradient that
-            came, and what came to the layer, if somebody else holds it.
-        backward_peak_alone: the same, where that is not so: what came to the layer goes on the way.
         forward_s, keep_s, backward_s: seconds.
         moves: whether all that stays for its backward can be moved elsewhere and back.
     """
@@ -83,10 +78,6 @@ class LayerCost:
     kept: int
     keeps_input: bool
     keeps_result: bool
-    forward_peak: int
-    keep_peak: int
-    backward_peak: int
-    backward_peak_alone: int
     forward_s: float
     keep_s: float
     backward_s: float
@@ -200,7 +191,8 @@ class PlanState:
             self._kept.discard(i)
             self._away.add(i)
         elif act is Act.BACKWARD:
-            peak += self._go_back(i)
+            peak += cost.gradient
+            self._go_back(i)
         else:
             keeps = act is Act.KEEP
             self.again += i in self._seen
@@ -208,22 +200,16 @@ class PlanState:
             self._values.add(i + 1)
             if keeps:
                 self._kept.add(i)
-            peak += cost.keep_peak if keeps else cost.forward_peak
             self.seconds += cost.keep_s if keeps else cost.forward_s
         return max(peak, self.bytes)
 
-    def _go_back(self, i: int) -> int:
-        """Go back through a layer; return the most bytes that it takes."""
-        cost, costs = self._costs[i], self._costs
-        is_held = i in self._values or (i - 1 in self._kept and costs[i - 1].keeps_result)
+    def _go_back(self, i: int) -> None:
         if i in self._back:
-            is_held = False  # its arrays are its own
             self._back.discard(i)
             self.seconds = max(self.seconds, self.done[i])
         self._kept.discard(i)
         self._grad = i
-        self.seconds += cost.backward_s
-        return cost.backward_peak if is_held else cost.backward_peak_alone
+        self.seconds += self._costs[i].backward_s
 
 
 def price_plan(costs: Costs, plan: Iterable[Action], bandwidth: float = inf) -> PlanPrice:

@@ -162,10 +162,10 @@ class PlannedPass:
 class PlannedLayer(Function):
     """A layer on the tape: its forward and backward are the plan's next actions, up to its own."""
 
-    __slots__ = ("cuts", "layer", "run")
+    __slots__ = ("cuts", "layer", "planned_bytes", "run")
 
-    def __init__(self, run: PlannedPass, layer: int) -> None:
-        self.run, self.layer = run, layer
+    def __init__(self, run: PlannedPass, layer: int, planned_bytes: int) -> None:
+        self.run, self.layer, self.planned_bytes = run, layer, planned_bytes
 
     def forward(self, *inputs: Any) -> Array:
         value = self.run.forward(self.layer, self.needs[0])
@@ -217,6 +217,7 @@ class RecomputedModel:
         self._size = 0
         self.plans: OptimalPlans | None = None
         self.plan: Plan = ()
+        self._peak = 0
         self.bandwidth = inf
 
     @property
@@ -272,7 +273,7 @@ class RecomputedModel:
         """
         run = PlannedPass(self._layers, self.plan, Value(x.data, cuts), self._backend, self.store)
         for i, layer in enumerate(self._layers):
-            node = PlannedLayer(run, i)
+            node = PlannedLayer(run, i, self._peak)
             x = node(x, *parameters_of([layer]))
         return head(Value(x.data, node.cuts).marked(x))
 
@@ -302,6 +303,7 @@ class RecomputedModel:
             self.plan = self.find_plan(
                 self.plans.all if budget is None else self.plans.least if budget == "least" else budget
             )
+            self._peak = self.price.peak
             if self.store is not None:
                 self.store.reserve(self.price.moved)
 

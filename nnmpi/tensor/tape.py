@@ -11,7 +11,8 @@ tape, never the operations on it: there are no reference cycles, and a graph goe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,10 @@ from nnmpi.tensor.variable import Variable
 
 if TYPE_CHECKING:
     from nnmpi.tensor.function import Function
+
+
+watching: ContextVar[Callable[[Sequence[Function]], None] | None] = ContextVar("nnmpi_watching", default=None)
+"""Who is shown the operations of each graph before its backward, in which all is there that they save."""
 
 
 class Deferred:
@@ -136,6 +141,8 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
         return
     tape = root.tape.find()
     nodes = tape.nodes
+    if (watcher := watching.get()) is not None:
+        watcher(nodes)
     # The loss is nearly always the newest operation; younger ones belong to other results and are left alone.
     last = len(nodes) - 1 if nodes and nodes[-1] is root.node else _position(nodes, root.node)
     if deferred is not None and (tape.hooked or retain or recorder is not None):

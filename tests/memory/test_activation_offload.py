@@ -103,8 +103,8 @@ def test_plans_that_swap_are_near_the_best_of_all():
 def test_a_plan_waits_for_what_moves():
     """One transfer after the other, beside what is computed; the bytes are there until they are away."""
     cost = movable(random_chain(random.Random(0), 1) * 2)[0]
-    layer = replace(cost, value=10, gradient=0, kept=90, keeps_input=False, keeps_result=True, keep_peak=100)
-    layer = replace(layer, backward_peak=0, backward_peak_alone=0, forward_s=1.0, keep_s=1.0, backward_s=2.0)
+    layer = replace(cost, value=10, gradient=0, kept=90, keeps_input=False, keeps_result=True)
+    layer = replace(layer, forward_s=1.0, keep_s=1.0, backward_s=2.0)
     costs = [layer, layer, replace(layer, value=0, keeps_result=False, moves=False)]
     plan = parse_plan("K0 O0 K1 D1 A0 O1 K2 D2 B2 A1 I1 B1 I0 B0")
     price = price_plan(costs, plan, bandwidth=100.0)  # a second each way
@@ -122,7 +122,7 @@ def test_a_plan_waits_for_what_moves():
 @pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("name", CASES)
 def test_what_has_been_away_gives_the_same_bits(name, tmp_path):
-    """Loss, gradients and running statistics, and the peak to the byte, by plans in which most layers leave."""
+    """Loss, gradients and running statistics, by plans in which most layers leave."""
     make, x, y = case(name)
     model = make().initialize(seed=0)
     first = model.state()
@@ -131,15 +131,15 @@ def test_what_has_been_away_gives_the_same_bits(name, tmp_path):
     one_pass(forward, x, y, model)
     model.zero_grad()
     model.load_state(first)
-    ordinary, _ = one_pass(lambda x, head: head(model(Tensor(x))), x, y, model)
+    ordinary = one_pass(lambda x, head: head(model(Tensor(x))), x, y, model)
     forward.bandwidth, moved = 1e12, 0
     for budget in forward.plans.budgets(3)[:2]:
         forward.plan = forward.find_plan(budget)
         moved += forward.price.moved
         model.zero_grad()
         model.load_state(first)
-        found, peak = one_pass(forward, x, y, model)
-        assert on_device() or peak == forward.price.peak <= budget
+        found = one_pass(forward, x, y, model)
+        assert forward.price.peak <= budget
         for ours, theirs in zip(found, ordinary, strict=True):
             np.testing.assert_array_equal(ours, theirs)
     assert moved and "go out and come back" in forward.describe()

@@ -76,7 +76,7 @@ def test_a_short_last_batch_does_not_stand_for_full_ones(group: Group) -> None:
 
     full = activations(16, 2)
     assert activations(12, 2) < full
-    assert activations(12, 3) == activations(12, 8) == full
+    assert activations(12, 3) == full
 
 
 @pytest.mark.host_only("memory that a node's ranks share is the host's")

@@ -28,7 +28,6 @@ def random_chain(draw, count):
     for i in range(count):
         last = i == count - 1
         value, kept = 0 if last else draw.randint(1, 9), draw.randint(0, 18)
-        peak = before + draw.randint(0, 3)
         costs.append(
             LayerCost(
                 str(i),
@@ -37,10 +36,6 @@ def random_chain(draw, count):
                 kept,
                 draw.random() < 0.5,
                 not last and draw.random() < 0.5,
-                value + draw.randint(0, 4),
-                value + kept + draw.randint(0, 4),
-                peak,
-                max(before, peak - draw.randint(0, 3)),
                 *(float(draw.randint(1, 9)) for _ in range(3)),
             )
         )
@@ -72,18 +67,16 @@ def best_time(costs, budget, bound=float("inf")):
                 for stays in (True, False):  # the value, of which layer i makes the next one
                     if (stays and i) or not i or i in held:
                         after = held | {i} if stays else held
-                        yield costs[i].forward_s, costs[i].forward_peak, (after, i + 1, kept, grad)
+                        yield costs[i].forward_s, costs[i].value, (after, i + 1, kept, grad)
                     elif not stays:
-                        yield costs[i].forward_s, costs[i].forward_peak, (held, i + 1, kept, grad)
+                        yield costs[i].forward_s, costs[i].value, (held, i + 1, kept, grad)
                     if i not in kept:
                         after = held | {i} if stays or not i else held - {i}
                         for result in (i + 1, 0):
-                            yield costs[i].keep_s, costs[i].keep_peak, (after, result, kept | {i}, grad)
+                            yield costs[i].keep_s, costs[i].value + costs[i].kept, (after, result, kept | {i}, grad)
         if grad - 1 in kept:
             i = grad - 1
-            is_held = i in held or (i - 1 in kept and costs[i - 1].keeps_result)
-            peak = costs[i].backward_peak if is_held else costs[i].backward_peak_alone
-            yield costs[i].backward_s, peak, (held - {i} | {0}, 0, kept - {i}, i)
+            yield costs[i].backward_s, costs[i].gradient, (held - {i} | {0}, 0, kept - {i}, i)
 
     start = (frozenset([0]), 0, frozenset(), count)
     waiting, best, number = [(0.0, 0, 0.0, start)], {start: 0.0}, 0
@@ -111,7 +104,7 @@ def best_time(costs, budget, bound=float("inf")):
 def test_no_plan_is_quicker(seed):
     """The plans take the time of the best of all, and stay within the budget; below the least there is none."""
     draw = random.Random(seed)
-    costs = random_chain(draw, 8 if seed == 0 else draw.randint(1, 5))
+    costs = random_chain(draw, draw.randint(1, 5))
     plans = OptimalPlans(costs)
     for budget in plans.budgets(4):
         price = price_plan(costs, plans.plan(budget))
@@ -137,7 +130,7 @@ def test_equal_layers_meet_revolve():
     """Of equal layers, one kept at a time, as many are gone through again as Revolve needs for so many checkpoints."""
     for count in (*range(1, 10), 14, 20):
         # 1000: so that no second one is kept; the loss has no result, which the others have at the same moment
-        layers = [LayerCost("", 1, 0, 1000, True, False, 1, 1001, 0, 0, 1.0, 1.0, 1.0)] * count
+        layers = [LayerCost("", 1, 0, 1000, True, False, 1.0, 1.0, 1.0)] * count
         layers[-1] = replace(layers[-1], kept=1001)
         plans = OptimalPlans(layers)
         for slots in range(1, 7):
@@ -147,11 +140,11 @@ def test_equal_layers_meet_revolve():
 
 def test_what_is_kept_is_counted_once():
     """A value that a layer keeps, too, does not count twice, and goes with the last that has it."""
-    cost = LayerCost("a", 10, 0, 5, True, True, 10, 15, 1, 1, 1.0, 2.0, 3.0)
+    cost = LayerCost("a", 10, 0, 5, True, True, 1.0, 2.0, 3.0)
     costs = [cost, cost, replace(cost, value=0, keeps_result=False)]
     price = price_plan(costs, keep_all(costs))
     assert price.bytes == (15, 30, 30, 35, 35, 30, 15, 0)
-    assert (price.peak, price.seconds, price.again) == (45, 15.0, 0)
+    assert (price.peak, price.seconds, price.again) == (35, 15.0, 0)
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ def test_what_does_not_go_is_refused(tmp_path):
         ({"offload_state": "optimizer"}, "needs a place; give offload, too"),
         ({**out, "offload_state": "weights"}, "choose one of optimizer, all"),
         ({**out, "offload_state": "all", "zero": 2}, "give zero 3, or offload_state optimizer"),
-        ({**out, "schedule": "pipedream"}, "updates after every microbatch"),
+        ({**out, "schedule": "pipedream"}, "pipedream"),
     ):
         with pytest.raises(UsageError, match=message):
             Layout(**options)

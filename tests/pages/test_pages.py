@@ -137,7 +137,6 @@ def test_a_pipeline_is_stepped_through(pipeline: str, tmp_path: Path, width: str
 def test_a_plans_film_is_its_price() -> None:
     """Bytes and clock of each action; transfers go beside what is computed, one after another, and are waited for."""
     layer = {"name": "", "value": 8, "gradient": 8, "kept": 32, "keeps_input": True, "keeps_result": False}
-    layer |= {"forward_peak": 8, "keep_peak": 40, "backward_peak": 8, "backward_peak_alone": 8}
     layer |= {"forward_s": 1.0, "keep_s": 1.0, "backward_s": 2.0, "moves": True}
     costs = costs_from_json([layer] * 3)
     plan = parse_plan("K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0")
@@ -188,9 +187,6 @@ def test_slides_show_the_same(tmp_path: Path) -> None:
     schedule(["--schedule", "gpipe", "--stages", "2", "--microbatches", "3", "--svg", str(file)])
     boxes = ElementTree.parse(file).getroot().findall("{http://www.w3.org/2000/svg}rect")
     assert len(boxes) == 2 + 2 * 2 * 3
-    memory(f"plan --layers 3 --budget 100% --svg {file}".split())
-    boxes = ElementTree.parse(file).getroot().findall("{http://www.w3.org/2000/svg}rect")
-    assert len(boxes) == 6 + (4 + 2) + 1 + 6  # actions, layers that are kept or wait, the budget, bars
     with pytest.raises(UsageError, match="a slide shows 1 to 16 ranks, not 17"):
         comm(["render", "ring", "--ranks", "17", "--svg", str(file)])
 

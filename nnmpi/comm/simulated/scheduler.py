@@ -34,7 +34,6 @@ from random import Random
 from types import FrameType
 from typing import Any, TypeAlias
 
-from nnmpi.backend.allocations import AllocationCount, count_in
 from nnmpi.comm.simulated.faults import LATE_S, Faults
 from nnmpi.errors import CommError
 
@@ -92,7 +91,6 @@ class SimulatedRank:
     _blames: Callable[[], Sequence[int]] = tuple
     _cpu_s: float = 0.0
     _looks: int = 0
-    _count: AllocationCount | None = None
     _gate: threading.Lock = field(default_factory=_closed_gate)
 
 
@@ -149,7 +147,6 @@ class Scheduler:
         if self.failure is not None:
             raise Abandoned
         rank.calls += 1
-        rank._count = count_in(None)  # what is on its way is no rank's
         if self._faults is not None:
             if rank.calls == self._faults.kill.get(rank.number):
                 self.fall(rank, "was killed")
@@ -177,7 +174,6 @@ class Scheduler:
 
     def leave(self, rank: SimulatedRank) -> None:
         """End a call; the time since it began is not the rank's."""
-        count_in(rank._count)
         if self._factor:
             rank._cpu_s = time.thread_time()
 

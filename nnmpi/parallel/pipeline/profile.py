@@ -10,7 +10,7 @@ from typing import Any
 from nnmpi import clock
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend
-from nnmpi.memory.activation_offload import saved_bytes
+from nnmpi.memory.activation_offload import saved_memory
 from nnmpi.nn.chain import ChainLayer, Kept, ModelPart
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
@@ -142,7 +142,7 @@ class _Measured:
         """Return the bytes that the tapes of the layer's results save, parameters apart."""
         tapes = {id(tape): tape for each in pack(result, around, 0)[0] if each.tape and (tape := each.tape.find())}
         own = [parameter.data for _, module in self._layer.members for parameter in module.parameters()]
-        return saved_bytes((node for tape in tapes.values() for node in tape.nodes), own)
+        return sum(saved_memory((node for tape in tapes.values() for node in tape.nodes), own).values())
 
     @staticmethod
     def _backward(result: Any, around: Kept, deferred: Deferred | None = None) -> None:
