@@ -90,7 +90,7 @@ class PipelineRunner(GradientSink):
         self._report: PassReport | None = None
         self._most_rows = 0
         self._score = score_of(trainer.loss, arrangement)
-        self.scalars, self._check = DeferredScalars(backend), label_check(trainer.loss, arrangement.classes)
+        self.scalars, self._check = DeferredScalars(), label_check(trainer.loss, arrangement.classes)
         self._batch: _Running | None = None
         self._is_released = False
         self._traffic = Traffic()  # of the updates within a pass

@@ -23,7 +23,6 @@ from nnmpi.backend.recording import perform, refuse_inside
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
-from nnmpi.compose.gradient_norm import note_squares, read_norm
 from nnmpi.compose.options import GradientExchange
 from nnmpi.compose.replayed import ReplayedPass
 from nnmpi.compose.runner import (
@@ -76,7 +75,7 @@ def evaluate_all(
         parts: how many ranks' batches have the same samples, each some of their positions.
     """
     begin = clock.now()
-    scalars, rows, own_targets = DeferredScalars(backend), 0, 0
+    scalars, rows, own_targets = DeferredScalars(), 0, 0
     for batch in batches:
         if evaluate(batch, scalars):
             rows, own_targets = rows + len(batch.y), own_targets + batch.own_targets
@@ -135,7 +134,7 @@ class ForwardBackward:
         self._score = score_of(loss, where)
         self._sequence = None if where is None else where.sequence
         self.counts = where is None or where.mesh.place.t == 0
-        self.scalars = DeferredScalars(backend)
+        self.scalars = DeferredScalars()
         self._looks = trainer.group.is_root  # one rank warns for all, in its first pass
         self._budget = None if where is None else where.layout.activation_memory
         self._world = None if where is None else where.mesh.world
@@ -384,11 +383,9 @@ class LocalGradient:
         self._passes.run(batch, step)  # as `DataParallel` divides, but the parts' gradients are added up elsewhere
         self.model.storage.finish_gradients()
         targets, norm = batch.own_targets, 0.0
-        if targets and self.backend.is_device:
-            note_squares(scalars, self.model.storage)
         values = scalars.read()
         if targets:
-            norm = self._clip(values, batch.global_targets / targets)
+            norm = self._clip(batch.global_targets / targets)
         totals = Totals(1, len(batch.y), targets)
         totals.loss_sum, totals.score_sum = values.get(LOSS, 0.0), values.get(SCORE, 0.0)
         return Gradient(totals, norm)
@@ -419,14 +416,14 @@ class LocalGradient:
             for span in self.model.storage.spans:
                 span.parameter.hook = None
 
-    def _clip(self, values: Values, ratio: float) -> float:
+    def _clip(self, ratio: float) -> float:
         """Return the length of the gradient of this part's mean loss, and clip the gradient by it.
 
         The stored gradient is divided by the whole batch's targets, so its length is multiplied by the batch's
         targets / the part's.
         """
         grads = self.model.storage.grads
-        norm = (read_norm(values, self.model.storage) if self.backend.is_device else global_norm(grads)) * ratio
+        norm = global_norm(grads) * ratio
         if self.clip is not None:
             scale(grads, coefficient(norm, self.clip))
         return norm

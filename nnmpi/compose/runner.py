@@ -1,16 +1,12 @@
 """A runner takes a batch forward and backward, wherever the model lies; here is what goes into one and what comes out.
 
     DeviceBatch         a part of a batch where the model lives, with its labels checked on the host
-    DeferredScalars     loss, right answers and squares of a step, read from a device all at once at its end
+    DeferredScalars     loss and right answers of a step, read from a device all at once at its end
     Runner, Outcome     the interface that a Worker uses; `replica_runner` and `pipeline_runner` implement it
     sum_cross_entropy   the default loss; score_of: what gives the score beside a loss
 
 To read a number from a device is to wait until it has done all that was given to it before, and meanwhile nobody gives
-it anything to do. So a step reads once:
-
-    microbatch 0    loss, right answers      [ loss 0 | right |        |         ]      a short array on the device
-    microbatch 1    loss, right answers      [ loss 0 | right | loss 1 |         ]      right answers are added up
-    gradients       sum of squares           [ loss 0 | right | loss 1 | squares ]  ->  one copy, one wait
+it anything to do. So a step's losses and right answers are read at its end, in one copy.
 
 NumPy's numbers are there at once, and are taken as they come. For the same reason labels and indices are checked on the
 host, before they go to a device or while it works: a kernel cannot raise an error.
@@ -47,28 +43,18 @@ from nnmpi.parallel.sharded.cross_entropy import best_classes
 from nnmpi.parallel.sharded.cross_entropy import cross_entropy as sharded_cross_entropy
 from nnmpi.tensor.tensor import Tensor
 
-FIRST_PLACES = 64
 CROSS_ENTROPY = "cross-entropy"
 
 
 class DeferredScalars:
-    """Sums by name, in float64.
+    """Sums by name, in float64, of numbers that arise on the host or a device."""
 
-    Args:
-        backend: where the numbers arise.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
-        self._host_values: dict[Hashable, float] = {}
-        self._numbers: dict[Hashable, int] = {}  # of the places that are in use on the device
-        self._slots: Array | None = None
-        self._places: list[Array] = []
+    def __init__(self) -> None:
+        self._values: dict[Hashable, Any] = {}
 
     def clear(self) -> None:
         """Forget all numbers."""
-        self._host_values.clear()
-        self._numbers.clear()
+        self._values.clear()
 
     def add(self, name: Hashable, value: Array | float) -> None:
         """Add a number to the sum of this name; nothing is waited for.
@@ -76,48 +62,26 @@ class DeferredScalars:
         Args:
             value: a Python number, or an array of one element, here or on the device.
         """
-        if isinstance(value, float | int | np.generic | np.ndarray):
-            self._host_values[name] = self._host_values.get(name, 0.0) + float(value)
-        elif name in self._numbers:
-            place = self.place(name)
-            self._backend.xp.add(place, value.reshape(1), out=place)
-        else:
-            self.put(name, value)
+        self._values[name] = self._values[name] + _number(value) if name in self._values else _number(value)
 
     def put(self, name: Hashable, value: Array | float) -> None:
         """Let the sum of this name be this number; as `add` otherwise."""
-        if isinstance(value, float | int | np.generic | np.ndarray):
-            self._host_values[name] = float(value)
-        else:
-            self._backend.xp.copyto(self.place(name), value.reshape(1))
-
-    def place(self, name: Hashable) -> Array:
-        """Return where the number of this name lies on the device, for a kernel to write: (1,) float64.
-
-        Before a name's first number anything lies there.
-        """
-        number = self._numbers.setdefault(name, len(self._numbers))
-        if number >= len(self._places):
-            self._grow()
-        return self._places[number]
+        self._values[name] = _number(value)
 
     def read(self) -> dict[Hashable, float]:
-        """Return the sums by name. On a device this is the one wait of a step; without numbers there is none."""
-        values = dict(self._host_values)
-        if self._numbers:
-            assert self._slots is not None
-            numbers = to_host(self._slots[: len(self._numbers)])
-            for name, number in self._numbers.items():
-                values[name] = values.get(name, 0.0) + float(numbers[number])
-        return values
+        """Return the sums by name. A device is waited for once; without numbers there not at all."""
+        there = {name: value for name, value in self._values.items() if not isinstance(value, float)}
+        if not there:
+            return dict(self._values)
+        numbers = to_host(namespace(next(iter(there.values()))).concatenate(list(there.values())))
+        return self._values | dict(zip(there, map(float, numbers), strict=True))
 
-    def _grow(self) -> None:
-        """Make room for twice as many numbers, and keep those that are there."""
-        old, count = self._slots, max(FIRST_PLACES, 2 * len(self._places))
-        self._slots = self._backend.zeros(count, "float64")
-        if old is not None:
-            self._backend.xp.copyto(self._slots[: len(old)], old)
-        self._places = [self._slots[i : i + 1] for i in range(count)]
+
+def _number(value: Array | float) -> Any:
+    """Return a number as float, or a new array (1,) of float64 on the device."""
+    if isinstance(value, float | int | np.generic | np.ndarray):
+        return float(value)
+    return value.reshape(1).astype("float64")
 
 
 Check: TypeAlias = Callable[["DeviceBatch", int, Tensor], None]

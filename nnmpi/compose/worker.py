@@ -33,7 +33,7 @@ from nnmpi.comm.algorithms.registry import NATIVE, SHARED
 from nnmpi.comm.gradients import Traffic, predict
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.gradient_norm import gradient_norm, note_squares, read_norm
+from nnmpi.compose.gradient_norm import gradient_norm
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.options import (
     DEFAULT_EXCHANGE,
@@ -46,7 +46,7 @@ from nnmpi.compose.options import (
 )
 from nnmpi.compose.pipeline_runner import PipelineRunner
 from nnmpi.compose.replica_runner import ReplicaRunner, evaluate_all
-from nnmpi.compose.runner import Outcome, Runner, SumLoss, Values, check_loss, check_optimizer, to_device
+from nnmpi.compose.runner import Outcome, Runner, SumLoss, check_loss, check_optimizer, to_device
 from nnmpi.compose.stats import EvalReport, StepReport, Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
@@ -362,9 +362,7 @@ class Worker(Trainer):
         if outcome.report is not None and outcome.report.messages:
             sent = outcome.report
             traffic = traffic.plus(Traffic(sent.transfer_s, 0.0, sent.sent_bytes, sent.messages, nan))
-        if self.backend.is_device and not self.runner.updates:
-            note_squares(self.runner.scalars, self.model.storage, self.arrangement)
-        values = self.runner.scalars.read()  # on a device the one wait of the step; the update is not waited for
+        values = self.runner.scalars.read()  # the update is not waited for
         # Here all ranks meet, so that the others wait for a slow one in the same step.
         if self.slow:
             waited_s = traffic.sync_s + (0.0 if outcome.report is None else outcome.report.wait_s)
@@ -381,7 +379,7 @@ class Worker(Trainer):
             spent_s = clock.now() - begin
             traffic = traffic.plus(Traffic(spent_s, 0.0, NUMBERS_BYTES, 1, self._predicted_s))
         with self._deterministic():
-            return sums, nan if self.runner.updates else self._norm(values), traffic
+            return sums, nan if self.runner.updates else self._norm(), traffic
 
     def _report(
         self,
@@ -514,10 +512,8 @@ class Worker(Trainer):
             stack.enter_context(loaded_pools().limit(limits=1, user_api="blas"))
         return stack
 
-    def _norm(self, values: Values) -> float:
+    def _norm(self) -> float:
         """Return the length of the gradient."""
-        if self.backend.is_device:
-            return read_norm(values, self.model.storage, self.arrangement)
         if self.arrangement is not None:
             return gradient_norm(self.model.storage, self.arrangement)
         return global_norm(self.model.storage.grads)

@@ -1,7 +1,7 @@
 """Batches on a device: as bytes where the data set has bytes, scaled and normalized there.
 
 The loader's threads make the next batches on the host meanwhile. A copy takes microseconds, and a step waits for the
-device once anyway, so copies are not queued beside it.
+device anyway, so copies are not queued beside it.
 """
 
 from __future__ import annotations

@@ -6,7 +6,6 @@ A strategy that holds only a shard of the gradients adds up `sum_of_squares` ove
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -42,39 +41,16 @@ def sum_of_squares(grads: Sequence[Array]) -> float:
     return total
 
 
-def write_squares(grad: Array, out: Array) -> None:
-    """Write the sum of one gradient's squares to (1,) float64, where the gradient lies; nothing is waited for.
-
-    The sum may have overflowed or underflowed: `read_squares` takes care of that.
-    """
-    kernels = _adds_in_float64(grad)
-    if kernels is not None:
-        kernels.sum_of_squares(grad.reshape(-1), out)
-    else:
-        namespace(grad).copyto(out, _squares(grad, grad.dtype))
-
-
-def read_squares(value: float, grad: Array) -> float:
-    """Return the sum of one gradient's squares, given the number that `write_squares` wrote.
-
-    Where a float32 sum has overflowed or underflowed, it is computed again in float64, and waited for. The kernels of a
-    device have added up in float64 at once: their 0 (of an empty shard, or of units that are all dead) is 0.
-    """
-    return value if trusted(value) or _adds_in_float64(grad) is not None else sum_of_squares([grad])
-
-
-def _adds_in_float64(grad: Array) -> Any:
-    """Return the device's kernels, by which `write_squares` adds up in float64; None where it does not."""
-    return kernels_for(grad, "sum_of_squares") if grad.flags.c_contiguous else None
-
-
 def _on_device(grads: Sequence[Array]) -> float:
     """Return the sum of squares by a device's kernels: one number comes back, at the end."""
     total: Array = namespace(grads[0]).empty((1,), "float64")
     for i, grad in enumerate(grads):
         whole = grad if grad.flags.c_contiguous else namespace(grad).ascontiguousarray(grad)
         kernels_for(grad, "sum_of_squares").sum_of_squares(whole, total, i > 0)
-    return float(total[0])
+    stream, host = namespace(total).cuda.get_current_stream(), np.empty(1)
+    total.get(stream=stream, out=host, blocking=False)  # type: ignore[attr-defined]
+    stream.synchronize()
+    return float(host[0])
 
 
 def trusted(total: float) -> bool:
