@@ -116,12 +116,6 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], str]] = MappingProxyType(
 _OF_ONE = ("prove", "render", "simulate")
 _ON_MACHINE = ("list", "simulate")
 _MACHINE = ("alpha", "beta", "gamma", "per_node", "across_alpha", "across_beta")
-_STRANGE = ("slow_ranks", "slow_nodes", "late")
-_STRANGE_OPTIONS = (
-    ("--slow-rank", "slow_ranks", "rank N's processor is X times slower"),
-    ("--slow-node", "slow_nodes", "node N's link is X times slower"),
-    ("--late", "late", "rank N begins X seconds later"),
-)
 DEFAULT_RANKS = 4
 ALPHA_S, BETA_S = 1e-5, 1e-9
 
@@ -151,11 +145,6 @@ def _parser() -> Parser:
             one.add_argument("--per-node", type=positive_count, help="ranks of a node, which share its link (all)")
             one.add_argument("--across-alpha", type=_seconds, help="latency between nodes (default: alpha)")
             one.add_argument("--across-beta", type=_seconds, help="seconds per byte between nodes (default: beta)")
-        if name == "simulate":
-            for option, place, text in _STRANGE_OPTIONS:
-                one.add_argument(
-                    option, dest=place, type=_by_number, action="append", default=[], metavar="N:X", help=text
-                )
     return parser
 
 
@@ -171,14 +160,6 @@ def _seconds(text: str) -> float:
         return parse_seconds(text)
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _by_number(text: str) -> tuple[int, float]:
-    number, _, value = text.partition(":")
-    try:
-        return int(number), float(value)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number and its value; write it like 3:2.5") from None
 
 
 def _collective(arguments: argparse.Namespace, nodes: Sequence[int] | None = None) -> Collective:
@@ -214,14 +195,7 @@ def _machine(arguments: argparse.Namespace) -> Machine:
             machine = replace(machine, across=across, nodes=blocks(arguments.ranks, given["per_node"]))
         elif "across_alpha" in given or "across_beta" in given:
             raise UsageError("--across-alpha and --across-beta are of messages between nodes; give --per-node as well")
-    if getattr(arguments, "slow_nodes", ()) and machine.nodes is None:
-        raise UsageError("--slow-node slows a link between nodes, but all ranks are on one; give --per-node as well")
-    slow_ranks, slow_nodes, late = (dict(getattr(arguments, name, ())) for name in _STRANGE)
-    return replace(machine, slow_ranks=slow_ranks, slow_nodes=slow_nodes, late=late)
-
-
-def _title(arguments: argparse.Namespace) -> str:
-    return f"{arguments.operation} by {arguments.algorithm}, {arguments.ranks} ranks, {format_bytes(arguments.bytes)}"
+    return machine
 
 
 if __name__ == "__main__":

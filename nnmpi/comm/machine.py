@@ -126,28 +126,23 @@ class Machine:
         across: messages between nodes; None when they cost what those inside do.
         nodes: the node number of each rank; None when all are on one node.
         add: seconds to add that many received bytes to as many of one's own (gamma per byte).
-        slow_ranks: a factor on all that a rank's processor does: the latency of its messages, and adding.
         slow_nodes: a factor on the time per byte of all messages that leave or enter a node.
-        late: seconds by which a rank begins after the others.
 
     Raises:
-        UsageError: for factors or seconds that are negative or infinite, and ranks or nodes that are not there.
+        UsageError: for factors that are negative or infinite, and nodes that are not there.
     """
 
     inside: Link
     across: Link | None = None
     nodes: tuple[int, ...] | None = None
     add: Curve = Curve.line(0.0, 0.0)
-    slow_ranks: Mapping[int, float] = field(default_factory=dict)
     slow_nodes: Mapping[int, float] = field(default_factory=dict)
-    late: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse numbers that mean nothing."""
-        for name, numbers in (("slow_ranks", self.slow_ranks), ("slow_nodes", self.slow_nodes), ("late", self.late)):
-            wrong = [f"{who}: {number}" for who, number in numbers.items() if not 0 <= number < float("inf")]
-            if wrong:
-                raise UsageError(f"{name} takes numbers from 0 up for each of them, not {', '.join(wrong)}")
+        wrong = [f"{node}: {factor}" for node, factor in self.slow_nodes.items() if not 0 <= factor < math.inf]
+        if wrong:
+            raise UsageError(f"slow_nodes takes numbers from 0 up for each of them, not {', '.join(wrong)}")
         strangers = set(self.slow_nodes) - set(self.nodes or (0,))
         if strangers:
             raise UsageError(f"slow_nodes names node {min(strangers)}, on which there is no rank")
@@ -161,13 +156,10 @@ class Machine:
         """Return the node of each of `size` ranks.
 
         Raises:
-            UsageError: when this machine has another number of ranks, or names ranks beyond them.
+            UsageError: when this machine has another number of ranks.
         """
         if self.nodes is not None and len(self.nodes) != size:
             raise UsageError(f"this machine places {len(self.nodes)} ranks on nodes, so {size} ranks cannot run on it")
-        strangers = {rank for rank in (*self.slow_ranks, *self.late) if not 0 <= rank < size}
-        if strangers:
-            raise UsageError(f"slow or late rank {min(strangers)} is not one of the ranks 0..{size - 1}")
         return self.nodes if self.nodes is not None else (0,) * size
 
     def link(self, across: bool) -> Link:
@@ -181,9 +173,6 @@ class Machine:
             "across": None if self.across is None else self.across.to_json(),
             "nodes": None if self.nodes is None else list(self.nodes),
             "add": self.add.to_json(),
-            "slow_ranks": {str(rank): factor for rank, factor in self.slow_ranks.items()},
-            "slow_nodes": {str(node): factor for node, factor in self.slow_nodes.items()},
-            "late": {str(rank): seconds for rank, seconds in self.late.items()},
         }
 
     @classmethod
@@ -194,9 +183,6 @@ class Machine:
             across=None if value["across"] is None else Link.from_json(value["across"]),
             nodes=None if value["nodes"] is None else tuple(value["nodes"]),
             add=Curve.from_json(value["add"]),
-            slow_ranks={int(rank): factor for rank, factor in value["slow_ranks"].items()},
-            slow_nodes={int(node): factor for node, factor in value["slow_nodes"].items()},
-            late={int(rank): seconds for rank, seconds in value["late"].items()},
         )
 
 

@@ -11,7 +11,7 @@
 
 - A message begins when both ends have come to its step (as MPI sends long ones), and, between nodes, when the links of
   both nodes are free (`links`). What it costs is said by the link's curve for one way or both, by where its ends are
-  and what they do; slow ranks and nodes take their factor more; late ranks begin later.
+  and what they do; slow nodes take their factor more.
 - Chunks have the exact bytes that `shard.split` gives them; empty ones send nothing, and a step in which nothing
   travels is left out.
 - The messages of one step between two ranks are posted together, so they pay the latency once, and their bytes follow
@@ -60,7 +60,7 @@ def simulate_collective(
         collective: what they do.
         size: number of ranks, at least 1.
         nbytes: the whole buffer of a rank, rounded up to whole elements.
-        machine: what messages and sums cost, where the ranks are, who is slow or late.
+        machine: what messages and sums cost, where the ranks are, whose links are slow.
         itemsize: bytes of an element.
 
     Raises:
@@ -70,7 +70,7 @@ def simulate_collective(
     if size < 1 or nbytes < 0 or itemsize < 1:
         raise UsageError(f"{size} ranks with {nbytes} bytes in elements of {itemsize} cannot be simulated")
     seconds = _Seconds(machine, machine.places(size), ChunkBytes.of(nbytes, size, itemsize))
-    clocks = [machine.late.get(rank, 0.0) for rank in range(size)]
+    clocks = [0.0] * size
     for phase in as_collective(collective).phases:
         steps = _steps_of_all(phase, size) if seconds.may_be_in_lock_step else None
         if steps is not None:
@@ -174,8 +174,6 @@ class _Seconds:
         machine, nodes = self.machine, self.nodes
         across = nodes[sender] != nodes[receiver]
         latency_s, wire_s = self._message(across, _is_both(out), _is_both(into), self.chunks.messages(out.send))
-        if machine.slow_ranks:
-            latency_s *= max(machine.slow_ranks.get(rank, 1.0) for rank in (sender, receiver))
         if across:
             if machine.slow_nodes:
                 wire_s *= max(machine.slow_nodes.get(nodes[rank], 1.0) for rank in (sender, receiver))
@@ -190,8 +188,7 @@ class _Seconds:
         """Return when what came has been added."""
         if not step.reduce or not step.recv:
             return over
-        seconds = sum(self.machine.add(nbytes) for nbytes in self.chunks.messages(step.recv))
-        return over + seconds * self.machine.slow_ranks.get(rank, 1.0)
+        return over + sum(self.machine.add(nbytes) for nbytes in self.chunks.messages(step.recv))
 
     def _message(self, across: bool, out: bool, into: bool, messages: tuple[int, ...]) -> tuple[float, float]:
         """Return (latency, wire) in seconds: a link is taken for `wire` only, and messages are there after both."""
@@ -208,8 +205,8 @@ class _Seconds:
     def may_be_in_lock_step(self) -> bool:
         """Whether ranks that do the same have equal clocks, or nearly."""
         machine, size, places = self.machine, len(self.nodes), len(set(self.nodes))
-        alike = not (machine.slow_ranks or machine.late or machine.slow_nodes) and places in (1, size)
-        return (alike and self.chunks.short > 0) or (size > EXACT_RANKS and not machine.slow_ranks)
+        alike = not machine.slow_nodes and places in (1, size)
+        return (alike and self.chunks.short > 0) or size > EXACT_RANKS
 
     def of_all(self, step: Step) -> float:
         """Return the seconds of a step that all ranks do at once, from rank 0's step."""

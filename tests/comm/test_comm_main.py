@@ -81,9 +81,6 @@ def test_simulate_and_list() -> None:
         ("simulate ring --bytes x", "'x' is not a number of bytes; write it like 4, 64k"),
         ("simulate ring --ranks 0", "'0' is not a number of them"),
         ("simulate ring --alpha nan", "'nan' is not a number of seconds"),
-        ("simulate ring --slow-node 0:2", "all ranks are on one; give --per-node"),
-        ("simulate ring --slow-rank 2", "'2' is not a number and its value; write it like 3:2.5"),
-        ("simulate ring --slow-rank 9:2 --ranks 4", "slow or late rank 9 is not one of the ranks 0..3"),
         ("simulate ring --across-beta 1e-9", "are of messages between nodes; give --per-node"),
         ("simulate ring --fit nowhere.json", "the fit nowhere.json cannot be read"),
         ("render ring --bytes 4", "unrecognized arguments: --bytes 4"),
@@ -107,7 +104,7 @@ def test_strange_machines_are_simulated_as_asked(tmp_path: Path) -> None:
     words = ["--ranks", "4", "--bytes", "4MB", "--alpha", "0", "--beta", "1e-9"]
     even = main(["simulate", "ring", *words]).splitlines()[0]
     assert main(["simulate", "ring", *words, "--per-node", "2"]).splitlines()[0] == even
-    for strange in ("--slow-node 1:2", "--late 0:1", "--across-beta 5e-9", "--gamma 1e-9 --slow-rank 3:2"):
+    for strange in ("--across-beta 5e-9", "--across-alpha 1", "--gamma 1e-9"):
         assert main(["simulate", "ring", *words, "--per-node", "2", *strange.split()]).splitlines()[0] != even
 
 

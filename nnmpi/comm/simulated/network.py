@@ -52,8 +52,7 @@ class SimulatedNetwork:
         across = nodes[0] != nodes[1]
         link = self._machine.link(across)
         curve = link.both_ways if both_ways else link.one_way
-        slow = self._machine.slow_ranks
-        latency_s = curve.alpha_s * max(slow.get(source, 1.0), slow.get(target, 1.0)) if slow else curve.alpha_s
+        latency_s = curve.alpha_s
         wire_s = curve(nbytes) - curve.alpha_s
         if across:
             if self._machine.slow_nodes:
