@@ -7,9 +7,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
 from nnmpi.compose.losses import perplexity
 from nnmpi.data.dataset import Samples
@@ -18,7 +17,7 @@ from nnmpi.train.config import Config, at_least_one
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.inputs import load_samples
 from nnmpi.train.log import describe_measures
-from nnmpi.trained.evaluation import Evaluation, Found, draw, evaluate
+from nnmpi.trained.evaluation import Evaluation, Found, evaluate
 from nnmpi.trained.options import PlaceConfig, launch, read_command
 from nnmpi.trained.run import TrainedRun
 
@@ -43,12 +42,8 @@ class EvaluationConfig:
     """Which part of it; one that comes without a test part is split as the run's was."""
     batch_size: int = 256
     """Samples that a replica takes through the model at once, at most."""
-    plot: bool = False
-    """Draw the confusion matrix, and the images that the model is most wrong about."""
-    out: Path | None = None
-    """For --plot: the folder of the pictures (default: RUN/evaluation)."""
     json: bool = False
-    """Print JSON."""
+    """Print JSON, with the confusion matrix (rows: the classes; columns: what they were taken for)."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -73,10 +68,6 @@ def main(words: Sequence[str], group: Group) -> None:
     samples = train if options.part == "train" else test
     found = evaluate(run, samples, options.batch_size)
     console.say(*_lines(run, samples, found, options))
-    if options.plot:
-        files = on_root(group, partial(_draw, found, run, samples, options.out or folder / "evaluation"))
-        if not options.json:
-            console.say(*(f"drawn: {file}" for file in files))
 
 
 def _data(run: TrainedRun, options: EvaluationConfig) -> Config:
@@ -84,7 +75,7 @@ def _data(run: TrainedRun, options: EvaluationConfig) -> Config:
     config = run.config
     data = config.data if options.data_dir is None else replace(config.data, data_dir=options.data_dir)
     if options.dataset is not None and options.dataset != data.dataset:
-        data = replace(data, dataset=options.dataset, data_dir=options.data_dir, augment="none", shift_pixels=None)
+        data = replace(data, dataset=options.dataset, data_dir=options.data_dir, augment="none")
         if options.dataset.endswith((".txt", ".txt.gz")):
             data = replace(data, text_columns="")  # the run's own text may be a table
     if options.text_columns is not None:
@@ -100,7 +91,7 @@ def _data(run: TrainedRun, options: EvaluationConfig) -> Config:
 def _lines(run: TrainedRun, samples: Samples, found: Found, options: EvaluationConfig) -> list[str]:
     """Return the result in words, or as JSON."""
     if options.json:
-        values = {
+        values: dict[str, Any] = {
             "run": str(run.folder),
             "step": run.step,
             "data": samples.name,
@@ -110,6 +101,8 @@ def _lines(run: TrainedRun, samples: Samples, found: Found, options: EvaluationC
             **{name: value if isfinite(value) else None for name, value in found.measures().items()},
             "loss": found.loss,
         }
+        if isinstance(found, Evaluation) and found.labels.ndim == 1:
+            values |= {"classes": run.class_names, "confusion": found.confusion(run.classes).tolist()}
         return [json.dumps(values)]
     unsure = f", perplexity {perplexity(found.loss):.4g}" if run.signature.is_tokens else ""
     right = f"{found.correct} of {found.targets} right" if isinstance(found, Evaluation) else ""
@@ -119,10 +112,6 @@ def _lines(run: TrainedRun, samples: Samples, found: Found, options: EvaluationC
         f"{options.part} {describe_measures(found.measures())} (loss {found.loss:.4f}{unsure}), {counted}, with "
         f"{samples.name} and the weights{after} of {run.folder}"
     ]
-
-
-def _draw(found: Found, run: TrainedRun, samples: Samples, folder: Path) -> list[str]:
-    return [str(file) for file in draw(found, run, samples, folder)]
 
 
 if __name__ == "__main__":

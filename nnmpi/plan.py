@@ -103,7 +103,7 @@ class PlanConfig:
 SHARED = {
     ModelConfig: None,
     DataConfig: None,
-    OptimizationConfig: ("batch_size", "optimizer", "loss", "momentum", "nesterov", "weight_decay", "clip"),
+    OptimizationConfig: ("batch_size", "optimizer", "loss", "momentum", "weight_decay", "clip"),
     RunConfig: ("backend", "dtype", "precision", "jit", "seed"),
 }
 

@@ -3,13 +3,11 @@
     python -m nnmpi.report runs/digits-cnn                 writes runs/digits-cnn/report.html
     python -m nnmpi.report runs/digits-cnn --out page.html
     python -m nnmpi.report runs/digits-cnn/trace.json.gz   of a run with --trace: what each rank did
-    python -m nnmpi.report runs/digits-cnn --plot          curves as PNG files, too
 
 All numbers are those of the run's own files. A run that is under way can be looked at, too.
 """
 
 import gzip
-import re
 import shlex
 import sys
 import zlib
@@ -23,16 +21,35 @@ from nnmpi.compose.stats import PARTS
 from nnmpi.errors import NnmpiError, UsageError
 from nnmpi.pages.page import write_page
 from nnmpi.reading import check_ordinary, parse_json
+from nnmpi.synchrony.staleness import Staleness
 from nnmpi.timeline import COMPUTE, WAITING
 from nnmpi.train.cli import read_given, read_run
 from nnmpi.train.config import all_options
-from nnmpi.train.curves import OVER_TIME, PANELS, Panel, bars, check_can_draw, draw
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import read_metrics, sum_staleness
 
 MOST_POINTS = 500  # of a line
 MOST_EVENTS = 100_000  # of a trace
-_HEAD = re.compile(r"([a-z][\w /-]*|MPI): {1,}(\S.*)")
+MOST_BARS = 60  # of a histogram
+STEPS, SECONDS = ("global_step", "step"), ("elapsed_s", "seconds")
+TRAINED, TESTED = {"training": "train"}, {"test data": "eval"}
+BOTH = TRAINED | TESTED
+PANELS = [  # title, label and key of the values, whose they are, and what they are drawn over
+    ("Loss", "loss", "loss", BOTH, STEPS),
+    ("Perplexity", "perplexity", "perplexity", BOTH, STEPS),
+    ("Accuracy", "accuracy", "accuracy", BOTH, STEPS),
+    ("Root of the mean squared error", "RMSE", "rmse", BOTH, STEPS),
+    ("Share of the variance that is explained", "R2", "r2", BOTH, STEPS),
+    ("Learning rate", "learning rate", "learning_rate", TRAINED, STEPS),
+    ("Length of the gradient", "norm", "grad_norm", TRAINED, STEPS),
+    ("Passes over the training data", "epochs", "epoch", TRAINED, STEPS),
+    ("Training speed", "samples per second", "samples_per_second", TRAINED, STEPS),
+    ("Evaluation speed", "samples per second", "samples_per_second", TESTED, STEPS),
+    ("Evaluation speed in batches", "batches per second", "steps_per_second", TESTED, STEPS),
+    ("Runtime of an evaluation", "seconds", "runtime", TESTED, STEPS),
+    ("Loss over time", "loss", "loss", BOTH, SECONDS),
+    ("Accuracy over time", "accuracy", "accuracy", BOTH, SECONDS),
+]
 _MEMORY = "memory_"
 
 
@@ -45,13 +62,8 @@ def main(words: Sequence[str]) -> str:
     parser = Parser("python -m nnmpi.report", description=__doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run, or a trace")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: RUN/report.html, trace.html)")
-    parser.add_argument("--plot", action="store_true", help="draw PNG files into RUN/curves, too; needs matplotlib")
     given = parser.parse_args(words)
-    if given.plot:
-        check_can_draw()
     if given.run.is_file():
-        if given.plot:
-            raise UsageError("--plot draws the curves of a run; give the run's folder, or leave it out")
         name = given.run.name.split(".")[0]
         file = given.out or given.run.with_name(f"{name}.html")
         title = given.run.resolve().parent.name if name == "trace" else name
@@ -59,15 +71,7 @@ def main(words: Sequence[str]) -> str:
         return f"{file} shows the trace in a browser"
     file = given.out or given.run / "report.html"
     write_page(file, "run", f"run {given.run.resolve().name}", gather(given.run))
-    drawn = ""
-    if given.plot:
-        folder = RunFolder(given.run)
-        try:
-            draw(folder.metrics, folder.curves)
-        except OSError as error:
-            raise UsageError(f"{folder.curves} cannot be written: {error.strerror or error}") from None
-        drawn = f"; pictures are in {folder.curves}"
-    return f"{file} shows the run in a browser{drawn}"
+    return f"{file} shows the run in a browser"
 
 
 def gather(run: Path) -> dict[str, Any]:
@@ -79,7 +83,6 @@ def gather(run: Path) -> dict[str, Any]:
     options, folder = read_run(run, str(run)), RunFolder(run)
     try:
         records = read_metrics(folder.metrics)
-        console = folder.console.read_text(errors="replace") if folder.console.is_file() else ""
         starts = folder.starts.read_text(errors="replace").splitlines() if folder.starts.is_file() else []
         began = [parse_json(line) for line in starts]
         commands = [f"{shlex.join(each['command'])}    # ranks: {each['ranks']}" for each in began]
@@ -90,9 +93,9 @@ def gather(run: Path) -> dict[str, Any]:
     stale = sum_staleness(records)
     width, heights = bars(stale) if stale.count() else (1, [])
     return {
-        "head": _head(console),
+        "head": began[-1].get("facts", []) if began else [],
         "results": [_result(each) for each in records if each["kind"] in ("eval", "test")][-2:],
-        "charts": [chart for panel in (*PANELS, *OVER_TIME) if (chart := _chart(panel, records))["lines"]],
+        "charts": [chart for panel in PANELS if (chart := _chart(*panel, records))["lines"]],
         "times": {label: mean for key, label in PARTS.items() if (mean := _mean(trained, key))},
         "memory": {key.removeprefix(_MEMORY): n for key, n in (trained or [{}])[-1].items() if key.startswith(_MEMORY)},
         "staleness": {"width": width, "heights": heights, "mean": stale.mean(), "max": stale.largest()},
@@ -101,30 +104,30 @@ def gather(run: Path) -> dict[str, Any]:
     }
 
 
-def _head(console: str) -> list[list[str]]:
-    """Return what the run said of itself before its first epoch: layout, MPI, data, model ..."""
-    found: list[list[str]] = []
-    for line in console.splitlines():
-        match = _HEAD.fullmatch(line)
-        if match is None or line.startswith("epoch "):
-            break
-        found.append([match[1], match[2]])
-    return found
+def bars(stale: Staleness) -> tuple[int, list[list[int]]]:
+    """Return how many values of staleness share a bar, and the heights of each worker's bars, from staleness 0 on."""
+    width = -(-(stale.largest() + 1) // MOST_BARS)
+    heights = [[0] * (stale.largest() // width + 1) for _ in stale.histograms]
+    for own, histogram in zip(heights, stale.histograms, strict=True):
+        for staleness, count in histogram.items():
+            own[staleness // width] += count
+    return width, heights
 
 
 def _result(record: Mapping[str, Any]) -> dict[str, Any]:
     return {key: record.get(key) for key in ("kind", "epoch", "loss", "accuracy", "perplexity", "elapsed_s")}
 
 
-def _chart(panel: Panel, records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    along, label = panel.along
+def _chart(
+    title: str, label: str, key: str, kinds: Mapping[str, str], over: tuple[str, str], records: Sequence[Any]
+) -> dict[str, Any]:
     lines = []
-    for name, (kind, key) in panel.series.items():
-        chosen = [each for each in records if each["kind"] == kind and None not in (each.get(key), each.get(along))]
-        points = [[each[along], each[key]] for each in chosen]
+    for name, kind in kinds.items():
+        chosen = [each for each in records if each["kind"] == kind and None not in (each.get(key), each.get(over[0]))]
+        points = [[each[over[0]], each[key]] for each in chosen]
         lines.append({"name": name, "points": points[:: max(1, len(points) // MOST_POINTS)]})
     lines = [line for line in lines if line["points"]]
-    return {"title": panel.title, "label": panel.label, "along": label, "lines": lines}
+    return {"title": title, "label": label, "along": over[1], "lines": lines}
 
 
 def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float:

@@ -64,8 +64,13 @@ def main() -> None:
     arguments = parser.parse_args()
     config = assemble(read_run(arguments.run, str(arguments.run)))
     recipe = config.optimization
-    if (config.model.model, recipe.optimizer, dropout_of(config.model), recipe.grad_accum) != ("gpt", "adamw", 0.0, 1):
-        raise SystemExit(f"{arguments.run} is no run of gpt with adamw, and without dropout and --grad-accum")
+    if (config.model.model, recipe.optimizer, dropout_of(config.model), config.parallel.microbatches) != (
+        "gpt",
+        "adamw",
+        0.0,
+        None,
+    ):
+        raise SystemExit(f"{arguments.run} is no run of gpt with adamw, and without dropout and --microbatches")
     torch.set_num_threads(arguments.threads)
     inputs = load_inputs(config, start(), 0, print, (0, 1))
     extent = build_extent(recipe, inputs)

@@ -111,7 +111,7 @@ def main(words):
     options = parser.parse_args(words)
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
-        train = f"{TRAIN} --epochs 1000000 --max-steps {options.steps} --save-steps {options.save_steps} --quiet"
+        train = f"{TRAIN} --epochs 1000000 --max-steps {options.steps} --save-every {options.save_steps}steps --quiet"
         killer = Killer(place / "killed", options.kills, options.every, options.seed)
         status, said, seconds = supervise(options.ranks, f"{train} --out {killer.folder}", place / "output", killer)
         if status:

@@ -84,7 +84,7 @@ class StepCase:
     def words(self, folder: Path, hosts: int) -> list[str]:
         """Return the words of the train command; the run is FOLDER/run."""
         steps, batch = str(self.steps), str(self.batch_on(hosts))
-        count = ("--batch-size", batch, "--max-steps", steps, "--log-every", steps, "--trace-steps", steps)
+        count = ("--batch-size", batch, "--max-steps", steps, "--log-every", steps)
         files = ("--slow", f"ms={1e3 * sum(self.times_on(hosts).values()):g}", "--out", str(folder / "run"))
         return ["-m", "nnmpi.train", *self.options, *ALL, *count, *files]
 

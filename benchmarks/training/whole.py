@@ -2,7 +2,6 @@
 
     python benchmarks/training/whole.py                                  # iris and digits, on 1 and 2 ranks, 5 times
     python benchmarks/training/whole.py --cases mnist --data-dir DIR --repeats 1
-    python benchmarks/training/whole.py --cases iris --ranks 1 --loader-threads 0,1,4
     python benchmarks/training/whole.py --torch-python VENV/bin/python   # where PyTorch is, if not here
 
 nnmpi runs as it comes, and writes what a run leaves: metrics, checkpoints, hashes. The script is `whole_torch.py`, with
@@ -48,16 +47,15 @@ RUNS = {
 }
 
 
-def commands(name: str, ranks: int, threads: str, options: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
+def commands(name: str, ranks: int, options: argparse.Namespace, folder: Path) -> dict[str, list[str]]:
     """Return the two commands of a case."""
     run = RUNS[name]
-    shared = ["--loader-threads", threads] if threads else []
-    shared += ["--epochs", str(options.epochs or run.epochs), "--batch-size", str(run.batch_size), "--out"]
+    shared = ["--epochs", str(options.epochs or run.epochs), "--batch-size", str(run.batch_size), "--out"]
     words = ["--dataset", name, "--model", run.model, *run.more, *shared, str(folder / "run")]
     words += ["--data-dir", str(options.data_dir)] if options.data_dir and name == "mnist" else []
     ours = [sys.executable, "-m", "nnmpi.train", *words]
     script = [str(Path(__file__).with_name("whole_torch.py")), str(folder / f"{name}.npz"), run.model]
-    script += [*shared, str(folder / "weights.pt")]
+    script += [str(folder / "weights.pt")]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return {
         "nnmpi": [find_mpirun(), "-n", str(ranks), *ours] if ranks > 1 else ours,
@@ -101,29 +99,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default="iris,digits", help=f"of {', '.join(RUNS)}, with commas (iris,digits)")
     parser.add_argument("--ranks", default="1,2", help="with commas (1,2)")
-    text = "of both loaders, with commas: threads of nnmpi's, processes of PyTorch's (as each comes: at most one, none)"
-    parser.add_argument("--loader-threads", default="", metavar="N,...", help=text)
     parser.add_argument("--epochs", type=int, help="of each run (100, 20 and 3)")
     parser.add_argument("--repeats", type=int, default=5, metavar="N", help="of each command (5)")
     parser.add_argument("--torch-python", default=sys.executable, help="the Python that has PyTorch (this one)")
     parser.add_argument("--data-dir", type=Path, help="folder with MNIST's files")
     options = parser.parse_args()
     print(machine_facts()["cpu"])
-    columns = ("case", "ranks", "loader threads", "nnmpi, s", "PyTorch, s", "nnmpi / PyTorch", "test accuracy")
+    columns = ("case", "ranks", "nnmpi, s", "PyTorch, s", "nnmpi / PyTorch", "test accuracy")
     print(f"| {' | '.join(columns)} |", "|---" * len(columns) + "|", sep="\n")
-    lists = (options.cases, options.ranks, options.loader_threads)
-    for name, ranks, threads in product(*(words.split(",") for words in lists)):
+    lists = (options.cases, options.ranks)
+    for name, ranks in product(*(words.split(",") for words in lists)):
         seconds: dict[str, list[float]] = {"nnmpi": [], "PyTorch": []}
         accuracies: dict[str, str] = {}
         for _ in range(options.repeats):
             with tempfile.TemporaryDirectory(prefix="nnmpi-") as place:
                 write_data(name, Path(place), options.data_dir)
-                for who, command in commands(name, int(ranks), threads, options, Path(place)).items():
+                for who, command in commands(name, int(ranks), options, Path(place)).items():
                     taken, accuracies[who] = take(command, Path(place))
                     seconds[who].append(taken)
         ours, theirs = min(seconds["nnmpi"]), min(seconds["PyTorch"])
         times = f"{ours:.2f} | {theirs:.2f} | {ours / theirs:.2f} | {' / '.join(accuracies.values())}"
-        print(f"| {name} | {ranks} | {threads or '-'} | {times} |", flush=True)
+        print(f"| {name} | {ranks} | {times} |", flush=True)
 
 
 if __name__ == "__main__":

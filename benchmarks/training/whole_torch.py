@@ -55,7 +55,6 @@ def main() -> None:
     parser.add_argument("model", choices=("mlp", "cnn"))
     parser.add_argument("--epochs", type=int, required=True)
     parser.add_argument("--batch-size", type=int, required=True)
-    parser.add_argument("--loader-threads", type=int, default=0, help="processes, in PyTorch")
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
     ranks = int(os.environ.get("WORLD_SIZE", 1))
@@ -64,8 +63,7 @@ def main() -> None:
     torch.manual_seed(0)
     train, test = load(options.data, "train"), load(options.data, "test")
     sampler = DistributedSampler(train) if ranks > 1 else None
-    workers = {"num_workers": options.loader_threads}
-    loader = DataLoader(train, options.batch_size // ranks, shuffle=sampler is None, sampler=sampler, **workers)
+    loader = DataLoader(train, options.batch_size // ranks, shuffle=sampler is None, sampler=sampler)
     test_loader = DataLoader(test, 256, sampler=DistributedSampler(test, shuffle=False) if ranks > 1 else None)
     x, y = train.tensors
     net = build(options.model, x.shape[-2:] if x.ndim == 4 else x.shape[1:], int(y.max()) + 1)

@@ -1,4 +1,4 @@
-"""`python -m nnmpi.run -n 4 -- --dataset mnist --save-steps 100`: see `--help`."""
+"""`python -m nnmpi.run -n 4 -- --dataset mnist --save-every 100steps`: see `--help`."""
 
 import argparse
 import sys

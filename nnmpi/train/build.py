@@ -39,7 +39,7 @@ from nnmpi.nn.linear import Embedding
 from nnmpi.nn.module import Module
 from nnmpi.optim import names
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.optim.schedule import ConstantRate, Cosine, Schedule, StepDecay, Warmup, linear_scaling
+from nnmpi.optim.schedule import ConstantRate, Cosine, Schedule, StepDecay, Warmup
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.train.checkpoint import LastCheckpoint
 from nnmpi.train.computing import Computing, choose_computing
@@ -126,7 +126,7 @@ def _build_sequence_model(config: ModelConfig, sample_shape: tuple[int, ...], to
         )
     layers, features, heads = config.sizes
     if config.model == "lstm":
-        return lstm(tokens, features, layers, dropout_of(config), decided(config.tied) is not False)
+        return lstm(tokens, features, layers, dropout_of(config))
     if config.pretrained is None:
         return gpt(tokens, sample_shape[0], features, layers, heads, dropout_of(config))
     size = read_size(config.pretrained)
@@ -208,22 +208,17 @@ def warmup_steps(config: OptimizationConfig, extent: Extent) -> int:
     return round(config.warmup_epochs * extent.train_batches)
 
 
-def build_schedule(config: OptimizationConfig, extent: Extent, batch_size: int) -> Schedule:
+def build_schedule(config: OptimizationConfig, extent: Extent) -> Schedule:
     """Return the learning rate as a function of the step.
 
     What follows the warm-up has the rest of the run; a run that is shorter than its warm-up sees nothing of it.
-
-    Args:
-        config: the options of the learning rate.
-        extent: how long the run is.
-        batch_size: rows of a global batch, for linear scaling.
     """
-    lr = linear_scaling(config.lr, batch_size, config.base_batch) if config.lr_scaling == "linear" else config.lr
+    lr = config.lr
     warmup = warmup_steps(config, extent)
     after: Schedule = ConstantRate(lr)
-    if config.schedule == "step":
-        every = max(1, round(config.step_epochs * extent.train_batches))
-        after = StepDecay(lr, every, config.step_factor)
+    if config.drops is not None:
+        epochs, factor = config.drops
+        after = StepDecay(lr, max(1, round(epochs * extent.train_batches)), factor)
     elif config.schedule == "cosine":
         after = Cosine(lr, max(1, extent.steps - warmup))
     elif is_custom(config.schedule):
@@ -248,7 +243,6 @@ def build_optimizer(config: OptimizationConfig, storage: FlatStorage, eps: float
         storage,
         lr=config.lr,
         momentum=config.momentum if sgd else None,
-        nesterov=config.nesterov if sgd else None,
         weight_decay=config.weight_decay,
         eps=None if sgd else eps,
     )
@@ -453,7 +447,7 @@ def settle(context: RunContext) -> Config:
     source = text_source(config)
     if tokenizer is not None and source is not None:
         config = replace(config, data=replace(config.data, tokenizer=source.tokenizer))
-    if where is None or not where.stages or config.optimization.grad_accum > 1:
+    if where is None or not where.stages:
         return config
     microbatches = context.inputs.train_loader.microbatches
     return replace(config, parallel=replace(config.parallel, microbatches=microbatches))
@@ -488,7 +482,7 @@ def set_up(
     inputs = load_inputs(config, group, local_rank, say, replica, mesh.pp)
     with agreed(group):
         extent = build_extent(config.optimization, inputs)
-        schedule = build_schedule(config.optimization, extent, inputs.batch_size)
+        schedule = build_schedule(config.optimization, extent)
     if group.size > 1 and not config.sync.rule.asynchronous:
         group.fit = find_fit(group)
     algorithms = None if last is None else last.algorithms(mesh, group.rank)

@@ -76,10 +76,8 @@ FIXED = (
         "features",
         "heads",
         "context",
-        "tied",
         "dataset",
         "target",
-        "only_classes",
         "tokenizer",
         "text_columns",
         "text_samples",
@@ -91,11 +89,11 @@ FIXED = (
 )
 
 # In which world a run goes on is said anew: it may begin in one and go on in the other.
-SIMULATION = ("simulate", "simulation_seed", "network")
+SIMULATION = ("simulate", "network")
 
 # What belongs to another option, and is left out when a run goes on with another value of that one.
 DETAILS = {
-    "sync": (*("staleness", "local_steps", "loader_threads"),),
+    "sync": (*("staleness", "local_steps"),),
 }
 
 
@@ -107,12 +105,13 @@ def launch(words: Sequence[str]) -> None:
     """
 
     def simulation() -> dict[str, Any]:
-        sync = parse(words).sync
+        config = parse(words)
+        sync = config.sync
         cpu_factor = 0.0 if sync.slowness(0).minimum_s else 1.0
         return {
             "ranks": sync.simulate,
             "machine": sync.machine,
-            "seed": sync.simulation_seed,
+            "seed": config.run.seed,
             "cpu_factor": cpu_factor,
         }
 

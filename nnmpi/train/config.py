@@ -8,12 +8,13 @@ every name must be unique over all sections. `None` stands for "not given". Opti
 """
 
 import math
+import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, NamedTuple, get_type_hints
 
 from nnmpi.comm.machine import Machine, parse_network
 from nnmpi.comm.world import LIMIT_S, WARNING_S
@@ -95,8 +96,8 @@ class ParallelConfig:
     virtual_stages: int = 1
     """For --pipeline interleaved: stages on each rank."""
     microbatches: int | None = None
-    """Parts in which a batch goes through the pipeline (default: 4 for each of its ranks; with --reduction fixed 16,
-    whatever the layout)."""
+    """Parts in which a batch is worked on, one after the other, or on their way through the pipeline: less memory
+    (default: 1; 4 for each rank of a pipeline; with --reduction fixed 16, whatever the layout)."""
     split: str = "auto"
     """Where the pipeline is cut: auto balances measured times; or the number of layers in each stage, such as 5,4,3."""
     reduction: Literal["fast", "fixed"] = "fast"
@@ -249,9 +250,8 @@ class SyncConfig:
     """For --simulate: the links, such as "alpha_us=50,gbit=10" (default: messages take no time)."""
     simulate: int = 0
     """Run so many ranks in this process, without MPI, on simulated clocks. With --slow ms=20 a step's computing
-    takes just that; else the processor time that it takes here."""
-    simulation_seed: int = 0
-    """For --simulate: decides about all that MPI leaves open, such as who comes first."""
+    takes just that; else the processor time that it takes here. --seed also decides about all that MPI leaves open,
+    such as who comes first."""
 
     def __post_init__(self) -> None:
         """Check the values; whether they fit the number of ranks is checked when that is known."""
@@ -262,8 +262,6 @@ class SyncConfig:
             require(not given or self.sync == mode, f"{option} is for --sync {mode}, not {self.sync}; leave it out")
         _ = (self.rule, self.slowness(0), self.machine)  # each raises for words that it cannot read
         not_negative("--simulate", self.simulate, MOST_SIMULATED_RANKS)
-        not_negative("--simulation-seed", self.simulation_seed)
-        require(self.simulate > 0 or not self.simulation_seed, "--simulation-seed is for --simulate; leave it out")
         require(
             self.simulate > 0 or not self.network,
             "--network is for --simulate; messages between real ranks take their time",
@@ -327,7 +325,6 @@ MODELS_WITH = {
     "features": ("lstm", "gpt"),
     "heads": ("gpt",),
     "context": ("lstm", "gpt"),
-    "tied": ("lstm",),
     "pretrained": ("gpt",),
 }
 SEQUENCE_MODELS = MODELS_WITH["context"]
@@ -357,8 +354,6 @@ class ModelConfig:
     context: int | None = None
     """Tokens that lstm and gpt are trained on at once, and the most that gpt can see (default: 64; with --pretrained,
     what that has)."""
-    tied: Switch = "auto"
-    """The output of lstm is its embedding's table (auto: yes; gpt's always is)."""
     pretrained: Path | None = None
     """A GPT-2 to begin with: a finished run of --model gpt, or a folder that Hugging Face's transformers wrote, with
     config.json, model.safetensors and its tokenizer."""
@@ -421,22 +416,17 @@ class DataConfig:
     target: str = ""
     """Of a .csv: the column of the labels, or numbers, that are predicted, by its name or its number from 1 (default:
     the last one)."""
-    only_classes: str = ""
-    """The classes that are told apart, such as cat,dog or 3,5: their names or numbers (default: all)."""
     data_dir: Path | None = None
     """Folder that holds the data set's files; without it they are downloaded once per node."""
     test_fraction: float = 0.2
     """Share of the samples kept for the test, for data sets that come without a test set."""
     augment: Literal["none", "shift", "flip", "shift-flip"] = "none"
-    """Random changes of the training images: shift by a few pixels, mirror left-right, or both."""
-    shift_pixels: int | None = None
-    """Largest shift in pixels (default: a twelfth of the image's shorter side, at least 1)."""
-    loader_threads: int | None = None
-    """Threads of each rank that prepare batches ahead; with 0 each is made when it is asked for (default: one, but for
-    small batches none)."""
+    """Random changes of the training images: shift by up to a twelfth of their shorter side, mirror left-right, or
+    both."""
     partition: Literal["none", "iid", "label"] = "none"
     """Which samples a worker sees: none: any; iid: a random part that is its own for the whole run; label: its own part
     of the samples sorted by class, as different from the others' as can be."""
+
     normalize: bool = True
     """Shift and scale inputs by the training set's mean and standard deviation (per channel or column)."""
 
@@ -447,33 +437,16 @@ class DataConfig:
             0 < self.test_fraction < 1,
             f"--test-fraction is {self.test_fraction}; give a number between 0 and 1, such as 0.2",
         )
-        if self.loader_threads is not None:
-            not_negative("--loader-threads", self.loader_threads)
-        for option, given, names in (
-            ("--only-classes", self.only_classes, self.chosen),
-            ("--text-columns", self.text_columns, self.columns),
-        ):
-            require(
-                bool(names) or not given, f"{option} {given!r} has no name; give names with commas, or leave it out"
-            )
+        require(
+            bool(self.columns) or not self.text_columns,
+            f"--text-columns {self.text_columns!r} has no name; give names with commas, or leave it out",
+        )
         require(self.tokenizer != "", "--tokenizer is empty; give characters, bytes, or where one was saved")
-        if self.shift_pixels is not None:
-            at_least_one("--shift-pixels", self.shift_pixels)
-            require("shift" in self.augment, f"--shift-pixels does nothing for --augment {self.augment}; give shift")
 
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns of a text."""
-        return _names(self.text_columns)
-
-    @property
-    def chosen(self) -> tuple[str, ...]:
-        """The classes that are chosen; empty for all."""
-        return _names(self.only_classes)
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(name.strip() for name in text.split(",") if name.strip())
+        return tuple(name.strip() for name in self.text_columns.split(",") if name.strip())
 
 
 @dataclass(frozen=True)
@@ -496,36 +469,23 @@ class OptimizationConfig:
     """Learning rate (the highest one, where a schedule changes it)."""
     momentum: float = 0.0
     """Momentum of --optimizer sgd."""
-    nesterov: bool = False
-    """Nesterov's form of the momentum."""
     weight_decay: float | None = None
     """Weight decay: L2 for sgd and adam (default 0), decoupled for adamw (default 0.01)."""
-    schedule: Literal["constant", "step", "cosine"] | Custom = "cosine"
-    """How the learning rate goes on after the warm-up; cosine ends at 0 with the last step; or a function (step, steps,
-    lr) of your own, FILE.py:NAME."""
-    step_epochs: float = 10.0
-    """For --schedule step: epochs between two drops."""
-    step_factor: float = 0.1
-    """For --schedule step: what each drop multiplies the rate by."""
+    schedule: str = "cosine"
+    """How the learning rate goes on after the warm-up: constant; cosine, which ends at 0 with the last step;
+    step:10,0.1, which multiplies it by 0.1 every 10 epochs; or a function (step, steps, lr) of your own,
+    FILE.py:NAME."""
     warmup_epochs: float | None = None
     """Epochs over which the learning rate first rises linearly from near 0 (default: 1, at most a tenth of
     --epochs)."""
-    lr_scaling: Literal["none", "linear"] = "none"
-    """linear: multiply --lr by batch size / --base-batch (Goyal et al. 2017)."""
-    base_batch: int = 32
-    """For --lr-scaling linear: the batch size that --lr was found for."""
     clip: float | None = None
     """Scale gradients down to this global norm where they exceed it; with --sync asp and ssp each worker's own."""
-    grad_accum: int = 1
-    """Compute each rank's share of a batch in this many parts: less memory, the same update."""
     label_smoothing: float = 0.0
     """Probability taken from the right class and spread over all, in the training loss."""
 
     def __post_init__(self) -> None:
         """Check the values and that no option is given that the others make idle."""
         at_least_one("--epochs", self.epochs)
-        at_least_one("--grad-accum", self.grad_accum)
-        at_least_one("--base-batch", self.base_batch)
         if self.max_steps is not None:
             at_least_one("--max-steps", self.max_steps)
         if self.batch_size != "full":
@@ -538,23 +498,45 @@ class OptimizationConfig:
             not_negative("--weight-decay", self.weight_decay)
         if self.clip is not None:
             positive("--clip", self.clip)
-        self._check_schedule()
+        _ = self.drops
         plain = self.loss == "cross-entropy" or not self.label_smoothing
         require(plain, "--label-smoothing belongs to the cross-entropy; leave it out, or --loss")
         fixed = not is_custom(self.optimizer) or self.weight_decay is None
         require(fixed, f"--weight-decay does not go with --optimizer {self.optimizer}, which decides about it itself")
         sgd = self.optimizer == "sgd"
         require(sgd or not self.momentum, f"--momentum belongs to --optimizer sgd, not to {self.optimizer}")
-        require(not self.nesterov or self.momentum > 0, "--nesterov needs --momentum above 0 and --optimizer sgd")
 
-    def _check_schedule(self) -> None:
-        positive("--step-epochs", self.step_epochs, LONG)
-        require(0 < self.step_factor <= 1, f"--step-factor is {self.step_factor}; give a number above 0, up to 1")
-        if self.schedule != "step":
-            idle = self.step_epochs != 10.0 or self.step_factor != 0.1
-            require(not idle, "--step-epochs and --step-factor belong to --schedule step")
-        if self.lr_scaling != "linear":
-            require(self.base_batch == 32, "--base-batch belongs to --lr-scaling linear")
+    @property
+    def drops(self) -> tuple[float, float] | None:
+        """Of --schedule step:EPOCHS,FACTOR: the epochs between two drops, and what each multiplies the rate by."""
+        name, _, values = self.schedule.partition(":")
+        if name != "step":
+            known = self.schedule in ("constant", "cosine") or is_custom(self.schedule)
+            sentence = "give constant, cosine, step:EPOCHS,FACTOR or FILE.py:NAME"
+            require(known, f"--schedule is {self.schedule}; {sentence}")
+            return None
+        try:
+            epochs, factor = map(float, (values or "10,0.1").split(","))
+        except ValueError:
+            epochs = factor = 0.0
+        fits = 0 < epochs < LONG and 0 < factor <= 1
+        require(fits, f"--schedule is {self.schedule}; give epochs and a factor up to 1, such as step:10,0.1")
+        return epochs, factor
+
+
+class Every(NamedTuple):
+    """How often something is done: each so many steps, or epochs; 0 for never."""
+
+    steps: int = 0
+    epochs: int = 0
+
+    @classmethod
+    def parse(cls, option: str, value: int | str) -> "Every":
+        """Return the meaning of 100steps, 2epochs, or a number of epochs."""
+        found = re.fullmatch(r"(\d{1,9}) ?(?:(steps?)|epochs?)?", str(value))
+        if found is None:
+            raise UsageError(f"{option} is {value}; give a number of epochs, or of steps, such as 100steps")
+        return cls(steps=int(found[1])) if found[2] else cls(epochs=int(found[1]))
 
 
 @dataclass(frozen=True)
@@ -583,33 +565,16 @@ class RunConfig:
     """Steps between two lines of training metrics in metrics.jsonl."""
     quiet: bool = False
     """Print nothing but errors; what would be printed is in console.txt in the run's folder, as always."""
-    verbose: bool = False
-    """Say below each epoch where the time of a step went, and what was sent."""
-    plot: bool = False
-    """Draw the curves at the end, as PNG files in curves/ of the run's folder; python -m nnmpi.report does so, too."""
-    print_every: float = 5.0
-    """Seconds between two printed lines of progress inside an epoch; 0: one per line of metrics."""
-    eval_every: int = 1
-    """Epochs between two evaluations on the test data; 0: only at the end."""
-    eval_steps: int = 0
-    """Steps between two evaluations, besides --eval-every; 0: none."""
-    save_every: int | None = None
-    """Epochs between two checkpoints; 0: only at the end (default: as many as take at most 1 % of the time, or
-    more where a supervised run is often interrupted)."""
-    save_steps: int = 0
-    """Steps between two checkpoints, besides --save-every; 0: none."""
+    eval_every: int | str = 1
+    """Epochs between two evaluations on the test data, or steps: 100steps; 0: only at the end."""
+    save_every: int | str | None = None
+    """Epochs between two checkpoints, or steps: 100steps; 0: only at the end (default: as many epochs as take at most
+    1 % of the time, or more where a supervised run is often interrupted)."""
     trace: bool = False
-    """Write what every rank did in the first steps into trace.json.gz in the run's folder, for ui.perfetto.dev; on a
+    """Write what every rank did in the first 20 steps into trace.json.gz in the run's folder, for ui.perfetto.dev; on a
     CUDA device, when the host asked for it."""
-    trace_steps: int = 20
-    """For --trace: how many steps."""
-    keep: int = 3
-    """How many checkpoints stay on disk; older ones are removed."""
     keep_best: bool = False
     """Save after an evaluation that is better than all before, and keep that checkpoint, too."""
-    stall_warning: float = WARNING_S
-    """Seconds that a rank waits for others before it is told which one is missing; twice the longest wait so far, if
-    that is more."""
     stall_limit: float = LIMIT_S
     """Seconds after which a job that stands still is ended, with status 75, and each rank leaves a record in flight/ of
     the run's folder; ten times as long while the missing rank does something. 0: never."""
@@ -617,24 +582,26 @@ class RunConfig:
     def __post_init__(self) -> None:
         """Check the values and combinations; the folders are looked at when the run starts."""
         at_least_one("--log-every", self.log_every)
-        at_least_one("--keep", self.keep)
-        positive("--stall-warning", self.stall_warning)
         not_negative("--stall-limit", self.stall_limit)
-        in_order = not self.stall_limit or self.stall_limit >= self.stall_warning
-        require(in_order, f"--stall-limit {self.stall_limit:g} is less than --stall-warning {self.stall_warning:g}")
+        in_order = not self.stall_limit or self.stall_limit >= WARNING_S
+        require(in_order, f"--stall-limit {self.stall_limit:g} is less than the {WARNING_S:g} s before a warning")
         self._check_products()
         compiled = self.dtype == self.precision == "float32" and self.backend != "cupy"
         require(compiled or self.jit != "on", "--jit compiles for float32 on the CPU alone; leave it out otherwise")
-        at_least_one("--trace-steps", self.trace_steps)
-        require(self.trace or self.trace_steps == 20, "--trace-steps belongs to --trace")
         not_negative("--seed", self.seed)
-        not_negative("--print-every", self.print_every)
-        not_negative("--eval-every", self.eval_every)
-        not_negative("--eval-steps", self.eval_steps)
-        not_negative("--save-every", self.save_every or 0)
-        not_negative("--save-steps", self.save_steps)
+        _ = self.evaluates, self.saves  # each raises for words that it cannot read
         both = self.out is not None and self.resume is not None and self.out != self.resume
         require(not both, f"--resume goes on in its own folder {self.resume}; leave --out {self.out} out")
+
+    @property
+    def evaluates(self) -> Every:
+        """When the test data are evaluated."""
+        return Every.parse("--eval-every", self.eval_every)
+
+    @property
+    def saves(self) -> Every | None:
+        """When a checkpoint is written; None for what can be afforded."""
+        return None if self.save_every is None else Every.parse("--save-every", self.save_every)
 
     def _check_products(self) -> None:
         wide = self.dtype == "float64" and self.precision != "float32"
@@ -661,12 +628,6 @@ class Config:
         fixed = self.parallel.reduction == "fixed" and self.data.partition != "none"
         require(
             not fixed, f"--partition {self.data.partition} does not go with --reduction fixed, which deals any sample"
-        )
-        idle = self.data.loader_threads and self.sync.rule.has_server
-        require(
-            not idle,
-            f"--loader-threads does not go with --sync {self.sync.sync}: a worker learns which samples are "
-            "next when it has done those before; leave it out",
         )
 
 

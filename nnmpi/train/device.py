@@ -16,7 +16,7 @@ from nnmpi.units import format_bytes
 
 # The options that do what REMEDY says.
 REMEDY_OPTIONS = (
-    "lower --batch-size, raise --grad-accum, use --activation-memory least or --precision bf16, or "
+    "lower --batch-size, raise --microbatches, use --activation-memory least or --precision bf16, or "
     "spread the model over more ranks with --tp or --pp"
 )
 
@@ -71,7 +71,7 @@ def check_precision(precision: str, backend: Backend) -> None:
         )
 
 
-def describe_device(backend: Backend, group: Group, verbose: bool = False) -> list[str]:
+def describe_device(backend: Backend, group: Group) -> list[str]:
     """Return lines on how ranks share devices and memory, and why this backend. Collective.
 
     That no rank has a device is said where one could be meant to be used.
@@ -79,9 +79,8 @@ def describe_device(backend: Backend, group: Group, verbose: bool = False) -> li
     Args:
         backend: where this rank computes.
         group: all ranks of the run.
-        verbose: say it anyway.
     """
-    found = group.gather([platform.node(), backend.card, verbose or bool(backend.reason) and expects_device()])
+    found = group.gather([platform.node(), backend.card, bool(backend.reason) and expects_device()])
     places = [each[:2] for each in found]
     lines = [f"chosen: {backend.reason}"] if backend.reason and any(each[2] for each in found) else []
     if not backend.is_device:
@@ -108,7 +107,7 @@ def device_use(backend: Backend) -> dict[str, float]:
 
 @contextmanager
 def explained(
-    backend: Backend, words: str = "out of memory ({}); give a smaller --batch-size, or --grad-accum 2 or more"
+    backend: Backend, words: str = "out of memory ({}); give a smaller --batch-size, or --microbatches 2 or more"
 ) -> Iterator[None]:
     """Turn an error of the device, or of memory, into a sentence.
 

@@ -5,15 +5,14 @@ runs/digits-cnn-20260101-120000/
   config.json         every option of the run
   metrics.jsonl       see metrics.py
   console.txt         what was printed
-  starts.jsonl        a line for each start of the run: its command, when, where, with which versions, and when it had
-                      come to what
+  starts.jsonl        a line for each start of the run: its command, when, where, with which versions, its header, and
+                      when it had come to what
   finished.json       once each rank has come to its end: the last step, results, the weights' hash; else there is none
   faults.jsonl        what ended its starts, of a run under `python -m nnmpi.run`
   flight/             after a standstill: where each rank was, what it did last, and its stacks
   checkpoints/        see checkpoint_files.py
   model/              at the end of a run with --model gpt: as Hugging Face's transformers reads it
   tokenizer/          of a run on a text: for `nnmpi.data.load_tokenizer`
-  curves/             PNG files, with --plot
   tensorboard/        event files, with the tensorboard extra
 """
 
@@ -96,11 +95,6 @@ class RunFolder:
         return self.path / "model"
 
     @property
-    def curves(self) -> Path:
-        """Return the folder of the plots."""
-        return self.path / "curves"
-
-    @property
     def events(self) -> Path:
         """Return the folder of TensorBoard's files."""
         return self.path / "tensorboard"
@@ -159,7 +153,14 @@ class RunFolder:
         with self._written():
             write_atomically(self.config, text.encode() + b"\n")
 
-    def note_start(self, words: Sequence[str], ranks: int, library: str, reached: Mapping[str, float]) -> None:
+    def note_start(
+        self,
+        words: Sequence[str],
+        ranks: int,
+        library: str,
+        reached: Mapping[str, float],
+        facts: Sequence[tuple[str, str]],
+    ) -> None:
         """Write down how the run was started, and link runs/latest to it. A disk that takes neither costs only that.
 
         Args:
@@ -167,6 +168,7 @@ class RunFolder:
             ranks: how many there are.
             library: the MPI.
             reached: what rank 0 has come to, and when, in seconds since the beginning of 1970.
+            facts: of the run, as its header has them.
         """
         versions = {"nnmpi": VERSION, "python": platform.python_version(), "numpy": numpy_version, "mpi": library}
         start = {
@@ -176,6 +178,7 @@ class RunFolder:
             "folder": str(Path.cwd()),
             "ranks": ranks,
             "versions": versions,
+            "facts": facts,
             "reached": {name: round(at, 3) for name, at in reached.items()},
         }
         with suppress(OSError):

@@ -22,8 +22,8 @@ from nnmpi.train.inputs import Inputs
 from nnmpi.train.run_state import Extent
 
 
-def header(context: RunContext) -> list[str]:
-    """Return the header. Collective: the ranks tell their nodes.
+def header(context: RunContext) -> list[tuple[str, str]]:
+    """Return facts of the run, each a name and words. Collective: the ranks tell their nodes.
 
     Args:
         context: what the run works with.
@@ -42,7 +42,7 @@ def header(context: RunContext) -> list[str]:
         f"backend: {backend.name} on {backend.device}, {_numbers(config)}{_kernels(config)}; "
         f"{'kernels of its own' if backend.is_device else blas()}",
         *filter(None, [context.computing.line]),
-        *describe_device(backend, group, config.run.verbose),
+        *describe_device(backend, group),
         f"data: {train.name}, {len(train)} training and {len(test)} test {_samples(train)}{_partition(config)}",
         f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
         f"{counted(options.epochs, 'epoch')}, {counted(extent.steps, 'step')} in all",
@@ -51,7 +51,8 @@ def header(context: RunContext) -> list[str]:
         *_communication(group, trainer),
         f"run folder: {config.run.out}",
     ]
-    return [*(_aligned(line) for line in named), *([] if backend.is_device else blas_warnings(group))]
+    facts = [line.partition(": ") for line in (*named, *([] if backend.is_device else blas_warnings(group)))]
+    return [(name, text) for name, _, text in facts]
 
 
 def _samples(samples: Samples) -> str:
@@ -129,7 +130,7 @@ def _synchrony(config: Config, group: Group) -> list[str]:
         links = f"links of {sync.network}" if sync.network else "messages no time"
         computing = "just the time of --slow" if slow.minimum_s else "its processor time"
         simulated = [
-            f"simulated: {counted(group.size, 'rank')} in this process, seed {sync.simulation_seed}; computing takes "
+            f"simulated: {counted(group.size, 'rank')} in this process, seed {config.run.seed}; computing takes "
             f"{computing}, {links}"
         ]
     return [
@@ -197,8 +198,3 @@ def _fit(group: Group) -> str:
     if group.fit is None:
         return f"none; make one with: mpirun -n {group.size} python -m nnmpi.comm fit"
     return f"fitted to {group.fit.facts['host']} with {group.size} ranks on {group.fit.facts['date']}"
-
-
-def _aligned(line: str) -> str:
-    name, _, text = line.partition(": ")
-    return f"{name + ':':<12} {text}"

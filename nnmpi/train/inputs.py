@@ -16,7 +16,7 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.losses import ERRORS, YES_OR_NO
 from nnmpi.custom import call_custom, custom_file, is_custom
 from nnmpi.data.catalogue import DOWNLOADED, find_text, load, prepare
-from nnmpi.data.dataset import Dataset, Samples, Wanted, as_yes_or_no, check_pair, choose_classes
+from nnmpi.data.dataset import Dataset, Samples, Wanted, as_yes_or_no, check_pair
 from nnmpi.data.loader import Loader
 from nnmpi.data.sampler import check_partition
 from nnmpi.data.text import DEFAULT_CONTEXT, Text, load_text
@@ -174,7 +174,6 @@ def load_inputs(
                 partition=data.partition if training else "none",
                 transform=Compose(*transforms) if transforms else None,
                 dtype=run.dtype,
-                workers=data.loader_threads,
             )
 
         loaders = loader(train, True, changes), loader(test, False, after)
@@ -277,7 +276,6 @@ def text_source(config: Config) -> TextSource | None:
     for option, given in (
         ("--data-dir", data.data_dir is not None),
         ("--target", data.target),
-        ("--only-classes", data.only_classes),
     ):
         if given:
             raise UsageError(f"a text names its file itself, and its tokens are the labels; leave {option} out")
@@ -302,14 +300,6 @@ def check_tokenizer(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def _load(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
-    train, test = _load_all(config, source)
-    chosen = config.data.chosen
-    if not chosen or not (isinstance(train, Dataset) and isinstance(test, Dataset)):
-        return train, test
-    return check_pair(choose_classes(train, chosen), choose_classes(test, chosen))
-
-
-def _load_all(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
     data, seed = config.data, config.run.seed
     if is_custom(data.dataset):
         pair = call_custom(data.dataset, "--dataset", "()")
@@ -348,22 +338,16 @@ def count_microbatches(config: Config, stages: int, batch_size: int) -> int:
     Raises:
         UsageError: when they are more than the batch's samples.
     """
-    accumulated, microbatches = config.optimization.grad_accum, config.parallel.microbatches
-    if accumulated > 1 and microbatches not in (None, accumulated):
+    parts = config.parallel.microbatches
+    if parts is not None and parts > batch_size:
         raise UsageError(
-            f"--grad-accum {accumulated} and --microbatches {microbatches} are two words for one thing; leave one out"
+            f"--microbatches {parts} is more parts than the {counted(batch_size, 'sample')} of a batch; give less"
         )
-    parts = microbatches or accumulated
-    if parts > batch_size:
-        option = "--microbatches" if microbatches else "--grad-accum"
-        raise UsageError(
-            f"{option} {parts} is more parts than the {counted(batch_size, 'sample')} of a batch; give less"
-        )
-    if microbatches is not None or accumulated > 1:
+    if parts is not None:
         return parts
     if config.parallel.reduction == "fixed":
         return min(FIXED_MICROBATCHES, batch_size)
-    return min(MICROBATCHES_PER_STAGE * stages, batch_size) if stages > 1 else parts
+    return min(MICROBATCHES_PER_STAGE * stages, batch_size) if stages > 1 else 1
 
 
 def augmentations(data: DataConfig, train: Samples) -> list[Transform]:
@@ -380,12 +364,9 @@ def augmentations(data: DataConfig, train: Samples) -> list[Transform]:
             "leave it out"
         )
     side = min(train.sample_shape[:2])
-    pixels = data.shift_pixels or max(1, side // 12)
     if "shift" in data.augment and side < 2:
         raise UsageError(
             f"--augment {data.augment} moves images of shape {train.sample_shape} away; leave shift out of it"
         )
-    if pixels >= side:
-        raise UsageError(f"--shift-pixels {pixels} moves images of {side} pixels away; give less than {side}")
-    found: list[Transform] = [Shift(pixels)] if "shift" in data.augment else []
+    found: list[Transform] = [Shift(max(1, side // 12))] if "shift" in data.augment else []
     return [*found, Flip()] if "flip" in data.augment else found

@@ -22,6 +22,8 @@ from nnmpi.compose.trainer import SegmentReport
 from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
 from nnmpi.train.run_state import Extent, RunState
 
+PRINT_EVERY_S = 5.0  # between two printed lines of progress inside an epoch
+
 
 class Console:
     """Prints lines on one rank and nothing on the others.
@@ -127,7 +129,6 @@ class Reporter:
         extent: how long the run is.
         console: prints the lines.
         recorder: writes the records.
-        print_every_s: least time between two printed lines of steps.
         tokens: whether tokens are predicted: then perplexities and tokens per second are told as well.
     """
 
@@ -136,14 +137,12 @@ class Reporter:
         extent: Extent,
         console: Console,
         recorder: MetricsRecorder,
-        print_every_s: float,
         tokens: bool = False,
         variances: tuple[float, float] | None = None,
-        verbose: bool = False,
     ) -> None:
         self._extent, self._console, self._recorder, self._tokens = extent, console, recorder, tokens
-        self._variances, self._verbose = variances, verbose
-        self._timer = PrintTimer(print_every_s)
+        self._variances = variances
+        self._timer = PrintTimer(PRINT_EVERY_S)
         self._below: Sequence[str] = ()
 
     def steps(self, state: RunState, norm: float, lr: float, more: Mapping[str, Any]) -> None:
@@ -222,9 +221,6 @@ class Reporter:
         elif report is not None:
             trained += f", {self.result(report, 'test ')}"
         self._console.say(f"epoch {number}/{self._extent.epochs}: {trained}, {self._rate(totals)}")
-        if self._verbose:
-            self._console.say(f"  {totals.breakdown()}")
-            self._console.say(*([f"  {totals.communication()}"] if totals.comm_calls else []))
         self.say(more)
         self._timer.restart()
 

@@ -2,7 +2,7 @@
 
 How batches are trained on is left to the trainer, which trains up to the next point where something is due: a segment.
 
-step    0 ------------------ 100 ------------------ 200 ------ 235      235 batches in an epoch, --save-steps 100
+step    0 ------------------ 100 ------------------ 200 ------ 235      235 batches in an epoch, --save-every 100steps
         |      segment        |       segment        | segment  |
                            checkpoint             checkpoint   evaluation, checkpoint
 
@@ -39,6 +39,7 @@ from nnmpi.train.signature import to_metadata
 from nnmpi.train.trace import Tracer
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+KEEP = 3  # checkpoints that stay on disk
 WOKEN = 1  # stands for SIGCONT among the signals that ranks tell one another: less than any that ends the run
 
 
@@ -142,7 +143,7 @@ class Loop:
         self._saved_step = state.step
         self._started = clock.now()
         self._began = self._started - state.elapsed_s
-        self._saver = Saver(context.folder, recorder, context.group, context.config.run.keep)
+        self._saver = Saver(context.folder, recorder, context.group, KEEP)
         self._between_faults_s = context.folder.between_faults_s() if context.group.is_root else inf
         self._test: list[Batch] | None = None  # what is kept of the test data
         self._evaluated: tuple[int, EvalReport] | None = None
@@ -219,7 +220,8 @@ class Loop:
         """Return the batch of this epoch up to which nothing is due."""
         options, extent, state = self._context.config.run, self._context.extent, self.state
         steps = [extent.train_batches - state.batch, extent.steps - state.step]
-        steps += [every - state.step % every for every in (options.save_steps, options.eval_steps) if every]
+        due = [each.steps for each in (options.evaluates, options.saves) if each is not None and each.steps]
+        steps += [every - state.step % every for every in due]
         if self._tracer.left:
             steps.append(self._tracer.left)
         return state.batch + min(steps)
@@ -255,7 +257,9 @@ class Loop:
         """
         options, ended = self._context.config.run, self.state.batch == self._context.extent.train_batches
         report = None
-        if is_due(self.state.step, options.eval_steps) or (ended and is_due(self.state.epoch + 1, options.eval_every)):
+        if is_due(self.state.step, options.evaluates.steps) or (
+            ended and is_due(self.state.epoch + 1, options.evaluates.epochs)
+        ):
             report = self._evaluate()
             self._reporter.evaluation("eval", self._on_time(), report)
             self.state = self._with_best(report)
@@ -264,7 +268,7 @@ class Loop:
         elif report:
             self._reporter.between(self.state, report)
         best = options.keep_best and report is not None and self.state.best_step == self.state.step
-        if best or self._is_saving_due(ended) or is_due(self.state.step, options.save_steps):
+        if best or self._is_saving_due(ended):
             self._save()
         if number and not self._finished:
             self._save()
@@ -315,9 +319,11 @@ class Loop:
 
     def _is_saving_due(self, ended: bool) -> bool:
         """Return whether it is time for a checkpoint after this epoch, if one has ended. Collective."""
-        every = self._context.config.run.save_every
-        if not ended or every is not None:
-            return ended and is_due(self.state.epoch, every or 0)
+        every = self._context.config.run.saves
+        if every is not None:
+            return is_due(self.state.step, every.steps) or (ended and is_due(self.state.epoch, every.epochs))
+        if not ended:
+            return False
         elapsed_s = clock.now() - self._started
         share = partial(saving_share, self._between_faults_s)
         return bool(on_root(self._context.group, lambda: self._saver.is_affordable(share, elapsed_s)))

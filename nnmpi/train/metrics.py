@@ -7,7 +7,7 @@
      "memory_communication": ..., "memory_batches": ..., "memory_peak": ...}
     {"kind": "eval", "global_step": 22, "epoch": 1.0, "loss": ..., "accuracy": ..., "elapsed_s": ...,
      "runtime": ..., "samples_per_second": ..., "steps_per_second": ...}
-        after the epochs of --eval-every, and the steps of --eval-steps
+        after the epochs, or steps, of --eval-every
     {"kind": "test", ...}     as eval, once, at the end
     {"kind": "staleness", "global_step": 22, "epoch": 1.0, "mean": ..., "max": ..., "lead": ..., "updates": ...,
      "disagreement": ..., "messages": ..., "bytes": ...,
@@ -56,15 +56,13 @@ import importlib.util
 import json
 import math
 import os
-import platform
-import struct
-import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 from nnmpi import clock
 from nnmpi.errors import CheckpointError, NnmpiError
@@ -179,35 +177,17 @@ def _no_number(value: Any) -> bool:
 
 
 SKIPPED = ("kind", "global_step", "epoch")
-
-
-def _event_maker() -> tuple[Callable[..., Any], Callable[[bytes], int]]:
-    """Return tensorboardX's event and sum of bytes, without PyTorch, which it loads for seconds to name a type.
-
-    What stands for a module that is not there is taken away again: a loader of the user's may want PyTorch.
-    """
-    is_missing = "torch" not in sys.modules
-    if is_missing:
-        sys.modules["torch"] = None  # type: ignore[assignment]
-    try:
-        from tensorboardX.proto.event_pb2 import Event
-        from tensorboardX.record_writer import masked_crc32c
-    finally:
-        if is_missing:
-            del sys.modules["torch"]
-    return Event, masked_crc32c
+FLUSH_S = 1.0  # between two times that event files are brought to the disk
 
 
 class EventFile:
-    """Writes every number of a metrics record as a scalar KIND/KEY at its step.
-
-    tensorboardX makes the events. Its own writer is a thread, in which nobody can explain a full disk.
-    """
+    """Writes every number of a metrics record as a scalar KIND/KEY at its step, by tensorboardX without its thread."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         """Take down where a new event file will be; a viewer drops what older files hold from `first_step` on."""
         self._folder, self._first_step = folder, first_step
-        self._stream: BinaryIO | None = None
+        self._writer: Any = None
+        self._flushed_s = 0.0
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Add the record's numbers; what is no number, or not a finite one, is left out. The first call opens the file.
@@ -216,28 +196,25 @@ class EventFile:
             ImportError: without tensorboardX.
             OSError: when the disk does not take them.
         """
-        if self._stream is None:
+        from tensorboardX.proto.event_pb2 import Event
+
+        if self._writer is None:
+            from tensorboardX.event_file_writer import EventsWriter
+
             self._folder.mkdir(parents=True, exist_ok=True)
-            name = f"events.out.tfevents.{clock.calendar():.0f}.{platform.node()}"
-            self._event, self._crc = _event_maker()
-            self._stream = (self._folder / name).open("ab")
-            self._add(file_version="brain.Event:2")
-            if self._first_step:
-                self._add(step=self._first_step, session_log={"status": 1})  # START: what is later is dropped
+            self._writer = EventsWriter(str(self._folder / "events"), f".{self._first_step}")
+            if self._first_step:  # START: what is later is dropped
+                self._writer.write_event(Event(step=self._first_step, session_log={"status": 1}))
         scalars = [
             {"tag": f"{record['kind']}/{key}", "simple_value": value}
             for key, value in record.items()
             if key not in SKIPPED and isinstance(value, int | float) and isfinite(value)
         ]
-        self._add(step=record["global_step"], summary={"value": scalars})
-        self._stream.flush()
-
-    def _add(self, **fields: Any) -> None:
-        """Add an event, between its length and the sums of both, as TensorFlow's record files have them."""
-        assert self._stream is not None
-        data: bytes = self._event(wall_time=clock.calendar(), **fields).SerializeToString()
-        length = struct.pack("<Q", len(data))
-        self._stream.write(length + struct.pack("<I", self._crc(length)) + data + struct.pack("<I", self._crc(data)))
+        event = Event(wall_time=clock.calendar(), step=record["global_step"], summary={"value": scalars})
+        self._writer.write_event(event)
+        if time.monotonic() - self._flushed_s > FLUSH_S:
+            self._writer.flush()
+            self._flushed_s = time.monotonic()
 
     def close(self) -> None:
         """Close the file.
@@ -245,8 +222,8 @@ class EventFile:
         Raises:
             OSError: when the disk does not take the rest.
         """
-        if self._stream is not None:
-            self._stream.close()
+        if self._writer is not None:
+            self._writer.close()
 
 
 def can_write() -> bool:

@@ -1,4 +1,4 @@
-"""One run from its configuration to its last line: set up, restore, train, print the result, draw the curves."""
+"""One run from its configuration to its last line: set up, restore, train, print the result."""
 
 import json
 import time
@@ -14,6 +14,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels import jit, load
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
+from nnmpi.comm.world import WARNING_S
 from nnmpi.compose.stats import EvalReport
 from nnmpi.errors import CheckpointError, ShapeError, UsageError, counted
 from nnmpi.files import locked, write_atomically
@@ -23,7 +24,6 @@ from nnmpi.train.build import RunContext, dropout_of, set_up, settle
 from nnmpi.train.checkpoint import find, restore
 from nnmpi.train.checkpoint_files import MODEL_FILE, STATE_FILE, newest
 from nnmpi.train.config import Config
-from nnmpi.train.curves import check_can_draw, draw
 from nnmpi.train.device import check_compiled, check_precision, explained, take_backend
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.header import header
@@ -63,12 +63,10 @@ def run(
     """
     # A loss that overflows is found and explained by the worker; NumPy's warnings would come first, once per rank.
     assert config.run.out is not None
-    group.comm.world.watch(config.run.stall_warning, config.run.stall_limit, config.run.out)
+    group.comm.world.watch(WARNING_S, config.run.stall_limit, config.run.out)
     with agreed(group):
         if config.run.jit == "on":
             load()
-        if config.run.plot:
-            check_can_draw()
     local_rank = group.local_rank()
     backend = take_backend(config.run.backend, group, local_rank, config.parallel.memory_limit_bytes)
     with agreed(group):
@@ -108,7 +106,8 @@ def _run(
     computing = None if chosen is None else chosen.computing
     context = set_up(config, group, backend, folder, last, console.say, local_rank, computing)
     with context.computing.in_use():
-        lines = [*(() if chosen is None else chosen.lines), *header(context)]
+        facts = header(context)
+    lines = [*(() if chosen is None else chosen.lines), *(f"{name + ':':<12} {text}" for name, text in facts)]
     reached["data and model"] = time.time()
     settled = settle(context)
     first = RunState(samples=len(context.inputs.train), data=context.inputs.identity)
@@ -125,7 +124,7 @@ def _run(
             folder.check_free()  # once more: another job may have come first
         folder.keep_tokenizer(context.inputs.tokenizer)
         folder.create(settled)
-        folder.note_start(words, group.size, group.comm.world.library, reached)
+        folder.note_start(words, group.size, group.comm.world.library, reached, facts)
         folder.finished.unlink(missing_ok=True)
         cut_metrics(folder.metrics, state.step)
 
@@ -162,13 +161,10 @@ def _train(context: RunContext, state: RunState, console: Console, chosen: "Chos
         console: prints on rank 0.
         chosen: what the planner has said of a step, to be compared.
     """
-    folder, group, backend, config = context.folder, context.group, context.backend, context.config
+    folder, group, backend = context.folder, context.group, context.backend
     with MetricsRecorder(folder if group.is_root else None, state.step) as recorder:
         tokens = context.inputs.train.is_tokens
-        reporter = Reporter(
-            *(context.extent, console, recorder, config.run.print_every),
-            *(tokens, context.inputs.variances, config.run.verbose),
-        )
+        reporter = Reporter(context.extent, console, recorder, tokens, context.inputs.variances)
         loop = Loop(context, state, reporter, recorder)
         report = loop.run()
     _write_model(context)
@@ -178,7 +174,7 @@ def _train(context: RunContext, state: RunState, console: Console, chosen: "Chos
     if chosen is not None and group.is_root:
         console.say(chosen.compare(context.inputs.batch_size, read_metrics(folder.metrics)))
     if group.is_root:
-        _show_curves(console, folder, config.run.plot)
+        console.say(f"curves: python -m nnmpi.report {quote(str(folder.path))}")
 
 
 def _write_model(context: RunContext) -> None:
@@ -247,17 +243,3 @@ def _print_result(
         f"weights and metrics are in {folder.path}",
         *([f"memory of the device: {backend.memory()}"] if backend.is_device else []),
     )
-
-
-def _show_curves(console: Console, folder: RunFolder, plot: bool) -> None:
-    """Draw the curves, or say who does: loading matplotlib alone takes longer than a small run.
-
-    A failure costs the curves, not the run.
-    """
-    if not plot:
-        return console.say(f"curves: python -m nnmpi.report {quote(str(folder.path))}")
-    try:
-        draw(folder.metrics, folder.curves)
-    except (OSError, ValueError) as error:
-        return console.say(f"no curves: {error}")
-    return console.say(f"curves are in {folder.curves}")

@@ -134,20 +134,21 @@ def _gather(group: Group, text: bytes) -> list[bytes]:
 
 
 TRACE_FILE = "trace.json.gz"
+TRACED = 20  # steps
 
 
 class Tracer:
     """Records the first steps of this start of a run if `--trace` asks for it; else it does nothing.
 
     Args:
-        context: what the run works with; its options say whether and how long.
+        context: what the run works with; its options say whether.
         say: prints lines. A trace that cannot be written is reported so, and the run goes on.
     """
 
     def __init__(self, context: RunContext, say: Callable[[Sequence[str]], None]) -> None:
         self._context, self._say = context, say
         self._timeline = Timeline() if context.config.run.trace else None
-        self._left = context.config.run.trace_steps
+        self._left = TRACED
 
     @property
     def left(self) -> int:

@@ -1,9 +1,7 @@
 """How well a run's model does on a data set: sample by sample, so that it can be said which ones it gets wrong."""
 
-import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -14,7 +12,7 @@ from nnmpi.comm.agreement import agreed
 from nnmpi.compose.inference import Inference
 from nnmpi.compose.losses import ERRORS, r2, rmse
 from nnmpi.data.dataset import IGNORED, Dataset, Samples
-from nnmpi.errors import DataError, UsageError
+from nnmpi.errors import DataError
 from nnmpi.ops.loss import cross_entropy, mse
 from nnmpi.shard import part
 from nnmpi.tensor.tensor import Tensor
@@ -22,7 +20,6 @@ from nnmpi.train.signature import ModelSignature
 from nnmpi.trained.run import TrainedRun
 
 LOGITS_BYTES = 2**26  # of one pass, on each rank
-MOST_CLASSES = 40  # that a confusion matrix can show
 
 
 @dataclass(frozen=True, eq=False)
@@ -211,81 +208,3 @@ def _input(
 def _losses(logits: Array, labels: NDArray[np.int64]) -> Array:
     """Return the cross-entropy of each label; 0 for those that do not count."""
     return cross_entropy(Tensor(logits), labels, "none", IGNORED).numpy()
-
-
-def draw(found: Found, run: TrainedRun, samples: Samples, folder: Path) -> list[Path]:
-    """Draw the confusion matrix, and of images those that the model is most wrong about; return the files.
-
-    Of quantities: what was predicted over what it is.
-
-    Args:
-        found: what the model made of the samples.
-        run, samples: as `evaluate` was given them.
-        folder: where the PNG files go.
-
-    Raises:
-        UsageError: without matplotlib, and for what is no classification of samples.
-        OSError: when a file cannot be written.
-    """
-    if isinstance(found, Evaluation) and (found.labels.ndim > 1 or run.classes > MOST_CLASSES):
-        raise UsageError(f"--plot draws classes, at most {MOST_CLASSES}, one for each sample; leave it out")
-    try:
-        figure_type: Any = importlib.import_module("matplotlib.figure").Figure
-    except ImportError:
-        raise UsageError("--plot draws with matplotlib, which is not installed (pip install 'nnmpi[plot]')") from None
-    folder.mkdir(parents=True, exist_ok=True)
-    if isinstance(found, QuantityEvaluation):
-        return [_draw_predicted(figure_type, found, run, folder / "predicted.png")]
-    files = [_draw_confusion(figure_type, found, run, folder / "confusion.png")]
-    if len(samples.sample_shape) == 3 and isinstance(samples, Dataset):
-        files.append(_draw_wrong(figure_type, found, run, samples, folder / "wrong.png"))
-    return files
-
-
-def _draw_predicted(figure_type: Any, found: QuantityEvaluation, run: TrainedRun, file: Path) -> Path:
-    figure = figure_type(figsize=(4.8, 4.8), layout="constrained")
-    axes = figure.subplots()
-    labels, predicted = found.labels.reshape(-1), found.predicted.reshape(-1)
-    ends = [float(labels.min()), float(labels.max())]
-    axes.plot(ends, ends, color="gray", lw=1)
-    axes.plot(labels, predicted, ".", ms=3)
-    axes.set(xlabel="target", ylabel="predicted", title=f"{run.folder.name}: R2 {found.measures()['r2']:.4f}")
-    axes.grid(alpha=0.3)
-    figure.savefig(file, dpi=120)
-    return file
-
-
-def _draw_confusion(figure_type: Any, found: Evaluation, run: TrainedRun, file: Path) -> Path:
-    counts, names = found.confusion(run.classes), run.class_names
-    shares = counts / np.maximum(counts.sum(axis=1, keepdims=True), 1)
-    side = max(4.0, 0.5 * len(names) + 1.5)
-    figure = figure_type(figsize=(side, side), layout="constrained")
-    axes = figure.subplots()
-    axes.imshow(shares, cmap="Blues", vmin=0, vmax=1)
-    for row, column in np.argwhere(counts):
-        dark = shares[row, column] > 0.5
-        axes.text(column, row, counts[row, column], ha="center", va="center", color="white" if dark else "black")
-    turned = {"rotation": 45, "ha": "right"} if max(map(len, names)) > 3 else {}
-    axes.set_xticks(range(len(names)), names, **turned)
-    axes.set_yticks(range(len(names)), names)
-    axes.set(xlabel="predicted", ylabel="label", title=f"{run.folder.name}: {100 * found.accuracy:.2f} %")
-    figure.savefig(file, dpi=120)
-    return file
-
-
-def _draw_wrong(figure_type: Any, found: Evaluation, run: TrainedRun, samples: Dataset, file: Path) -> Path:
-    """Draw the images with the largest losses, of those that are taken for another class."""
-    wrong = np.flatnonzero(found.labels != found.predicted)
-    worst = wrong[np.argsort(-found.losses[wrong], kind="stable")][:25]
-    columns = 5
-    figure = figure_type(figsize=(1.7 * columns, 1.9 * max(1, -(-len(worst) // columns))), layout="constrained")
-    figure.suptitle(f"{run.folder.name}: {len(wrong)} of {len(samples)} wrong")
-    for place, number in enumerate(worst):
-        axes = figure.add_subplot(-(-len(worst) // columns), columns, place + 1)
-        image = samples.rows(np.array([number]))[0]
-        axes.imshow(image[..., 0] if image.shape[-1] == 1 else np.clip(image, 0, 1), cmap="gray")
-        label, taken = (run.signature.name_of(int(each[number])) for each in (found.labels, found.predicted))
-        axes.set_title(f"{label}, not {taken}\n(sample {number})", fontsize=8)
-        axes.set_axis_off()
-    figure.savefig(file, dpi=120)
-    return file

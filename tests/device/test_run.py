@@ -21,7 +21,7 @@ SMALL_MODEL = "--model mlp --hidden 24 16"
 # Options, ranks: one of each way to use several ranks.
 LAYOUTS = {
     "serial": ("--model cnn --hidden 16 --augment shift", 1),
-    "clipped-parts": ("--model mlp --hidden 24 16 --dropout 0.2 --clip 0.5 --grad-accum 3", 1),
+    "clipped-parts": ("--model mlp --hidden 24 16 --dropout 0.2 --clip 0.5 --microbatches 3", 1),
     "data": ("--model resnet --check-weights", 2),
     "pipeline": ("--model cnn --hidden 16 --pp 2 --pipeline zero-bubble --split 5,5", 2),
     "tensor": ("--model mlp --hidden 24 16 --tp 3", 3),
@@ -80,7 +80,7 @@ def test_a_run_on_a_device_is_the_hosts(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("order", [once_more(("numpy", "cupy")), ("cupy", "numpy")], ids="-then-".join)
 def test_a_run_goes_on_with_the_other_backend(order: tuple[str, str], tmp_path: Path) -> None:
     """Stopped after 6 of 12 steps and resumed elsewhere, it ends as one that stayed."""
-    words = f"{WORDS} {SMALL_MODEL} --save-steps 6"
+    words = f"{WORDS} {SMALL_MODEL} --save-every 6steps"
     assert train(tmp_path, order[0], f"{words} --out {tmp_path / 'whole'}").status == 0
     first = train(tmp_path, order[0], f"{words.replace('12', '6')} --out {tmp_path / 'parts'}")
     assert first.status == 0, first.output
@@ -126,7 +126,7 @@ def test_too_little_memory_on_one_rank_ends_all(tmp_path: Path) -> None:
         "    return nn.Sequential(nn.Flatten(), Greedy(), nn.Linear(64, classes))\n"
     )
     out = tmp_path / "run"
-    ending = train(tmp_path, "cupy", f"{WORDS} --model greedy.py:model --save-steps 2 --out {out}", 2)
+    ending = train(tmp_path, "cupy", f"{WORDS} --model greedy.py:model --save-every 2steps --out {out}", 2)
     assert ending.status != 0
     assert "has no room for" in ending.output and "lower --batch-size" in ending.output, ending.output
     assert "Traceback" not in ending.output

@@ -204,7 +204,7 @@ FIXED = "--backend numpy --model mlp --dataset iris --batch-size 50 --hidden 16 
 @pytest.mark.timeout(300)
 def test_killed_at_random_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path: Path) -> None:
     """On three ranks, any of which may be killed, against a run on one."""
-    words = f"{FIXED} --epochs 30 --save-steps 5 --log-every 2 --eval-every 0"
+    words = f"{FIXED} --epochs 30 --save-every 5steps --log-every 2 --eval-every 0"
     simulate(partial(train_command, f"{words} --out {tmp_path / 'whole'}".split()), 1)
     broken, draws, kills = tmp_path / "broken", random.Random(3), [4, 20]
 

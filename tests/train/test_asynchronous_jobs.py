@@ -66,7 +66,7 @@ def check_told(run: Path, output: str, first_epoch: int) -> None:
 @pytest.mark.slow(ONCE_MORE)
 def test_a_killed_run_goes_on_in_every_mode_and_on_other_ranks(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = f"{DIGITS} --sync asp --save-steps 20 --log-every 5 --out {run}"
+    words = f"{DIGITS} --sync asp --save-every 20steps --log-every 5 --out {run}"
     kill = once(
         lambda: lines(run / "metrics.jsonl") > 14, lambda: send(signal.SIGKILL, str(run), to="ranks"), ends=False
     )

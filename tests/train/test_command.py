@@ -49,7 +49,7 @@ def test_wrong_use_is_one_sentence_and_status_2(tmp_path: Path) -> None:
 
 
 def test_a_loss_that_is_not_finite_is_one_sentence_and_its_own_status(tmp_path: Path) -> None:
-    words = "--model mlp --dataset iris --optimizer sgd --lr 1e12 --save-steps 1 --out run"
+    words = "--model mlp --dataset iris --optimizer sgd --lr 1e12 --save-every 1steps --out run"
     ending = train(tmp_path, words, ranks=2)
     assert ending.status == EX_DATAERR  # the supervisor's sign that this comes again
     assert ending.output.count("the first values that are not finite are in ") == 1

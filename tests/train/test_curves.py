@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nnmpi.train.curves import bars, draw, draw_staleness
 
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.report import gather
 from nnmpi.train.cli import main
-from nnmpi.train.curves import bars, draw, draw_staleness
 from nnmpi.train.metrics import EventFile, sum_staleness
 
 NAMES = {"loss", "accuracy", "learning_rate", "samples_per_second", "step_time", "overview"}
@@ -70,7 +70,7 @@ def test_what_is_drawn_of_a_step_is_what_is_printed_of_it(
     def stack(self: Any, steps: list[int], *heights: list[float], labels: list[str]) -> None:
         drawn.update((name, sum(each) / len(each)) for name, each in zip(labels, heights, strict=True))
 
-    common = "--model mlp --dataset digits --hidden 16 --epochs 1 --log-every 9 --backend numpy --verbose"
+    common = "--model mlp --dataset digits --hidden 16 --epochs 1 --log-every 9 --backend numpy"
     simulate(partial(main, [*common.split(), *words.split(), "--out", str(tmp_path / "run")]), ranks)
     (line,) = re.findall(r"^  step (\S+) ms = (.*)$", capsys.readouterr().out, re.MULTILINE)
     words_of_parts = (part.partition(" ms ")[0].rpartition(" ") for part in line[1].split(" + "))

@@ -41,7 +41,7 @@ def everywhere(group: Group, right: bool) -> None:
 
 
 def test_a_pipeline_is_told_traced_and_measured(group: Group, train: Train) -> None:
-    folder, lines = train(pp=group.size, model="resnet", trace=True, trace_steps=2, batch_size=200, verbose=True)
+    folder, lines = train(pp=group.size, model="resnet", trace=True, batch_size=200)
     right = True
     if group.is_root and group.size > 1:
         told = "\n".join(lines)
@@ -97,7 +97,7 @@ def test_the_layout_does_not_change_the_result(group: Group, train: Train) -> No
 
 
 def test_without_a_pipeline_the_trace_has_each_rank(group: Group, train: Train) -> None:
-    folder, _ = train(model="mlp", trace=True, max_steps=2, trace_steps=9)
+    folder, _ = train(model="mlp", trace=True, max_steps=2)
     right = True
     if group.is_root:
         with gzip.open(folder / "trace.json.gz", "rt") as file:
@@ -114,7 +114,7 @@ def test_a_trace_that_cannot_be_written_does_not_cost_the_run(group: Group, trai
     if group.is_root:
         (taken / "trace.json.gz").mkdir(parents=True)
     group.barrier()
-    folder, lines = train(max_steps=3, trace=True, trace_steps=2, out=str(taken))
+    folder, lines = train(max_steps=3, trace=True, out=str(taken))
     told = "\n".join(lines)
     right = not group.is_root or ("  no trace: the trace cannot be written to " in told and "3 steps in" in told)
     everywhere(group, right and (folder / "checkpoints" / "latest").exists())

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from nnmpi.train.curves import draw
 
 import nnmpi
 from nnmpi import ops
@@ -17,7 +18,6 @@ from nnmpi.evaluate import main as evaluate
 from nnmpi.predict import main as predict
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.train.cli import main as train
-from nnmpi.train.curves import draw
 from nnmpi.train.metrics import read_metrics
 from tests.device.here import here
 
@@ -90,7 +90,7 @@ def test_the_sum_over_samples_is_a_mean_over_elements(name: str, shape: tuple[in
         ("--dataset counts.npz --loss mae", [(3, "--fused-update auto"), (3, "--activation-memory 1MiB")]),
         ("--dataset sign.npz --loss bce", [(3, ""), (2, "--pp 2 --activation-memory least"), (2, "--tp 2")]),
         ("--dataset signs.npz --loss bce", [(3, "--sync ssp --staleness 0")]),
-        ("--dataset sure.npz --loss bce", [(3, "--grad-accum 3")]),
+        ("--dataset sure.npz --loss bce", [(3, "--microbatches 3")]),
     ],
 )
 def test_every_layout_gives_the_serial_numbers(words: str, layouts: list[tuple[int, str]]) -> None:

@@ -61,8 +61,8 @@ def assert_near(one: Path, other: Path, *names: str) -> None:
 def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     words = (
-        "--model mlp --hidden 32 --dropout 0.2 --augment shift --optimizer sgd --momentum 0.9 --nesterov --lr 0.05 "
-        "--epochs 8 --batch-size 50 --eval-every 4 --eval-steps 7 --save-steps 3 --log-every 1 --keep 2"
+        "--model mlp --hidden 32 --dropout 0.2 --augment shift --optimizer sgd --momentum 0.9 --lr 0.05 "
+        "--epochs 8 --batch-size 50 --eval-every 7steps --save-every 3steps --log-every 1"
     )
     assert train(tmp_path, f"{words} --out {whole}", ranks=2).status == 0
     moments = random.Random(7)

@@ -78,7 +78,7 @@ def test_metrics_have_their_keys(train: Train) -> None:
 
 
 def test_the_folder_holds_everything(train: Train) -> None:
-    run = train("--epochs 5 --save-every 1 --keep 2")
+    run = train("--epochs 5 --save-every 1")
     wanted = ["checkpoints", "config.json", "console.txt", "finished.json", "metrics.jsonl", "starts.jsonl"]
     assert sorted(each.name for each in run.iterdir()) == sorted(wanted)
     assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["latest", "step-00000008", "step-00000010"]
@@ -137,7 +137,7 @@ def test_the_default_recipe_learns_the_digits(train: Train) -> None:
 def test_the_header_says_what_runs_on_what(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     if on_device():
         pytest.skip("what it says of a device is in test_device_header.py")
-    train("--epochs 1 --verbose --no-jit")  # without a word on numba, which may be there
+    train("--epochs 1 --no-jit")  # without a word on numba, which may be there
     printed = capsys.readouterr().out
     assert max(len(line) for line in printed.splitlines() if line.startswith("epoch")) <= 100
     names = [line.split(":")[0] for line in printed.splitlines()[:10]]
@@ -156,7 +156,7 @@ def test_the_header_says_what_runs_on_what(train: Train, capsys: pytest.CaptureF
 def test_the_header_says_when_batch_normalization_sees_parts_of_a_batch(
     train: Train, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    train("--model resnet --dataset digits --max-steps 1 --batch-size 10 --grad-accum 3")
+    train("--model resnet --dataset digits --max-steps 1 --batch-size 10 --microbatches 3")
     assert "takes those of each of 3 microbatches (4 samples); a run of whole" in capsys.readouterr().out
     train("--model resnet --dataset digits --max-steps 1 --batch-size 10")
     assert "batch normalization" not in capsys.readouterr().out
@@ -192,7 +192,7 @@ def test_options_that_change_the_weights(train: Train, words: str) -> None:
     assert not same(train("--epochs 2"), train(f"--epochs 2 {words}" if "--epochs" not in words else words))
 
 
-@pytest.mark.parametrize("words", ["--momentum 0.9", "--momentum 0.9 --nesterov"])
+@pytest.mark.parametrize("words", ["--momentum 0.9", "--momentum 0.9"])
 def test_momentum_changes_the_weights(train: Train, words: str) -> None:
     before = "" if words == "--momentum 0.9" else " --momentum 0.9"
     assert not same(train(f"--epochs 2 --optimizer sgd{before}"), train(f"--epochs 2 --optimizer sgd {words}"))
@@ -219,9 +219,9 @@ def test_options_for_images_change_the_weights(train: Train, words: str) -> None
         "--log-every 1",
         "--print-every 0",
         "--eval-every 0",
-        "--eval-steps 1",
+        "--eval-every 1steps",
         "--save-every 0",
-        "--save-steps 1",
+        "--save-every 1steps",
         "--keep 1",
     ],
 )
@@ -234,7 +234,7 @@ def test_naming_the_backend_that_is_taken_changes_nothing(train: Train) -> None:
 
 
 def test_parts_of_a_batch_give_the_same_update(train: Train) -> None:
-    whole, parts = (weights(train(f"--epochs 2 --dtype float64 {words}")) for words in ("", "--grad-accum 5"))
+    whole, parts = (weights(train(f"--epochs 2 --dtype float64 {words}")) for words in ("", "--microbatches 5"))
     for name, array in whole.items():
         np.testing.assert_allclose(parts[name], array, rtol=1e-9, atol=1e-12)
 
@@ -253,11 +253,11 @@ def test_schedules_give_the_rates_they_promise(train: Train) -> None:
 
 
 def test_evaluations_and_checkpoints_come_when_they_are_due(train: Train) -> None:
-    run = train("--epochs 6 --eval-every 3 --save-every 4 --save-steps 5 --keep 9")
+    run = train("--epochs 6 --eval-every 3 --save-every 4 --save-every 5steps")
     records = read_metrics(run / "metrics.jsonl")
     assert [each["global_step"] for each in records if each["kind"] == "eval"] == [6, 12]
     assert [each.name[-2:] for each in sorted((run / "checkpoints").glob("step-*"))] == ["05", "08", "10", "12"]
-    run = train("--epochs 6 --eval-every 2 --eval-steps 3")  # 2 steps an epoch
+    run = train("--epochs 6 --eval-every 3steps")  # 2 steps an epoch
     evals = [each for each in read_metrics(run / "metrics.jsonl") if each["kind"] == "eval"]
     assert [each["global_step"] for each in evals] == [3, 4, 6, 8, 9, 12]
     assert [each["epoch"] for each in evals] == [1.5, 2, 3, 4, 4.5, 6]
@@ -267,9 +267,9 @@ def test_evaluations_and_checkpoints_come_when_they_are_due(train: Train) -> Non
 
 
 def test_progress_is_printed_inside_an_epoch(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
-    train("--epochs 2 --log-every 1 --print-every 0")
+    train("--epochs 2 --log-every 1")
     assert capsys.readouterr().out.count("  step ") >= 4
-    train("--epochs 2 --log-every 1 --print-every 1000")
+    train("--epochs 2 --log-every 1")
     assert ", epoch " not in capsys.readouterr().out
 
 
@@ -281,12 +281,12 @@ def test_progress_is_printed_inside_an_epoch(train: Train, capsys: pytest.Captur
         ("--dataset absent.csv", "absent.csv"),
         ("--augment flip", r"--augment flip is for images, but samples of iris have shape \(4,\)"),
         ("--model cnn --dataset digits --augment shift --shift-pixels 8", "--shift-pixels 8 moves images of 8 pixels"),
-        ("--grad-accum 65", "--grad-accum 65 is more parts than the 64 samples of a batch"),
+        ("--microbatches 65", "--microbatches 65 is more parts than the 64 samples of a batch"),
         ("--dp 2", "1 rank is not dp 2 x pp 1 x tp 1 = 2; these fit: dp 1 x pp 1 x tp 1"),
         ("--split 2,2", "--split belongs to a pipeline, and dp 1 x pp 1 x tp 1 has none; give --pp 2 or more"),
         ("--virtual-stages 2", "2 virtual stages belong to the pipeline schedule interleaved; 1f1b has one per rank"),
         ("--microbatches 5000", "--microbatches 5000 is more parts than the 64 samples of a batch; give less"),
-        ("--microbatches 2 --grad-accum 3", "--grad-accum 3 and --microbatches 2 are two words for one thing"),
+        ("--microbatches 2 --microbatches 3", "--microbatches 3 and --microbatches 2 are two words for one thing"),
         ("--data-dir here", "^--dataset iris --data-dir here: .* is bundled; leave out data_dir"),
         (
             "--model cnn --dataset mnist --data-dir absent",
@@ -375,16 +375,16 @@ def test_by_default_checkpoints_take_little_of_the_time(train: Train, monkeypatc
     seconds = iter(range(10**9))
     with monkeypatch.context() as patched:  # each look at the clock is a second later than the one before
         patched.setattr("nnmpi.train.loop.clock.now", lambda: float(next(seconds)))
-        slow = train("--epochs 5 --keep 9")
+        slow = train("--epochs 5")
     assert sorted(each.name for each in (slow / "checkpoints").glob("s*")) == ["step-00000002", "step-00000010"]
     with monkeypatch.context() as patched:  # and where faults come often
         patched.setattr("nnmpi.train.loop.clock.now", lambda: float(next(seconds)))
         patched.setattr(RunFolder, "between_faults_s", lambda folder: 1e-3)
         patched.setattr(MpiWorld, "beside", lambda world, work: PostponedWork(work))
-        assert len(list((train("--epochs 5 --keep 9") / "checkpoints").glob("s*"))) == 5
+        assert len(list((train("--epochs 5") / "checkpoints").glob("s*"))) == 5
     monkeypatch.setattr("nnmpi.train.loop.SAVING", 1e9)
     monkeypatch.setattr(MpiWorld, "beside", lambda world, work: PostponedWork(work))  # the disk is never behind
-    quick = train("--epochs 5 --keep 9")
+    quick = train("--epochs 5")
     assert len(list((quick / "checkpoints").glob("s*"))) == 5
 
 
@@ -406,7 +406,7 @@ def test_a_full_disk_ends_the_run_and_keeps_what_was_saved(
 
 def test_divergence_keeps_earlier_checkpoints(train: Train, tmp_path: Path) -> None:
     with pytest.raises(DivergenceError, match="not finite"):
-        train("--optimizer sgd --lr 1e6 --epochs 9 --save-steps 1")
+        train("--optimizer sgd --lr 1e6 --epochs 9 --save-every 1steps")
     assert (tmp_path / "run0" / "checkpoints" / "latest").exists()
 
 

@@ -50,7 +50,7 @@ def test_a_rank_that_does_not_come_is_named_and_the_job_ends(fault: str, tmp_pat
     (tmp_path / "net.py").write_text(NET)
     asleep = fault.startswith("asleep")
     words = f"--model net.py:{'asleep' if asleep else 'awake'} --dataset iris --epochs 4000 --no-jit --allreduce ring "
-    words += f"--out {tmp_path}/run --stall-warning 3 --stall-limit 5 --log-every 1"
+    words += f"--out {tmp_path}/run --stall-limit 5 --log-every 1"
 
     def stop() -> None:
         send(signal.SIGSTOP, str(tmp_path), "ranks", rank=0)

@@ -57,7 +57,7 @@ def test_one_worker_out_of_step_is_the_serial_run(train: Train) -> None:
     words = f"{BASE} --epochs 3 --max-steps 13 --schedule constant --dropout 0.1"
     plain = train(words)
     for mode in ("--sync asp", "--sync ssp --staleness 0", "--sync local"):
-        asynchronous = train(f"{words} {mode} --save-steps 2")
+        asynchronous = train(f"{words} {mode} --save-every 2steps")
         assert files(asynchronous) == files(plain), mode
         records = read_metrics(asynchronous / "metrics.jsonl")
         segments = [record["global_step"] for record in records if record["kind"] == "staleness"]
@@ -67,9 +67,9 @@ def test_one_worker_out_of_step_is_the_serial_run(train: Train) -> None:
 @pytest.mark.parametrize(
     "words",
     [
-        "--sync local --batch-size full --epochs 2 --save-steps 1 --log-every 1",
+        "--sync local --batch-size full --epochs 2 --save-every 1steps --log-every 1",
         "--sync asp --epochs 2 --batch-size 100",
-        "--sync ssp --grad-accum 3 --epochs 1 --clip 0.1",
+        "--sync ssp --microbatches 3 --epochs 1 --clip 0.1",
     ],
 )
 def test_odd_sizes_train(train: Train, words: str) -> None:

@@ -19,8 +19,8 @@ from tests.train.jobs import train
 GPT = "--model gpt --layers 2 --features 12 --heads 2 --context 13"
 LSTM = "--model lstm --layers 1 --features 11 --context 17 --text-samples sentences"
 SHORT = (
-    "--max-steps 4 --batch-size 5 --epochs 3 --log-every 1 --eval-steps 3 --warmup-epochs 0 --optimizer sgd --lr 0.1 "
-    "--dtype float64 --backend numpy"
+    "--max-steps 4 --batch-size 5 --epochs 3 --log-every 1 --eval-every 3steps --warmup-epochs 0 "
+    "--optimizer sgd --lr 0.1 --dtype float64 --backend numpy"
 )
 KINDS = ("train", "eval", "test")
 
@@ -66,11 +66,11 @@ def check_equal(found: Path, expected: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "layouts"),
     [
-        (GPT, {3: "", 2: "--pp 2 --pipeline gpipe", 4: "--pp 2 --dp 2 --grad-accum 3"}),
+        (GPT, {3: "", 2: "--pp 2 --pipeline gpipe", 4: "--pp 2 --dp 2 --microbatches 3"}),
         (GPT, {2: "--tp 2", 8: "--dp 2 --pp 2 --tp 2"}),
         (
             GPT,
-            {2: "--sp 2", 6: "--sp 3 --dp 2 --sp-attention ring --grad-accum 2", 4: "--sp 2 --pp 2 --pipeline gpipe"},
+            {2: "--sp 2", 6: "--sp 3 --dp 2 --sp-attention ring --microbatches 2", 4: "--sp 2 --pp 2 --pipeline gpipe"},
         ),
         (LSTM, {3: "--allreduce ring", 2: "--pp 2", 4: "--sync ssp --staleness 0", 6: ""}),
     ],
@@ -78,7 +78,7 @@ def check_equal(found: Path, expected: Path) -> None:
 )
 def test_every_layout_gives_the_serial_run(model: str, layouts: dict[int, str]) -> None:
     words = f"{model} {SHORT} --dataset words.txt"
-    serial = {"": run(words, "serial"), "3": run(f"{words} --grad-accum 3", "accumulated")}
+    serial = {"": run(words, "serial"), "3": run(f"{words} --microbatches 3", "accumulated")}
     check_equal(serial["3"], serial[""])
     for ranks, layout in layouts.items():
         found = run(f"{words} {layout}", f"on-{ranks}", ranks)
@@ -106,7 +106,7 @@ def test_a_job_under_mpirun_gives_the_serial_run(place: Path) -> None:
 
 def test_ranks_that_share_sequences_under_mpirun_give_the_serial_run(place: Path) -> None:
     """Keys and values go round in MPI's messages, and the run goes on with whole sequences."""
-    words = f"{GPT} {SHORT} --dataset words.txt --save-steps 2"
+    words = f"{GPT} {SHORT} --dataset words.txt --save-every 2steps"
     job = train(place, f"{words} --sp 2 --sp-attention ring --out job", 2)
     assert job.status == 0, job.output
     assert "dp 1 x pp 1 x tp 1 x sp 2 (ring)" in job.output
@@ -119,7 +119,7 @@ def test_ranks_that_share_sequences_under_mpirun_give_the_serial_run(place: Path
 
 @pytest.mark.parametrize("model", [GPT, LSTM], ids=["gpt", "lstm"])
 def test_a_run_goes_on_to_the_same_bits(model: str) -> None:
-    words = f"{model} {SHORT} --dataset words.txt --save-steps 3 --dropout 0.1"
+    words = f"{model} {SHORT} --dataset words.txt --save-every 3steps --dropout 0.1"
     whole = run(words, "whole", 2)
     shutil.copytree(whole, "stopped")
     shutil.rmtree(max(Path("stopped/checkpoints").glob("step-*")))
@@ -132,7 +132,7 @@ def test_a_run_goes_on_to_the_same_bits(model: str) -> None:
 
 
 def test_the_tokenizer_is_kept_and_must_stay(place: Path) -> None:
-    folder = run(f"{GPT} {SHORT} --dataset words.txt --save-steps 2", "run")
+    folder = run(f"{GPT} {SHORT} --dataset words.txt --save-every 2steps", "run")
     assert json.loads((folder / "config.json").read_text())["tokenizer"] == "characters"
     kept = load_tokenizer(folder / "tokenizer")
     assert kept.decode(kept.encode("alpha be")) == "alpha be"

@@ -156,9 +156,7 @@ def test_the_best_weights_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     """With --keep-best, whichever is the last; and the metadata says what they are."""
     data = files(tmp_path)["table.csv"]
     out = tmp_path / "run"
-    words = (
-        f"--dataset {data} --model mlp --hidden 6 --epochs 6 --lr 0.3 --save-every 3 --keep 1 --keep-best --out {out}"
-    )
+    words = f"--dataset {data} --model mlp --hidden 6 --epochs 6 --lr 0.3 --save-every 3 --keep-best --out {out}"
     simulate(lambda group: train(words.split(), group), 1)
     records = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     scores = {each["global_step"]: each["accuracy"] for each in records if each["kind"] == "eval"}
