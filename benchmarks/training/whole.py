@@ -55,7 +55,7 @@ def commands(name: str, ranks: int, options: argparse.Namespace, folder: Path) -
     words += ["--data-dir", str(options.data_dir)] if options.data_dir and name == "mnist" else []
     ours = [sys.executable, "-m", "nnmpi.train", *words]
     script = [str(Path(__file__).with_name("whole_torch.py")), str(folder / f"{name}.npz"), run.model]
-    script += [str(folder / "weights.pt")]
+    script += [*shared, str(folder / "weights.pt")]
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
     return {
         "nnmpi": [find_mpirun(), "-n", str(ranks), *ours] if ranks > 1 else ours,

@@ -12,17 +12,14 @@ from nnmpi.train.config import Config, OptimizationConfig, RunConfig, all_option
 
 # Scripts and notes of other people depend on these: removing or renaming one is a breaking change.
 NAMES = """
-model hidden activation dropout layers features heads context tied pretrained
-dataset tokenizer text_columns text_samples target only_classes data_dir test_fraction
-augment shift_pixels loader_threads partition normalize
-epochs max_steps batch_size optimizer loss lr momentum nesterov weight_decay schedule step_epochs step_factor
-warmup_epochs lr_scaling base_batch clip grad_accum label_smoothing
-layout dp pp tp sp sp_attention pipeline virtual_stages microbatches split reduction zero memory_limit
-activation_memory offload offload_state allreduce bucket_mb overlap fused_update check_weights
-sync staleness local_steps slow network simulate simulation_seed
-backend dtype precision jit seed out resume config log_every quiet verbose plot
-print_every eval_every eval_steps save_every save_steps
-trace trace_steps keep keep_best stall_warning stall_limit
+model hidden activation dropout layers features heads context pretrained dataset tokenizer
+text_columns text_samples target data_dir test_fraction augment partition normalize epochs
+max_steps batch_size optimizer loss lr momentum weight_decay schedule warmup_epochs clip
+label_smoothing layout dp pp tp sp sp_attention pipeline virtual_stages microbatches split
+reduction zero memory_limit activation_memory offload offload_state allreduce bucket_mb overlap
+fused_update check_weights sync staleness local_steps slow network simulate backend dtype
+precision jit seed out resume config log_every quiet eval_every save_every trace keep_best
+stall_limit
 """
 
 
