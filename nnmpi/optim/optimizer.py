@@ -122,10 +122,8 @@ class Optimizer(ABC):
         self.lr = non_negative("lr", lr)
         self.steps = 0
         self.storage = storage
-        self.weight_decay = _decay_by_buffer(
-            weight_decay, storage.groups, getattr(storage, "known_groups", storage.groups)
-        )
-        keeper = getattr(storage, "state_keeper", None)
+        self.weight_decay = _decay_by_buffer(weight_decay, storage.groups, storage.known_groups)
+        keeper = storage.state_keeper
         self._keeper: StateKeeper | None = None if keeper is None else keeper(storage.data, storage.grads, slots)
         self._slots = (
             {name: [_zeros_like(data) for data in storage.data] for name in slots}
@@ -133,13 +131,12 @@ class Optimizer(ABC):
             else self._keeper.slots
         )
         self._data, self._grads = tuple(storage.data), tuple(storage.grads)
-        self._moves: int = getattr(storage, "moves", 0)
+        self._moves = storage.moves
         self._blocks = self.cut() if self._keeper is None else ()
 
     def __repr__(self) -> str:
         """Say which rule it is, with which rate, over how many numbers."""
-        elements: int = getattr(self.storage, "size", sum(data.size for data in self.storage.data))  # without gaps
-        return f"{type(self).__name__}(lr={self.lr:g}, {elements:,} parameters, after {self.steps} steps)"
+        return f"{type(self).__name__}(lr={self.lr:g}, {self.storage.size:,} parameters, after {self.steps} steps)"
 
     def step(self) -> None:
         """Do one update of all buffers with the learning rate `lr`; nothing is allocated.
@@ -155,7 +152,7 @@ class Optimizer(ABC):
 
     def _step(self) -> None:
         lr = non_negative("lr", self.lr)
-        if getattr(self.storage, "common", False):
+        if self.storage.common:
             raise UsageError(
                 "the parameters stand once per node, and every rank would update them; let the Worker update them "
                 "(worker.step), or give it GradientExchange(fused_update=False)"
@@ -163,7 +160,7 @@ class Optimizer(ABC):
         if self.steps == 0:
             self._warn_alone()
         self.storage.finish_gradients()
-        if getattr(self.storage, "moves", 0) != self._moves:
+        if self.storage.moves != self._moves:
             self.move()
         self._require_same_arrays()
         self._go(lr, self._blocks if self._keeper is None else self._coming(), self.storage.frozen())
@@ -172,7 +169,7 @@ class Optimizer(ABC):
     def _warn_alone(self) -> None:
         """Warn, once for all ranks, where each trains a model of its own: that is seldom meant."""
         launch = read_launch(os.environ)
-        if launch is not None and launch.size > 1 and launch.rank == 0 and not getattr(self.storage, "shared", True):
+        if launch is not None and launch.size > 1 and launch.rank == 0 and not self.storage.shared:
             warnings.warn(
                 f"{launch.size} processes were started, and each trains a model of its own, whose weights drift apart: "
                 "give the model to a Worker or DataParallel, and call parallel.backward(loss, samples); or, where the "
@@ -240,19 +237,12 @@ class Optimizer(ABC):
                     place[...] = array
             self._slots = places
         self._data, self._grads = tuple(self.storage.data), tuple(self.storage.grads)
-        self._moves = getattr(self.storage, "moves", 0)
+        self._moves = self.storage.moves
         self._blocks = self.cut() if self._keeper is None else ()
 
     def zero_grad(self) -> None:
-        """Forget all gradients, as the model's `zero_grad` does.
-
-        Raises:
-            UsageError: where the storage is none of a model.
-        """
-        forget = getattr(self.storage, "zero_grad", None)
-        if forget is None:
-            raise UsageError("the optimizer's arrays are no model's; set their gradients to 0 yourself")
-        forget()
+        """Forget all gradients, as the model's `zero_grad` does."""
+        self.storage.zero_grad()
 
     def over(self, storage: Storage, parts: Sequence[slice]) -> Self:
         """Return one with the same settings for other arrays, which are as long as parts of this one's buffers.
@@ -282,7 +272,7 @@ class Optimizer(ABC):
             for name, arrays in self._slots.items()
         }
         other._data, other._grads = tuple(storage.data), tuple(storage.grads)
-        other._moves = getattr(storage, "moves", 0)
+        other._moves = storage.moves
         other._blocks = other.cut()
         return other
 

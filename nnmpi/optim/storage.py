@@ -4,7 +4,7 @@ A model's flat storage is one; `Arrays` makes one of plain lists; a strategy tha
 own part of the buffers. Nothing here knows of parameters, layers or ranks.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -16,10 +16,23 @@ from nnmpi.errors import DtypeError, ShapeError, UsageError
 class Storage(Protocol):
     """Three sequences of one length: entry i is a buffer, its gradient, and the name of its group.
 
-    An optimizer keeps views of the buffers, so they must stay the same arrays for as long as it lives; only their
-    values may change. A storage that can replace all of them by others of the same shapes counts that in an attribute
-    `moves`; then optimizers follow.
+    An optimizer keeps views of the buffers, so they must stay the same arrays for as long as it lives;
+    only their values may change. A storage that replaces all of them by others of the same shapes
+    counts that in `moves`; then optimizers follow. See `tensor.flat.FlatStorage` for the attributes.
     """
+
+    @property
+    def known_groups(self) -> Collection[str]:
+        """The names of groups that options may name."""
+
+    state_keeper: Callable[..., "StateKeeper"] | None
+    moves: int
+    common: bool
+    shared: bool
+
+    @property
+    def size(self) -> int:
+        """The number of elements, without gaps."""
 
     @property
     def data(self) -> Sequence[Array]:
@@ -32,6 +45,9 @@ class Storage(Protocol):
     @property
     def groups(self) -> Sequence[str]:
         """The group of each buffer; weight decay is chosen by group."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
 
     def finish_gradients(self) -> None:
         """Let `grads` hold this step's gradients, also of buffers that none was computed for; called before updates."""
@@ -91,6 +107,20 @@ class Arrays:
         self.data = list(data)
         self.grads = list(grads)
         self.groups = ["default"] * len(self.data) if groups is None else list(groups)
+        self.known_groups: Collection[str] = self.groups
+        self.state_keeper: Callable[..., StateKeeper] | None = None
+        self.moves = 0
+        self.common, self.shared = False, True
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return sum(array.size for array in self.data)
+
+    def zero_grad(self) -> None:
+        """Set the gradients to 0."""
+        for grad in self.grads:
+            grad[...] = 0
 
     def finish_gradients(self) -> None:
         """Do nothing: whoever gave the arrays writes them."""
@@ -107,15 +137,11 @@ def check(storage: Storage) -> None:
     """Raise unless every buffer can be updated in place from its gradient.
 
     Raises:
-        UsageError: when it is no storage, the three lists differ in length, or a buffer cannot be written element by
+        UsageError: when the three lists differ in length, or a buffer cannot be written element by
             element.
         ShapeError: when a gradient's shape differs from its buffer's.
         DtypeError: when their dtypes or array libraries differ, or the dtype is neither float32 nor float64.
     """
-    if not all(
-        hasattr(storage, name) for name in ("data", "grads", "groups", "finish_gradients", "finish_update", "frozen")
-    ):
-        raise UsageError(f"an optimizer works on a storage, such as model.storage, not on a {type(storage).__name__}")
     counts = (len(storage.data), len(storage.grads), len(storage.groups))
     if len(set(counts)) > 1:
         raise UsageError("{} buffers, {} gradients and {} groups do not pair up; give one of each".format(*counts))

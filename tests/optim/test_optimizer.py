@@ -138,8 +138,6 @@ def test_weight_decay_by_group():
 class Moving(Arrays):
     """A storage whose arrays can be replaced."""
 
-    moves = 0
-
     def move(self, data, grads):
         """Take other arrays."""
         self.data, self.grads, self.moves = data, grads, self.moves + 1
