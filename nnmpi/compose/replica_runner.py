@@ -43,7 +43,6 @@ from nnmpi.compose.trainer import Trainer
 from nnmpi.data.loader import Batch, Cut
 from nnmpi.errors import UsageError
 from nnmpi.memory.chain import ShardedWeights
-from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store, make_store
@@ -503,11 +502,6 @@ class ReplicaRunner:
     def held_bytes(self) -> int:
         """What recorded passes keep of memory between two steps."""
         return self._passes.passes.held_bytes
-
-    @property
-    def activation_plans(self) -> OptimalPlans | None:
-        """Those of the layers as they were measured, where there is a budget for activations."""
-        return None if self._passes.planned is None else self._passes.planned.plans
 
     def _backward(self, loss: Tensor, seed: Tensor, last: bool) -> None:
         now, fixed = self._passes.now, self.fixed

@@ -58,7 +58,6 @@ from nnmpi.memory.swapping import swapping_plan
 from nnmpi.nn.mode import current, restore
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import Function, recording
-from nnmpi.tensor.placement import TensorCut
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.units import format_bytes
 
@@ -262,15 +261,6 @@ class RecomputedModel:
         if size > self._size:
             self.measure(Value(x.data, cuts), x.requires_grad, head)
             self._size = size
-        return self.run(x, cuts, head)
-
-    def run(self, x: Tensor, cuts: tuple[TensorCut, ...], head: Head) -> Tensor:
-        """Return head(model(x)) by the plan that there is.
-
-        Args:
-            x, cuts: see `chain.plain`.
-            head: see `__call__`.
-        """
         run = PlannedPass(self._layers, self.plan, Value(x.data, cuts), self._backend, self.store)
         for i, layer in enumerate(self._layers):
             node = PlannedLayer(run, i, self._peak)
@@ -286,17 +276,21 @@ class RecomputedModel:
         group, budget = self._group, self.budget
         if "forward" in vars(self.model) and self._weights is None:
             raise UsageError("a strategy has taken over this model's forward (ZeRO 2 or 3); give it as weights, too")
-        counts = self.count_pieces(value)
+        counts = find_layers(self.model, value, self._weights)
         if group is not None:
             counts = group.gather(counts)[0]  # what a rank without samples sees says nothing
-        self.join_pieces(counts)
+        self._layers = layers_of(self.model, counts)
+        if self._weights is not None:
+            self._layers = tuple(GatheredLayer(layer, self._weights) for layer in self._layers)
+        names = [*map(_name, self._layers), "result" if head is _as_it_is else "loss"]
         with nullcontext() if group is None else agreed(group):
-            costs = self.measure_layers(value, needed, head, self.accumulates)
+            layers: list[Layer] = [*self._layers, head]
+            costs = measure(layers, names, value, needed, self._backend, self.accumulates, self.store)
             if self.store is not None:
                 most = max(moved_bytes(costs, i) for i in range(len(costs)))
                 self.bandwidth = measure_bandwidth(self.store, self._backend, most)
         if group is not None:
-            costs = most_costs(group.gather(costs_to_json(costs)))
+            costs = _most_costs(group.gather(costs_to_json(costs)))
             self.bandwidth = min(group.gather(self.bandwidth))
         self.plans = OptimalPlans(costs)
         with nullcontext() if group is None else agreed(group):
@@ -306,21 +300,6 @@ class RecomputedModel:
             self._peak = self.price.peak
             if self.store is not None:
                 self.store.reserve(self.price.moved)
-
-    def count_pieces(self, value: Value) -> list[int]:
-        """Return how many pieces of the model go into each layer, given what comes to it."""
-        return find_layers(self.model, value, self._weights)
-
-    def join_pieces(self, counts: Sequence[int]) -> None:
-        """Take layers of so many pieces each."""
-        self._layers = layers_of(self.model, counts)
-        if self._weights is not None:
-            self._layers = tuple(GatheredLayer(layer, self._weights) for layer in self._layers)
-
-    def measure_layers(self, value: Value, needed: bool, head: Head, accumulates: bool) -> list[LayerCost]:
-        """Return what the layers and the head take for this value; see `memory.measure`."""
-        names = [*map(_name, self._layers), "result" if head is _as_it_is else "loss"]
-        return measure([*self._layers, head], names, value, needed, self._backend, accumulates, self.store)
 
     def find_plan(self, budget: int) -> Plan:
         """Return the plan for a budget: the quickest one, or, with a store, the quickest that is found.
@@ -339,7 +318,7 @@ class RecomputedModel:
             self.store.close()
 
 
-def most_costs(measured: Sequence[Any]) -> list[LayerCost]:
+def _most_costs(measured: Sequence[Any]) -> list[LayerCost]:
     """Return what each layer takes on the rank where it is most, of all ranks' `costs_to_json`."""
     layers = zip(*map(costs_from_json, measured), strict=True)
     return [

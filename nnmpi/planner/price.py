@@ -155,7 +155,7 @@ class Pricer:
             inside = {s: sum(self.profile.layer(i, rows, "kept_bytes") for i in cut) for s, cut in stages.items()}
             leaving = sum(self._entering(cut.stop, rows) for cut in stages.values() if cut.stop < cuts[-1].stop)
             peak = sum(entering.values()) + leaving  # a receive of each kind is posted ahead
-            waiting = {s: entering[s] + inside[s] for s in stages}
+            waiting = inside  # layers save what comes to them, too
             if one.recompute:
                 waiting, peak = entering, peak + max(inside.values())
             found.append(round((most_kept(schedule, rank, waiting) + peak) / (one.tp * one.sp)))

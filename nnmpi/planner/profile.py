@@ -356,10 +356,10 @@ def shares_of(ranks: int) -> list[Share]:
     return [(tp, sp) for tp, sp in product(numbers, numbers) if 1 < tp * sp <= MOST_SHARES and ranks % (tp * sp) == 0]
 
 
-def default_file(key: Mapping[str, Any], folder: Path, kind: str = "profile") -> Path:
-    """Return where the profile, or what else is measured once, with such a key is kept."""
+def default_file(key: Mapping[str, Any], folder: Path) -> Path:
+    """Return where the profile with such a key is kept."""
     digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=8).hexdigest()
-    return folder / f"{kind}-{digest}.json"
+    return folder / f"profile-{digest}.json"
 
 
 def load_profile(file: Path, key: Mapping[str, Any]) -> Profile | None:

@@ -167,6 +167,11 @@ def test_a_bubble_shrinks_with_microbatches_and_links_cost_what_they_take() -> N
     assert few.bubble_s / few.computing_s > 1.5 * many.bubble_s / many.computing_s > 0
     for each in (REPLICAS, STAGES, SHARED):
         assert far.price(each).seconds > near.price(each).seconds
+    far_s, near_s = (each.price(replace(STAGES, schedule="gpipe", microbatches=4)).bubble_s for each in (far, near))
+    slower_s = far.network.message(0, 1, 256) - near.network.message(0, 1, 256)
+    assert far_s - near_s > 5.5 * slower_s  # there over three links, and back
+    shared = [near.price(Candidate(dp=4, zero=zero, allreduce="ring")).update_s for zero in (0, 1)]
+    assert shared[0] == pytest.approx(4 * shared[1])
     (state,) = far.shapes.states(1, 1, 1, 0, 1, False)
     sum_s = far.network.exchange("all-reduce", "ring", range(4), state.gradients)
     numbers_s = far.network.exchange("all-reduce", "native", range(4), 40)
@@ -207,7 +212,8 @@ def test_activations_of_stages_are_near_those_of_the_ledger(memory: str | None, 
         worker.release()
         return worker.ledger.report().peaks[ACTIVATIONS]
 
-    assert told == pytest.approx(max(simulate(run, 2, cpu_factor=0.0)), rel=0.6)
+    counted = max(simulate(run, 2, cpu_factor=0.0))
+    assert counted <= told <= (2 if memory is None else 5) * counted  # the ledger leaves out inputs that wait
 
 
 def test_memory_that_is_tight_asks_for_budgets_and_names_the_least() -> None:

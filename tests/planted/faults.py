@@ -21,6 +21,42 @@ class Fault(NamedTuple):
 
 
 FAULTS = (
+    # ---- plans: layouts, and what of a pass is kept ----
+    Fault(
+        "price: the gradient of a stage is sent for nothing",
+        "nnmpi/planner/price.py",
+        "returns[stage + 1] = self.network.message(receiver, sender, nbytes)",
+        "returns[stage + 1] = 0.0",
+        "tests/planner",
+    ),
+    Fault(
+        "price: ranks that share an update do it whole",
+        "nnmpi/planner/price.py",
+        "* part / shared",
+        "* part",
+        "tests/planner",
+    ),
+    Fault(
+        "search: the best layout ends it",
+        "nnmpi/planner/search.py",
+        "best.values())[kept - 1]",
+        "best.values())[0]",
+        "tests/planner",
+    ),
+    Fault(
+        "memory plan: a kept value is not counted",
+        "nnmpi/memory/optimal.py",
+        "first = behind + own + cost.kept + values[s + 1]",
+        "first = behind + own + cost.kept",
+        "tests/memory/test_plan.py",
+    ),
+    Fault(
+        "memory plan: what is computed again counts as a first time",
+        "nnmpi/memory/chain.py",
+        "restore(mode._replace(again=True))",
+        "restore(mode._replace(again=False))",
+        "tests/memory/test_recompute.py",
+    ),
     # ---- collectives, messages, two worlds ----
     Fault(
         "ring: the chunk of another step",
