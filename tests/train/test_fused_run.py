@@ -1,17 +1,11 @@
 """Runs with the fused update, or a fit: the same weights as through shared sums, also when they are resumed."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from nnmpi.comm.fitting.fit import save_fit
 from nnmpi.comm.group import Group
-from nnmpi.comm.mpi.mpi_world import mpi_world
-from tests.comm.test_fit import make as make_fit
-from tests.harness.slow import ONCE_MORE
-from tests.train.jobs import train as start
 from tests.train.test_resume import last_checkpoint
 
 pytestmark = pytest.mark.timeout(300)
@@ -51,16 +45,3 @@ def test_a_run_goes_on_with_the_fused_update_and_without_it(
     off = capsys.readouterr().out
     assert ("fused with the update" in on) == group.is_root
     assert "fused with the update" not in off
-
-
-@pytest.mark.slow(ONCE_MORE)
-def test_a_run_with_a_fit_goes_on_with_other_ranks(tmp_path: Path) -> None:
-    fit = make_fit()
-    facts = {**fit.facts, "ranks": 2, "nodes": [0, 0], "mpi": mpi_world().library}
-    machine = replace(fit.machine, across=None, nodes=None)
-    save_fit(replace(fit, facts=facts, machine=machine), tmp_path / "fit.json")
-    words = f"{WORDS} --dataset iris --fit fit.json"
-    first = start(tmp_path, f"{words} --max-steps 2 --out run", ranks=2)
-    assert first.status == 0 and "fitted to Head Node with 2 ranks" in first.output
-    more = start(tmp_path, "--resume run --max-steps 4", ranks=3)
-    assert more.status == 0 and "going on without a fit: the fit fit.json was made with 2 ranks" in more.output

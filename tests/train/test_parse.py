@@ -8,7 +8,7 @@ import pytest
 
 from nnmpi.command import HelpAsked
 from nnmpi.errors import UsageError
-from nnmpi.train.cli import parse
+from nnmpi.train.cli import REMOVED, parse
 from nnmpi.train.config import Config, all_options, flatten
 from tests.data.locked import lock
 
@@ -48,12 +48,12 @@ def test_command_line_over_file_over_defaults(tmp_path: Path) -> None:
 def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
-    before = flatten(parse(["--epochs", "5", "--lr", "0.5", "--keep", "9", "--out", "elsewhere", "--seed", "4"]))
+    before = flatten(parse(["--epochs", "5", "--lr", "0.5", "--log-every", "9", "--out", "elsewhere", "--seed", "4"]))
     (run / "config.json").write_text(json.dumps(before))
     file = tmp_path / "more.toml"
-    file.write_text("keep = 8\nlr = 0.25\n")
+    file.write_text("log_every = 8\nlr = 0.25\n")
     config = parse(["--resume", str(run), "--config", str(file), "--lr", "0.125"])
-    assert (config.optimization.epochs, config.run.keep, config.optimization.lr) == (5, 8, 0.125)
+    assert (config.optimization.epochs, config.run.log_every, config.optimization.lr) == (5, 8, 0.125)
     assert (config.run.seed, config.run.resume, config.run.out) == (4, run, None)
 
 
@@ -72,7 +72,7 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
         ),
         ("--lr -1", "--lr is -1.0; give a finite number above 0"),
         ("--model resnt", "--model is resnt; choose mlp, cnn, resnet, lstm, gpt, or give your own as FILE.py:NAME"),
-        ("--schedule cosin", "--schedule is cosin; it must be one of constant, step, cosine"),
+        ("--schedule cosin", "--schedule is cosin; give constant, cosine, step:EPOCHS,FACTOR or FILE.py:NAME"),
         ("--split 3,x", "--split is '3,x'; give auto, or numbers of layers such as 5,4,3"),
         ("--split 3,0", "--split is '3,0'; give auto, or numbers of layers such as 5,4,3"),
         ("--pp 0", "--pp is 0; give a whole number, 1 or more"),
@@ -81,7 +81,6 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
         ("--memory-limit much", "--memory-limit: 'much' is not a number of bytes"),
         ("--activation-memory much", "--activation-memory: 'much' is not a number of bytes"),
         ("--sync asp --activation-memory 1k", "--activation-memory does not go with --sync asp"),
-        ("--trace-steps 3", "--trace-steps belongs to --trace"),
         ("--batch-size many", '--batch-size is many; it must be a whole number or "full"'),
         ("--no-normalize 3", "--no-normalize takes no value, but 3 follows it"),
         ("--no-overlap 3", "--no-overlap takes no value, but 3 follows it"),
@@ -177,15 +176,32 @@ def test_a_damaged_run_is_named(tmp_path: Path, content: str) -> None:
 
 def test_a_resumed_run_leaves_what_belonged_to_its_way_of_synchronization(tmp_path: Path) -> None:
     """Otherwise it could not go on in another way: its own options would be refused, and nobody has given them."""
-    served = json.dumps({"sync": "ssp", "staleness": 2, "servers": 2, "straggler": "rank=1,factor=3", "lr": 0.5})
+    served = json.dumps({"sync": "ssp", "staleness": 2, "slow": "rank=1,factor=3", "lr": 0.5})
     (tmp_path / "config.json").write_text(served)
     resume = ["--resume", str(tmp_path)]
     assert parse(resume).sync.rule.staleness == 2
     config = parse([*resume, "--sync=local", "--local-steps", "3"])
-    assert (config.sync.rule.mode, config.sync.rule.local_steps, config.sync.servers) == ("local", 3, None)
-    assert (config.sync.straggler, config.optimization.lr) == ("rank=1,factor=3", 0.5)  # these belong to any
+    assert (config.sync.rule.mode, config.sync.rule.local_steps) == ("local", 3)
+    assert (config.sync.slow, config.optimization.lr) == ("rank=1,factor=3", 0.5)  # these belong to any
     file = tmp_path / "gossip.toml"
     file.write_text('sync = "gossip"\n')
     assert parse([*resume, "--config", str(file)]).sync.rule.mode == "gossip"
     with pytest.raises(UsageError, match="--staleness 3 is for --sync ssp, not asp"):
         parse([*resume, "--sync", "asp", "--staleness", "3"])
+
+
+GONE = {name: value for name, value in REMOVED.items() if name not in all_options()}
+
+
+def test_a_run_with_options_that_left_goes_on(tmp_path: Path) -> None:
+    """If all have their defaults, and what BLAS was chosen makes no difference."""
+    old = {**GONE, "blas": "mkl", "blas_threads": 8, "lr": 0.5}
+    (tmp_path / "config.json").write_text(json.dumps(old))
+    assert parse(["--resume", str(tmp_path)]).optimization.lr == 0.5
+
+
+@pytest.mark.parametrize("name", ["nesterov", "servers", "recompute", "straggler", "base_batch", "keep"])
+def test_a_run_with_another_value_of_an_option_that_left_is_refused(tmp_path: Path, name: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**GONE, name: 7}))
+    with pytest.raises(UsageError, match=rf"config\.json has {name} 7, an option that left nnmpi"):
+        parse(["--resume", str(tmp_path)])

@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from nnmpi.train.curves import draw
 
 import nnmpi
 from nnmpi import ops
@@ -164,16 +163,6 @@ def test_what_was_trained_is_used(capfd: pytest.CaptureFixture[str]) -> None:
         assert np.allclose(table, found.reshape(50, -1), rtol=1e-5, atol=1e-12)
 
 
-def test_pictures_show_what_there_is() -> None:
-    """RMSE and R2 in the place of the accuracy; predictions over targets."""
-    pytest.importorskip("matplotlib")
-    run("--dataset one.npz --loss mse")
-    names = {file.name for file in draw(Path("run/metrics.jsonl"), Path("curves"))}
-    assert {"rmse.png", "r2.png"} <= names and not {"accuracy.png", "accuracy_over_time.png"} & names
-    simulate(lambda group: evaluate(["run", "--plot"], group), 1)
-    assert Path("run/evaluation/predicted.png").stat().st_size > 1000
-
-
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
@@ -190,14 +179,6 @@ def test_pictures_show_what_there_is() -> None:
         ),
         ("--dataset houses.csv --target cost --loss mse", "has no column 'cost'; its first line is price, a, b"),
         ("--dataset iris --target 3", "knows its labels itself; leave the target out"),
-        ("--dataset iris --only-classes setosa,rose", "no class 'rose'; choose among setosa, versicolor, virginica"),
-        ("--dataset iris --only-classes ,", "--only-classes ',' has no name; give names with commas, or leave it out"),
-        ("--dataset iris --only-classes setosa", "has one class alone, so that there is nothing to tell apart"),
-        (
-            "--dataset paradise-lost --model lstm --only-classes a,b",
-            "its tokens are the labels; leave --only-classes out",
-        ),
-        ("--dataset three.npz --only-classes 2,0 --loss bce", None),
         ("--dataset three.npz --loss bce", "three has 3 classes; for yes or no give two, 0 and 1"),
         ("--dataset one.npz --loss bce", "one: a target is .*; for yes or no give numbers from 0 to 1"),
         ("--dataset single.npz", "has one class alone, so that there is nothing to tell apart"),

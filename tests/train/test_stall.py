@@ -81,6 +81,6 @@ def test_a_job_that_was_stopped_as_a_whole_goes_on(tmp_path: Path) -> None:
 
     words = f"--model net.py:pausing --dataset iris --epochs 20 --no-jit --out {tmp_path}/run "
     stopped = once((tmp_path / "pausing").exists, stop, ends=False)
-    ending = train(tmp_path, words + "--stall-warning 4 --stall-limit 5", ranks=2, is_lost=stopped)
+    ending = train(tmp_path, words + "--stall-limit 12", ranks=2, is_lost=stopped)
     assert ending.status == 0, ending.output
     assert ending.seconds > 9 and "waiting for" not in ending.output

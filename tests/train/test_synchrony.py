@@ -32,7 +32,6 @@ BASE = "--model mlp --dataset iris --dtype float64 --batch-size 25"
         ("--sync asp --reduction fixed", "--reduction does not go with --sync asp"),
         ("--sync asp --check-weights", "--check-weights does not go with --sync asp"),
         ("--sync asp --allreduce ring", "--allreduce does not go with --sync asp"),
-        ("--sync asp --loader-threads 2", "--loader-threads does not go with --sync asp"),
         ("--sync asp --network gbit=10", "--network is for --simulate"),
         ("--sync never", "--sync "),
     ],
