@@ -163,7 +163,6 @@ def test_breaking_out_leaves_no_threads(prefetch_threads: Threads) -> None:
         ({"batch_size": 64}, False, 1),
         ({"batch_size": 64, "world": 2}, False, 0),
         ({}, True, 1),  # copies to a device go on meanwhile
-        ({"workers": 2}, False, 2),
     ],
 )
 def test_a_thread_makes_batches_where_that_pays(
