@@ -91,11 +91,11 @@ def test_auto_takes_numpy_where_the_device_cannot_be_used(monkeypatch):
 
     cupy.ones = fail
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    with pytest.raises(DeviceError, match="backend cupy cannot use device 0: cupy does not find CUDA's libnvrtc"):
+    with pytest.raises(DeviceError, match="backend cupy cannot use device 0: .*libnvrtc"):
         select("cupy")
     backend = select("auto")
     assert backend.name == "numpy"
-    assert backend.reason.startswith("auto chose numpy: backend cupy cannot use device 0: cupy does not find")
+    assert backend.reason.startswith("auto chose numpy: backend cupy cannot use device 0: ")
 
 
 def test_what_auto_says(monkeypatch):
