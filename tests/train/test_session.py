@@ -78,7 +78,7 @@ def test_metrics_have_their_keys(train: Train) -> None:
 
 def test_the_folder_holds_everything(train: Train) -> None:
     run = train("--epochs 5 --save-every 1")
-    wanted = ["checkpoints", "config.json", "console.txt", "finished.json", "metrics.jsonl", "starts.jsonl"]
+    wanted = [".lock", "checkpoints", "config.json", "console.txt", "finished.json", "metrics.jsonl", "starts.jsonl"]
     assert sorted(each.name for each in run.iterdir()) == sorted(wanted)
     steps = ["step-00000006", "step-00000008", "step-00000010"]  # the last three
     assert sorted(each.name for each in (run / "checkpoints").iterdir()) == ["latest", *steps]
