@@ -124,7 +124,6 @@ def test_a_network_makes_steps_longer(tmp_path: Path) -> None:
     ("words", "text"),
     [
         ("--simulate -1", "--simulate"),
-        ("--seed 3", "--seed is for --simulate"),
         ("--simulate 2 --network fast", "network 'fast' is not understood; give a latency in "),
         ("--simulate 3 --slow rank=3,factor=2", "rank 3 does not exist"),
         ("--simulate 2 --dp 3", "3"),
