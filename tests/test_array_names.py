@@ -26,7 +26,7 @@ NUMPY_ALONE = {
     ("nnmpi/ops/loss.py", "maximum.reduce"),
 }
 # What only CuPy has, and who may use it: files that have to do with a device alone.
-DEVICE_FILES = ("nnmpi/backend/", "nnmpi/comm/device/", "nnmpi/ops/conv")
+DEVICE_FILES = ("nnmpi/backend/", "nnmpi/comm/device/", "nnmpi/ops/conv", "nnmpi/memory/store.py")
 
 
 @dataclass(frozen=True)
