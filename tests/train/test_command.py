@@ -65,9 +65,7 @@ def test_a_loss_that_is_not_finite_is_one_sentence_and_its_own_status(tmp_path: 
     ("ranks", "leave", "told", "when"),
     [
         ("", "raise SystemExit(0)", "SystemExit(0)", "while it is made"),
-        ("", "os._exit(0)", "os._exit(0)", "in a step"),
         ("--simulate 2 --pp 2", "raise SystemExit(0)", "SystemExit(0)", "in a step"),
-        ("--simulate 2 --pp 2", "os._exit(0)", "os._exit(0)", "while it is made"),
     ],
 )
 def test_a_model_that_ends_the_program_is_no_success(

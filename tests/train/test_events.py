@@ -1,8 +1,6 @@
 """TensorBoard's files hold the numbers of records, and nothing else."""
 
 import struct
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -72,21 +70,3 @@ def test_a_full_disk_costs_only_the_picture(tmp_path: Path) -> None:
     recorder.write({"kind": "train", "global_step": 1, "loss": 0.5})
     recorder.__exit__(None, None, None)
     assert len(read_metrics(tmp_path / "metrics.jsonl")) == 1
-
-
-def test_pytorch_is_not_loaded_for_them(tmp_path: Path) -> None:
-    """And can be loaded afterwards."""
-    pytest.importorskip("tensorboardX")
-    (tmp_path / "torch.py").write_text("class Tensor:\n    pass\n")
-    program = f"""
-import sys
-sys.path.insert(0, {str(tmp_path)!r})
-from pathlib import Path
-from nnmpi.train.metrics import EventFile
-file = EventFile(Path({str(tmp_path / "events")!r}), first_step=0)
-file.write({{"kind": "train", "global_step": 1, "loss": 0.5}})
-file.close()
-assert "torch" not in sys.modules
-import torch
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, cwd=Path(__file__).parents[2])
