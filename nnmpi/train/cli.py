@@ -39,7 +39,7 @@ T = TypeVar("T")
 REMOVED: Mapping[str, Any] = {
     **dict.fromkeys(("split", "overlap", "fused_update", "convolution", "tied"), "auto"),
     **dict.fromkeys(("bucket_mb", "pace", "shift_pixels", "loader_threads")),
-    **dict.fromkeys(("check_weights", "dedicated_servers", "staleness_lr", "nesterov", "verbose", "plot"), False),
+    **dict.fromkeys(("check_weights", "dedicated_servers", "staleness_lr", "nesterov", "plot"), False),
     **dict.fromkeys(("backup", "sync_warmup_epochs", "pace_ms", "simulation_seed", "eval_steps", "save_steps"), 0),
     "sp_attention": "ulysses",
     "recompute": "never",

@@ -565,6 +565,8 @@ class RunConfig:
     """Steps between two lines of training metrics in metrics.jsonl."""
     quiet: bool = False
     """Print nothing but errors; what would be printed is in console.txt in the run's folder, as always."""
+    verbose: bool = False
+    """Say below each epoch where the time of a step went, and what was sent."""
     eval_every: int | str = 1
     """Epochs between two evaluations on the test data, or steps: 100steps; 0: only at the end."""
     save_every: int | str | None = None

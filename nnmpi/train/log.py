@@ -139,9 +139,10 @@ class Reporter:
         recorder: MetricsRecorder,
         tokens: bool = False,
         variances: tuple[float, float] | None = None,
+        verbose: bool = False,
     ) -> None:
         self._extent, self._console, self._recorder, self._tokens = extent, console, recorder, tokens
-        self._variances = variances
+        self._variances, self._verbose = variances, verbose
         self._timer = PrintTimer(PRINT_EVERY_S)
         self._below: Sequence[str] = ()
 
@@ -221,6 +222,9 @@ class Reporter:
         elif report is not None:
             trained += f", {self.result(report, 'test ')}"
         self._console.say(f"epoch {number}/{self._extent.epochs}: {trained}, {self._rate(totals)}")
+        if self._verbose:
+            self._console.say(f"  {totals.breakdown()}")
+            self._console.say(*([f"  {totals.communication()}"] if totals.comm_calls else []))
         self.say(more)
         self._timer.restart()
 

@@ -164,7 +164,9 @@ def _train(context: RunContext, state: RunState, console: Console, chosen: "Chos
     folder, group, backend = context.folder, context.group, context.backend
     with MetricsRecorder(folder if group.is_root else None, state.step) as recorder:
         tokens = context.inputs.train.is_tokens
-        reporter = Reporter(context.extent, console, recorder, tokens, context.inputs.variances)
+        reporter = Reporter(
+            context.extent, console, recorder, tokens, context.inputs.variances, context.config.run.verbose
+        )
         loop = Loop(context, state, reporter, recorder)
         report = loop.run()
     _write_model(context)
