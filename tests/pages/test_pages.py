@@ -47,7 +47,7 @@ def test_the_coefficients_are_the_price(ranks: int) -> None:
     for one in COLLECTIVES.values():
         latencies, buffers = coefficients(one, ranks)
         for alpha, beta in ((1e-3, 1e-10), (1e-7, 1e-6)):
-            exact = price(one, ranks, nbytes, Machine.uniform(alpha, beta)).seconds
+            exact = price(one, ranks, nbytes, Machine.uniform(alpha, beta))
             assert latencies * alpha + buffers * nbytes * beta == pytest.approx(exact, rel=1e-9)
 
 
@@ -177,18 +177,11 @@ def test_a_memory_plan_is_stepped_through(tmp_path: Path, width: str, dark: bool
 
 
 def test_slides_show_the_same(tmp_path: Path) -> None:
-    """As many stripes as parts, as many boxes as there is to compute; and both are XML."""
+    """As many boxes as there is to compute, as XML."""
     file = tmp_path / "slide.svg"
-    assert comm(["render", "tree", "--ranks", "3", "--svg", str(file)]).endswith(f"{file} shows it on a slide")
-    boxes = ElementTree.parse(file).getroot().findall("{http://www.w3.org/2000/svg}rect")
-    columns = animation(COLLECTIVES["all-reduce", "tree"], 3)["rounds"] + 1
-    assert len([box for box in boxes if box.get("stroke") != "none"]) == columns * 9
-    assert len([box for box in boxes if box.get("stroke") == "none"]) >= 9 + 27
     schedule(["--schedule", "gpipe", "--stages", "2", "--microbatches", "3", "--svg", str(file)])
     boxes = ElementTree.parse(file).getroot().findall("{http://www.w3.org/2000/svg}rect")
     assert len(boxes) == 2 + 2 * 2 * 3
-    with pytest.raises(UsageError, match="a slide shows 1 to 16 ranks, not 17"):
-        comm(["render", "ring", "--ranks", "17", "--svg", str(file)])
 
 
 def test_a_page_is_one_file_and_names_cannot_break_it(tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ epoch 1/2: loss 1.5, accuracy 50 %
   step 6.64 ms = compute 2.79 ms
 """
 
+FACTS = [["layout", "dp 2, 2 ranks on 1 node (here)"], ["data", "iris"], ["all-reduce", "ring"]]
+
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
@@ -43,17 +45,11 @@ def run(tmp_path: Path) -> Path:
     records.append({"kind": "staleness", "global_step": 4, "mean": 1.0, "max": 2, "workers": [WORKER]})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records) + '{"kind": "tr')
     (folder / "console.txt").write_text(CONSOLE)
-    (folder / "starts.jsonl").write_text(json.dumps({"command": COMMAND, "ranks": 2, "folder": str(tmp_path)}) + "\n")
+    (folder / "starts.jsonl").write_text(
+        json.dumps({"command": COMMAND, "ranks": 2, "folder": str(tmp_path), "facts": FACTS}) + "\n"
+    )
     (tmp_path / "lr.toml").write_text("lr = 0.25\njit = 'auto'\n")
     return folder
-
-
-def test_pictures_are_drawn_when_asked_for(run: Path) -> None:
-    pytest.importorskip("matplotlib")
-    assert main([str(run), "--plot"]).endswith(
-        f"report.html shows the run in a browser; pictures are in {run / 'curves'}"
-    )
-    assert (run / "curves" / "overview.png").stat().st_size > 1000
 
 
 def test_the_numbers_are_the_runs(run: Path) -> None:

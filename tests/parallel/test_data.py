@@ -149,7 +149,7 @@ def train(group: Group, microbatches: int, reverse: bool = False) -> tuple[list[
     x = rng.standard_normal((microbatches, 3, 8, 8, 1)).astype(np.float32)
     y = rng.integers(10, size=(microbatches, 3))
     model = models.resnet((8, 8, 1), 10).initialize(seed=2)
-    fixed = FixedReduction(model, group, [range(len(model.storage.spans))], numpy_backend())
+    fixed = FixedReduction(model, group, numpy_backend())
     fixed.begin(microbatches)
     losses, mine = {}, list(part(microbatches, group.size, group.rank))
     for m in reversed(mine) if reverse else mine:
@@ -157,7 +157,7 @@ def train(group: Group, microbatches: int, reverse: bool = False) -> tuple[list[
         with nn.training():
             loss = cross_entropy(model(x[m]), y[m], reduction="sum")
         loss.backward()
-        fixed.add(0, m)
+        fixed.add(m)
         losses[m] = loss.item()
     fixed.finish()
     total = fixed.sum_numbers(losses, group)
@@ -182,7 +182,7 @@ def test_a_batch_norm_in_two_places_is_refused(group: Group) -> None:
     """Only one of its two statistics would be taken in."""
     norm = nn.BatchNorm(2)
     model = nn.Sequential(nn.Linear(2, 2), norm, nn.Linear(2, 2), norm).initialize()
-    fixed = FixedReduction(model, group, [range(len(model.storage.spans))], numpy_backend())
+    fixed = FixedReduction(model, group, numpy_backend())
     fixed.begin(1)
     with nn.training(), pytest.raises(UsageError, match="normalizes twice in one microbatch"):
         model(np.ones((3, 2), np.float32))
