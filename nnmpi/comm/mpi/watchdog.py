@@ -50,6 +50,7 @@ BUSY_FACTOR = 10  # times the limit that a rank is given which computes, though 
 RECORD_S = 1.5  # for all ranks to write their flight records
 OPERATIONS = 200  # that a flight record lists
 STATUS, END = 1, 2  # tags
+MOST_BYTES, MOST_LETTERS = 1 << 14, 1000  # of a message; of a place in it, whose letters JSON may write as six
 COMM_FOLDER = str(Path(__file__).parents[1])
 LIBRARY = os.path.dirname(os.__file__)
 ENDED = "the job is ended: it has waited {}"
@@ -93,26 +94,36 @@ class Watchdog:
         self._silent_s = max(SILENT_S, SILENT_PERIODS * self._period_s)
         self._heard: dict[int, tuple[float, RankStatus]] = {}
         self._sent: dict[int, tuple[MPI.Request, bytes]] = {}
+        self._came = bytearray(MOST_BYTES)
+        self._post()
         self._mark: Hashable = None
         self._moved_s, self._worked_s = time.monotonic(), time.process_time()
         self._stack = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115 (open as long as the thread)
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="nnmpi-watchdog", daemon=True)
         # MPI calls this when a program finalizes it by itself: no call may come after that.
-        key = MPI.Comm.Create_keyval(delete_fn=lambda *_: self._stop())
+        key = MPI.Comm.Create_keyval(delete_fn=lambda *_: self._stop(cancel=True))
         MPI.COMM_SELF.Set_attr(key, self)
         self._thread.start()
 
     def close(self) -> None:
         """End the thread and take what was sent last. Collective, when all ranks have come to their end."""
-        self._stop()
+        self._stop(cancel=False)
         self._comm.Barrier()
         self._is_ending()
+        self._stop(cancel=True)
         self._comm.Free()
 
-    def _stop(self) -> None:
+    def _stop(self, cancel: bool) -> None:
         self._closing.set()
         self._thread.join()
+        if cancel and self._receive != MPI.REQUEST_NULL:
+            self._receive.Cancel()
+            self._receive.Wait()
+
+    def _post(self) -> None:
+        """Receive the next message. (A look by Iprobe alone moves nothing in MPICH, whose ranks then hear nothing.)"""
+        self._receive = self._comm.Irecv([self._came, MPI.BYTE], MPI.ANY_SOURCE, MPI.ANY_TAG)
 
     def _run(self) -> None:
         looked_s = time.monotonic()
@@ -135,7 +146,7 @@ class Watchdog:
         now, waiting, waiter = time.monotonic(), self._world.waiting, self._world.waiter
         before_s, self._worked_s = self._worked_s, time.process_time()
         words = _ask(waiter) or (waiting[1] if waiting else "")
-        place = f"{words}, called at {self._line()}" if words else f"at {self._line()}"
+        place = (f"{words}, called at {self._line()}" if words else f"at {self._line()}")[:MOST_LETTERS]
         mark = waiting and waiting[0], place, self._world.step
         if mark != self._mark or (not words and self._worked_s - before_s >= WORK_S):
             self._mark, self._moved_s = mark, now
@@ -165,9 +176,9 @@ class Watchdog:
     def _is_ending(self) -> bool:
         """Take what has come; return whether another rank ends the job."""
         found = MPI.Status()
-        while self._comm.Iprobe(MPI.ANY_SOURCE, MPI.ANY_TAG, found):
-            message = bytearray(found.Get_count(MPI.BYTE))
-            self._comm.Recv([message, MPI.BYTE], found.Get_source(), found.Get_tag())
+        while self._receive.Test(found):
+            message = bytes(self._came[: found.Get_count(MPI.BYTE)])
+            self._post()
             if found.Get_tag() == END:
                 return True
             self._heard[found.Get_source()] = (time.monotonic(), RankStatus(**json.loads(message)))
