@@ -98,7 +98,7 @@ def test_the_header_says_what_was_chosen(tmp_path: Path) -> None:
     ending = train(tmp_path, "cupy", f"{WORDS} {SMALL_MODEL} --out {tmp_path / 'run'}", 2, **limits)
     assert ending.status == 0, ending.output
     assert "backend:     cupy on Fake device, device 0" in ending.output
-    assert "devices:     1 for 2 ranks, up to 2 ranks on one; 7.20 GiB of memory for each rank" in ending.output
+    assert "devices:     1 for 2 ranks, up to 2 ranks on one; 7.2 GB of memory for each rank" in ending.output
     assert "memory of the device:" in ending.output
 
 
