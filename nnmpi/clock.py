@@ -24,22 +24,6 @@ class TimeSource(Protocol):
         """Return the part of a measured time that would be the same in another run; see `reproducible` below."""
 
 
-class ProcessorTime:
-    """The time for which a processor has worked on this thread: what it takes where others have no part of the core."""
-
-    def now(self) -> float:
-        """Return the seconds of this thread."""
-        return time.thread_time()
-
-    def sleep(self, seconds: float) -> None:
-        """Return when so much time has passed for all others."""
-        time.sleep(seconds)
-
-    def reproducible(self, seconds: float) -> float:
-        """Return the time as it is."""
-        return seconds
-
-
 _clock: ContextVar[TimeSource | None] = ContextVar("nnmpi_clock", default=None)
 
 

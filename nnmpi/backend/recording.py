@@ -102,7 +102,6 @@ class Recorder:
         self.cleared: set[int] = set()
         self.pool = MemoryPool() if pool is None else pool
         self._modules: dict[str, _Namespace] = {}
-        self._bound: list[Array] = []
 
     @contextmanager
     def running(self) -> Iterator[None]:
@@ -124,11 +123,6 @@ class Recorder:
     def note(self, function: Callable[..., object], *args: Any) -> None:
         """Add a call to the list, without making it now."""
         self.calls.append(alias(partial(function, *args) if args else function))
-
-    def note_bound(self, call: Call, *arrays: Array) -> None:
-        """Add a call that knows the addresses of these arrays alone, and keep what lies there."""
-        self.calls.append(call)
-        self._bound += map(alias, arrays)
 
     def saw(self, leaf: Any) -> None:
         """Remember a leaf of the graph as it is now, when it is first seen."""

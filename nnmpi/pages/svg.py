@@ -6,7 +6,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 from nnmpi.errors import UsageError
 
-EMPTY, LINE, INK = "#e9edf1", "#c3ccd5", "#1b1f24"
+EMPTY, INK = "#e9edf1", "#1b1f24"
 
 
 def colour(number: int, count: int) -> str:

@@ -59,7 +59,6 @@ from nnmpi.train.run_state import Extent
 from nnmpi.train.signature import ModelSignature
 
 BYTES_PER_MIB = 2**20
-MS_PER_S = 1000
 TOO_LARGE = "the model does not fit into memory ({}); make it smaller"
 
 

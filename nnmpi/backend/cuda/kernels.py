@@ -49,10 +49,6 @@ class DeviceKernels:
 
     # ---- dense layers
 
-    def bias_add(self, xp: Any, y: Array, bias: Array) -> None:
-        """Add the bias to each row; a float32 bias also to rows of 16 bits."""
-        xp.add(y, bias, out=y, casting="unsafe")
-
     def bias_grad(self, xp: Any, grad: Array, to_bias: Array) -> None:
         """Add up the rows."""
         perform(self.functions.column_sum, grad, to_bias)
