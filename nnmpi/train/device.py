@@ -71,7 +71,7 @@ def check_precision(precision: str, backend: Backend) -> None:
         )
 
 
-def describe_device(backend: Backend, group: Group) -> list[str]:
+def describe_device(backend: Backend, group: Group, verbose: bool = False) -> list[str]:
     """Return lines on how ranks share devices and memory, and why this backend. Collective.
 
     That no rank has a device is said where one could be meant to be used.
@@ -79,8 +79,9 @@ def describe_device(backend: Backend, group: Group) -> list[str]:
     Args:
         backend: where this rank computes.
         group: all ranks of the run.
+        verbose: say why this backend anyway.
     """
-    found = group.gather([platform.node(), backend.card, bool(backend.reason) and expects_device()])
+    found = group.gather([platform.node(), backend.card, verbose or bool(backend.reason) and expects_device()])
     places = [each[:2] for each in found]
     lines = [f"chosen: {backend.reason}"] if backend.reason and any(each[2] for each in found) else []
     if not backend.is_device:

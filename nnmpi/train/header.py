@@ -42,7 +42,7 @@ def header(context: RunContext) -> list[tuple[str, str]]:
         f"backend: {backend.name} on {backend.device}, {_numbers(config)}{_kernels(config)}; "
         f"{'kernels of its own' if backend.is_device else blas()}",
         *filter(None, [context.computing.line]),
-        *describe_device(backend, group),
+        *describe_device(backend, group, config.run.verbose),
         f"data: {train.name}, {len(train)} training and {len(test)} test {_samples(train)}{_partition(config)}",
         f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
         f"{counted(options.epochs, 'epoch')}, {counted(extent.steps, 'step')} in all",

@@ -16,12 +16,13 @@ pytestmark = [pytest.mark.mpi, pytest.mark.host_only("it asks for the host's bac
 
 def test_the_host_has_nothing_to_say(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Unless it was chosen automatically, and one rank could be meant to use a device, or somebody asks."""
-    assert describe_device(numpy_backend(), group) == []
+    assert describe_device(numpy_backend(), group, verbose=True) == []
     chosen = replace(numpy_backend(), reason="auto chose numpy: why")
     for there in (False, True):
         last = there and group.rank == group.size - 1
         monkeypatch.setattr("nnmpi.train.device.expects_device", lambda last=last: last)
         assert describe_device(chosen, group) == (["chosen: auto chose numpy: why"] if there else [])
+        assert describe_device(chosen, group, verbose=True) == ["chosen: auto chose numpy: why"]
 
 
 class _FullDevice:

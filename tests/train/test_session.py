@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from nnmpi.backend.device_errors import expects_device
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.mpi_world import MpiWorld
 from nnmpi.comm.simulated.simulated_world import PostponedWork
@@ -122,7 +123,7 @@ def test_the_default_recipe_learns_the_digits(train: Train) -> None:
 def test_the_header_says_what_runs_on_what(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     if on_device():
         pytest.skip("what it says of a device is in test_device_header.py")
-    train("--epochs 1 --no-jit")  # without a word on numba, which may be there
+    train("--epochs 1 --verbose --no-jit")  # without a word on numba, which may be there
     printed = capsys.readouterr().out
     assert max(len(line) for line in printed.splitlines() if line.startswith("epoch")) <= 100
     names = [line.split(":")[0] for line in printed.splitlines()[:10]]
@@ -131,6 +132,10 @@ def test_the_header_says_what_runs_on_what(train: Train, capsys: pytest.CaptureF
     assert "auto chose numpy: " in printed
     for text in ("1 rank on 1 node", "numpy on CPU, float32", "120 training and 30 test samples", "9,091 parameters"):
         assert text in printed
+    assert "ms = compute" in printed
+    train("--epochs 1")
+    printed = capsys.readouterr().out
+    assert "ms = compute" not in printed and expects_device() == ("auto chose numpy" in printed)
     assert "with the final weights; best epoch 1 with" in printed
 
 
