@@ -6,7 +6,7 @@ from typing import Final
 
 from nnmpi.backend.array import Array
 from nnmpi.errors import UsageError, shortened
-from nnmpi.optim.blocks import BufferBlock, block_kernels
+from nnmpi.optim.blocks import BufferBlock, compiled_update
 from nnmpi.optim.optimizer import Optimizer, below_one, decayed_gradient, non_negative
 from nnmpi.optim.storage import Storage
 
@@ -55,10 +55,10 @@ class Adam(Optimizer):
         rate = lr * root / (1 - beta1**self.steps)
         eps = self.eps * root
         for block in blocks:
-            compiled = block_kernels(block)
+            compiled = compiled_update(block, "adam")
             if compiled is not None:
                 (m, v), (decay, kept) = block.slots, self._decays(block, lr)
-                compiled.adam(block.data, block.grad, m, v, rate, eps, beta1, beta2, decay, kept)
+                compiled(block.data, block.grad, m, v, rate, eps, beta1, beta2, decay, kept)
                 continue
             self._average(block, self._gradient(block, lr))
             xp, (m, v), change = block.xp, block.slots, block.scratch[1]

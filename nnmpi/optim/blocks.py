@@ -51,10 +51,10 @@ class BufferBlock:
         object.__setattr__(self, "is_flat", all(array.ndim == 1 and array.flags.c_contiguous for array in arrays))
 
 
-def block_kernels(block: BufferBlock) -> Any:
-    """Return the updates that work on this block in one pass, or None."""
-    kernels = kernels_for(block.data, "updates") if block.is_flat else None
-    return None if kernels is None else kernels.updates
+def compiled_update(block: BufferBlock, name: str) -> Any:
+    """Return the update of this name that works on this block in one pass, or None."""
+    kernels = kernels_for(block.data, name) if block.is_flat else None
+    return None if kernels is None else getattr(kernels, name)
 
 
 def block_elements(array: Array) -> int:

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from nnmpi.backend.array import Array
 from nnmpi.errors import UsageError
-from nnmpi.optim.blocks import BufferBlock, block_kernels
+from nnmpi.optim.blocks import BufferBlock, compiled_update
 from nnmpi.optim.optimizer import Optimizer, below_one, decayed_gradient, factor
 from nnmpi.optim.storage import Storage
 
@@ -51,7 +51,7 @@ class SGD(Optimizer):
         rate, dtype = None, None
         for block in blocks:
             grad, data = block.grad, block.data
-            compiled = block_kernels(block)
+            compiled = compiled_update(block, "sgd_momentum" if block.slots else "sgd")
             if compiled is not None:
                 self._compiled(compiled, block, lr)
                 continue
@@ -68,9 +68,9 @@ class SGD(Optimizer):
     def _compiled(self, compiled: Any, block: BufferBlock, lr: float) -> None:
         if block.slots:
             (momentum,), kept = block.slots, self.momentum
-            compiled.sgd_momentum(block.data, block.grad, momentum, lr, kept, block.decay, self.nesterov)
+            compiled(block.data, block.grad, momentum, lr, kept, block.decay, self.nesterov)
         else:
-            compiled.sgd(block.data, block.grad, lr, block.decay)
+            compiled(block.data, block.grad, lr, block.decay)
 
     def _direction(self, block: BufferBlock, gradient: Array) -> Array:
         """Return what the learning rate multiplies, after adding the gradient to the momentum."""

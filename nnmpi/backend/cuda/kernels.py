@@ -42,10 +42,22 @@ class DeviceKernels:
     def __init__(self, xp: ModuleType) -> None:
         self.functions = DeviceFunctions(xp)
 
+    # ---- optimizers' updates, of whole blocks
+
     @property
-    def updates(self) -> Updates:
-        """Optimizers' updates, which work on whole buffers."""
-        return self.functions
+    def sgd(self) -> Any:
+        """See `Updates`."""
+        return self.functions.sgd
+
+    @property
+    def sgd_momentum(self) -> Any:
+        """See `Updates`."""
+        return self.functions.sgd_momentum
+
+    @property
+    def adam(self) -> Any:
+        """See `Updates`."""
+        return self.functions.adam
 
     # ---- dense layers
 

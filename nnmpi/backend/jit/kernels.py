@@ -18,6 +18,11 @@ class CompiledKernels:
 
     functions: Any = table
 
+    @property
+    def adam(self) -> table.Kernel:
+        """Adam's update of a block; see `optim.adam`."""
+        return table.loop("adam")
+
     def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> None:
         """y = max(y + bias, 0), in place."""
         shift = xp.zeros((y.shape[1],), y.dtype) if bias is None else xp.ascontiguousarray(bias)

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from numba import types
+from numba import float64, types
 
 from nnmpi.backend.jit import blas, loops
 from nnmpi.backend.jit import direct as direct_loops
@@ -25,6 +25,7 @@ LOOPS = {
     "relu_grad_bias": (read(2), read(2), write(2), write(1)),
     "softmax_loss": (read(2), read(1, types.int64), write(1), write(2)),
     "lstm_step": (write(2), read(2), read(2), write(2), write(2)),
+    "adam": (write(1), read(1), write(1), write(1), *(float64,) * 6),
     "lstm_step_grad": (read(2), write(2), *(read(2),) * 4, write(2)),
 }
 
