@@ -125,7 +125,10 @@ def survive(seed: int, run: Path, wanted: list[bytes]) -> str:
                 return machine.wrong or f"the supervisor gave up: {error}"
             except Exception as error:
                 return machine.wrong or f"the supervisor: {type(error).__name__}: {error}"
-    return machine.wrong or _judge_end(run, wanted if way == FIXED else None)
+    try:
+        return machine.wrong or _judge_end(run, wanted if way == FIXED else None)
+    except (OSError, ValueError, KeyError) as error:
+        return f"files of a run that has ended are gone or damaged: {error!r}"
 
 
 class _SupervisorKilled(BaseException):
@@ -246,10 +249,7 @@ class _Promised:
 
 def _judge_end(run: Path, wanted: list[bytes] | None) -> str:
     """Return what is wrong with a run that has ended; where ranks are not in step, its bits are its own."""
-    try:
-        records = read_metrics(run / "metrics.jsonl")
-    except ValueError as error:
-        return f"metrics that are none: {error}"
+    records = read_metrics(run / "metrics.jsonl")
     trained = [each["global_step"] for each in records if each["kind"] == "train"]
     if trained != sorted(set(trained)) or trained[-1:] != [STEPS] or (wanted and len(trained) != STEPS):
         return f"metrics of the steps {trained}"
