@@ -3,9 +3,7 @@
 Nothing here needs MPI: it is read before MPI is loaded, and to notice an MPI that does not know of its launcher.
 """
 
-import os
 import re
-import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -76,15 +74,6 @@ def launch_of(process: int) -> Launch | None:
         entries = Path(f"/proc/{process}/environ").read_bytes().split(b"\0")
         return read_launch(dict(entry.decode(errors="replace").partition("=")[::2] for entry in entries))
     return None
-
-
-def process_began() -> float:
-    """Return when this process was started, in seconds since the beginning of 1970; now where there is no /proc."""
-    with suppress(OSError):
-        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
-        up_s = float(Path("/proc/uptime").read_text().split()[0])
-        return time.time() - up_s + ticks / os.sysconf("SC_CLK_TCK")
-    return time.time()
 
 
 def _number(environ: Mapping[str, str], name: str) -> int | None:

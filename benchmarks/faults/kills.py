@@ -4,7 +4,6 @@ python -m benchmarks.faults kills --ranks 4 --kills 20 --steps 30000
 """
 
 import argparse
-import json
 import os
 import random
 import re
@@ -16,9 +15,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from nnmpi.doctor.diagnosis import PARTS, restart_parts
 from nnmpi.launcher import read_launch
-from nnmpi.train.folder import RunFolder
 
 TRAIN = "--model mlp --dataset digits --batch-size 64 --reduction fixed --schedule constant --lr 1e-4 --eval-every 0"
 LOOK_S = 0.1
@@ -58,7 +55,7 @@ class Killer:
         self.draws = random.Random(seed)
         self.starts = -1
         self.at_s = 0.0
-        self.killed = []  # when, and how many seconds after the last checkpoint
+        self.lost_s = []  # how many seconds after the last checkpoint
 
     def __call__(self):
         """Kill a rank if it is time."""
@@ -72,7 +69,7 @@ class Killer:
                 self.left -= 1
                 latest = self.folder / "checkpoints" / "latest"
                 saved_s = (latest if latest.exists() else self.folder / "starts.jsonl").stat().st_mtime
-                self.killed.append((time.time(), time.time() - saved_s))
+                self.lost_s.append(time.time() - saved_s)
                 os.kill(self.draws.choice(sorted(ranks.values())), signal.SIGKILL)
 
 
@@ -80,22 +77,6 @@ def last_files(folder):
     """Return the last checkpoint's arrays, as bytes."""
     last = folder / "checkpoints" / (folder / "checkpoints" / "latest").read_text().strip()
     return [file.read_bytes() for file in sorted(last.glob("*.safetensors"))]
-
-
-def parts_of(killer):
-    """Return a table of what a kill takes on average, part by part."""
-    faults = (killer.folder / "faults.jsonl").read_text().splitlines()
-    ends = [json.loads(line)["ended"] for line in faults]
-    restarts = restart_parts(RunFolder(killer.folder))
-    found = {
-        "the work since the last checkpoint": [lost_s for _, lost_s in killer.killed],
-        "the kill, to the launcher's end": [
-            min(at for at in ends if at > kill_s) - kill_s for kill_s, _ in killer.killed
-        ],
-        **{f"{name}": [each[name] for each in restarts] for name in PARTS},
-    }
-    rows = [f"| {name} | {sum(seconds) / len(seconds):.2f} |" for name, seconds in found.items() if seconds]
-    return "\n".join(["| a kill takes | s |", "|---|---|", *rows])
 
 
 def main(words):
@@ -119,7 +100,8 @@ def main(words):
         print(f"killed: {options.kills - killer.left} times in {seconds:.0f} s; {said.splitlines()[-1]}", flush=True)
         starts = [float(each) for each in re.findall(r"ended after (\d+) s", said)]
         print(f"starts that were killed took {min(starts):.0f} to {max(starts):.0f} s", flush=True)
-        print(parts_of(killer), flush=True)
+        lost = sum(killer.lost_s) / max(1, len(killer.lost_s))
+        print(f"work lost by a kill, on average: {lost:.2f} s", flush=True)
         ranks = options.undisturbed_ranks or options.ranks  # sums in a fixed order are the same on any number
         status, said, seconds = supervise(ranks, f"{train} --out {place}/whole", place / "output", bool)
         print(f"undisturbed: {seconds:.0f} s; {said.splitlines()[-1]}")

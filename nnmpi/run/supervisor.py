@@ -29,7 +29,6 @@ from shlex import quote
 from types import FrameType
 from typing import Any
 
-from nnmpi import clock
 from nnmpi.comm.mpi.shutdown import STALLED
 from nnmpi.errors import LaunchError, NnmpiError, counted
 from nnmpi.reading import read_json
@@ -307,7 +306,6 @@ class Supervisor:
             "fault": outcome.words,
             "step": outcome.step,
             "seconds": round(outcome.seconds, 3),
-            "ended": round(clock.calendar(), 3),
         }
         if self._plan.folder.is_dir():
             with suppress(OSError), self._faults.open("a", encoding="utf-8") as stream:

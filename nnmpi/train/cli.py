@@ -8,7 +8,6 @@ installs prints what all ranks raise once, and lets all of them end with the sam
 """
 
 import os
-import time
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +24,7 @@ from nnmpi.comm.world import LIMIT_S, WARNING_S
 from nnmpi.command import HelpAsked, read_words
 from nnmpi.data.catalogue import NAMES
 from nnmpi.errors import UsageError, shortened
-from nnmpi.launcher import process_began, read_launch
+from nnmpi.launcher import read_launch
 from nnmpi.reading import read_json, read_text
 from nnmpi.train.config import Config, all_options, assemble, check, flatten
 from nnmpi.train.folder import CONFIG_FILE, default_folder, find_model
@@ -115,8 +114,7 @@ def launch(words: Sequence[str]) -> None:
             "cpu_factor": cpu_factor,
         }
 
-    reached = {"process": process_began(), "imports": time.time()}
-    start_ranks(words, partial(main, reached=reached), simulation, StopSignals)
+    start_ranks(words, main, simulation, StopSignals)
 
 
 def ask(words: Sequence[str], parse: Callable[[Sequence[str]], T], group: Group) -> tuple[Console, T | None]:
@@ -174,25 +172,23 @@ def start_ranks(
         return program(words, group)
 
 
-def main(words: Sequence[str], group: Group, reached: Mapping[str, float] | None = None) -> None:
+def main(words: Sequence[str], group: Group) -> None:
     """Train as the words say, or print the help. Collective.
 
     Args:
         words: of the command line.
         group: all ranks.
-        reached: when this start has come to what, in seconds since the beginning of 1970, to be written down.
 
     Raises:
         UsageError: on all ranks, for wrong options, data that does not fit the model, or a folder that is taken.
         NnmpiError: for everything else that has a sentence; see `session.run`.
     """
-    reached = {**(reached or {}), "MPI": time.time()}
     console = Console(quiet=not group.is_root)
     config = read_options(words, group, console)
     if config is not None:
         if config.run.quiet:
             console.silence()
-        run(config, group, console, words, reached)
+        run(config, group, console, words)
 
 
 def read_options(words: Sequence[str], group: Group, console: Console) -> Config | None:

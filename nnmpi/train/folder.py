@@ -5,8 +5,7 @@ runs/digits-cnn-20260101-120000/
   config.json         every option of the run
   metrics.jsonl       see metrics.py
   console.txt         what was printed
-  starts.jsonl        a line for each start of the run: its command, when, where, with which versions, its header, and
-                      when it had come to what
+  starts.jsonl        a line for each start of the run: its command, when, where, with which versions, its header
   finished.json       once each rank has come to its end: the last step, results, the weights' hash; else there is none
   faults.jsonl        what ended its starts, of a run under `python -m nnmpi.run`
   flight/             after a standstill: where each rank was, what it did last, and its stacks
@@ -22,7 +21,7 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import inf
@@ -158,7 +157,6 @@ class RunFolder:
         words: Sequence[str],
         ranks: int,
         library: str,
-        reached: Mapping[str, float],
         facts: Sequence[tuple[str, str]],
     ) -> None:
         """Write down how the run was started, and link runs/latest to it. A disk that takes neither costs only that.
@@ -167,7 +165,6 @@ class RunFolder:
             words: of the command line.
             ranks: how many there are.
             library: the MPI.
-            reached: what rank 0 has come to, and when, in seconds since the beginning of 1970.
             facts: of the run, as its header has them.
         """
         versions = {"nnmpi": VERSION, "python": platform.python_version(), "numpy": numpy_version, "mpi": library}
@@ -179,7 +176,6 @@ class RunFolder:
             "ranks": ranks,
             "versions": versions,
             "facts": facts,
-            "reached": {name: round(at, 3) for name, at in reached.items()},
         }
         with suppress(OSError):
             with self.starts.open("a", encoding="utf-8") as stream:

@@ -1,8 +1,7 @@
 """One run from its configuration to its last line: set up, restore, train, print the result."""
 
 import json
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from math import isfinite, nan
 from shlex import quote
@@ -44,7 +43,6 @@ def run(
     group: Group,
     console: Console,
     words: Sequence[str] = (),
-    reached: Mapping[str, float] | None = None,
 ) -> None:
     """Train with this configuration, in the folder `config.run.out`. Collective.
 
@@ -53,7 +51,6 @@ def run(
         group: all ranks of the run.
         console: prints on rank 0.
         words: of the command line, to be written down.
-        reached: when this start has come to what, in seconds since the beginning of 1970, to be written down.
 
     Raises:
         UsageError: for a folder that is taken or cannot be written, and options that do not fit data or world.
@@ -74,7 +71,7 @@ def run(
         check_precision(config.run.precision, backend)
     compiled = jit() if config.run.jit == "on" else nullcontext()  # a device has kernels of its own
     with explained(backend), np.errstate(all="ignore"), compiled, ExitStack() as lock:
-        _run(config, group, console, RunFolder(config.run.out), lock, backend, local_rank, words, dict(reached or {}))
+        _run(config, group, console, RunFolder(config.run.out), lock, backend, local_rank, words)
 
 
 def _run(
@@ -86,7 +83,6 @@ def _run(
     backend: Backend,
     local_rank: int,
     words: Sequence[str],
-    reached: dict[str, float],
 ) -> None:
     resuming = config.run.resume is not None
 
@@ -108,11 +104,9 @@ def _run(
     with context.computing.in_use():
         facts = header(context)
     lines = [*(() if chosen is None else chosen.lines), *(f"{name + ':':<12} {text}" for name, text in facts)]
-    reached["data and model"] = time.time()
     settled = settle(context)
     first = RunState(samples=len(context.inputs.train), data=context.inputs.identity)
     state, restored = restore(context.trainer, last, folder, first) if resuming else (first, [])
-    reached["checkpoint"] = time.time()
     state.check(context.extent, folder.path)
     if resuming and group.is_root and not folder.finished.exists():
         restored.append(f"{folder.path} had not come to its end: it has no {folder.finished.name}")
@@ -124,7 +118,7 @@ def _run(
             folder.check_free()  # once more: another job may have come first
         folder.keep_tokenizer(context.inputs.tokenizer)
         folder.create(settled)
-        folder.note_start(words, group.size, group.comm.world.library, reached, facts)
+        folder.note_start(words, group.size, group.comm.world.library, facts)
         folder.finished.unlink(missing_ok=True)
         cut_metrics(folder.metrics, state.step)
 

@@ -1,15 +1,25 @@
-"""What has become of a run, read from what it left in its folder, without MPI.
+"""`python -m nnmpi.doctor [RUN]`: what has become of a run, or what is slow or wrong on a machine.
+
+A run is judged by what it left in its folder, without MPI:
 
 finished.json            it came to its end
 a lock on the folder     it still runs
 flight/rank-N.txt        it stood still, and where each rank was
 metrics.jsonl            how far it came; whether its loss was a number
 faults.jsonl             what its supervisor saw, and when
-starts.jsonl             when it was started last: what is older is of an earlier start; what each start took
+starts.jsonl             when it was started last: what is older is of an earlier start
 checkpoints/             what it can go on from
 """
 
+import argparse
+import os
+import platform
 import re
+import shutil
+import socket
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from math import nan
@@ -17,16 +27,57 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
+import numpy as np
+import threadpoolctl
+
+from nnmpi.backend.blas import blas_pool, find_older, name_blas, read_cpu
+from nnmpi.comm.agreement import name_ranks
+from nnmpi.comm.group import Group
+from nnmpi.comm.start import start
+from nnmpi.command import Parser, say
 from nnmpi.errors import CheckpointError, counted
 from nnmpi.files import is_locked
+from nnmpi.launcher import read_launch
 from nnmpi.reading import parse_json, read_json, read_text
+from nnmpi.threads import usable_cores
 from nnmpi.train.checkpoint_files import MODEL_FILE, STATE_FILE, load_checkpoint, steps
 from nnmpi.train.cli import read_run
 from nnmpi.train.folder import FAULTS_FILE, RunFolder
 from nnmpi.train.log import describe_measures
+from nnmpi.units import format_bytes
+from nnmpi.version import VERSION
 
-REACHED = ("process", "imports", "MPI", "data and model", "checkpoint")  # of a start, as starts.jsonl has them
-PARTS = ("launcher", *REACHED[1:], "first steps")
+DESCRIPTION = """With RUN: what has become of a run, and what to do. Without: what this machine and its MPI are, and
+what is slow or wrong with them: mpirun -n 4 python -m nnmpi.doctor. (python -m nnmpi.verify tries whether ranks compute
+what one rank does.)"""
+WARNING_S, LIMIT_S = 10.0, 60.0  # of a wait for other ranks
+SHM = Path("/dev/shm")  # where MPI libraries have the memory that ranks share
+LITTLE_SHM_BYTES = 64 << 20  # Docker's default; a model of 16 million float32 fills it
+LITTLE_MEMORY_BYTES = 1 << 30
+
+
+def main(words: Sequence[str]) -> str:
+    """Return the diagnosis of a run, or of the machine.
+
+    Raises:
+        UsageError: when there is no run in the folder.
+        LaunchError: when MPI cannot be started.
+    """
+    parser = Parser("python -m nnmpi.doctor", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("run", nargs="?", metavar="RUN", type=Path, help="the folder of a run")
+    options: argparse.Namespace = parser.parse_args(words)
+    if options.run is not None:
+        return str(diagnose(options.run))
+    group = start()
+    group.comm.world.watch(WARNING_S, LIMIT_S)
+    everyones = look(group)
+    faults = find_faults(everyones)
+    end = f"{counted(len(faults), 'thing')} to mend" if faults else "nothing is slow or wrong"
+    tried = f"whether it computes what one rank does: mpirun -n {max(2, group.size)} python -m nnmpi.verify"
+    return "\n".join([*describe(everyones), *(f"slow or wrong: {each}" for each in faults), f"{end}; {tried}"])
+
+
+# ---- a run ----
 
 
 @dataclass(frozen=True)
@@ -61,7 +112,6 @@ def diagnose(path: Path) -> Diagnosis:
     reached = max((each["global_step"] for each in records), default=0)
     facts = (
         *_describe_starts(starts),
-        *_describe_restarts(restart_parts(folder)),
         f"metrics reach step {reached}" if records else "no metrics",
         f"last good checkpoint: step {step}, in {checkpoint}" if checkpoint else "no checkpoint that is whole",
         *notices,
@@ -181,35 +231,6 @@ def _describe_starts(starts: list[Any]) -> list[str]:
     return [f"started {counted(len(starts), 'time')}, last at {last.get('time')}: {where}"]
 
 
-def restart_parts(folder: RunFolder) -> list[dict[str, float]]:
-    """Return, for each start that followed a fault, the seconds that its parts took, from the fault's end on.
-
-    The last part ends with the first line of metrics; one that did not come so far is left out.
-    """
-    records = [each["time"] for each in _metrics(folder) if isinstance(each.get("time"), float)]
-    ends = [each["ended"] for each in _lines(folder.path / FAULTS_FILE) if isinstance(each.get("ended"), float)]
-    found = []
-    for start in _lines(folder.starts):
-        reached = start.get("reached")
-        known = reached if isinstance(reached, dict) else {}
-        times = [at for at in map(known.get, REACHED) if isinstance(at, float)]
-        if len(times) < len(REACHED):
-            continue
-        before, after = [at for at in ends if at <= times[1]], [at for at in records if at >= times[-1]]
-        if before and after:
-            ended_s = max(before)  # the process's beginning is known to a hundredth of a second
-            times = [ended_s, max(ended_s, times[0]), *times[1:], min(after)]
-            found.append({name: end - begin for name, begin, end in zip(PARTS, times, times[1:], strict=False)})
-    return found
-
-
-def _describe_restarts(found: list[dict[str, float]]) -> list[str]:
-    if not found:
-        return []
-    means = [f"{name} {sum(each[name] for each in found) / len(found):.2f} s" for name in PARTS]
-    return [f"from a fault to training again, on average of {counted(len(found), 'start')}: {', '.join(means)}"]
-
-
 def _command(starts: list[Any], path: Path) -> str:
     ranks = starts[-1].get("ranks", 1) if starts else 1
     return f"python -m nnmpi.run -n {ranks} -- --resume {quote(str(path))}"
@@ -235,3 +256,134 @@ def _newer(lines: list[Any], file: Path, other: Path) -> dict[str, Any] | None:
         return None
     last: dict[str, Any] = lines[-1]
     return last
+
+
+# ---- machines ----
+
+Facts = Mapping[str, Any]
+"""What a rank says of its place, as JSON values; see `look`."""
+
+
+def look(group: Group) -> list[Facts]:
+    """Return what each rank says of its place, by rank. Collective."""
+    pool = blas_pool(threadpoolctl.threadpool_info())
+    own, node = usable_cores()
+    launch = read_launch(os.environ)
+    facts = {
+        "host": platform.node(),
+        "processor": read_cpu("model name") or platform.processor() or platform.machine(),
+        "cores": [own, node],
+        "bound": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
+        "load": os.getloadavg()[0],
+        "versions": f"nnmpi {VERSION}, Python {platform.python_version()}, NumPy {np.__version__}",
+        "mpi": group.comm.world.library,
+        "launcher": launch.name if launch is not None else "none",
+        "blas": name_blas(pool),
+        "threads": int(pool.get("num_threads", 1)),
+        "older": find_older(),
+        "shm": shutil.disk_usage(SHM).free if SHM.is_dir() else None,
+        "memory": _available_bytes(),
+        "interfaces": _interfaces(),
+    }
+    return group.gather(facts)
+
+
+def describe(everyones: Sequence[Facts]) -> list[str]:
+    """Return what there is, in lines: once for all ranks, then node by node."""
+    first = everyones[0]
+    lines = [
+        f"{counted(len(everyones), 'rank')}, started by {first['launcher']}; MPI: {first['mpi']}",
+        first["versions"],
+    ]
+    for host, ranks in _by_host(everyones).items():
+        there = everyones[ranks[0]]
+        shm = "none" if there["shm"] is None else f"{format_bytes(there['shm'])} free"
+        memory = "unknown" if there["memory"] is None else f"{format_bytes(there['memory'])} free"
+        lines += [
+            f"{host}: {name_ranks(ranks)}; {there['processor']}, {there['cores'][1]} cores, load {there['load']:.1f}",
+            f"  BLAS: {there['blas']}, {counted(there['threads'], 'thread')} per rank",
+            f"  cores of each rank: {', '.join(dict.fromkeys(_spans(everyones[rank]['bound']) for rank in ranks))}",
+            f"  memory: {memory}; shared memory: {shm}",
+            f"  interfaces: {', '.join(there['interfaces']) or 'unknown'}",
+        ]
+    return lines
+
+
+def find_faults(everyones: Sequence[Facts]) -> list[str]:
+    """Return what is slow or wrong, a sentence each, with what helps."""
+    found = []
+    for key, what in (("versions", "versions"), ("mpi", "MPI libraries")):
+        if len({facts[key] for facts in everyones}) > 1:
+            found.append(f"ranks have different {what}; install the same on all nodes")
+    for host, ranks in _by_host(everyones).items():
+        found += [f"{host}: {sentence}" for sentence in _faults_of([everyones[rank] for rank in ranks])]
+    return found
+
+
+def _faults_of(node: Sequence[Facts]) -> list[str]:
+    """Return what is slow or wrong on one node."""
+    first, ranks, cores, found = node[0], len(node), node[0]["cores"][1], []
+    if ranks > cores:
+        found.append(f"{ranks} ranks share {cores} cores and wait for one another; start at most {cores} there")
+    sharing = Counter(tuple(facts["bound"]) for facts in node)
+    bound, most = max(sharing.items(), key=lambda item: item[1], default=((), 0))
+    if bound and len(bound) < most <= cores:
+        found.append(f"{most} ranks are bound to the cores {_spans(bound)}, others are idle; give --bind-to none")
+    if ranks * first["threads"] > max(cores, ranks):
+        found.append(
+            f"{ranks} ranks with {first['threads']} BLAS threads each want more than {cores} cores; leave "
+            "OMP_NUM_THREADS out, or set it to 1"
+        )
+    if first["load"] > 1.5 * cores:
+        found.append(f"its load is {first['load']:.1f} on {cores} cores: others compute there, too; times mean little")
+    if first["older"]:
+        found.append(first["older"])
+    if ranks > 1 and first["shm"] is not None and first["shm"] < LITTLE_SHM_BYTES:
+        found.append(
+            f"{SHM} has {format_bytes(first['shm'])} free; large models will exchange gradients by messages, which is "
+            "slower (docker run --shm-size)"
+        )
+    if first["memory"] is not None and first["memory"] < LITTLE_MEMORY_BYTES:
+        found.append(f"only {format_bytes(first['memory'])} of memory are free")
+    return found
+
+
+def _by_host(everyones: Sequence[Facts]) -> dict[str, list[int]]:
+    found: dict[str, list[int]] = {}
+    for rank, facts in enumerate(everyones):
+        found.setdefault(facts["host"], []).append(rank)
+    return found
+
+
+def _spans(cores: Sequence[int]) -> str:
+    """Return numbers of cores in words: "0-3, 8"."""
+    return name_ranks(cores).partition(" ")[2] if cores else "any"
+
+
+def _available_bytes() -> int | None:
+    """Return the memory that programs may still take; None where the system does not say."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
+    return None
+
+
+def _interfaces() -> list[str]:
+    """Return the network's interfaces that are up, with their rates as far as they are known."""
+    found = []
+    with suppress(OSError):
+        for _, name in socket.if_nameindex():
+            place = Path("/sys/class/net") / name
+            with suppress(OSError, ValueError):
+                if (place / "operstate").read_text().strip() == "down":
+                    continue
+            rate = ""
+            with suppress(OSError, ValueError):
+                mbits = int((place / "speed").read_text())
+                rate = f" ({mbits / 1000:g} Gbit/s)" if mbits > 0 else ""
+            found.append(name + rate)
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(say(main))

@@ -1,23 +1,19 @@
-"""The doctor: what it says of runs that ended in every way, of machines, and what its self-test finds."""
+"""The doctor: what it says of runs that ended in every way, of machines."""
 
 import json
 import os
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.doctor.diagnosis import diagnose
-from nnmpi.doctor.machine import describe, find_faults, look
-from nnmpi.doctor.selftest import try_all
+from nnmpi.doctor import describe, diagnose, find_faults, look
 from nnmpi.errors import UsageError
 from nnmpi.files import locked
 from nnmpi.train.cli import main
@@ -108,27 +104,6 @@ ENDS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     ),
     "never came up": (unfinished(lambda run: (run / "starts.jsonl").unlink()), "ended while it was set up", "--resume"),
 }
-
-
-def test_what_a_restart_took_is_told_by_its_parts(finished: Path, tmp_path: Path) -> None:
-    """A start without a fault before it is none, and one that came to no line of metrics has no last part."""
-    run = shutil.copytree(finished, tmp_path / "run")
-    names = ("process", "imports", "MPI", "data and model", "checkpoint")
-    starts = [
-        dict(zip(names, times, strict=True)) for times in ((1.0, 2.0, 3.0, 4.0, 5.0), (20.5, 21.0, 21.25, 22.0, 22.5))
-    ]
-    starts.append(dict.fromkeys(names, 40.0))
-    write(
-        run / "starts.jsonl",
-        "\n".join(json.dumps({"reached": each}) for each in starts) + '\n{"reached": {"MPI": "x"}}',
-    )
-    write(run / "faults.jsonl", "\n".join(json.dumps({"ended": each}) for each in (20.0, 30.0)))
-    write(run / "metrics.jsonl", "\n".join(json.dumps({"global_step": 1, "time": each}) for each in (6.0, 24.5, 25.0)))
-    (line,) = [each for each in diagnose(run).facts if "to training again" in each]
-    assert line.endswith(
-        "on average of 1 start: launcher 0.50 s, imports 0.50 s, MPI 0.25 s, data and model 0.75 s, checkpoint 0.50 s, "
-        "first steps 2.00 s"
-    )
 
 
 @pytest.mark.parametrize(
@@ -223,39 +198,14 @@ def test_what_is_slow_or_wrong_is_said(ranks: list[dict[str, Any]], text: str) -
     assert [text in sentence for sentence in found] == [True] * bool(text), found
 
 
-# ---- the test of all parts ----
-
-
-@pytest.mark.simulated(max_size=5)
-def test_all_parts_work_on_any_number_of_ranks(group: Group) -> None:
-    checks = try_all(group)
-    assert [check for check in checks if check.problem] == []
-    assert len(checks) >= 16
+@pytest.mark.simulated(max_size=3)
+def test_each_rank_says_what_its_place_is(group: Group) -> None:
     everyones = look(group)
     assert len(everyones) == group.size and describe(everyones)[0].startswith(f"{group.size} rank")
 
 
-def test_a_part_that_does_not_work_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong sum, on one rank alone."""
-    right = Group.all_reduce
-
-    def wrong(self: Group, array: Any, algorithm: Any = "native", check: bool = True) -> None:
-        right(self, array, algorithm, check)
-        if algorithm == "tree" and self.rank == 1 and isinstance(array, np.ndarray):
-            array[-1] += 1
-
-    monkeypatch.setattr(Group, "all_reduce", wrong)
-    for checks in simulate(try_all, 3):
-        assert {check.name: check.problem for check in checks if check.problem} == {
-            "all-reduce by tree": "rank 1: wrong sums of 1 elements"
-        }
-
-
 def test_the_command_examines_the_ranks_that_mpi_has_started(tmp_path: Path) -> None:
-    begin = time.monotonic()
     ending = run([*mpirun(2), sys.executable, "-m", "nnmpi.doctor"], tmp_path / "output", 60.0)
     assert ending.status == 0, ending.output
-    assert ending.output.count("a pipeline of two stages, against one rank") == 1
-    assert "none failed" in ending.output
-    assert time.monotonic() - begin < 40
+    assert ending.output.count("nnmpi.verify") == 1
     assert run([sys.executable, "-m", "nnmpi.doctor", str(tmp_path)], tmp_path / "output", 60.0).status == 2
