@@ -9,7 +9,7 @@ The options of a large command are the fields of dataclasses, one dataclass for 
         hidden: tuple[int, ...] = (128, 64)                   --hidden 50 20
         \"\"\"Widths of the hidden dense layers.\"\"\"              the option's help
         normalize: bool = True                                --normalize, --no-normalize
-        overlap: Switch = "auto"                              --overlap, --no-overlap, --overlap auto
+        jit: Switch = "auto"                                  --jit, --no-jit, --jit auto
         clip: float | None = None                             --clip 0.5, --clip None
 
 `options_of` lists them, `read_words` reads a command line, `convert` checks a value that comes from a file. argparse
@@ -420,7 +420,7 @@ def entry(form: str, text: str) -> list[str]:
 
 
 def _form(option: Option) -> str:
-    """Return how the option is written: `--lr NUMBER`, `--jit, --no-jit`, `--overlap [auto|on|off], --no-overlap`."""
+    """Return how the option is written: `--lr NUMBER`, `--jit, --no-jit`, `--quick [auto|on|off], --no-quick`."""
     if option.type is bool:
         return f"{option.flag}, {option.negation}"
     names = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH", Custom: "FILE.py:NAME"}

@@ -39,7 +39,6 @@ from nnmpi.planner.search import plan
 from nnmpi.planner.shapes import ModelShapes
 from nnmpi.planner.space import Candidate
 from nnmpi.train.build import (
-    bucket_bytes_of,
     build_losses,
     build_model,
     build_optimizer,
@@ -115,7 +114,6 @@ def workload_of(config: Config, samples: Samples) -> Workload:
         precision=config.run.precision,
         clip=options.clip,
         seed=config.run.seed,
-        unit_bytes=bucket_bytes_of(config.parallel),
         key=key,
     )
 
@@ -344,7 +342,7 @@ def check_open(config: ParallelConfig, asynchronous: bool, resuming: bool = Fals
     plain = ParallelConfig()
     left_open = (
         *("dp", "pp", "tp", "sp", "pipeline", "virtual_stages", "microbatches", "split", "reduction"),
-        *("zero", "activation_memory", "offload_state", "allreduce", "fused_update", "overlap"),
+        *("zero", "activation_memory", "offload_state", "allreduce"),
     )
     for name in left_open:
         if getattr(config, name) != getattr(plain, name):

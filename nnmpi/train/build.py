@@ -40,6 +40,7 @@ from nnmpi.nn.module import Module
 from nnmpi.optim import names
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.schedule import ConstantRate, Cosine, Schedule, StepDecay, Warmup
+from nnmpi.parallel.sequence.group import RING, ULYSSES
 from nnmpi.tensor.flat import FlatStorage
 from nnmpi.train.checkpoint import LastCheckpoint
 from nnmpi.train.computing import Computing, choose_computing
@@ -49,7 +50,6 @@ from nnmpi.train.config import (
     ModelConfig,
     OptimizationConfig,
     ParallelConfig,
-    decided,
     require,
 )
 from nnmpi.train.device import explained
@@ -58,7 +58,6 @@ from nnmpi.train.inputs import Inputs, load_inputs, text_source
 from nnmpi.train.run_state import Extent
 from nnmpi.train.signature import ModelSignature
 
-BYTES_PER_MIB = 2**20
 TOO_LARGE = "the model does not fit into memory ({}); make it smaller"
 
 
@@ -252,17 +251,14 @@ def own_or_name(name: str, option: str, wanted: str) -> Any:
     return load_custom(name, option, wanted) if is_custom(name) else name
 
 
-def build_layout(config: ParallelConfig, optimizer: str = "adam", momentum: float = 0.0) -> Layout:
+def build_layout(config: ParallelConfig, rule: OptimizationConfig, model: ModelConfig) -> Layout:
     """Return the layout that the options ask for.
-
-    Args:
-        optimizer, momentum: which say how many arrays the optimizer keeps for each parameter.
 
     Raises:
         UsageError: for values that do not go together.
     """
     dp, pp, tp = (None if ranks == "auto" else ranks for ranks in (config.dp, config.pp, config.tp))
-    return Layout(
+    layout = Layout(
         dp,
         pp,
         tp,
@@ -271,15 +267,22 @@ def build_layout(config: ParallelConfig, optimizer: str = "adam", momentum: floa
         split=config.layers_per_stage,
         reduction=config.reduction,
         memory_limit=config.memory_limit_bytes,
-        state_arrays=2 if optimizer != "sgd" else int(momentum > 0),
+        state_arrays=2 if rule.optimizer != "sgd" else int(rule.momentum > 0),
         sp=config.sp,
-        sp_attention=config.sp_attention,
         zero=config.zero,
-        unit_bytes=bucket_bytes_of(config) if config.zero else None,
         activation_memory=config.activation_memory_bytes,
         offload=config.offload,
         offload_state=config.offload_state,
     )
+    return choose_attention(layout, model)
+
+
+def choose_attention(layout: Layout, model: ModelConfig) -> Layout:
+    """Return the layout with ring attention where ranks that share sequences are more than the model's heads."""
+    if layout.sp == 1 or model.model != "gpt":
+        return layout
+    heads = model.sizes[2] if model.pretrained is None else read_size(model.pretrained).heads
+    return replace(layout, sp_attention=RING if heads < layout.sp * (layout.tp or 1) else ULYSSES)
 
 
 def build_whole(config: Config, train: Samples, backend: Backend, group: Group) -> Module:
@@ -372,28 +375,20 @@ def build_exchange(
 ) -> GradientExchange:
     """Return how gradients are to be summed. Collective.
 
-    A run that goes on keeps the algorithms that it had chosen, one for each bucket. With another layout or limit the
-    buckets are others, for which they were not chosen. The worker makes its buckets later, by this same plan.
+    A run that goes on keeps the algorithms that it had chosen, one for each bucket. With another layout the buckets
+    are others, for which they were not chosen. The worker makes its buckets later, by this same plan.
 
     Args:
         where: how the model lies on the ranks; None for all of it on each.
         storage: of this rank's part of the model.
         algorithms: see `build_trainer`.
     """
-    fused, overlap = decided(config.fused_update) if group.size > 1 else False, decided(config.overlap)
-    bucket_bytes = bucket_bytes_of(config)
     allreduce: How | Sequence[How] = own_or_name(config.allreduce, "--allreduce", "(rank, size)")
-    if algorithms and allreduce == AUTO and not fused:
+    if algorithms and allreduce == AUTO:
         replicas = group if where is None else where.mesh.replicas
-        limit = bucket_limit(bucket_bytes, overlaps(replicas) if overlap is None else overlap)
-        if len(algorithms) == _count_buckets(storage, limit):  # else it begins anew
+        if len(algorithms) == _count_buckets(storage, bucket_limit(None, overlaps(replicas))):  # else it begins anew
             allreduce = algorithms
-    return GradientExchange(allreduce, bucket_bytes, overlap, fused, config.check_weights)
-
-
-def bucket_bytes_of(config: ParallelConfig) -> int | None:
-    """Return the longest bucket, or unit, that was asked for."""
-    return None if config.bucket_mb is None else max(1, int(config.bucket_mb * BYTES_PER_MIB))
+    return GradientExchange(allreduce)
 
 
 def _count_buckets(storage: FlatStorage, bucket_bytes: int) -> int:
@@ -408,14 +403,12 @@ def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
         LayoutError, UsageError: on all ranks, when it does not fit the world, or options do not go together.
     """
     with agreed(group):
-        layout = build_layout(config.parallel, config.optimization.optimizer, config.optimization.momentum)
+        layout = build_layout(config.parallel, config.optimization, config.model)
     mesh = find_mesh(group, layout)
     idle = config.parallel.describe_idle()
     resuming = config.run.resume is not None  # then they may be those of a run that had a pipeline
     if idle is not None and mesh.pp == 1 and not resuming:
         raise UsageError(f"{idle} belongs to a pipeline, and {mesh} has none; give --pp 2 or more, or leave it out")
-    if config.parallel.sp_attention != ParallelConfig.sp_attention and mesh.sp == 1 and not resuming:
-        raise UsageError("--sp-attention belongs to ranks that share sequences; give --sp 2 or more, or leave it out")
     return layout, mesh
 
 

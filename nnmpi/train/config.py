@@ -66,11 +66,6 @@ def at_least_one(option: str, value: int) -> None:
     require(value >= 1, f"{option} is {value}; give a whole number, 1 or more")
 
 
-def decided(switch: Switch) -> bool | None:
-    """Return True for on, False for off, None for auto."""
-    return {"auto": None, "on": True, "off": False}[switch]
-
-
 @dataclass(frozen=True)
 class ParallelConfig:
     """How the work is laid out over the ranks."""
@@ -86,10 +81,8 @@ class ParallelConfig:
     """Ranks that share out each layer (auto: what is missing, else 1)."""
     sp: int = 1
     """Ranks that share the positions of each sequence, for models such as gpt whose layers, but for attention, take
-    each position by itself."""
-    sp_attention: Literal["ulysses", "ring"] = "ulysses"
-    """How attention sees the positions of --sp other ranks: ulysses gives each rank all positions of some heads, by an
-    exchange before and after it (least is sent; at least as many heads as ranks); ring passes keys and values round."""
+    each position by itself. Attention gives each rank all positions of some heads (Ulysses); with fewer heads than
+    ranks keys and values go round (ring attention)."""
     pipeline: Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"] | Custom = "1f1b"
     """Schedule of the pipeline; pipedream updates after every microbatch, with weights that are out of date; or a
     function (rank, ranks, microbatches) of your own, FILE.py:NAME."""
@@ -124,16 +117,6 @@ class ParallelConfig:
     """How gradients are summed: MPI's own, through shared memory, ring, tree, parameter server ...; auto takes what the
     fitted model predicts to be fastest, or what suits the size. With a CUDA device: nccl is NVIDIA's library,
     with one rank for each GPU. Or a function (rank, size) of your own, FILE.py:NAME, which is proved before it runs."""
-    bucket_mb: float | None = None
-    """Gradients travel in buckets of this many MiB (default: 4 with overlap or --zero, else all in one)."""
-    overlap: Switch = "auto"
-    """Sum the first buckets while the backward pass still computes the others (auto: with ranks on several nodes, or on
-    a device)."""
-    fused_update: Switch = "auto"
-    """Keep the weights once per node, and let each of its ranks sum the gradients of a part of them and update it
-    (auto: on one node, for replicas of a whole model, unless options above say how gradients travel)."""
-    check_weights: bool = False
-    """After every step, compare a hash of the weights over all ranks (slow; for doubts)."""
 
     def __post_init__(self) -> None:
         """Check the values; whether they fit the number of ranks is checked when that is known."""
@@ -149,12 +132,6 @@ class ParallelConfig:
             self.memory_limit_bytes,
             self.activation_memory_bytes,
         )  # each raises for words that it cannot read
-        if self.bucket_mb is not None:
-            positive("--bucket-mb", self.bucket_mb, LONG)
-        if self.fused_update == "on":
-            idle = self.allreduce != "auto" or self.bucket_mb is not None or self.overlap != "auto"
-            sentence = "--fused-update sums gradients itself; leave --allreduce, --bucket-mb and --overlap out"
-            require(not idle, sentence)
         self._check_offload()
         self._check_zero()
 
@@ -169,21 +146,13 @@ class ParallelConfig:
             fits = self.offload_state != "all" or self.zero == 3
             sentence = "takes weights unit by unit, as --zero 3 does; give that, too, or --offload-state optimizer"
             require(fits, f"{what} {sentence}")
-            require(self.fused_update != "on", f"{what} does not go with --fused-update on; leave one of them out")
 
     def _check_zero(self) -> None:
         require(self.zero in range(4), f"--zero is {self.zero}; give 0, 1, 2 or 3")
         sums = ("auto", "shared", "native", "ring", "tree")
-        for option, given, why in (
-            ("--fused-update on", self.fused_update == "on", "shares out the update itself; leave one of them out"),
-            ("--overlap on", self.overlap == "on", "sums a unit when the backward pass has left it; leave it out"),
-            (
-                f"--allreduce {self.allreduce}",
-                self.allreduce not in sums,
-                f"scatters sums and gathers parts, which {self.allreduce} does not; give {', '.join(sums)}",
-            ),
-        ):
-            require(not (given and self.zero), f"{option} does not go with --zero {self.zero}, which {why}")
+        why = f"scatters sums and gathers parts, which {self.allreduce} does not; give {', '.join(sums)}"
+        fits = not self.zero or self.allreduce in sums
+        require(fits, f"--allreduce {self.allreduce} does not go with --zero {self.zero}, which {why}")
 
     @property
     def layers_per_stage(self) -> Literal["auto"] | tuple[int, ...]:
@@ -298,7 +267,6 @@ class SyncConfig:
             ("--pp", parallel.pp not in ("auto", 1), "every worker has the whole model"),
             ("--tp", parallel.tp not in ("auto", 1), "every worker has the whole model"),
             ("--sp", parallel.sp != 1, "every worker has samples of its own"),
-            ("--fused-update", parallel.fused_update == "on", "weights are not updated in step"),
             ("--reduction", parallel.reduction != plain.reduction, "sums depend on who comes first"),
             ("--zero", parallel.zero > 0, "every worker has the whole model"),
             ("--memory-limit", parallel.memory_limit is not None, "every worker has the whole model"),
@@ -308,10 +276,7 @@ class SyncConfig:
                 "ranks that are not in step cannot plan together",
             ),
             ("--offload-state", parallel.offload_state is not None, "each has updates of its own"),
-            ("--check-weights", parallel.check_weights, "workers' weights differ between two synchronization points"),
             ("--allreduce", parallel.allreduce != plain.allreduce, "no gradients are summed by all-reduce"),
-            ("--bucket-mb", parallel.bucket_mb is not None, "no gradients are summed by all-reduce"),
-            ("--overlap", parallel.overlap != "auto", "no gradients are summed by all-reduce"),
         ):
             require(not given, f"{option} does not go with --sync {self.sync}: {why}; leave it out")
 

@@ -34,8 +34,6 @@ class PlaceConfig:
     """Ranks that share out each layer."""
     sp: int = 1
     """Ranks that share out the positions of each sequence (of gpt)."""
-    sp_attention: Literal["ulysses", "ring"] = "ulysses"
-    """How attention sees the positions of other ranks."""
     backend: Literal["auto", "numpy", "cupy"] = "auto"
     """Array library; auto: CuPy where a CUDA device can be used, NumPy elsewhere."""
     simulate: int = 0
@@ -57,7 +55,7 @@ class PlaceConfig:
             NnmpiError: on all ranks; see `open_run`.
         """
         backend = take_backend(self.backend, group, group.local_rank())
-        layout = Layout(self.dp, self.pp, self.tp, sp=self.sp, sp_attention=self.sp_attention)
+        layout = Layout(self.dp, self.pp, self.tp, sp=self.sp)
 
         def fits(config: Config) -> None:
             check_positions(config.model.model, self.sp)

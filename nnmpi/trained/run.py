@@ -29,7 +29,7 @@ from nnmpi.models.pretrained import WEIGHTS, load_pretrained, read_size
 from nnmpi.models.torch_weights import from_torch, read_torch, torch_weights
 from nnmpi.nn.module import Module
 from nnmpi.parallel.shard_map import ArraySpec
-from nnmpi.train.build import TOO_LARGE, build_model
+from nnmpi.train.build import TOO_LARGE, build_model, choose_attention
 from nnmpi.train.checkpoint import LastCheckpoint, find, load_weights
 from nnmpi.train.cli import read_run
 from nnmpi.train.config import Config, ModelConfig, assemble, flatten
@@ -182,7 +182,7 @@ def open_run(
     if last is None and is_run:
         raise CheckpointError(f"{folder} has no checkpoint yet; wait for one, or train on with --resume {folder}")
     signature = _read_signature(folder, last, group)
-    dtype = config.run.dtype
+    dtype, layout = config.run.dtype, choose_attention(layout, config.model)
     with explained(backend, TOO_LARGE):
         with agreed(group):
             # dropout does nothing here, and what says how large it was may be gone

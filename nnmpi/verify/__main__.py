@@ -34,7 +34,7 @@ def main(words: Sequence[str], group: Group) -> bool:
         return True
     with agreed(group):
         dataset = load_samples(options)
-        layout = build_layout(options.parallel, options.optimization.optimizer, options.optimization.momentum)
+        layout = build_layout(options.parallel, options.optimization, options.model)
     backend = take_backend(options.trial.backend, group, group.local_rank())
     with explained(backend):
         ours = run(options, dataset, group, layout, backend)

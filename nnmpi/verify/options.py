@@ -30,7 +30,7 @@ DESCRIPTION = """Does a model trained under a layout do what it does on one rank
 mpirun -n 8 python -m nnmpi.verify --model cnn --dp 2 --pp 2 --tp 2
 mpirun -n 6 python -m nnmpi.verify --model nets/mine.py:build --shape 32 32 3 --dp 3 --pp 2
 mpirun -n 4 python -m nnmpi.verify --reduction fixed
-mpirun -n 4 python -m nnmpi.verify --model gpt --tp 2 --sp 2 --sp-attention ring
+mpirun -n 4 python -m nnmpi.verify --model gpt --tp 2 --sp 2
 
 Some steps are trained under the layout, and again on rank 0 alone, lstm and gpt on random tokens. Losses, gradients,
 weights, statistics and an evaluation are compared: to the last bit with --reduction fixed, else within the rounding of
@@ -104,8 +104,6 @@ class Options:
             given = trial.classes is not None and trial.shape is None
             require(not given, "--classes belongs to --shape; leave it out")
         check_positions(model, parallel.sp)
-        alone = parallel.sp == 1 and parallel.sp_attention != ParallelConfig.sp_attention
-        require(not alone, "--sp-attention belongs to ranks that share sequences; give --sp 2 or more, or leave it out")
 
     @property
     def is_language(self) -> bool:
@@ -128,9 +126,8 @@ SHARED = {
     ModelConfig: ("model", "hidden", "dropout", "layers", "features", "heads", "context", "tied"),
     OptimizationConfig: ("batch_size", "optimizer", "lr", "weight_decay", "clip"),
     ParallelConfig: (
-        *("dp", "pp", "tp", "sp", "sp_attention", "pipeline", "virtual_stages", "microbatches", "split"),
-        *("reduction", "memory_limit", "activation_memory", "offload", "offload_state", "allreduce", "bucket_mb"),
-        "zero",
+        *("dp", "pp", "tp", "sp", "pipeline", "virtual_stages", "microbatches", "split"),
+        *("reduction", "memory_limit", "activation_memory", "offload", "offload_state", "allreduce", "zero"),
     ),
 }
 # What is different here: a batch that divides by nothing, and an optimizer that does not blow up rounding errors.

@@ -19,7 +19,7 @@ from nnmpi.compose.worker import Worker
 from nnmpi.data.catalogue import load
 from nnmpi.data.dataset import IGNORED, Dataset
 from nnmpi.data.loader import Batch, Loader
-from nnmpi.train.build import bucket_bytes_of, build_model, build_optimizer, own_or_name
+from nnmpi.train.build import build_model, build_optimizer, own_or_name
 from nnmpi.verify.options import Options
 
 # Adam's, in place of 1e-8: it divides each gradient by its size, so that what is 0 but for rounding would become an
@@ -118,7 +118,6 @@ def _build(options: Options, dataset: Dataset, group: Group, layout: Layout, bac
         group,
         exchange=GradientExchange(
             own_or_name(options.parallel.allreduce, "--allreduce", "(rank, size)"),
-            bucket_bytes_of(options.parallel),
             fused_update=False,  # it leaves no gradients that could be compared
             check=True,
         ),

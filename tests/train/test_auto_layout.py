@@ -108,8 +108,6 @@ def test_options_that_say_a_layout_are_refused() -> None:
         check_open(ParallelConfig(layout="auto", zero=1), asynchronous=False)
     with pytest.raises(UsageError, match="--layout auto is for ranks in step"):
         check_open(ParallelConfig(layout="auto"), asynchronous=True)
-    with pytest.raises(UsageError, match="--layout auto chooses --overlap itself"):
-        check_open(ParallelConfig(layout="auto", overlap="on"), asynchronous=False)
     with pytest.raises(UsageError, match="--layout auto is for a new run"):  # whose --dp was chosen, not given
         check_open(ParallelConfig(layout="auto", dp=2), asynchronous=False, resuming=True)
 

@@ -8,16 +8,16 @@ import pytest
 from nnmpi.command import suggest
 from nnmpi.errors import UsageError
 from nnmpi.train.cli import parse
-from nnmpi.train.config import Config, OptimizationConfig, RunConfig, all_options, assemble, check, decided, flatten
+from nnmpi.train.config import Config, OptimizationConfig, RunConfig, all_options, assemble, check, flatten
 
 # Scripts and notes of other people depend on these: removing or renaming one is a breaking change.
 NAMES = """
 model hidden activation dropout layers features heads context pretrained dataset tokenizer
 text_columns text_samples target data_dir test_fraction augment partition normalize epochs
 max_steps batch_size optimizer loss lr momentum weight_decay schedule warmup_epochs clip
-label_smoothing layout dp pp tp sp sp_attention pipeline virtual_stages microbatches split
-reduction zero memory_limit activation_memory offload offload_state allreduce bucket_mb overlap
-fused_update check_weights sync staleness local_steps slow network simulate backend dtype
+label_smoothing layout dp pp tp sp pipeline virtual_stages microbatches split
+reduction zero memory_limit activation_memory offload offload_state allreduce
+sync staleness local_steps slow network simulate backend dtype
 precision jit seed out resume config log_every quiet verbose eval_every save_every trace keep_best
 stall_limit
 """
@@ -49,7 +49,7 @@ def test_names_may_be_written_with_dashes() -> None:
         ({"lr": True}, "x: lr is True; it must be a number"),
         ({"epochs": 1.5}, "x: epochs is 1.5; it must be a whole number"),
         ({"epochs": True}, "x: epochs is True; it must be a whole number"),
-        ({"overlap": 1}, "x: overlap is 1; it must be one of auto, on, off"),
+        ({"jit": 1}, "x: jit is 1; it must be one of auto, on, off"),
         ({"hidden": 3}, "x: hidden is 3; it must be a list of whole numbers"),
         ({"hidden": [3, "4"]}, "x: hidden is [3, '4']; it must be a list of whole numbers"),
         ({"optimizer": "sgdd"}, "x: optimizer is 'sgdd'; it must be one of sgd, adam, adamw or FILE.py:NAME"),
@@ -77,28 +77,15 @@ def test_suggestions_are_near() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "overlap", "fused"),
+    ("words", "jit"),
     [
-        ("", "auto", "auto"),
-        ("--overlap --no-fused-update", "on", "off"),
-        ("--no-overlap", "off", "auto"),
-        ("--fused-update", "auto", "on"),
-        ("--overlap off --lr 0.1 --fused-update off", "off", "off"),
-        ("--overlap=on --no-overlap", "off", "auto"),
-        ("--no-overlap --overlap auto", "auto", "auto"),
+        ("", "auto"),
+        ("--jit", "on"),
+        ("--no-jit --lr 0.1", "off"),
+        ("--jit=on --jit off", "off"),
+        ("--jit auto", "auto"),
     ],
 )
-def test_every_form_is_read(words: str, overlap: str, fused: str) -> None:
-    parallel = parse(words.split()).parallel
-    assert (parallel.overlap, parallel.fused_update) == (overlap, fused)
-
-
-def test_truth_values_of_older_files_are_read() -> None:
-    config = assemble({"overlap": True, "fused_update": False})
-    assert (config.parallel.overlap, config.parallel.fused_update) == ("on", "off")
-    assert flatten(config)["overlap"] == "on"
-    assert flatten(Config())["fused_update"] == "auto"
-
-
-def test_auto_is_undecided() -> None:
-    assert [decided("auto"), decided("on"), decided("off")] == [None, True, False]
+def test_every_form_of_a_switch_is_read(words: str, jit: str) -> None:
+    assert parse(words.split()).run.jit == jit
+    assert assemble({"jit": {"on": True, "off": False}.get(jit, jit)}).run.jit == jit

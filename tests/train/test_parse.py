@@ -18,11 +18,11 @@ def test_no_words_give_the_defaults() -> None:
 
 
 def test_flat_names_reach_their_sections() -> None:
-    words = "--model mlp --hidden 50 20 --batch-size full --lr=0.5 --no-overlap --data-dir d --dp 2"
+    words = "--model mlp --hidden 50 20 --batch-size full --lr=0.5 --no-jit --data-dir d --dp 2"
     config = parse(words.split())
     assert config.model.hidden == (50, 20)
     assert (config.optimization.batch_size, config.optimization.lr) == ("full", 0.5)
-    assert (config.parallel.overlap, config.parallel.dp, config.data.data_dir) == ("off", 2, Path("d"))
+    assert (config.run.jit, config.parallel.dp, config.data.data_dir) == ("off", 2, Path("d"))
 
 
 def test_help_lists_every_option_once_with_help() -> None:
@@ -37,12 +37,12 @@ def test_help_lists_every_option_once_with_help() -> None:
 
 def test_command_line_over_file_over_defaults(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('lr = 0.5\nepochs = 7\nmomentum = 0.9\nhidden = [9]\nmodel = "mlp"\noverlap = false\n')
+    file.write_text('lr = 0.5\nepochs = 7\nmomentum = 0.9\nhidden = [9]\nmodel = "mlp"\njit = false\n')
     config = parse(["--epochs", "3", "--config", str(file), "--optimizer", "sgd"])
     assert (config.optimization.lr, config.optimization.epochs) == (0.5, 3)
-    assert (config.model.hidden, config.parallel.overlap) == ((9,), "off")
+    assert (config.model.hidden, config.run.jit) == ((9,), "off")
     assert config.run.config == file
-    assert parse(["--config", str(file), "--momentum", "0", "--overlap"]).parallel.overlap == "on"
+    assert parse(["--config", str(file), "--momentum", "0", "--jit"]).run.jit == "on"
 
 
 def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
@@ -83,9 +83,8 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
         ("--sync asp --activation-memory 1k", "--activation-memory does not go with --sync asp"),
         ("--batch-size many", '--batch-size is many; it must be a whole number or "full"'),
         ("--no-normalize 3", "--no-normalize takes no value, but 3 follows it"),
-        ("--no-overlap 3", "--no-overlap takes no value, but 3 follows it"),
-        ("--overlap yes", "--overlap is yes; it must be one of auto, on, off"),
-        ("--no-overlp", "--no-overlp is not an option; did you mean --no-overlap"),
+        ("--jit yes", "--jit is yes; it must be one of auto, on, off"),
+        ("--no-jti", "--no-jti is not an option; did you mean --no-jit"),
         ("--hidden 3 x", "--hidden is 3 x; it must be a list of whole numbers"),
         ("iris", "iris is not an option; options begin with -- and are listed by --help"),
         ("--hidden \u0663", "--hidden is \u0663; it must be a list of whole numbers"),

@@ -108,7 +108,7 @@ def test_seconds_are_simulated_ones_and_said_to_be(tmp_path: Path) -> None:
 
 def test_a_network_makes_steps_longer(tmp_path: Path) -> None:
     """A ring of three ranks: 2 (N-1) latencies and 2 (N-1)/N of the gradient's bytes for each step."""
-    words = "--simulate 3 --model mlp --slow ms=10 --allreduce ring --no-overlap --max-steps 20 --log-every 5"
+    words = "--simulate 3 --model mlp --slow ms=10 --allreduce ring --max-steps 20 --log-every 5"
     ending = train(tmp_path, f"{words} --network alpha_us=500,gbit=0.1 --out run")
     assert ending.status == 0, ending.output
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

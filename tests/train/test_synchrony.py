@@ -30,7 +30,6 @@ BASE = "--model mlp --dataset iris --dtype float64 --batch-size 25"
         ("--sync asp --pp 2", "--pp does not go with --sync asp"),
         ("--sync local --tp 2", "--tp does not go with --sync local"),
         ("--sync asp --reduction fixed", "--reduction does not go with --sync asp"),
-        ("--sync asp --check-weights", "--check-weights does not go with --sync asp"),
         ("--sync asp --allreduce ring", "--allreduce does not go with --sync asp"),
         ("--sync asp --network gbit=10", "--network is for --simulate"),
         ("--sync never", "--sync "),

@@ -69,7 +69,7 @@ def test_evaluate_says_what_training_printed(
 ) -> None:
     """On one rank and several, by their replicas, pipelines and shards."""
     folder, printed = run(tmp_path, f"--dataset {files(tmp_path)[name]} {options}", capfd)
-    layouts = [(1, ""), (3, ""), (2, "--pp 2"), (4, "--tp 2"), (2, "--sp 2"), (4, "--pp 2 --sp 2 --sp-attention ring")]
+    layouts = [(1, ""), (3, ""), (2, "--pp 2"), (4, "--tp 2"), (2, "--sp 2"), (4, "--pp 2 --sp 2")]
     for ranks, layout in layouts[: 3 if "lstm" in options else 6 if "gpt" in options else 4]:
         found = said(evaluate, f"{folder} --backend numpy {layout}", ranks, capfd)
         assert printed.partition(" (")[0] in found, layout

@@ -21,7 +21,7 @@ def test_every_word_has_its_place() -> None:
         "--model a/b.py:build --shape 8 8 3 --classes 7 --samples 20 --batch-size 6 --steps 2 "
         "--optimizer adamw --lr 0.1 --weight-decay 0.2 --clip 1 --dtype float32 --seed 4 --dp 2 --pp 3 --tp 1 "
         "--pipeline interleaved --virtual-stages 2 --microbatches 5 --split 1,2,3 --reduction fixed "
-        "--memory-limit 2MiB --activation-memory 1MiB --allreduce ring --bucket-mb 0.5"
+        "--memory-limit 2MiB --activation-memory 1MiB --allreduce ring"
     )
     options = parse(text.split())
     assert (options.model.model, options.trial.shape, options.trial.classes) == ("a/b.py:build", (8, 8, 3), 7)
@@ -36,7 +36,7 @@ def test_every_word_has_its_place() -> None:
     )
     assert (parallel.layers_per_stage, parallel.reduction) == ((1, 2, 3), "fixed")
     assert parallel.activation_memory_bytes == 2**20
-    assert (parallel.memory_limit_bytes, parallel.allreduce, parallel.bucket_mb) == (2**21, "ring", 0.5)
+    assert (parallel.memory_limit_bytes, parallel.allreduce) == (2**21, "ring")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,6 @@ def test_every_word_has_its_place() -> None:
         ("--classes 3", "--classes belongs to --shape"),
         ("--model gpt --shape 3", "--model gpt is verified on random tokens; leave --shape and --dataset out"),
         ("--model lstm --sp 2", "--sp 2 shares out the positions of sequences, and --model lstm takes one after the"),
-        ("--model gpt --sp-attention ring", "--sp-attention belongs to ranks that share sequences; give --sp 2"),
         ("--samples 0", "--samples is 0"),
         ("--model resnet --hidden 3", "--hidden is for --model mlp or cnn"),
         ("--step 3", "--step is not an option; did you mean --steps"),

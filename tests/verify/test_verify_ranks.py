@@ -119,9 +119,9 @@ def verify(words: str, ranks: int) -> list[bool]:
     return simulate(lambda group: main(words.split(), group), ranks)
 
 
-@pytest.mark.parametrize("way", ["ring", "ulysses"])
-def test_shared_positions_are_the_serial_run(way: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert all(verify(f"{GPT} --dp 1 --sp 2 --sp-attention {way}", 2))
+@pytest.mark.parametrize("heads", [1, 3])  # by ring attention, and by Ulysses
+def test_shared_positions_are_the_serial_run(heads: int, capfd: pytest.CaptureFixture[str]) -> None:
+    assert all(verify(f"{GPT} --dp 1 --sp 2 --heads {heads}", 2))
     assert "equal within the tolerance" in capfd.readouterr().out
 
 
@@ -138,7 +138,7 @@ def test_a_fault_among_positions_is_found(monkeypatch: pytest.MonkeyPatch, capfd
         "visible",
         lambda self, source, *how: right(self, source, *how) if source == self._group.rank else iter(()),
     )
-    assert not any(verify(f"{GPT} --dp 1 --sp 2 --sp-attention ring", 2))
+    assert not any(verify(f"{GPT} --dp 1 --sp 2 --heads 1", 2))
     assert "NOT EQUAL: loss of step 1, gradients of step 1" in capfd.readouterr().out
 
 
