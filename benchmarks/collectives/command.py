@@ -37,8 +37,8 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.shared_memory.shared_sum import own_slice
 from nnmpi.command import HelpAsked
 from nnmpi.errors import CommError, DeviceError, UsageError
-from nnmpi.optim.sgd import SGD
-from nnmpi.optim.storage import Arrays
+from nnmpi.optim.optimizer import Arrays
+from nnmpi.optim.updates import SGD
 from nnmpi.parallel.fused import FusedUpdate
 from nnmpi.units import format_bytes
 

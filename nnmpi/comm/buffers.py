@@ -58,7 +58,7 @@ def check_device(array: object) -> Buffer:
         raise ShapeError(f"a collective works on 1-D arrays, not shape {found.shape}; pass array.reshape(-1)")
     if not found.flags.c_contiguous:
         raise ShapeError(f"the {found.shape} array with strides {found.strides} has gaps; copy it: ascontiguousarray")
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def check_buffer(array: object) -> Buffer:

@@ -41,8 +41,7 @@ from nnmpi.parallel.zero.storage import sharded
 from nnmpi.parallel.zero.units import ALL, OPTIMIZER, STAGES, predict_bytes
 from nnmpi.schedule.partition import partition
 from nnmpi.schedule.registry import name_of
-from nnmpi.tensor.flat import FlatStorage
-from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.parameter import FlatStorage, Parameter
 from nnmpi.tensor.placement import REPLICATED
 from nnmpi.units import format_bytes
 

@@ -10,7 +10,7 @@ import math
 
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.optim.clip import sum_of_squares
-from nnmpi.tensor.flat import FlatStorage
+from nnmpi.tensor.parameter import FlatStorage
 
 
 def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:

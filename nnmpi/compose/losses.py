@@ -16,7 +16,6 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import to_float32
 from nnmpi.errors import ShapeError, counted
 from nnmpi.ops.loss import binary_cross_entropy, huber, mae, mse
-from nnmpi.tensor.shape import reshape
 from nnmpi.tensor.tensor import Tensor
 
 YES_OR_NO = "bce"
@@ -48,7 +47,7 @@ class SumError:
                 f"the model's outputs have shape {outputs.shape} and the targets {targets.shape}; let it give {wanted} "
                 "for each sample"
             )
-        alike = outputs if outputs.shape == targets.shape else reshape(outputs, targets.shape)
+        alike = outputs if outputs.shape == targets.shape else outputs.reshape(targets.shape)
         total = self._function(alike, targets, reduction="sum")
         return total if each == 1 else total / each
 

@@ -52,9 +52,9 @@ from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.divergence import explain, explain_gradients, locate_nonfinite, nonfinite_message
 from nnmpi.parallel.fixed_reduction import FixedReduction
 from nnmpi.parallel.zero.strategy import ShardedDataParallel
+from nnmpi.tensor.backward import leaves_of
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.parameter import Parameter
-from nnmpi.tensor.tape import leaves_of
 from nnmpi.tensor.tensor import Tensor
 
 

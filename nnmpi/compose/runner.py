@@ -214,7 +214,7 @@ class Runner(Protocol):
 
         Args:
             step: the number of the update, which keys dropout.
-            scale: what the gradients are multiplied by (see `optim.loss_scale`).
+            scale: what the gradients are multiplied by (see `optim.clip`).
             replays: whether passes may be recorded and replayed (see `compose.replayed`), if the runner can.
         """
 

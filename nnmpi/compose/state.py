@@ -9,8 +9,7 @@ from nnmpi.nn.module import Buffer, Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.model_state import ModelState, ShardedArray, StateEntry
 from nnmpi.parallel.zero.storage import ShardedStorage
-from nnmpi.tensor.flat import FlatStorage
-from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.parameter import FlatStorage, Parameter
 
 
 def model_state(model: Module, group: Group, arrangement: Arrangement | None) -> ModelState:

@@ -62,8 +62,7 @@ from nnmpi.memory.ledger import (
     MemoryLedger,
 )
 from nnmpi.nn.module import Module
-from nnmpi.optim.clip import coefficient, global_norm, scale
-from nnmpi.optim.loss_scale import LossScale
+from nnmpi.optim.clip import LossScale, coefficient, global_norm, scale
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.fused import SharedParameters, fuse_update, fusing_pays
 from nnmpi.parallel.replication import check_free, check_replicas

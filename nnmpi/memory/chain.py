@@ -23,11 +23,11 @@ from nnmpi.nn.fuse import fuse
 from nnmpi.nn.mode import current, restore
 from nnmpi.nn.module import Module
 from nnmpi.nn.transformer import TransformerBlock
+from nnmpi.tensor.backward import walk_back
 from nnmpi.tensor.cut import mark
-from nnmpi.tensor.function import Function, enable_grad, no_grad
+from nnmpi.tensor.function import Function, Tape, enable_grad, no_grad
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.placement import TensorCut
-from nnmpi.tensor.tape import Tape, walk_back
 from nnmpi.tensor.tensor import Tensor
 
 Layer = Callable[[Tensor], Any]

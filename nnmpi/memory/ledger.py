@@ -23,9 +23,8 @@ from dataclasses import dataclass
 
 from nnmpi.errors import UsageError
 from nnmpi.memory.activation_offload import saved_memory
-from nnmpi.tensor.function import Function
-from nnmpi.tensor.tape import watching
-from nnmpi.tensor.variable import Variable
+from nnmpi.tensor.backward import watching
+from nnmpi.tensor.function import Function, Variable
 
 PARAMETERS, GRADIENTS, STATE = "parameters", "gradients", "optimizer state"
 ACTIVATIONS, COMMUNICATION, BATCHES = "activations", "communication buffers", "batches"

@@ -26,8 +26,8 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.buffers import is_device
 from nnmpi.memory.store import Store, StoredBytes
 from nnmpi.optim.blocks import DEVICE_BLOCK_BYTES
-from nnmpi.optim.storage import LoadedPiece
-from nnmpi.tensor.flat import FlatStorage
+from nnmpi.optim.optimizer import LoadedPiece
+from nnmpi.tensor.parameter import FlatStorage
 
 HOST_PIECE_BYTES = 1 << 20  # of each array: a file moves shorter ones more slowly; 4 blocks of an update
 DEVICE_PIECE_BYTES = DEVICE_BLOCK_BYTES

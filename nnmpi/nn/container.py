@@ -26,8 +26,7 @@ from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.activation import relu
-from nnmpi.tensor.shape import concatenate
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.tensor import Tensor, concatenate
 
 
 class Stash(Module):

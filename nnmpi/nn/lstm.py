@@ -11,8 +11,7 @@ from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
 from nnmpi.ops.lstm import lstm
 from nnmpi.tensor.parameter import Parameter
-from nnmpi.tensor.shape import concatenate, stack
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.tensor import Tensor, concatenate, stack
 
 State = tuple[Any, Any]
 

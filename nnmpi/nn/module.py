@@ -33,8 +33,8 @@ from nnmpi.errors import CheckpointError, DtypeError, UninitializedError, UsageE
 from nnmpi.nn.mode import current
 from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, Table, Units
 from nnmpi.shard import Region
-from nnmpi.tensor.flat import FlatStorage
-from nnmpi.tensor.parameter import Parameter as Parameter  # nn.Parameter
+from nnmpi.tensor.parameter import FlatStorage  # nn.Parameter
+from nnmpi.tensor.parameter import Parameter as Parameter
 from nnmpi.tensor.tensor import Tensor
 
 

@@ -17,10 +17,8 @@ from nnmpi.backend.precision import is_low
 from nnmpi.backend.sums import row_blocks
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.linear import LinearFunction, bias_grad, check_linear, linear_options
-from nnmpi.tensor.convert import in_float32, with_kernels
-from nnmpi.tensor.elementwise import tanh as tanh
 from nnmpi.tensor.function import Elementwise, Function
-from nnmpi.tensor.operand import require_floating
+from nnmpi.tensor.operand import in_float32, require_floating, with_kernels
 from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 
@@ -134,6 +132,9 @@ def sigmoid(x: Tensor) -> Tensor:
 def silu(x: Tensor) -> Tensor:
     """Return x * sigmoid(x), elementwise: SiLU, also called swish (Elfwing, Uchibe and Doya, 2017)."""
     return in_float32(Silu(), require_floating("silu", x))
+
+
+tanh = Tensor.tanh
 
 
 # erfc(x) = t exp(-x^2 + P(t)) for x >= 0, t = 2 / (2 + x): P is smooth, and this is its Chebyshev series in 2 t - 1,

@@ -18,9 +18,8 @@ from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops import attend as plain
 from nnmpi.ops.attend import AttentionDropout, Heads
 from nnmpi.ops.dropout import Place
-from nnmpi.tensor.convert import converted, with_kernels
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import read_as, require_floating
+from nnmpi.tensor.operand import converted, read_as, require_floating, with_kernels
 from nnmpi.tensor.placement import Placement, TensorCut, is_cut, uncut
 from nnmpi.tensor.tensor import Tensor
 

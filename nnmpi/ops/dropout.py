@@ -12,9 +12,8 @@ from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.random import random_bits
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.shard import Region
-from nnmpi.tensor.convert import with_kernels
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import require_floating
+from nnmpi.tensor.operand import require_floating, with_kernels
 from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 

@@ -12,11 +12,9 @@ from nnmpi.backend.kernels import cast, kernels_for
 from nnmpi.backend.recording import perform
 from nnmpi.backend.sums import row_blocks, sum_of_squares
 from nnmpi.errors import DtypeError, ShapeError, UsageError
-from nnmpi.tensor.convert import in_float32, with_kernels
-from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import mixes, refuse_parts, require_floating, whole_values
+from nnmpi.tensor.function import Function, Variable
+from nnmpi.tensor.operand import in_float32, mixes, refuse_parts, require_floating, whole_values, with_kernels
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.tensor.variable import Variable
 
 FEW_CLASSES = 32
 REDUCTIONS = ("mean", "sum", "none")

@@ -33,9 +33,8 @@ from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.ops.linear import bias_grad
-from nnmpi.tensor.convert import in_float32
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import may_meet, require_floating
+from nnmpi.tensor.operand import in_float32, may_meet, require_floating
 from nnmpi.tensor.tensor import Tensor
 
 

@@ -1,21 +1,17 @@
 """Optimizers over lists of arrays, gradient clipping, and learning-rate schedules.
 
-To read, in this order: sgd and adam (the updates, with their sources), optimizer (what they share: state, blocks,
-steps), blocks (why buffers are gone through in pieces), schedule (the learning rate of a step), clip, loss_scale (for
-fp16).
+To read, in this order: updates (SGD, Adam, AdamW, with their sources), optimizer (what they share: storage, state,
+steps), blocks (why buffers are gone through in pieces), schedule (the learning rate of a step), clip (and loss scales).
 
-To add an optimizer: a subclass of `Optimizer` in a file of its own, its name and its options in names, and its name
-among those of `train.config`. It then runs by NumPy; a fused kernel goes into backend/cuda/updates.py (the
+To add an optimizer: a subclass of `Optimizer` and its name in updates, which is then one of the command, too. It runs
+by NumPy; a fused kernel goes into backend/cuda/updates.py (the
 interface) and into jit/ and cuda/, each with its table.
 """
 
-from nnmpi.optim.adam import Adam, AdamW
 from nnmpi.optim.clip import clip_by_global_norm, global_norm
-from nnmpi.optim.names import NAMES, build
-from nnmpi.optim.optimizer import Optimizer
+from nnmpi.optim.optimizer import Arrays, Optimizer, Storage
 from nnmpi.optim.schedule import ConstantRate, Cosine, Schedule, StepDecay, Warmup, linear_scaling
-from nnmpi.optim.sgd import SGD
-from nnmpi.optim.storage import Arrays, Storage
+from nnmpi.optim.updates import NAMES, SGD, Adam, AdamW, build
 
 __all__ = [
     "NAMES",

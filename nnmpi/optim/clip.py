@@ -2,10 +2,20 @@
 
 A strategy that holds only a shard of the gradients adds up `sum_of_squares` over its ranks, and then scales by
 `coefficient`; the serial run does the same with one shard.
+
+Loss scaling keeps small gradients within the range of float16 (Micikevicius et al., "Mixed precision training", 2018):
+
+    loss --times the scale, as backward begins-->  float16 gradients of activations  -->  float32 ones of parameters
+    the length of the scaled gradient is finite       divide by the scale, update; after 2000 such updates: scale * 2
+    it is not: something was beyond 65504             no update; scale / 2
+
+The scale is a power of two, so that nothing is rounded by it. The length is that of the gradient summed over all ranks,
+which they all know anyway: what overflows on one of them is an overflow for all, without a message more.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -13,11 +23,14 @@ from numpy.typing import DTypeLike
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.recording import perform, refuse
-from nnmpi.errors import UsageError
+from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.optim.blocks import block_elements, pieces
 
 # Added to the norm, as in torch: the largest gradient after clipping is a little below the limit, never above it.
 _MARGIN = 1e-6
+
+FIRST, LEAST, MOST = 2.0**16, 1.0, 2.0**24  # of a loss scale
+GOOD_STEPS = 2000
 
 # A float32 sum of squares outside these bounds may have overflowed (below infinity none has), or have lost the squares
 # of numbers under 1e-19 to underflow (in a sum this large they do not count).
@@ -122,3 +135,51 @@ def _squares(grad: Array, dtype: DTypeLike) -> Array | float:
         flat = block.reshape(-1).astype(dtype, copy=False)  # copies one block at most
         xp.add(total, xp.dot(flat, flat), out=total)
     return total
+
+
+class LossScale:
+    """A scale that follows the gradients.
+
+    Args:
+        value: to begin with, a power of two.
+        good_steps: after how many updates without overflow it is doubled.
+
+    Attributes:
+        value: the scale.
+        good: how many updates there were since it was changed last.
+        skipped: how many there were not, for overflow, in the whole run.
+    """
+
+    def __init__(self, value: float = FIRST, good_steps: int = GOOD_STEPS) -> None:
+        self.value, self.good, self.skipped = float(value), 0, 0
+        self._good_steps = good_steps
+
+    def grow(self) -> None:
+        """Hear of an update without overflow."""
+        self.good += 1
+        if self.good >= self._good_steps:
+            self.value, self.good = min(2 * self.value, MOST), 0
+
+    def shrink(self) -> bool:
+        """Hear of an overflow; return whether the step may be skipped: no smaller scale would help where it is 1."""
+        if self.value <= LEAST:
+            return False
+        self.value, self.good = max(self.value / 2, LEAST), 0
+        self.skipped += 1
+        return True
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps, as JSON values."""
+        return {"value": self.value, "good": self.good, "skipped": self.skipped}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Put back what `state` gave.
+
+        Raises:
+            CheckpointError: when a value is missing.
+        """
+        try:
+            value, good, skipped = float(state["value"]), int(state["good"]), int(state["skipped"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"the checkpoint's loss scale lacks a value: {error}") from None
+        self.value, self.good, self.skipped = value, good, skipped

@@ -1,7 +1,8 @@
-"""What all optimizers share: learning rate, step count, state arrays, weight decay by group, blocks, checks of options.
+"""What all optimizers share: what they work on, learning rate, steps, state arrays, weight decay by group, blocks.
 
 The state is `steps` and the arrays of `slots()`. Whoever loads a state writes into those arrays and sets `steps`;
-the next update is then, bit for bit, the one that a run without a break would have done.
+the next update is then, bit for bit, the one that a run without a break would have done. Nothing here knows of
+parameters, layers or ranks.
 """
 
 import math
@@ -11,79 +12,130 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from operator import is_
-from typing import Any, Self
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import perform
-from nnmpi.errors import ShapeError, UsageError, shortened
+from nnmpi.errors import DtypeError, ShapeError, UsageError, shortened
 from nnmpi.launcher import read_launch
 from nnmpi.optim.blocks import BufferBlock, ScratchArrays, block_elements, pieces
-from nnmpi.optim.storage import StateKeeper, Storage, check
 
 
-def non_negative(name: str, value: float) -> float:
-    """Return the value as a float that is finite and at least 0.
+class Storage(Protocol):
+    """Three lists of one length: entry i is a buffer, its gradient, and the name of its group.
 
-    Raises:
-        UsageError: for a negative or infinite value, NaN, or what is no number.
+    A model's `tensor.parameter.FlatStorage` is one, `Arrays` makes one of plain lists, and a strategy that shards the
+    optimizer hands over its own part of the buffers. An optimizer keeps views of the buffers, so they must stay the
+    same arrays for as long as it lives; only their values may change. A storage that replaces all of them by others of
+    the same shapes counts that in `moves`; then optimizers follow.
     """
-    number = _number(name, value, "a finite number of at least 0")
-    if not 0 <= number < math.inf:  # false for NaN too
-        raise UsageError(f"{name} is {number}; give a finite number of at least 0")
-    return number
+
+    data: list[Array]
+    grads: list[Array]
+    groups: list[str]
+    moves: int
+    common: bool
+    shared: bool
+    state_keeper: Callable[..., Any] | None
+
+    @property
+    def known_groups(self) -> Collection[str]:
+        """The names of groups that options may name."""
+
+    @property
+    def size(self) -> int:
+        """The number of elements, without gaps."""
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+
+    def finish_gradients(self) -> None:
+        """Let `grads` hold this step's gradients, also of buffers that none was computed for; called before updates."""
+
+    def finish_update(self) -> None:
+        """Let everybody see what an update has written to `data`; called after updates."""
+
+    def frozen(self) -> Sequence[Array]:
+        """Return the parts of `data` that updates must leave as they are."""
 
 
-def below_one(name: str, value: float) -> float:
-    """Return the value as a float in [0, 1): what a decaying average may keep of its past.
+class LoadedPiece(NamedTuple):
+    """What is updated at a time of what somebody else keeps: memory in which it is for so long.
 
-    Raises:
-        UsageError: for a value outside [0, 1), NaN, or what is no number.
+    Attributes:
+        buffer: its number in the storage.
+        part: which elements of it.
+        rows: of the buffer itself, if that is not in memory either, and of each slot.
+        number: of the piece in its buffer.
     """
-    number = _number(name, value, "a number of at least 0 and below 1")
-    if not 0 <= number < 1:
-        raise UsageError(f"{name} is {number}; give a number of at least 0 and below 1")
-    return number
+
+    buffer: int
+    part: slice
+    rows: tuple[Array, ...]
+    number: int
 
 
-def at_most_one(name: str, value: float) -> float:
-    """Return the value as a float in [0, 1].
+class Arrays:
+    """A storage made of plain lists of arrays.
 
-    Raises:
-        UsageError: for a value outside [0, 1], NaN, or what is no number.
+        optimizer = SGD(Arrays([weight, bias], [weight_grad, bias_grad]), lr=0.1)
+
+    Args:
+        data: arrays of any shape and strides, float32 or float64.
+        grads: one per array of `data`, same shape, dtype and library.
+        groups: one name per array; "default" for all when left out.
     """
-    number = _number(name, value, "a number from 0 to 1")
-    if not 0 <= number <= 1:
-        raise UsageError(f"{name} is {number}; give a number from 0 to 1")
-    return number
+
+    def __init__(self, data: Iterable[Array], grads: Iterable[Array], groups: Iterable[str] | None = None) -> None:
+        self.data = list(data)
+        self.grads = list(grads)
+        self.groups = ["default"] * len(self.data) if groups is None else list(groups)
+        self.known_groups: Collection[str] = self.groups
+        self.state_keeper: Callable[..., Any] | None = None
+        self.moves = 0
+        self.common, self.shared = False, True
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return sum(array.size for array in self.data)
+
+    def zero_grad(self) -> None:
+        """Set the gradients to 0."""
+        for grad in self.grads:
+            grad[...] = 0
+
+    def finish_gradients(self) -> None:
+        """Do nothing: whoever gave the arrays writes them."""
+
+    def finish_update(self) -> None:
+        """Do nothing: whoever gave the arrays sees them."""
+
+    def frozen(self) -> list[Array]:
+        """Return nothing: what is given is updated."""
+        return []
 
 
-def at_least(name: str, value: int, least: int) -> int:
-    """Return the value if it is not below `least`; an error calls it `name`.
+def number(name: str, value: Any, below: float = math.inf, most: float | None = None) -> float:
+    """Return the value as a float of at least 0; an error calls it `name`.
+
+    Args:
+        below: what it must be below: 1 for what a decaying average may keep of its past.
+        most: or what it must not be above.
 
     Raises:
-        UsageError: for a smaller value, or what is no number.
+        UsageError: for another value, NaN, or what is no number.
     """
     try:
-        too_small = value < least
-    except TypeError:
-        raise _no_number(name, value, f"at least {least}") from None
-    if too_small:
-        raise UsageError(f"{name} is {value}; give at least {least}")
-    return value
-
-
-def _number(name: str, value: Any, wanted: str) -> float:
-    try:
-        return float(value)
+        found = float(value)
     except (TypeError, ValueError, OverflowError):
-        raise _no_number(name, value, wanted) from None
-
-
-def _no_number(name: str, value: Any, wanted: str) -> UsageError:
-    """Return the error for a value that no number can be made of."""
-    return UsageError(f"{name} is {shortened(repr(value))}; give {wanted}")
+        found = math.nan
+    if not (0 <= found < below if most is None else 0 <= found <= most):
+        end = f"at most {most}" if most is not None else "finite" if below == math.inf else f"below {below}"
+        raise UsageError(f"{name} is {shortened(repr(value))}; give a number of at least 0 that is {end}")
+    return found
 
 
 class Optimizer(ABC):
@@ -110,7 +162,7 @@ class Optimizer(ABC):
         Raises:
             UsageError: for a learning rate or weight decay that is negative or not finite, and for a weight decay
                 that names a group the storage has not.
-            ShapeError, DtypeError: see `storage.check`.
+            ShapeError, DtypeError: see `_check`.
         """
         storage = getattr(storage, "storage", storage)  # of all parameters of a model
         if not hasattr(storage, "grads"):
@@ -118,15 +170,15 @@ class Optimizer(ABC):
                 "an optimizer works on a model's storage: give model.storage, or model.parameters(); "
                 "groups of it are made by model.initialize(group=...), and decay by weight_decay={'default': 0.1}"
             )
-        check(storage)
-        self.lr = non_negative("lr", lr)
+        _check(storage)
+        self.lr = number("lr", lr)
         self.steps = 0
         self.storage = storage
         self.weight_decay = _decay_by_buffer(weight_decay, storage.groups, storage.known_groups)
         keeper = storage.state_keeper
-        self._keeper: StateKeeper | None = None if keeper is None else keeper(storage.data, storage.grads, slots)
+        self._keeper: Any = None if keeper is None else keeper(storage.data, storage.grads, slots)
         self._slots = (
-            {name: [_zeros_like(data) for data in storage.data] for name in slots}
+            {name: [namespace(data).zeros(data.shape, data.dtype) for data in storage.data] for name in slots}
             if self._keeper is None
             else self._keeper.slots
         )
@@ -151,7 +203,7 @@ class Optimizer(ABC):
         perform(self._step)  # a compiled step does all of it each time, as `lr` may have changed
 
     def _step(self) -> None:
-        lr = non_negative("lr", self.lr)
+        lr = number("lr", self.lr)
         if self.storage.common:
             raise UsageError(
                 "the parameters stand once per node, and every rank would update them; let the Worker update them "
@@ -189,7 +241,7 @@ class Optimizer(ABC):
         Raises:
             UsageError: when `lr` was set to a negative or non-finite value.
         """
-        self._go(non_negative("lr", self.lr), blocks, frozen)
+        self._go(number("lr", self.lr), blocks, frozen)
 
     def _go(self, lr: float, blocks: Iterable[BufferBlock], frozen: Sequence[Array]) -> None:
         self.steps += 1
@@ -223,10 +275,10 @@ class Optimizer(ABC):
         Raises:
             ShapeError: when the storage's arrays are others than before in number, shape or dtype.
         """
-        check(self.storage)
-        shapes = [[(array.shape, array.dtype) for array in arrays] for arrays in (self._data, self.storage.data)]
-        if shapes[0] != shapes[1]:
-            raise ShapeError("the storage's arrays have other shapes than before; make a new optimizer")
+        _check(self.storage)
+        before, now = ([(x.shape, x.dtype) for x in arrays] for arrays in (self._data, self.storage.data))
+        if before != now:
+            raise ShapeError(f"the storage's arrays are other ones than before, {before}; make a new optimizer")
         if allocate is not None:
             places = {
                 name: [allocate(array.size, array.dtype).reshape(array.shape) for array in arrays]
@@ -244,36 +296,16 @@ class Optimizer(ABC):
         """Forget all gradients, as the model's `zero_grad` does."""
         self.storage.zero_grad()
 
-    def over(self, storage: Storage, parts: Sequence[slice]) -> Self:
-        """Return one with the same settings for other arrays, which are as long as parts of this one's buffers.
-
-        Its state *is* that part of this one's, seen through views, as long as this one's state does not move. Learning
-        rate and steps are copied.
-
-        Args:
-            storage: the other arrays, one per buffer of this one's.
-            parts: of each buffer, along its first axis.
+    def over(self, storage: Storage) -> Self:
+        """Return one with the same settings, rate and steps for other arrays of the same shapes; both share the state.
 
         Raises:
-            ShapeError: when the arrays' shapes, dtypes or number are not those of the parts.
-            UsageError, DtypeError: see `storage.check`.
+            ShapeError: when the arrays are others in number, shape or dtype.
+            UsageError, DtypeError: as for a new optimizer.
         """
-        check(storage)
-        wanted = [
-            (array.shape, array.dtype) for array in (data[part] for data, part in zip(self._data, parts, strict=False))
-        ]
-        found = [(array.shape, array.dtype) for array in storage.data]
-        if len(parts) != len(self._data) or wanted != found:
-            raise ShapeError(f"arrays of {_outline(found)} are not the parts of this optimizer's, {_outline(wanted)}")
         other = copy(self)
         other.storage = storage
-        other._slots = {
-            name: [array[part] for array, part in zip(arrays, parts, strict=True)]
-            for name, arrays in self._slots.items()
-        }
-        other._data, other._grads = tuple(storage.data), tuple(storage.grads)
-        other._moves = storage.moves
-        other._blocks = other.cut()
+        other.move()
         return other
 
     @abstractmethod
@@ -335,12 +367,10 @@ class Optimizer(ABC):
                 raise UsageError("the storage's arrays were replaced; make a new optimizer after changing them")
 
 
-def decayed_gradient(block: BufferBlock) -> Array:
-    """Return gradient + decay * data (L2 regularization), in the block's first scratch array if there is decay."""
-    if block.decay == 0:
-        return block.grad
+def decayed_gradient(block: BufferBlock, decay: float) -> Array:
+    """Return gradient + decay * data (L2 regularization), in the block's first scratch array."""
     result = block.scratch[0]
-    block.xp.multiply(block.data, block.decay, out=result)
+    block.xp.multiply(block.data, decay, out=result)
     block.xp.add(result, block.grad, out=result)
     return result
 
@@ -353,24 +383,38 @@ def factor(block: BufferBlock, value: float) -> Array | float:
     return np.array(value, block.data.dtype) if block.xp is np else value
 
 
-def _outline(found: Sequence[tuple[tuple[int, ...], Any]]) -> str:
-    """Return shapes and dtypes in words."""
-    return ", ".join(f"{shape} {dtype}" for shape, dtype in found) or "nothing"
-
-
-def _zeros_like(data: Array) -> Array:
-    zeros: Array = namespace(data).zeros(data.shape, data.dtype)
-    return zeros
-
-
 def _decay_by_buffer(
     weight_decay: float | Mapping[str, float], groups: Sequence[str], known_groups: Collection[str]
 ) -> tuple[float, ...]:
     if not isinstance(weight_decay, Mapping):
-        return (non_negative("weight_decay", weight_decay),) * len(groups)
+        return (number("weight_decay", weight_decay),) * len(groups)
     for name, value in weight_decay.items():
         if name not in known_groups:  # a stage of a pipeline need not have all groups of the model
             known = ", ".join(sorted(set(known_groups))) or "none"
             raise UsageError(f"weight_decay names the group {name!r}, which does not exist; choose from: {known}")
-        non_negative(f"weight_decay of {name!r}", value)
+        number(f"weight_decay of {name!r}", value)
     return tuple(float(weight_decay.get(group, 0.0)) for group in groups)
+
+
+def _check(storage: Storage) -> None:
+    """Raise unless every buffer can be updated in place from its gradient.
+
+    Raises:
+        UsageError: when the three lists differ in length, or a buffer cannot be written element by element.
+        ShapeError: when a gradient's shape differs from its buffer's.
+        DtypeError: when their dtypes or array libraries differ, or the dtype is neither float32 nor float64.
+    """
+    counts = (len(storage.data), len(storage.grads), len(storage.groups))
+    if len(set(counts)) > 1:
+        raise UsageError("{} buffers, {} gradients and {} groups do not pair up; give one of each".format(*counts))
+    for i, (data, grad) in enumerate(zip(storage.data, storage.grads, strict=True)):
+        if data.shape != grad.shape:
+            raise ShapeError(f"buffer {i} has shape {data.shape} and its gradient {grad.shape}; they must be equal")
+        if data.dtype not in (np.float32, np.float64):
+            raise DtypeError(f"buffer {i} is {data.dtype}; an optimizer updates float32 and float64")
+        ours, theirs = (f"{x.dtype} of {namespace(x).__name__}" for x in (data, grad))
+        if ours != theirs:
+            raise DtypeError(f"buffer {i} is {ours} and its gradient {theirs}; they must be alike")
+        fixed = not getattr(data.flags, "writeable", True)  # CuPy's flags have no such entry: its arrays are writable
+        if fixed or any(step == 0 and length > 1 for step, length in zip(data.strides, data.shape, strict=True)):
+            raise UsageError(f"buffer {i} is read-only or broadcast and cannot be updated in place; give a copy of it")

@@ -16,8 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from nnmpi.errors import UsageError
-from nnmpi.optim.optimizer import at_least, at_most_one, non_negative
+from nnmpi.errors import UsageError, whole
+from nnmpi.optim.optimizer import number
 
 Schedule: TypeAlias = Callable[[int], float]
 
@@ -29,11 +29,11 @@ class ConstantRate:
     lr: float
 
     def __post_init__(self) -> None:
-        non_negative("lr", self.lr)
+        number("lr", self.lr)
 
     def __call__(self, step: int) -> float:
         """Return lr."""
-        at_least("step", step, 0)
+        whole("step", step, 0)
         return self.lr
 
 
@@ -50,13 +50,13 @@ class StepDecay:
     factor: float = 0.1
 
     def __post_init__(self) -> None:
-        non_negative("lr", self.lr)
-        at_least("every", self.every, 1)
-        at_most_one("factor", self.factor)
+        number("lr", self.lr)
+        whole("every", self.every, 1)
+        number("factor", self.factor, most=1)
 
     def __call__(self, step: int) -> float:
         """Return lr * factor^(step // every)."""
-        return float(self.lr * self.factor ** (at_least("step", step, 0) // self.every))
+        return float(self.lr * self.factor ** (whole("step", step, 0) // self.every))
 
 
 @dataclass(frozen=True)
@@ -75,13 +75,13 @@ class Cosine:
     final: float = 0.0
 
     def __post_init__(self) -> None:
-        non_negative("lr", self.lr)
-        at_least("total", self.total, 1)
-        at_most_one("final", self.final)
+        number("lr", self.lr)
+        whole("total", self.total, 1)
+        number("final", self.final, most=1)
 
     def __call__(self, step: int) -> float:
         """Return the rate between lr and final * lr."""
-        progress = min(at_least("step", step, 0), self.total) / self.total
+        progress = min(whole("step", step, 0), self.total) / self.total
         weight = (1 + math.cos(math.pi * progress)) / 2  # exactly 1 at the start and exactly 0 at the end
         # A mix of two values, and not floor + weight * difference: it meets both ends without rounding.
         floor = self.final * self.lr
@@ -103,11 +103,11 @@ class Warmup:
     then: Schedule
 
     def __post_init__(self) -> None:
-        at_least("steps", self.steps, 0)
+        whole("steps", self.steps, 0)
 
     def __call__(self, step: int) -> float:
         """Return the rate on the line, or the other schedule's."""
-        if at_least("step", step, 0) >= self.steps:
+        if whole("step", step, 0) >= self.steps:
             return self.then(step - self.steps)
         return self.then(0) * ((step + 1) / (self.steps + 1))
 
@@ -124,12 +124,4 @@ def linear_scaling(lr: float, batch: int, base_batch: int) -> float:
     """
     if batch < 1 or base_batch < 1:
         raise UsageError(f"batch {batch} and base_batch {base_batch} must both be at least 1")
-    rate = non_negative("lr", lr)
-    scaled = rate * (batch / base_batch)
-    if scaled == math.inf or scaled == 0 < rate:
-        ways = "a smaller lr, or a larger base_batch" if scaled else "a larger lr, or a smaller base_batch"
-        raise UsageError(
-            f"linear scaling makes of lr {rate} with batch {batch} / base_batch {base_batch} a rate of {scaled}; give "
-            f"{ways}"
-        )
-    return scaled
+    return number(f"lr for a batch of {batch}", number("lr", lr) * (batch / base_batch))

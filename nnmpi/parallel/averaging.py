@@ -39,7 +39,7 @@ from nnmpi.errors import UsageError
 from nnmpi.optim.clip import scale, sum_of_squares
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.replication import check_same_model
-from nnmpi.tensor.flat import FlatStorage
+from nnmpi.tensor.parameter import FlatStorage
 
 SUM = "ring"  # of the averages: unlike MPI's own, it gives the same bits with any MPI, and in a simulated world
 

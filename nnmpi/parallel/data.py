@@ -139,7 +139,7 @@ class DataParallel:
                 sequences, of all tokens that are to be predicted (`Batch.global_targets`).
             last: whether the step's sum over the ranks begins with this pass; False for all but the last of several
                 microbatches, whose gradients are only added up on this rank.
-            scale: what all gradients are multiplied by (see `optim.loss_scale`).
+            scale: what all gradients are multiplied by (see `optim.clip`).
             seed: scale / samples, () float64, of a step that is recorded once for all its values; made here by default.
 
         Raises:

@@ -36,7 +36,7 @@ from nnmpi.optim.blocks import BufferBlock, pieces
 from nnmpi.optim.clip import scale, sum_of_squares, trusted
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.replication import check_same_model
-from nnmpi.tensor.flat import FlatStorage
+from nnmpi.tensor.parameter import FlatStorage
 
 # Measured with 2 ranks (Zen 4, 1 MiB L2, Open MPI | MPICH, SGD, buffers refilled, microseconds for 4 MB): blocks of 128
 # and 256 KiB take 411, 323 | 471, 367.

@@ -14,8 +14,7 @@ from nnmpi.comm.device.staged import to_host
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
 from nnmpi.nn.module import Buffer, Module
-from nnmpi.tensor.flat import FlatStorage
-from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.parameter import FlatStorage, Parameter
 
 
 def check_same_model(group: Group, storage: FlatStorage) -> None:

@@ -42,7 +42,7 @@ from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.pipeline.profile import LayerProfile, profile
 from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.reading import read_json
-from nnmpi.tensor.flat import FlatStorage
+from nnmpi.tensor.parameter import FlatStorage
 from nnmpi.timeline import Timeline, recording
 
 FORMAT = 14

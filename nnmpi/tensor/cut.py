@@ -10,10 +10,9 @@ from typing import Any, NoReturn
 
 from nnmpi.backend.recording import active
 from nnmpi.errors import LayoutError
-from nnmpi.tensor.function import Elementwise, Function
+from nnmpi.tensor.function import Elementwise, Function, Variable
 from nnmpi.tensor.placement import TensorCut, TensorGroup, beside, is_cut
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.tensor.variable import Variable
 
 
 class CutTensor(Tensor):

@@ -1,20 +1,130 @@
-"""Elementwise operations of one operand: each is a function and its derivative, in terms of x or the result."""
+"""Operations on each element alone, of one operand or several, with broadcasting.
 
-from __future__ import annotations
+Of inputs that are broadcast the tape sums the gradients (see `Function.broadcasts`).
+"""
 
-from typing import TYPE_CHECKING, Any, ClassVar
-
-import numpy as np
+from typing import Any, ClassVar
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.precision import dtype_named, is_floating
-from nnmpi.errors import DtypeError, UsageError
-from nnmpi.tensor.convert import AsType, in_float32
 from nnmpi.tensor.function import Elementwise
-from nnmpi.tensor.operand import operands, require_floating
 
-if TYPE_CHECKING:
-    from nnmpi.tensor.tensor import Tensor
+
+class Add(Elementwise):
+    """a + b"""
+
+    replayable = True
+
+    def forward(self, a: Any, b: Any) -> Array:
+        return self.xp.add(a, b)
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        return grad, grad
+
+
+class Subtract(Elementwise):
+    """a - b"""
+
+    replayable = True
+
+    def forward(self, a: Any, b: Any) -> Array:
+        return self.xp.subtract(a, b)
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        return grad, self.xp.negative(grad) if self.needs[1] else None
+
+
+class Multiply(Elementwise):
+    """a * b"""
+
+    replayable = True
+
+    def forward(self, a: Any, b: Any) -> Array:
+        self.saved = (a, b)
+        return self.xp.multiply(a, b)
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        (a, b), needs, xp = self.saved, self.needs, self.xp
+        return xp.multiply(grad, b) if needs[0] else None, xp.multiply(grad, a) if needs[1] else None
+
+
+class Divide(Elementwise):
+    """a / b"""
+
+    replayable = True
+
+    def forward(self, a: Any, b: Any) -> Array:
+        quotient = self.xp.divide(a, b)
+        self.saved = (quotient, b)
+        return quotient
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        (quotient, b), xp = self.saved, self.xp
+        share = xp.divide(grad, b)
+        return share, xp.multiply(xp.negative(share), quotient) if self.needs[1] else None
+
+
+class Power(Elementwise):
+    """a ** b; the derivative in b is taken as 0 at a = 0, and is NaN at a < 0, where there is none."""
+
+    def forward(self, a: Any, b: Any) -> Array:
+        result = a**b
+        self.saved = (a, b, result)
+        return result
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        (a, b, result), xp = self.saved, self.xp
+        to_a = to_b = None
+        if self.needs[0]:
+            to_a = grad * self._slope(a, b, result)
+        if self.needs[1]:
+            base = xp.asarray(a)
+            logarithm = xp.where(base < 0, xp.nan, xp.log(xp.where(base > 0, base, 1))).astype(result.dtype)
+            to_b = grad * xp.where(base == 0, 0, result) * logarithm
+        return to_a, to_b
+
+    def _slope(self, a: Any, b: Any, result: Array) -> Any:
+        """Return the derivative in a; that of a ** 0 is 0, also where a is 0."""
+        xp = self.xp
+        if not hasattr(b, "dtype"):
+            return b * a ** (b - 1) if b else xp.zeros_like(result)
+        zero = b == 0
+        lowered = a ** xp.where(zero, 1, b - 1).astype(result.dtype)
+        return xp.where(zero, xp.zeros_like(result), b * lowered)
+
+
+class Extremum(Elementwise):
+    """The larger (or smaller) of a and b; where they are equal each gets half of the gradient."""
+
+    __slots__ = ("largest",)
+
+    replayable = True
+
+    def __init__(self, largest: bool) -> None:
+        self.largest = largest
+
+    def forward(self, a: Any, b: Any) -> Array:
+        self.saved = (a, b)
+        return self.xp.maximum(a, b) if self.largest else self.xp.minimum(a, b)
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        (a, b), xp = self.saved, self.xp
+        first = xp.greater(a, b) if self.largest else xp.less(a, b)
+        share = xp.add(first, xp.multiply(xp.equal(a, b), grad.dtype.type(0.5)))
+        return xp.multiply(grad, share), xp.multiply(grad, xp.subtract(1, share))
+
+
+class Where(Elementwise):
+    """a where the condition holds, b elsewhere."""
+
+    replayable = True
+
+    def forward(self, condition: Array, a: Any, b: Any) -> Array:
+        self.saved = (condition,)
+        return self.xp.where(condition, a, b)
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        (condition,), xp = self.saved, self.xp
+        return None, xp.where(condition, grad, 0), xp.where(condition, 0, grad)  # no product: 0 * inf would be NaN
 
 
 class Negate(Elementwise):
@@ -23,8 +133,7 @@ class Negate(Elementwise):
     replayable = True
 
     def forward(self, x: Array) -> Array:
-        y: Array = self.xp.negative(x)
-        return y
+        return self.xp.negative(x)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         return (self.xp.negative(grad),)
@@ -38,7 +147,7 @@ class _Named(Elementwise):
     replayable = True
 
     def forward(self, x: Array) -> Array:
-        y: Array = getattr(self.xp, self.name)(x)
+        y = getattr(self.xp, self.name)(x)
         self.saved = (y if self.of_result else x,)
         return y
 
@@ -118,90 +227,9 @@ class Clip(Elementwise):
         self.low, self.high = low, high
 
     def forward(self, x: Array) -> Array:
-        y: Array = self.xp.clip(x, self.low, self.high)
+        y = self.xp.clip(x, self.low, self.high)
         self.saved = (self.xp.equal(x, y),) if self.needs[0] else ()
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         return (self.xp.multiply(grad, self.saved[0]),)
-
-
-def negate(x: Tensor) -> Tensor:
-    """Return -x.
-
-    Raises:
-        DtypeError: for booleans.
-    """
-    if x.data.dtype.kind == "b":
-        raise DtypeError("negate of a bool tensor means nothing; convert with astype('float32')")
-    return in_float32(Negate(), x)
-
-
-def exp(x: Tensor) -> Tensor:
-    """Return e to the power of x, elementwise."""
-    return in_float32(Exp(), require_floating("exp", x))
-
-
-def log(x: Tensor) -> Tensor:
-    """Return the natural logarithm, elementwise."""
-    return in_float32(Log(), require_floating("log", x))
-
-
-def sqrt(x: Tensor) -> Tensor:
-    """Return the square root, elementwise."""
-    return in_float32(Sqrt(), require_floating("sqrt", x))
-
-
-def absolute(x: Tensor) -> Tensor:
-    """Return |x|, elementwise; the derivative at 0 is 0."""
-    return in_float32(Absolute(), x)
-
-
-def sin(x: Tensor) -> Tensor:
-    """Return sin x, elementwise."""
-    return in_float32(Sin(), require_floating("sin", x))
-
-
-def cos(x: Tensor) -> Tensor:
-    """Return cos x, elementwise."""
-    return in_float32(Cos(), require_floating("cos", x))
-
-
-def tanh(x: Tensor) -> Tensor:
-    """Return tanh x, elementwise."""
-    return in_float32(TanhFunction(), require_floating("tanh", x))
-
-
-def clip(x: Tensor, low: float | None = None, high: float | None = None) -> Tensor:
-    """Return x kept between `low` and `high`; None is no bound.
-
-    Raises:
-        UsageError: when neither bound is given, or low > high.
-        DtypeError: for a bound with a fraction and a tensor of integers.
-    """
-    if low is None and high is None:
-        raise UsageError("clip needs at least one of low and high")
-    if low is not None and high is not None and low > high:
-        raise UsageError(f"clip with low {low} above high {high} leaves nothing")
-    bounds = [None if bound is None else operands("clip", x, bound)[1] for bound in (low, high)]
-    return in_float32(Clip(*bounds), x)
-
-
-def astype(x: Tensor, dtype: Any) -> Tensor:
-    """Return x converted to a dtype; x itself when it has that dtype already.
-
-    Raises:
-        DtypeError: for a dtype that holds no numbers, and for a tensor that needs a gradient and a dtype that can have
-            none (integers, booleans).
-    """
-    try:
-        wanted = dtype_named(dtype) if isinstance(dtype, str) else np.dtype(dtype)
-    except TypeError:
-        raise DtypeError(f"there is no dtype {dtype!r}; choose one such as 'float32' or 'int64'") from None
-    if wanted.kind not in "fiub" and not is_floating(wanted):
-        raise DtypeError(f"a tensor holds numbers, not {wanted}")
-    if wanted == x.data.dtype:
-        return x
-    if x.requires_grad and not is_floating(wanted):
-        raise DtypeError(f"a tensor that needs a gradient cannot become {wanted}; use detach() first")
-    return AsType(wanted)(x)

@@ -1,6 +1,6 @@
-"""Function: one operation with its derivative, and the mode that says whether operations are recorded.
+"""What a graph is made of: variables, the operations between them, and the tape on which these stand in order.
 
-Any subclass may enter the graph; collectives, recomputation and the ends of pipeline stages do so too:
+Any subclass of `Function` may enter the graph; collectives, recomputation and the ends of pipeline stages do so too:
 
     class Square(Function):
         def forward(self, x):
@@ -28,23 +28,21 @@ without it: in `forward` and `backward` all arithmetic on arrays goes through th
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, mixed_error, namespace
+from nnmpi.backend.kernels import cast, to_float32
+from nnmpi.backend.precision import is_low
 from nnmpi.backend.recording import active
+from nnmpi.backend.sums import sum_over
 from nnmpi.errors import DtypeError, GraphError
-from nnmpi.tensor.placement import Placement, aligned, is_cut
-from nnmpi.tensor.recorded import record_forward
-from nnmpi.tensor.tape import Tape, join
-from nnmpi.tensor.variable import Variable
-
-if TYPE_CHECKING:
-    from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.placement import Placement, TensorCut, aligned, is_cut
+from nnmpi.tensor.recorded import record_whole
 
 _SCALAR: type = np.generic  # what NumPy returns in place of an array without axes
 _recording: ContextVar[bool] = ContextVar("nnmpi_recording", default=True)
@@ -75,6 +73,95 @@ def enable_grad() -> Iterator[None]:
         _recording.reset(token)
 
 
+class Variable:
+    """An array that the graph can differentiate.
+
+    Attributes:
+        data: the values.
+        requires_grad: whether a backward pass computes a gradient for it.
+        grad: the gradient, an array like `data`; None until a backward pass reaches this leaf.
+        node: the operation that computed it; None for a leaf.
+        tape: the tape that the operation stands on; None for a leaf.
+        cut: which part of a larger tensor this is, see `cut.CutTensor`; None for a whole one.
+        buffer: where the first gradient of a pass is written (a view into flat storage), or None.
+        hook: called with this leaf, once in every backward pass that gives it a gradient, as soon as that is final; or
+            None. Set it before the forward pass: operations look for it when they are recorded.
+        guard: called before a backward pass writes to its gradient; it raises where that must not be. Or None; only
+            parameters have one.
+    """
+
+    __slots__ = ("__weakref__", "buffer", "cut", "data", "grad", "hook", "node", "requires_grad", "tape")
+
+    data: Array
+    requires_grad: bool
+    grad: Array | None
+    node: Function | None
+    tape: Tape | None
+    buffer: Array | None
+    hook: Callable[[Any], None] | None
+    cut: TensorCut | None
+    guard: Callable[[], None] | None = None
+
+    def add_grad(self, grad: Array, xp: Any) -> None:
+        """Add one operation's contribution to this leaf's gradient; the array may be written to its buffer in place.
+
+        `xp` is the arrays' module, or a recorder's stand-in for it.
+        """
+        if self.guard is not None:
+            self.guard()
+        if self.grad is not None:
+            if grad is not self.grad:  # else it was added there already, see `Function.sum_into`
+                xp.add(self.grad, grad, out=self.grad)
+            return
+        place, recorder = self.buffer, active()
+        if place is None:
+            place = xp.empty_like(grad)  # a copy: the array may be shared
+            xp.copyto(place, grad)
+        elif grad is not place:
+            xp.copyto(place, grad)
+        if recorder is None:
+            self.grad = place
+        else:
+            recorder.perform(setattr, self, "grad", place)
+            if self.buffer is None:
+                recorder.loose.append((self, place))
+
+
+class Tape:
+    """The operations of one graph, oldest first."""
+
+    __slots__ = ("hooked", "joined", "nodes", "warning")
+
+    def __init__(self) -> None:
+        self.nodes: list[Function] = []
+        self.hooked = False  # some leaf wants to know when its gradient is final
+        self.joined: Tape | None = None  # the tape that took over this one's operations
+        self.warning: str | None = None  # what a user who calls `Tensor.backward` should be told
+
+    def find(self) -> Tape:
+        """Return the tape on which this one's operations stand now."""
+        tape = self
+        while tape.joined is not None:
+            if tape.joined.joined is not None:
+                tape.joined = tape.joined.joined  # shorten the way for the next one who asks (path halving)
+            tape = tape.joined
+        return tape
+
+
+def join(one: Tape, other: Tape) -> Tape:
+    """Return the tape that holds the operations of both."""
+    one, other = one.find(), other.find()
+    if one is other:
+        return one
+    if len(one.nodes) < len(other.nodes):
+        one, other = other, one  # copy the shorter list: each operation is then moved at most log2(n) times in all
+    one.nodes.extend(other.nodes)
+    one.hooked = one.hooked or other.hooked
+    one.warning = one.warning or other.warning
+    other.nodes, other.joined = [], one
+    return one
+
+
 class Function:
     """One application of an operation. Subclasses define `forward` and `backward`; options go to `__init__`.
 
@@ -86,11 +173,13 @@ class Function:
         shape, dtype: of the output.
         xp: the module of the arrays that `forward` gets; set before it is called.
         replayable: whether the operation keeps the promise above.
+        broadcasts: whether inputs are broadcast to one shape: their gradients may be of the result's, and are summed.
     """
 
     __slots__ = ("__weakref__", "dtype", "edges", "grad", "needs", "owns_grad", "saved", "shape", "xp")
 
     replayable: ClassVar[bool] = False
+    broadcasts: ClassVar[bool] = False
 
     xp: Any
     dtype: np.dtype[Any]
@@ -122,7 +211,7 @@ class Function:
         part = next(x for x in inputs if is_cut(x))
         raise part.cut.refuse(self, "works on whole tensors")
 
-    def __call__(self, *inputs: Any) -> Tensor:
+    def __call__(self, *inputs: Any) -> Any:
         """Apply the operation to tensors, arrays and plain values; record it if a tensor needs a gradient.
 
         Raises:
@@ -151,19 +240,19 @@ class Function:
         if first is None:
             raise GraphError("an operation needs at least one Tensor among its inputs; wrap the array in nnmpi.Tensor")
         if part is not None:
-            return part.apply(self, inputs)  # type: ignore[attr-defined,no-any-return]
+            return part.apply(self, inputs)  # type: ignore[attr-defined]
         self.needs, self.saved = tuple(needs), ()
         self.xp = np if type(first.data) is np.ndarray else namespace(first.data)
         recorder = active()
         try:
-            data = self.forward(*values) if recorder is None else record_forward(recorder, self, inputs, values)
+            data = self.forward(*values) if recorder is None else self._recorded(recorder, inputs, values)
         except (AttributeError, TypeError) as error:
             mixed = mixed_error(values)
             if mixed is None:
                 raise
             raise mixed from error
         # `blank` makes a Tensor without its constructor: this module cannot import Tensor, which is built on it.
-        result: Tensor = first.blank()  # type: ignore[attr-defined]
+        result = first.blank()  # type: ignore[attr-defined]
         result.data = data if type(data) is np.ndarray else self._as_array(data)
         if recorder is not None:
             recorder.made.add(result)
@@ -201,7 +290,8 @@ class Function:
             return place, False
         if sum(other is edge for other in self.edges or ()) != 1:
             return None, False
-        edge.check_write()  # before the sum is changed: `add_grad`, which asks too, comes after that
+        if edge.guard is not None:
+            edge.guard()  # before the sum is changed: `add_grad`, which asks too, comes after that
         return edge.buffer, True
 
     def add_grad(self, grad: Array, xp: Any) -> None:
@@ -225,10 +315,19 @@ class Function:
         if not is_array(data):
             what = "nothing" if data is None else f"a {type(data).__name__}"
             raise DtypeError(f"{type(self).__name__}.forward returned {what}; return an array, as self.xp makes them")
-        array: Array = data
-        return array
+        return data
 
-    def _record(self, inputs: tuple[Any, ...], result: Tensor) -> None:
+    def _recorded(self, recorder: Any, inputs: tuple[Any, ...], values: list[Any]) -> Any:
+        """Return forward's result, after noting for the replay how it is computed."""
+        for x in inputs:
+            if isinstance(x, Variable) and x.node is None and x not in recorder.made:
+                recorder.saw(x)
+        if not self.replayable:
+            return record_whole(recorder, self.forward, values)
+        self.xp = recorder.module(self.xp)
+        return self.forward(*values)
+
+    def _record(self, inputs: tuple[Any, ...], result: Variable) -> None:
         if hasattr(self, "edges"):
             name = type(self).__name__
             raise GraphError(f"this {name} was applied before; each application needs a Function object of its own")
@@ -263,6 +362,23 @@ class Elementwise(Function):
 
     __slots__ = ()
 
+    broadcasts = True
+
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on the ranks, see `placement.aligned`."""
         return aligned(self, inputs, scatters=True)
+
+
+def unbroadcast(xp: Any, grad: Array, shape: tuple[int, ...]) -> Array:
+    """Return the gradient of an operand of that shape, given the gradient of the broadcast result: a sum.
+
+    Args:
+        xp: the module whose functions are called.
+    """
+    if grad.shape == shape:
+        return grad
+    if is_low(grad.dtype):
+        return cast(xp, unbroadcast(xp, to_float32(xp, grad), shape), grad.dtype)
+    extra = grad.ndim - len(shape)
+    axes = tuple(range(extra)) + tuple(extra + i for i, n in enumerate(shape) if n == 1 and grad.shape[extra + i] != 1)
+    return xp.reshape(sum_over(xp, grad, axes), shape)

@@ -1,17 +1,80 @@
-"""What may stand beside a tensor in an operation: the rules for dtypes, and gradients under broadcasting."""
+"""What may stand beside a tensor in an operation: the rules for dtypes, conversion, and computing in float32."""
 
 from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array
-from nnmpi.backend.kernels import FLOAT32, cast, to_float32
+from nnmpi.backend.array import Array, is_array, namespace
+from nnmpi.backend.kernels import FLOAT32, cast, kernels_for, to_float32
 from nnmpi.backend.precision import is_floating, is_low, low_dtype, precision
-from nnmpi.backend.sums import sum_over
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
-from nnmpi.tensor.convert import converted
+from nnmpi.tensor.function import Elementwise, Function, Variable
 from nnmpi.tensor.placement import is_cut
-from nnmpi.tensor.variable import Variable
+
+
+class AsType(Elementwise):
+    """x in another dtype; the gradient goes back in the dtype of x."""
+
+    __slots__ = ("wanted",)
+
+    replayable = True
+
+    def __init__(self, wanted: np.dtype[Any]) -> None:
+        self.wanted = wanted
+
+    def forward(self, x: Array) -> Array:
+        self.saved = (x.dtype,)
+        return cast(self.xp, x, self.wanted)
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        return (cast(self.xp, grad, self.saved[0]),)
+
+
+def converted(x: Any, dtype: np.dtype[Any]) -> Any:
+    """Return a tensor in another dtype, as an operation; itself where it has that dtype."""
+    return x if x.data.dtype == dtype else AsType(dtype)(x)
+
+
+def in_float32(function: Function, *inputs: Any, narrow: bool = True) -> Any:
+    """Apply an operation in float32 to tensors of float16 or bfloat16, and round its result to their dtype once.
+
+        float16, bfloat16   --AsType-->  float32  --operation-->  float32  --AsType-->  float16, bfloat16
+        float32, float64    ---------------------- operation -------------------------->
+
+    Args:
+        inputs: tensors, arrays, and plain values, which stay as they are.
+        narrow: whether the result is rounded; otherwise it stays float32.
+    """
+    low = None
+    for x in inputs:
+        if isinstance(x, Variable) and is_low(x.data.dtype):
+            low = x.data.dtype
+            break
+    if low is None:
+        return function(*inputs)
+    result = function(*map(_raised, inputs))
+    return converted(result, low) if narrow and result.data.dtype == FLOAT32 else result
+
+
+def with_kernels(name: str, function: Function, *inputs: Any, narrow: bool = True) -> Any:
+    """Apply an operation: `in_float32`, unless a device's kernels of this name read lower precision themselves.
+
+    Args:
+        name: of the kernel that the operation asks for.
+        function: the operation.
+        inputs, narrow: as for `in_float32`.
+    """
+    first = inputs[0].data
+    if type(first) is np.ndarray or kernels_for(first, name) is None:
+        return in_float32(function, *inputs, narrow=narrow)
+    return function(*inputs)
+
+
+def _raised(x: Any) -> Any:
+    """Return float16 and bfloat16 as float32, and anything else as it is."""
+    if isinstance(x, Variable):
+        return converted(x, FLOAT32) if is_low(x.data.dtype) else x
+    return to_float32(namespace(x), x) if is_array(x) else x
 
 
 def operands(name: str, a: Any, b: Any) -> tuple[Any, Any]:
@@ -102,22 +165,6 @@ def require_floating(name: str, x: Variable) -> Variable:
     return x
 
 
-def unbroadcast(xp: Any, grad: Array, shape: tuple[int, ...]) -> Array:
-    """Return the gradient of an operand of that shape, given the gradient of the broadcast result: a sum.
-
-    Args:
-        xp: the module whose functions are called.
-    """
-    if grad.shape == shape:
-        return grad
-    if is_low(grad.dtype):
-        return cast(xp, unbroadcast(xp, to_float32(xp, grad), shape), grad.dtype)
-    extra = grad.ndim - len(shape)
-    axes = tuple(range(extra)) + tuple(extra + i for i, n in enumerate(shape) if n == 1 and grad.shape[extra + i] != 1)
-    result: Array = xp.reshape(sum_over(xp, grad, axes), shape)
-    return result
-
-
 def same_dtype(name: str, *inputs: Any) -> None:
     """Refuse tensors and arrays of different dtypes; None stands for an input that is not there.
 
@@ -157,21 +204,16 @@ def read_as(name: str, *inputs: Any) -> np.dtype[Any]:
         UsageError: for tf32 and arrays of NumPy's, whose products have no such form.
     """
     mode = precision()
-    if mode == "float32":
-        same_dtype(name, *inputs)
-        first: np.dtype[Any] = _dtype(inputs[0])
-        return first
-    low = low_dtype(mode)
-    dtypes = [_dtype(x) for x in inputs if x is not None]
-    if low is not None and all(dtype in (low, FLOAT32) for dtype in dtypes):
-        return low
-    if mode == "tf32" and isinstance(_values(inputs[0]), np.ndarray):
-        raise UsageError(
-            f"{name} cannot be computed in tf32 by NumPy; use precision float32, or backend cupy on a CUDA device"
-        )
+    if mode != "float32":
+        low = low_dtype(mode)
+        if low is not None and all(_dtype(x) in (low, FLOAT32) for x in inputs if x is not None):
+            return low
+        if mode == "tf32" and isinstance(values_of(inputs[0]), np.ndarray):
+            raise UsageError(
+                f"{name} cannot be computed in tf32 by NumPy; use precision float32, or backend cupy on a CUDA device"
+            )
     same_dtype(name, *inputs)
-    result: np.dtype[Any] = dtypes[0]
-    return result
+    return _dtype(inputs[0])
 
 
 def _plain(x: Any) -> Any:
@@ -183,10 +225,11 @@ def _plain(x: Any) -> Any:
     raise DtypeError(f"{type(x).__name__} cannot stand beside a tensor; give a number, an array or a Tensor")
 
 
-def _values(x: Any) -> Any:
+def values_of(x: Any) -> Any:
+    """Return a tensor's array, or a rank's part of it; anything else as it is."""
     return x.data if isinstance(x, Variable) else x
 
 
 def _dtype(x: Any) -> Any:
     """Return the dtype of a tensor or array, None for a number."""
-    return getattr(_values(x), "dtype", None)
+    return getattr(values_of(x), "dtype", None)

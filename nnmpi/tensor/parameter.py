@@ -1,20 +1,29 @@
-"""Parameter: a leaf tensor whose values are trained. It knows its shape and initializer first, its values later.
+"""Parameters, and the flat storage in which they lie: a few long arrays, and as many beside them for the gradients.
+
+    data    [ 0.weight        | 0.bias | 2.weight                | 2.bias ]     one array per dtype and group
+    grads   [ 0.weight        | 0.bias | 2.weight                | 2.bias ]     the same places
 
 A layer declares its parameters; `Module.initialize` gives them values, once the full names are known, because initial
-values are drawn from a stream keyed by seed and full name and so do not depend on the layout.
+values are drawn from a stream keyed by seed and full name and so do not depend on the layout. A parameter's `data` and
+its gradient are views into the flat arrays. So one optimizer call updates a group, one message sums a bucket, a shard
+is a range of offsets, and with an allocator that hands out shared memory the ranks of a node see one another's
+gradients. Each parameter begins at a multiple of 64 bytes; the gaps hold zeros.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Integral
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.recording import active
-from nnmpi.errors import ShapeError, UninitializedError
+from nnmpi.backend.recording import active, perform
+from nnmpi.errors import GraphError, ShapeError, UninitializedError, UsageError
 from nnmpi.shard import Region
 from nnmpi.tensor.tensor import Tensor
+
+ALIGNMENT_BYTES = 64
 
 Initializer: TypeAlias = Callable[[np.random.Generator, tuple[int, ...]], Array]
 
@@ -72,22 +81,7 @@ class Parameter(Tensor):
         """Return initial values, float64: of a part, those that the whole parameter would have there."""
         if self.region is None:
             return self.init(generator, self.declared)
-        part: Array = self.region.take(self.init(generator, self.region.shape))
-        return part
-
-    def add_grad(self, grad: Array, xp: Any) -> None:
-        """Add one operation's contribution to the gradient, see `Variable.add_grad`, unless the guard forbids it."""
-        if self.guard is not None:
-            self.guard()
-        if grad is self.buffer and self.grad is None and active() is None:
-            self.grad = grad  # it was computed there
-        else:
-            super().add_grad(grad, xp)
-
-    def check_write(self) -> None:
-        """Let the guard raise if the gradient must not be written to now."""
-        if self.guard is not None:
-            self.guard()
+        return self.region.take(self.init(generator, self.region.shape))
 
     def finish_gradient(self) -> None:
         """Let `buffer` hold the gradient: zeros where there is none, and a copy of one that is another array."""
@@ -106,3 +100,204 @@ class Parameter(Tensor):
 
     def __repr__(self) -> str:
         return f"Parameter({self.name or 'unnamed'}, shape={self.declared})"
+
+
+@dataclass(frozen=True)
+class Span:
+    """Where one parameter lies: elements start..stop-1 of flat array number `buffer`."""
+
+    parameter: Parameter
+    buffer: int
+    start: int
+    stop: int
+
+
+class FlatStorage:
+    """The flat arrays of a model and where each parameter lies in them.
+
+    Args:
+        values: the initial values by full name, in registration order, all of one dtype.
+        parameters: the parameters by the same names.
+        allocate: (elements, dtype) -> a 1-D array of zeros; called twice per group, for data and for gradients.
+        group: (name, parameter) -> the optimizer group that it belongs to; by default all are in "default".
+        dtype: of the values, for a mapping that makes each one when it is asked for; by default the first one's.
+
+    Attributes:
+        data, grads: the flat arrays, one per group, in order of first appearance.
+        groups: the group name of each.
+        known_groups: these, and those that only other parts of the model have.
+        spans: where each parameter lies, in registration order.
+        moves: how often the arrays were replaced by others.
+        common: whether `data` is memory that other ranks write too (see `parallel.fused`).
+        shared: whether a strategy has given these values to several ranks, or each a part; else a rank's are its own.
+        state_keeper: (data, grads, slots) -> what keeps the state of optimizers over it (`memory.state_offload`); None
+            where they keep it themselves.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        values: Mapping[str, Array],
+        allocate: Callable[[int, Any], Array],
+        group: Callable[[str, Parameter], str] | None = None,
+        dtype: Any = None,
+    ) -> None:
+        self.groups: list[str] = []
+        self.spans: list[Span] = []
+        self.data: list[Array] = []
+        self.grads: list[Array] = []
+        self.moves = 0
+        self.common = False
+        self.shared = any(parameter.region is not None for parameter in parameters.values())
+        self.state_keeper: Callable[..., Any] | None = None
+        self._views: list[tuple[Parameter, Array, Array]] = []  # with data and buffer as they were bound
+        lengths: list[int] = []
+        if dtype is None and values:
+            dtype = next(iter(values.values())).dtype
+        step = ALIGNMENT_BYTES // dtype.itemsize if dtype is not None else 1
+        for name, parameter in parameters.items():
+            label = group(name, parameter) if group is not None else "default"
+            if label not in self.groups:
+                self.groups.append(label)
+                lengths.append(0)
+            buffer = self.groups.index(label)
+            start = lengths[buffer]
+            self.spans.append(Span(parameter, buffer, start, start + parameter.size))
+            lengths[buffer] = -(-(start + parameter.size) // step) * step  # rounded up to the alignment
+        self._data, self._grads = self._allocate(lengths, dtype, allocate)
+        self.known_groups = set(self.groups)
+        self._parameters = tuple(span.parameter for span in self.spans)
+        self._bind(parameters, values)
+
+    def _allocate(
+        self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array]
+    ) -> tuple[list[Array], list[Array]]:
+        """Make `data` and `grads`; return the arrays in which the parameters and their gradients lie: these."""
+        for length in lengths:
+            self.data.append(allocate(length, dtype))
+            self.grads.append(allocate(length, dtype))
+        return self.data, self.grads
+
+    def _bind(self, parameters: Mapping[str, Parameter], values: Mapping[str, Array]) -> None:
+        for (name, parameter), span in zip(parameters.items(), self.spans, strict=True):
+            value = values[name]
+            if value.shape != parameter.declared:
+                raise ShapeError(f"{name} got values of shape {value.shape}, not {parameter.declared}")
+            parameter.name = name
+            self._views.append(self._lay(span))
+            self.write(span, value)
+
+    def write(self, span: Span, value: Array) -> None:
+        """Give a parameter its values, of its shape."""
+        span.parameter.data[...] = value
+
+    def _lay(self, span: Span) -> tuple[Parameter, Array, Array]:
+        """Let a parameter have its place in the flat arrays, and no gradient; return it and its views."""
+        parameter, part = span.parameter, slice(span.start, span.stop)
+        parameter.data = self._data[span.buffer][part].reshape(parameter.declared)
+        parameter.buffer = self._grads[span.buffer][part].reshape(parameter.declared)
+        parameter.grad = None
+        return parameter, parameter.data, parameter.buffer
+
+    def move(self, data: Sequence[Array] | None = None, grads: Sequence[Array] | None = None) -> None:
+        """Let the parameters, or their gradients, lie in other arrays of the same lengths and dtypes from now on.
+
+        Nothing is copied: the values are those found there, and gradients are forgotten. Optimizers follow at their
+        next step.
+
+        Raises:
+            ShapeError: for arrays of other lengths or dtypes; nothing is changed then.
+        """
+        for now, then in ((self.data, data), (self.grads, grads)):
+            if then is not None and [(a.shape, a.dtype) for a in now] != [(a.shape, a.dtype) for a in then]:
+                raise ShapeError("parameters and gradients can move only to arrays of the same lengths and dtypes")
+        self.data = self._data = self.data if data is None else list(data)
+        self.grads = self._grads = self.grads if grads is None else list(grads)
+        self._views = [self._lay(span) for span in self.spans]
+        self.moves += 1
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether there are gradients that were not forgotten."""
+        return any(parameter.grad is not None for parameter in self._parameters)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters are all here, whenever one looks; see `parallel.zero.storage`."""
+        return True
+
+    def held(self) -> Iterator[tuple[Span, Array, Array | None]]:
+        """Yield each parameter, with what this rank trains of its values, and of its gradient if there is one."""
+        for span in self.spans:
+            yield span, span.parameter.data, span.parameter.grad
+
+    @property
+    def size(self) -> int:
+        """The number of parameters' elements, gaps not counted."""
+        return sum(span.stop - span.start for span in self.spans)
+
+    def held_bytes(self) -> tuple[int, int, int]:
+        """Return the bytes of parameters, gradients, and what else it takes to compute with them, on this rank."""
+        return sum(array.nbytes for array in self.data), sum(array.nbytes for array in self.grads), 0
+
+    def zero_grad(self) -> None:
+        """Forget all gradients: the next backward pass overwrites them."""
+        recorder = active()
+        if recorder is None:
+            self._forget()
+        else:
+            recorder.perform(self._forget)
+            recorder.cleared.update(id(span.parameter) for span in self.spans)
+
+    def _forget(self) -> None:
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def finish_gradients(self) -> None:
+        """Let the flat arrays hold every parameter's gradient, whatever they held before.
+
+        That is zeros where no backward pass has written since `zero_grad`, and a copy of a gradient set by hand.
+
+        Raises:
+            UsageError: when a parameter lies elsewhere now, and updates here would not reach it.
+        """
+        perform(self._finish)
+
+    def _finish(self) -> None:
+        self.check_places()
+        for parameter, _, buffer in self._views:
+            if parameter.grad is not buffer:
+                parameter.finish_gradient()
+
+    def check_places(self) -> None:
+        """Refuse to go on when a parameter lies elsewhere now.
+
+        Raises:
+            UsageError: naming it.
+        """
+        for parameter, data, buffer in self._views:
+            # An update goes to the flat arrays. If somebody has rebound parameter.data, the model would compute with
+            # one array and the optimizer train another, without a word.
+            if parameter.data is not data or parameter.buffer is not buffer:
+                raise UsageError(
+                    f"{parameter.name} lies in this storage no more: its model was initialized again (then make "
+                    "a new optimizer), or its data replaced (write parameter.data[...] = values instead)"
+                )
+
+    def finish_update(self) -> None:
+        """Do what is to be done when an optimizer has written to `data`: nothing, as the parameters lie there."""
+
+    def frozen(self) -> list[Array]:
+        """Return the data of the parameters that need no gradient now, which an optimizer leaves as they are."""
+        return [parameter.data for parameter in self._parameters if not parameter.requires_grad]
+
+    def __reduce__(self) -> NoReturn:
+        raise GraphError("a copied or pickled model would not share its storage; build it again and use load_state")
+
+    def split(self, buffer: int, flat: Array) -> dict[str, Array]:
+        """Return views of a flat array laid out like data[buffer], shaped as the parameters and by their names."""
+        return {
+            span.parameter.name: flat[span.start : span.stop].reshape(span.parameter.declared)
+            for span in self.spans
+            if span.buffer == buffer
+        }

@@ -70,19 +70,6 @@ class Placement:
         """Whether the rows of images are cut."""
         return not self.is_replicated and self.axis == ROWS
 
-    def cut(self, total: int, size: int, rank: int) -> Region:
-        """Return a rank's part of the cut axis.
-
-        Args:
-            total: the length of the whole axis.
-            size: the number of ranks.
-            rank: one of them.
-
-        Raises:
-            LayoutError: when the axis cannot have that length.
-        """
-        return self.region((total,), 0, size, rank)
-
     def region(self, shape: Sequence[int], axis: int, size: int, rank: int) -> Region:
         """Return a rank's part of an array that is cut along with the activation, such as a layer's weight.
 
@@ -96,9 +83,9 @@ class Placement:
             LayoutError: when that axis cannot have its length.
         """
         whole = tuple(shape)
-        own = part(self.units, size, rank)
         repeats = self.resolve(whole[axis]).repeats or 1
-        return Region(whole, axis % len(whole), own.start * self.unit, own.stop * self.unit, repeats)
+        (own,) = self.ranges(size, rank)
+        return Region(whole, axis % len(whole), own.start, own.stop, repeats)
 
     def resolve(self, total: int) -> Placement:
         """Return the placement with its repeats known, given the length of the whole axis.
@@ -129,7 +116,7 @@ class Placement:
 
     def width(self, size: int, rank: int) -> int:
         """Return how many elements a rank has of each repeat."""
-        return len(part(self.units, size, rank)) * self.unit
+        return sum(map(len, self.ranges(size, rank)))
 
     def ranges(self, size: int, rank: int) -> tuple[range, ...]:
         """Return which elements of the axis a rank has, where they do not come again."""
@@ -143,11 +130,8 @@ class Placement:
 
     def is_like(self, other: Placement, size: int) -> bool:
         """Return whether both give every rank the same elements of the same axis."""
-        if type(self) is not type(other):
-            return False
         ours, theirs = (
-            (each.axis, each.once, each.repeats, [part(each.units, size, r).start * each.unit for r in range(size)])
-            for each in (self, other)
+            (each.axis, each.once, each.repeats, [each.ranges(size, r) for r in range(size)]) for each in (self, other)
         )
         return ours == theirs
 
@@ -195,17 +179,9 @@ class PairPlacement(Placement):
         whole, (first, second) = tuple(shape), self.ranges(size, rank)
         return PairRegion(whole, axis % len(whole), first.start, first.stop, 1, second.start, second.stop)
 
-    def width(self, size: int, rank: int) -> int:
-        """See `Placement.width`."""
-        return sum(map(len, self.ranges(size, rank)))
-
     def ranges(self, size: int, rank: int) -> tuple[range, ...]:
         """See `Placement.ranges`."""
         return zigzag(self.units, size, rank)
-
-    def is_like(self, other: Placement, size: int) -> bool:
-        """See `Placement.is_like`."""
-        return self == other
 
     def reshaped(self, old: Sequence[int], new: Sequence[int], size: int) -> Placement | None:
         """See `Placement.reshaped`: the axis is to stay as it is, between others."""
@@ -314,15 +290,12 @@ class TensorCut:
     def refuse(self, operation: object, why: str) -> LayoutError:
         """Return the error that says which operation cannot do what with the part."""
         name = operation if isinstance(operation, str) else type(operation).__name__.removesuffix("Function")
-        if not self.layer:
-            return LayoutError(
-                f"{name} {why}, but each of {self.group.size} ranks has some of the {self.whole} positions (axis "
-                f"{self.axis}); leave sp at 1, or make it whole first, x = nnmpi.tensor.whole(x)"
-            )
+        left, way = "", "leave sp at 1"
+        if self.layer:
+            left, way = f", as layer {self.layer!r} leaves it", "give that layer Sharding.REPLICATED"
         return LayoutError(
-            f"{name} {why}, but layer {self.layer!r} leaves each of {self.group.size} ranks a part of axis "
-            f"{self.axis}, {self.whole} long; make it whole first, x = nnmpi.tensor.whole(x), or give that layer "
-            "Sharding.REPLICATED"
+            f"{name} {why}, but each of {self.group.size} ranks has a part of the {self.whole} elements of axis "
+            f"{self.axis}{left}; make it whole first, x = nnmpi.tensor.whole(x), or {way}"
         )
 
 

@@ -1,55 +1,26 @@
-"""Reductions over axes: sum, mean, variance, largest and smallest.
-
-float16 and bfloat16 are added up in float32. In a mode of mixed precision sums and means stay float32, as losses do,
-since a sum may be beyond what float16 holds; else they are rounded to the dtype that they are of.
-"""
-
-from __future__ import annotations
+"""Operations that add up or pick along axes: sum, mean, variance, largest, smallest, and the matrix product."""
 
 from dataclasses import replace
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
-from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels import to_float32
-from nnmpi.backend.precision import precision
+from nnmpi.backend.array import Array
+from nnmpi.backend.gemm import gemm
+from nnmpi.backend.precision import is_floating
 from nnmpi.backend.sums import sum_over
-from nnmpi.errors import ShapeError, UsageError
-from nnmpi.tensor.convert import in_float32
-from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import require_floating
-from nnmpi.tensor.placement import Placement, uncut
-
-if TYPE_CHECKING:
-    from nnmpi.tensor.tensor import Tensor
-
-Axis: TypeAlias = int | tuple[int, ...] | list[int] | None
-
-
-def _axes(axis: Axis, ndim: int, keepdims: bool) -> tuple[int, ...]:
-    """Return the axes as non-negative numbers.
-
-    Raises:
-        ShapeError: for an axis that the array does not have, or one named twice.
-        UsageError: where a second axis stands in the place of keepdims.
-    """
-    if not isinstance(keepdims, bool):
-        raise UsageError(f"keepdims is True or False, not {keepdims!r}; several axes are a tuple, such as (0, 1)")
-    given = tuple(range(ndim)) if axis is None else tuple(axis) if isinstance(axis, tuple | list) else (axis,)
-    if any(not -ndim <= i < ndim for i in given) or len({i % ndim for i in given}) != len(given):
-        raise ShapeError(f"axis {axis} does not fit an array of {ndim} dimensions")
-    return tuple(i % ndim for i in given)
+from nnmpi.errors import ShapeError
+from nnmpi.tensor.function import Function, unbroadcast
+from nnmpi.tensor.placement import Placement, aligned, is_cut, moved, uncut
 
 
 def _mean(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
     """Return the mean; that of half precision is the array library's, which adds up in float32."""
     wide = x.dtype.kind == "f" and x.dtype.itemsize >= 4
-    mean: Array = (
+    return (
         xp.divide(sum_over(xp, x, axes, keepdims), prod(x.shape[i] for i in axes))
         if wide
         else xp.mean(x, axis=axes, keepdims=keepdims)
     )
-    return mean
 
 
 def _kept(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -83,8 +54,7 @@ class Sum(_Reduction):
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         (shape,), xp = self.saved, self.xp
-        spread: Array = xp.broadcast_to(xp.reshape(grad, _kept(shape, self.axes)), shape)
-        return (spread,)
+        return (xp.broadcast_to(xp.reshape(grad, _kept(shape, self.axes)), shape),)
 
 
 class Mean(_Reduction):
@@ -101,8 +71,7 @@ class Mean(_Reduction):
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         (shape, count), xp = self.saved, self.xp
-        spread: Array = xp.broadcast_to(xp.divide(xp.reshape(grad, _kept(shape, self.axes)), count), shape)
-        return (spread,)
+        return (xp.broadcast_to(xp.divide(xp.reshape(grad, _kept(shape, self.axes)), count), shape),)
 
 
 class Variance(_Reduction):
@@ -127,8 +96,7 @@ class Variance(_Reduction):
         centred = xp.subtract(x, _mean(xp, x, self.axes, keepdims=True))
         self.saved = (centred, divisor)
         squares = sum_over(xp, xp.multiply(centred, centred), self.axes, self.keepdims)
-        result: Array = xp.divide(squares, divisor)
-        return result
+        return xp.divide(squares, divisor)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         (centred, divisor), xp = self.saved, self.xp
@@ -151,7 +119,7 @@ class Largest(_Reduction):
         if prod(x.shape[i] for i in self.axes) == 0:
             raise ShapeError(f"an array of shape {x.shape} has no largest or smallest element over axes {self.axes}")
         find = self.xp.max if self.largest else self.xp.min
-        result: Array = find(x, axis=self.axes, keepdims=self.keepdims)
+        result = find(x, axis=self.axes, keepdims=self.keepdims)
         self.saved = (x, result)
         return result
 
@@ -164,58 +132,52 @@ class Largest(_Reduction):
         return (xp.multiply(ties, share),)
 
 
-def _narrow() -> bool:
-    """Return whether sums of float16 and bfloat16 are rounded to that dtype."""
-    return precision() == "float32"
+class MatMul(Function):
+    """a @ b for operands of one, two or more dimensions."""
 
+    replayable = True
 
-def total(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Return the sum over the given axes.
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: as the stacks, the rows of a, or the columns of b do.
 
-    Args:
-        x: any shape; half precision is summed in float32.
-        axis: one axis or several, all of them by default.
-        keepdims: whether the axes stay, with length 1.
-    """
-    return in_float32(Sum(_axes(axis, x.data.ndim, keepdims), keepdims), x, narrow=_narrow())
+        (..., n, k) @ (..., k, m) -> (..., n, m)       what is cut along k would have to be added up
+        """
+        a, b = inputs
+        for x, inner in ((a, -1), (b, -2 if b.ndim > 1 else -1)):
+            if is_cut(x):
+                uncut(self, x, (inner,), "adds up along all of that axis")
+        x = a if is_cut(a) else b
+        behind = x.ndim - x.cut.axis
+        if behind > 2:  # an axis of the stacks
+            return aligned(self, inputs)
+        if is_cut(a) and is_cut(b):
+            raise x.cut.refuse(self, "multiplies all parts with all parts")
+        return moved(x, max(a.ndim, b.ndim, 2) - behind - (a.ndim == 1))
 
+    def forward(self, a: Array, b: Array) -> Array:
+        self.saved = (a, b)
+        y = self.multiply(a[None, :] if a.ndim == 1 else a, b[:, None] if b.ndim == 1 else b)
+        y = y[..., 0, :] if a.ndim == 1 else y
+        return y[..., 0] if b.ndim == 1 else y
 
-def mean(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Return the mean over the given axes; arguments are those of `total`.
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        (a, b), xp = self.saved, self.xp
+        # a vector on the left is a row, on the right a column: give everything two dimensions, take them away again
+        rows = a[None, :] if a.ndim == 1 else a
+        columns = b[:, None] if b.ndim == 1 else b
+        if a.ndim == 1:
+            grad = grad[..., None, :] if b.ndim > 1 else grad[None]  # (..., 1, m)
+        if b.ndim == 1:
+            grad = grad[..., None]  # (..., n, 1)
+        to_a = to_b = None
+        if self.needs[0]:
+            # (..., n, m) @ (..., m, k) -> (..., n, k); stacks that were broadcast forward are summed here
+            to_a = xp.reshape(unbroadcast(xp, self.multiply(grad, columns.swapaxes(-1, -2)), rows.shape), a.shape)
+        if self.needs[1]:
+            # (..., k, n) @ (..., n, m) -> (..., k, m)
+            to_b = xp.reshape(unbroadcast(xp, self.multiply(rows.swapaxes(-1, -2), grad), columns.shape), b.shape)
+        return to_a, to_b
 
-    Raises:
-        ShapeError: when there is nothing to average.
-    """
-    return in_float32(Mean(_axes(axis, x.data.ndim, keepdims), keepdims), require_floating("mean", x), narrow=_narrow())
-
-
-def variance(x: Tensor, axis: Axis = None, keepdims: bool = False, correction: int = 0) -> Tensor:
-    """Return the variance over the given axes; the other arguments are those of `total`.
-
-    Args:
-        correction: what is taken off the number of elements in the denominator; 1 gives the unbiased estimate.
-
-    Raises:
-        ShapeError: when there are not more elements than `correction`.
-    """
-    return in_float32(
-        Variance(_axes(axis, x.data.ndim, keepdims), keepdims, correction),
-        require_floating("variance", x),
-        narrow=_narrow(),
-    )
-
-
-def largest(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Return the largest element over the given axes; ties share the gradient evenly. Arguments: see `total`."""
-    return in_float32(Largest(_axes(axis, x.data.ndim, keepdims), keepdims, largest=True), x)
-
-
-def smallest(x: Tensor, axis: Axis = None, keepdims: bool = False) -> Tensor:
-    """Return the smallest element over the given axes; ties share the gradient evenly. Arguments: see `total`."""
-    return in_float32(Largest(_axes(axis, x.data.ndim, keepdims), keepdims, largest=False), x)
-
-
-def argmax(x: Tensor, axis: int | None = None, keepdims: bool = False) -> Any:
-    """Return the index array of the first largest element; not differentiable."""
-    values: Any = to_float32(namespace(x.data), x.data)  # of bfloat16 not every library finds the largest
-    return values.argmax(axis=axis, keepdims=keepdims)
+    def multiply(self, a: Array, b: Array) -> Array:
+        """Return the product of two stacks of matrices."""
+        return gemm(self.xp, a, b) if is_floating(a.dtype) else self.xp.matmul(a, b)

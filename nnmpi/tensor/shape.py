@@ -1,22 +1,12 @@
-"""Operations that move elements without changing them: reshape, transpose, join, pad. Backward undoes the move."""
+"""Operations that move or pick elements without changing them: reshape, transpose, join, pad, index."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
-from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nnmpi.backend.array import Array
-from nnmpi.backend.kernels import FLOAT32
-from nnmpi.errors import DtypeError, ShapeError
-from nnmpi.tensor.convert import converted
+from nnmpi.backend.array import Array, namespace
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import mixes, unbroadcast
-from nnmpi.tensor.placement import Placement, is_cut, moved, uncut
-
-if TYPE_CHECKING:
-    from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.placement import Placement, aligned, is_cut, moved, uncut
 
 
 class Reshape(Function):
@@ -42,8 +32,7 @@ class Reshape(Function):
 
     def forward(self, x: Array) -> Array:
         self.saved = (x.shape,)
-        result: Array = self.xp.reshape(x, self.wanted)
-        return result
+        return self.xp.reshape(x, self.wanted)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         return (self.xp.reshape(grad, self.saved[0]),)
@@ -75,11 +64,11 @@ class Transpose(Function):
 
 
 class BroadcastTo(Function):
-    """x repeated along axes of length 1 and along new leading axes."""
+    """x repeated along axes of length 1 and along new leading axes; the tape sums the gradient."""
 
     __slots__ = ("wanted",)
 
-    replayable = True
+    replayable = broadcasts = True
 
     def __init__(self, wanted: tuple[int, ...]) -> None:
         self.wanted = wanted
@@ -94,12 +83,10 @@ class BroadcastTo(Function):
         return moved(x, axis)
 
     def forward(self, x: Array) -> Array:
-        self.saved = (x.shape,)
-        result: Array = self.xp.broadcast_to(x, self.wanted)
-        return result
+        return self.xp.broadcast_to(x, self.wanted)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (unbroadcast(self.xp, grad, self.saved[0]),)
+        return (grad,)
 
 
 class Concatenate(Function):
@@ -121,8 +108,7 @@ class Concatenate(Function):
 
     def forward(self, *inputs: Array) -> Array:
         self.saved = tuple(x.shape[self.axis] for x in inputs)
-        result: Array = self.xp.concatenate(inputs, axis=self.axis)
-        return result
+        return self.xp.concatenate(inputs, axis=self.axis)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         before: tuple[slice, ...] = (slice(None),) * self.axis
@@ -150,8 +136,7 @@ class Pad(Function):
 
     def forward(self, x: Array) -> Array:
         self.saved = (x.shape,)
-        result: Array = self.xp.pad(x, self.widths, mode="constant", constant_values=self.value)
-        return result
+        return self.xp.pad(x, self.widths, mode="constant", constant_values=self.value)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         (shape,) = self.saved
@@ -173,158 +158,92 @@ class FlipFunction(Function):
         return uncut(self, inputs[0], self.axes, "reverses the whole axis")
 
     def forward(self, x: Array) -> Array:
-        result: Array = self.xp.flip(x, self.axes)
-        return result
+        return self.xp.flip(x, self.axes)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         return (self.xp.flip(grad, self.axes),)
 
 
-def reshape(x: Tensor, *shape: int | Sequence[int]) -> Tensor:
-    """Return x in another shape with the same number of elements; one size may be -1.
+class GetItem(Function):
+    """x[key]; elements that the key names twice get both gradients."""
 
-    Raises:
-        ShapeError: when the sizes do not hold x's elements.
-    """
-    wanted, size = _numbers(shape), x.data.size if x.cut is None else x.size
-    known = prod(n for n in wanted if n != -1)
-    fits = size == known if -1 not in wanted else wanted.count(-1) == 1 and known > 0 and size % known == 0
-    if not fits or any(n < -1 for n in wanted):
-        raise ShapeError(f"reshape of {x.shape} ({size} elements) to {wanted} does not fit")
-    return Reshape(wanted)(x)
+    __slots__ = ("basic", "key")
 
+    def __init__(self, key: Any) -> None:
+        parts = key if isinstance(key, tuple) else (key,)
+        self.key = key
+        self.basic = all(part is None or part is Ellipsis or isinstance(part, int | slice) for part in parts)
 
-def transpose(x: Tensor, *axes: int | Sequence[int]) -> Tensor:
-    """Return x with its axes in the given order; without axes, reversed.
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: the key takes all of the cut axis, or some of its repeats."""
+        (x,) = inputs
+        cut, key = x.cut, self._expanded(x.ndim)
+        if key is None:
+            raise cut.refuse(self, "picks elements by an array")
+        places = [i for i, each in enumerate(key) if each is not None]  # of x's axes
+        own = key[places[cut.axis]]
+        start, stop, step = own.indices(cut.whole) if isinstance(own, slice) else (0, 0, 1)
+        placement: Placement | None = cut.placement.sliced(start, stop) if step == 1 else None
+        if placement is None:
+            raise cut.refuse(self, f"picks {own} of that axis, no whole groups of its parts")
+        repeat = cut.own() // (cut.placement.repeats or 1)
+        key[places[cut.axis]] = slice(start // cut.placement.once * repeat, stop // cut.placement.once * repeat)
+        self.key = tuple(key)
+        gone = sum(isinstance(each, int) for each in key[: places[cut.axis]])
+        return replace(placement, axis=places[cut.axis] - gone)
 
-    Raises:
-        ShapeError: when `axes` is no permutation of x's axes.
-    """
-    ndim = x.data.ndim
-    order = _numbers(axes) if axes else tuple(range(ndim))[::-1]
-    if sorted(i + ndim if i < 0 else i for i in order) != list(range(ndim)):
-        raise ShapeError(f"transpose to {order} is no permutation of the {ndim} axes of shape {x.data.shape}")
-    return Transpose(tuple(i % ndim for i in order))(x)
+    def _expanded(self, ndim: int) -> list[Any] | None:
+        """Return the key as slices, integers and None alone; None for one with arrays."""
+        parts = list(self.key) if isinstance(self.key, tuple) else [self.key]
+        if not self.basic or any(isinstance(part, bool) for part in parts):
+            return None
+        missing = [slice(None)] * (ndim - sum(part is not None and part is not Ellipsis for part in parts))
+        at = parts.index(Ellipsis) if Ellipsis in parts else len(parts)
+        return [*parts[:at], *missing, *parts[at + 1 :]]
 
+    def forward(self, x: Array) -> Array:
+        self.saved = (x.shape, x.dtype)
+        return x[self.key]
 
-def swapaxes(x: Tensor, a: int, b: int) -> Tensor:
-    """Return x with its axes a and b exchanged.
-
-    Raises:
-        ShapeError: when x has no such axis.
-    """
-    _check_axes(x, a, b)
-    order = list(range(x.data.ndim))
-    order[a], order[b] = order[b], order[a]
-    return transpose(x, order)
-
-
-def broadcast_to(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return x repeated to the given shape, by NumPy's broadcasting rules.
-
-    Raises:
-        ShapeError: when x does not broadcast to it.
-    """
-    wanted = tuple(shape)
-    fits = len(wanted) >= x.data.ndim and all(n in (1, m) for n, m in zip(x.shape[::-1], wanted[::-1], strict=False))
-    if not fits or any(m < 0 for m in wanted):
-        raise ShapeError(f"shape {x.shape} does not broadcast to {wanted}")
-    return BroadcastTo(wanted)(x)
-
-
-def expand_dims(x: Tensor, axis: int) -> Tensor:
-    """Return x with a new axis of length 1 at position `axis`.
-
-    Raises:
-        ShapeError: when the result would have no such axis.
-    """
-    shape = list(x.shape)
-    if not -len(shape) - 1 <= axis <= len(shape):
-        raise ShapeError(f"axis {axis} does not fit an array of {len(shape)} dimensions with one more")
-    shape.insert(axis if axis >= 0 else axis + len(shape) + 1, 1)
-    return reshape(x, shape)
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        shape, dtype = self.saved
+        xp = namespace(grad)
+        spread = xp.zeros(shape, dtype=dtype)
+        if self.basic:
+            spread[self.key] = grad
+        else:
+            xp.add.at(spread, self.key, grad)
+        return (spread,)
 
 
-def squeeze(x: Tensor, axis: int) -> Tensor:
-    """Return x without an axis of length 1.
+class TakeAlongAxis(Function):
+    """x picked by an index array of the same number of dimensions, along one axis."""
 
-    Raises:
-        ShapeError: when the axis is longer than 1.
-    """
-    shape = list(x.shape)
-    if not -len(shape) <= axis < len(shape) or shape[axis] != 1:
-        raise ShapeError(f"axis {axis} of shape {x.shape} has not length 1")
-    del shape[axis]
-    return reshape(x, shape)
+    __slots__ = ("axis",)
 
+    def __init__(self, axis: int) -> None:
+        self.axis = axis
 
-def flatten(x: Tensor, start: int = 1) -> Tensor:
-    """Return x with the axes from `start` on made into one, row by row; by default all but the batch axis."""
-    shape = x.shape
-    return reshape(x, (*shape[:start], prod(shape[start:])))
+    def placed(self, *inputs: Any) -> Placement:
+        """Return how the result lies on the ranks: as before, where the indices are the same all along the cut axis."""
+        x, _ = inputs
+        uncut(self, x, (self.axis,), "picks from all of that axis")
+        return aligned(self, inputs)
 
+    def forward(self, x: Array, indices: Array) -> Array:
+        self.saved = (x.shape, x.dtype, self._places(x, indices))
+        return x[self.saved[2]]
 
-def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Return the tensors one after another along an axis.
+    def _places(self, x: Array, indices: Array) -> tuple[Array, ...]:
+        """Return index arrays for all axes of x that broadcast to the shape of the result."""
+        xp, ndim = namespace(x), x.ndim
+        places = [xp.arange(n).reshape([-1 if i == j else 1 for j in range(ndim)]) for i, n in enumerate(x.shape)]
+        places[self.axis] = indices
+        return tuple(places)
 
-    Raises:
-        ShapeError: for an empty sequence, or shapes that differ elsewhere than along the axis.
-        DtypeError: for dtypes that differ.
-    """
-    if not tensors:
-        raise ShapeError("concatenate of no tensors has no shape")
-    shapes, dtypes = [x.shape for x in tensors], {x.dtype for x in tensors}
-    ndim = len(shapes[0])
-    if len(dtypes) > 1 and mixes(*dtypes):
-        tensors = [converted(x, FLOAT32) for x in tensors]
-    elif len(dtypes) > 1:
-        raise DtypeError(f"concatenate of {sorted(map(str, dtypes))} would change a dtype; convert with astype")
-    if not -ndim <= axis < ndim or len({s[: axis % ndim] + s[axis % ndim + 1 :] + (len(s),) for s in shapes}) > 1:
-        raise ShapeError(f"concatenate of shapes {shapes} along axis {axis} does not fit")
-    return Concatenate(axis % ndim)(*tensors)
-
-
-def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
-    """Return tensors of one shape along a new axis. Errors are those of `concatenate`."""
-    return concatenate([expand_dims(x, axis) for x in tensors], axis)
-
-
-def pad(x: Tensor, widths: Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
-    """Return x with a border.
-
-    Args:
-        x: any shape.
-        widths: (before, after) for every axis, in elements.
-        value: of the border's elements.
-
-    Raises:
-        ShapeError: when there is not one non-negative pair per axis.
-    """
-    pairs = tuple((int(a), int(b)) for a, b in widths)
-    if len(pairs) != x.data.ndim or any(a < 0 or b < 0 for a, b in pairs):
-        raise ShapeError(f"pad needs one non-negative (before, after) per axis of shape {x.data.shape}, not {pairs}")
-    return Pad(pairs, value)(x) if pairs else x  # nothing goes around a single number
-
-
-def flip(x: Tensor, axis: int | tuple[int, ...]) -> Tensor:
-    """Return x reversed along an axis or several.
-
-    Raises:
-        ShapeError: when x has no such axis.
-    """
-    axes = axis if isinstance(axis, tuple) else (axis,)
-    _check_axes(x, *axes)
-    return FlipFunction(axes)(x)
-
-
-def _numbers(arguments: tuple[Any, ...]) -> tuple[int, ...]:
-    """Accept both f(2, 3) and f((2, 3))."""
-    given = arguments[0] if len(arguments) == 1 and hasattr(arguments[0], "__iter__") else arguments
-    return tuple(index(n) for n in given)
-
-
-def _check_axes(x: Tensor, *axes: int) -> None:
-    ndim = x.data.ndim
-    for axis in axes:
-        if not -ndim <= axis < ndim:
-            raise ShapeError(f"axis {axis} does not fit an array of {ndim} dimensions")
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        shape, dtype, places = self.saved
+        xp = namespace(grad)
+        spread = xp.zeros(shape, dtype=dtype)
+        xp.add.at(spread, places, grad)
+        return spread, None

@@ -1,32 +1,62 @@
-"""Tensor: an array that remembers how it was computed, with the operators of its mathematics.
+"""Tensor: an array that remembers how it was computed, with the operations of its mathematics as methods.
 
 A gradient in three lines:
 
     x = Tensor([1.0, 2.0], requires_grad=True)
     (x * x).sum().backward()
     x.grad                      # array([2., 4.], dtype=float32)
+
+Sums and means of float16 and bfloat16 are added up in float32. In a mode of mixed precision they stay float32, as
+losses do, since a sum may be beyond what float16 holds; else they are rounded to the dtype that they are of.
 """
 
 from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
-from typing import Any, NoReturn
+from operator import ge, gt, index, le, lt
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, mixed_error, namespace, ones
-from nnmpi.backend.precision import is_floating
+from nnmpi.backend.kernels import FLOAT32, cast, to_float32
+from nnmpi.backend.precision import dtype_named, is_floating, is_low, precision
 from nnmpi.backend.recording import refuse
-from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
+from nnmpi.errors import DtypeError, GraphError, LayoutError, ShapeError, UsageError
 from nnmpi.launcher import read_launch
-from nnmpi.tensor import arithmetic, elementwise, index, reduce, shape
-from nnmpi.tensor.matmul import matmul
-from nnmpi.tensor.operand import whole_values
-from nnmpi.tensor.tape import Deferred, walk_back
-from nnmpi.tensor.variable import Variable
+from nnmpi.tensor import elementwise, reduce
+from nnmpi.tensor.backward import Deferred, walk_back
+from nnmpi.tensor.elementwise import Extremum, Where
+from nnmpi.tensor.function import Function, Variable
+from nnmpi.tensor.operand import (
+    AsType,
+    check_broadcast,
+    converted,
+    in_float32,
+    mixes,
+    operands,
+    read_as,
+    refuse_parts,
+    require_floating,
+    values_of,
+    whole_values,
+)
+from nnmpi.tensor.placement import is_cut
+from nnmpi.tensor.shape import (
+    BroadcastTo,
+    Concatenate,
+    FlipFunction,
+    GetItem,
+    Pad,
+    Reshape,
+    TakeAlongAxis,
+    Transpose,
+)
+
+Axis: TypeAlias = int | tuple[int, ...] | list[int] | None
 
 
 class Tensor(Variable):
@@ -65,7 +95,7 @@ class Tensor(Variable):
             grad: the gradient of this tensor, of its shape, converted to its dtype; by default 1, for a tensor of one
                 element.
             retain_graph: keep what the operations saved, so that backward can be called again.
-            deferred: takes over the parameters' gradients, which its `finish` computes (see `tape.Deferred`).
+            deferred: takes over the parameters' gradients, which its `finish` computes (see `backward.Deferred`).
 
         Raises:
             GraphError: when nothing was recorded, or the graph or a part of it was used up by an earlier call; for
@@ -97,7 +127,7 @@ class Tensor(Variable):
             except TypeError as error:
                 raise mixed_error((self.data, values)) or error from None
             if seed.dtype != self.data.dtype:
-                seed = elementwise.astype(Tensor(seed), self.data.dtype).data  # an operation, which a recording keeps
+                seed = Tensor(seed).astype(self.data.dtype).data  # an operation, which a recording keeps
             if seed.shape != self.shape:
                 raise ShapeError(f"backward of a tensor of shape {self.shape} got a gradient of shape {seed.shape}")
         walk_back(self, seed, retain_graph, deferred)
@@ -148,7 +178,7 @@ class Tensor(Variable):
     @property
     def T(self) -> Tensor:
         """The tensor with its axes reversed."""
-        return shape.transpose(self)
+        return self.permute()
 
     def __len__(self) -> int:
         if self.data.ndim == 0:
@@ -183,49 +213,54 @@ class Tensor(Variable):
         return np.array(self.numpy(), dtype, copy=copy)
 
     def __add__(self, other: Any) -> Tensor:
-        return arithmetic.add(self, other)
+        return _sum(elementwise.Add(), *operands("add", self, other))
 
-    def __radd__(self, other: Any) -> Tensor:
-        return arithmetic.add(other, self)
+    __radd__ = __add__
 
     def __sub__(self, other: Any) -> Tensor:
-        return arithmetic.subtract(self, other)
+        return _difference(self, other)
 
     def __rsub__(self, other: Any) -> Tensor:
-        return arithmetic.subtract(other, self)
+        return _difference(other, self)
 
     def __mul__(self, other: Any) -> Tensor:
-        return arithmetic.multiply(self, other)
+        return _sum(elementwise.Multiply(), *operands("multiply", self, other))
 
-    def __rmul__(self, other: Any) -> Tensor:
-        return arithmetic.multiply(other, self)
+    __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Tensor:
-        return arithmetic.divide(self, other)
+        return _floating_pair("divide", elementwise.Divide(), self, other)
 
     def __rtruediv__(self, other: Any) -> Tensor:
-        return arithmetic.divide(other, self)
+        return _floating_pair("divide", elementwise.Divide(), other, self)
 
     def __pow__(self, other: Any) -> Tensor:
-        return arithmetic.power(self, other)
+        return _floating_pair("power", elementwise.Power(), self, other)
 
     def __rpow__(self, other: Any) -> Tensor:
-        return arithmetic.power(other, self)
+        return _floating_pair("power", elementwise.Power(), other, self)
 
     def __matmul__(self, other: Any) -> Tensor:
-        return matmul(self, other)
+        return _product(self, other)
 
     def __rmatmul__(self, other: Any) -> Tensor:
-        return matmul(other, self)
+        return _product(other, self)
 
     def __neg__(self) -> Tensor:
-        return elementwise.negate(self)
+        if self.data.dtype.kind == "b":
+            raise DtypeError("negate of a bool tensor means nothing; convert with astype('float32')")
+        return in_float32(elementwise.Negate(), self)
 
     def __abs__(self) -> Tensor:
-        return elementwise.absolute(self)
+        return in_float32(elementwise.Absolute(), self)
 
     def __getitem__(self, key: Any) -> Tensor:
-        return index.getitem(self, key)
+        parts = tuple(map(_index, key)) if isinstance(key, tuple) else _index(key)
+        try:
+            function = GetItem(parts)
+            return function(self) if function.basic else in_float32(function, self)
+        except IndexError as error:
+            raise ShapeError(f"index {key!r} does not fit shape {self.data.shape}: {error}") from None
 
     def __setitem__(self, key: Any, value: Any) -> NoReturn:
         raise UsageError(
@@ -242,107 +277,402 @@ class Tensor(Variable):
     __hash__ = Variable.__hash__
 
     def __lt__(self, other: Any) -> Any:
-        refuse("a comparison")
-        return self.data < _values(other)
+        return _compare(lt, self, other)
 
     def __le__(self, other: Any) -> Any:
-        refuse("a comparison")
-        return self.data <= _values(other)
+        return _compare(le, self, other)
 
     def __gt__(self, other: Any) -> Any:
-        refuse("a comparison")
-        return self.data > _values(other)
+        return _compare(gt, self, other)
 
     def __ge__(self, other: Any) -> Any:
-        refuse("a comparison")
-        return self.data >= _values(other)
+        return _compare(ge, self, other)
 
-    def sum(self, axis: reduce.Axis = None, keepdims: bool = False) -> Tensor:
-        """Return the sum over axes. See `reduce.total`."""
-        return reduce.total(self, axis, keepdims)
+    def sum(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+        """Return the sum over one axis or several, by default all; `keepdims` leaves them, with length 1."""
+        return in_float32(reduce.Sum(_axes(self, axis, keepdims), keepdims), self, narrow=_narrow())
 
-    def mean(self, axis: reduce.Axis = None, keepdims: bool = False) -> Tensor:
-        """Return the mean over axes. See `reduce.mean`."""
-        return reduce.mean(self, axis, keepdims)
+    def mean(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+        """Return the mean over axes; arguments are those of `sum`.
 
-    def var(self, axis: reduce.Axis = None, keepdims: bool = False, correction: int = 0) -> Tensor:
-        """Return the variance over axes. See `reduce.variance`."""
-        return reduce.variance(self, axis, keepdims, correction)
+        Raises:
+            ShapeError: when there is nothing to average.
+        """
+        function = reduce.Mean(_axes(self, axis, keepdims), keepdims)
+        return in_float32(function, require_floating("mean", self), narrow=_narrow())
 
-    def max(self, axis: reduce.Axis = None, keepdims: bool = False) -> Tensor:
-        """Return the largest element over axes. See `reduce.largest`."""
-        return reduce.largest(self, axis, keepdims)
+    def var(self, axis: Axis = None, keepdims: bool = False, correction: int = 0) -> Tensor:
+        """Return the variance over axes; the other arguments are those of `sum`.
 
-    def min(self, axis: reduce.Axis = None, keepdims: bool = False) -> Tensor:
-        """Return the smallest element over axes. See `reduce.smallest`."""
-        return reduce.smallest(self, axis, keepdims)
+        Args:
+            correction: what is taken off the number of elements in the denominator; 1 gives the unbiased estimate.
+
+        Raises:
+            ShapeError: when there are not more elements than `correction`.
+        """
+        function = reduce.Variance(_axes(self, axis, keepdims), keepdims, correction)
+        return in_float32(function, require_floating("variance", self), narrow=_narrow())
+
+    def max(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+        """Return the largest element over axes; ties share the gradient evenly. Arguments are those of `sum`."""
+        return in_float32(reduce.Largest(_axes(self, axis, keepdims), keepdims, largest=True), self)
+
+    def min(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
+        """Return the smallest element over axes; ties share the gradient evenly. Arguments are those of `sum`."""
+        return in_float32(reduce.Largest(_axes(self, axis, keepdims), keepdims, largest=False), self)
 
     def argmax(self, axis: int | None = None, keepdims: bool = False) -> Any:
         """Return the indices of the largest elements along an axis, or of all, as a plain array of integers."""
         refuse("argmax")
-        return reduce.argmax(self, axis, keepdims)
+        values: Any = to_float32(namespace(self.data), self.data)  # of bfloat16 not every library finds the largest
+        return values.argmax(axis=axis, keepdims=keepdims)
 
     def exp(self) -> Tensor:
         """Return e to the power of the elements."""
-        return elementwise.exp(self)
+        return in_float32(elementwise.Exp(), require_floating("exp", self))
 
     def log(self) -> Tensor:
         """Return the natural logarithm of the elements."""
-        return elementwise.log(self)
+        return in_float32(elementwise.Log(), require_floating("log", self))
 
     def sqrt(self) -> Tensor:
         """Return the square root of the elements."""
-        return elementwise.sqrt(self)
+        return in_float32(elementwise.Sqrt(), require_floating("sqrt", self))
+
+    def sin(self) -> Tensor:
+        """Return the sine of the elements."""
+        return in_float32(elementwise.Sin(), require_floating("sin", self))
+
+    def cos(self) -> Tensor:
+        """Return the cosine of the elements."""
+        return in_float32(elementwise.Cos(), require_floating("cos", self))
 
     def tanh(self) -> Tensor:
         """Return the hyperbolic tangent of the elements."""
-        return elementwise.tanh(self)
+        return in_float32(elementwise.TanhFunction(), require_floating("tanh", self))
 
     def clip(self, low: float | None = None, high: float | None = None) -> Tensor:
-        """Return the elements kept between two bounds. See `elementwise.clip`."""
-        return elementwise.clip(self, low, high)
+        """Return the elements kept between two bounds; None is no bound.
+
+        Raises:
+            UsageError: when neither bound is given, or low > high.
+            DtypeError: for a bound with a fraction and a tensor of integers.
+        """
+        if low is None and high is None:
+            raise UsageError("clip needs at least one of low and high")
+        if low is not None and high is not None and low > high:
+            raise UsageError(f"clip with low {low} above high {high} leaves nothing")
+        bounds = [None if bound is None else operands("clip", self, bound)[1] for bound in (low, high)]
+        return in_float32(elementwise.Clip(*bounds), self)
 
     def astype(self, dtype: Any) -> Tensor:
-        """Return the tensor in another dtype. See `elementwise.astype`."""
-        return elementwise.astype(self, dtype)
+        """Return the tensor in another dtype; itself when it has that dtype already.
+
+        Raises:
+            DtypeError: for a dtype that holds no numbers, and for a tensor that needs a gradient and a dtype that can
+                have none (integers, booleans).
+        """
+        try:
+            wanted = dtype_named(dtype) if isinstance(dtype, str) else np.dtype(dtype)
+        except TypeError:
+            raise DtypeError(f"there is no dtype {dtype!r}; choose one such as 'float32' or 'int64'") from None
+        if wanted.kind not in "fiub" and not is_floating(wanted):
+            raise DtypeError(f"a tensor holds numbers, not {wanted}")
+        if wanted == self.data.dtype:
+            return self
+        if self.requires_grad and not is_floating(wanted):
+            raise DtypeError(f"a tensor that needs a gradient cannot become {wanted}; use detach() first")
+        return AsType(wanted)(self)
 
     def reshape(self, *sizes: int | Sequence[int]) -> Tensor:
-        """Return the elements in another shape. See `shape.reshape`."""
-        return shape.reshape(self, *sizes)
+        """Return the elements, in order, in another shape; one size may be -1.
 
-    def transpose(self, *axes: int | Sequence[int]) -> Tensor:
-        """Return the tensor with its axes in another order; two numbers exchange these two, as in PyTorch.
-
-        Without axes their order is reversed. See `shape.transpose` and `shape.swapaxes`.
+        Raises:
+            ShapeError: when the sizes do not hold the elements.
         """
-        match axes:
-            case (int(first), int(second)):
-                return shape.swapaxes(self, first, second)
-        return shape.transpose(self, *axes)
-
-    def permute(self, *axes: int | Sequence[int]) -> Tensor:
-        """Return the tensor with its axes in the given order. See `shape.transpose`."""
-        return shape.transpose(self, *axes)
+        wanted, size = _numbers(sizes), self.size
+        known = prod(n for n in wanted if n != -1)
+        fits = size == known if -1 not in wanted else wanted.count(-1) == 1 and known > 0 and size % known == 0
+        if not fits or any(n < -1 for n in wanted):
+            raise ShapeError(f"reshape of {self.shape} ({size} elements) to {wanted} does not fit")
+        return Reshape(wanted)(self)
 
     view = reshape  # PyTorch's name
 
     def flatten(self, start: int = 1) -> Tensor:
-        """Return the tensor with the axes from `start` on made into one."""
-        return shape.flatten(self, start)
+        """Return the tensor with the axes from `start` on made into one, row by row; by default all but the batch."""
+        return self.reshape(*self.shape[:start], prod(self.shape[start:]))
+
+    def permute(self, *axes: int | Sequence[int]) -> Tensor:
+        """Return the tensor with its axes in the given order; without axes, reversed.
+
+        Raises:
+            ShapeError: when `axes` is no permutation of the tensor's axes.
+        """
+        ndim = self.data.ndim
+        order = _numbers(axes) if axes else tuple(range(ndim))[::-1]
+        if sorted(i + ndim if i < 0 else i for i in order) != list(range(ndim)):
+            raise ShapeError(f"transpose to {order} is no permutation of the {ndim} axes of shape {self.data.shape}")
+        return Transpose(tuple(i % ndim for i in order))(self)
+
+    def transpose(self, *axes: int | Sequence[int]) -> Tensor:
+        """Return the tensor with its axes in another order, see `permute`; two numbers exchange these two axes."""
+        match axes:
+            case (int(first), int(second)):
+                order = list(range(self.data.ndim))
+                first, second = _own_axes(self, first, second)
+                order[first], order[second] = second, first
+                return Transpose(tuple(order))(self)
+        return self.permute(*axes)
+
+    def broadcast_to(self, shape: Sequence[int]) -> Tensor:
+        """Return the tensor repeated to the given shape, by NumPy's broadcasting rules.
+
+        Raises:
+            ShapeError: when it does not broadcast to that.
+        """
+        wanted, own = tuple(shape), self.shape
+        fits = len(wanted) >= len(own) and all(n in (1, m) for n, m in zip(own[::-1], wanted[::-1], strict=False))
+        if not fits or any(m < 0 for m in wanted):
+            raise ShapeError(f"shape {own} does not broadcast to {wanted}")
+        return BroadcastTo(wanted)(self)
+
+    def expand_dims(self, axis: int) -> Tensor:
+        """Return the tensor with a new axis of length 1 at position `axis`.
+
+        Raises:
+            ShapeError: when the result would have no such axis.
+        """
+        shape = list(self.shape)
+        if not -len(shape) - 1 <= axis <= len(shape):
+            raise ShapeError(f"axis {axis} does not fit an array of {len(shape)} dimensions with one more")
+        shape.insert(axis if axis >= 0 else axis + len(shape) + 1, 1)
+        return self.reshape(shape)
+
+    def squeeze(self, axis: int) -> Tensor:
+        """Return the tensor without an axis of length 1.
+
+        Raises:
+            ShapeError: when the axis is longer than 1.
+        """
+        shape = list(self.shape)
+        if not -len(shape) <= axis < len(shape) or shape[axis] != 1:
+            raise ShapeError(f"axis {axis} of shape {self.shape} has not length 1")
+        del shape[axis]
+        return self.reshape(shape)
+
+    def pad(self, widths: Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
+        """Return the tensor with a border.
+
+        Args:
+            widths: (before, after) for every axis, in elements.
+            value: of the border's elements.
+
+        Raises:
+            ShapeError: when there is not one non-negative pair per axis.
+        """
+        pairs = tuple((int(a), int(b)) for a, b in widths)
+        if len(pairs) != self.data.ndim or any(a < 0 or b < 0 for a, b in pairs):
+            raise ShapeError(
+                f"pad needs one non-negative (before, after) per axis of shape {self.data.shape}, not {pairs}"
+            )
+        return Pad(pairs, value)(self) if pairs else self  # nothing goes around a single number
+
+    def flip(self, axis: int | tuple[int, ...]) -> Tensor:
+        """Return the tensor reversed along an axis or several.
+
+        Raises:
+            ShapeError: when it has no such axis.
+        """
+        axes = axis if isinstance(axis, tuple) else (axis,)
+        _own_axes(self, *axes)
+        return FlipFunction(axes)(self)
+
+    def take_along_axis(self, indices: Any, axis: int) -> Tensor:
+        """Return elements picked along one axis: result[i, j] = x[i, indices[i, j]] for axis 1 of two.
+
+        Along the other axes the tensor and the indices must have the same length, or one of them length 1.
+
+        Raises:
+            DtypeError: when the indices are not integers.
+            ShapeError: when the numbers of dimensions differ or an index is out of range.
+        """
+        given = whole_values("take_along_axis", indices)
+        places = given if isinstance(indices, Variable) else namespace(self.data).asarray(given)
+        if places.dtype.kind not in "iu":
+            raise DtypeError(f"take_along_axis needs integer indices, not {places.dtype}")
+        what = f"take_along_axis of shape {self.data.shape}"
+        if places.ndim != self.data.ndim or not -places.ndim <= axis < places.ndim:
+            raise ShapeError(f"{what} by {places.shape} along axis {axis} does not fit")
+        try:
+            return in_float32(TakeAlongAxis(axis % places.ndim), self, places)
+        except LayoutError:
+            raise
+        except (IndexError, ValueError) as error:
+            raise ShapeError(f"{what} along axis {axis}: {error}") from None
 
 
-def _values(x: Any) -> Any:
-    return whole_values("a comparison", x)
+def maximum(a: Any, b: Any) -> Tensor:
+    """Return the larger of a and b, elementwise; equal elements share the gradient."""
+    return in_float32(Extremum(largest=True), *operands("maximum", a, b))
+
+
+def minimum(a: Any, b: Any) -> Tensor:
+    """Return the smaller of a and b, elementwise; equal elements share the gradient."""
+    return in_float32(Extremum(largest=False), *operands("minimum", a, b))
+
+
+def where(condition: Any, a: Any, b: Any) -> Tensor:
+    """Return a where `condition` (a boolean array or tensor) is True, b elsewhere.
+
+    Raises:
+        DtypeError: when the condition is not boolean, or a and b differ in dtype.
+        ShapeError: when the three do not broadcast.
+    """
+    values = values_of(condition)
+    if not hasattr(values, "dtype") or values.dtype.kind != "b":
+        raise DtypeError(f"where needs a boolean condition, not {getattr(values, 'dtype', type(values).__name__)}")
+    a, b = operands("where", a, b)
+    if any(map(is_cut, (condition, a, b))):  # the operation says what lies alike
+        return in_float32(Where(), condition, a, b)
+    check_broadcast("where", values.shape, *(x.shape for x in (a, b) if hasattr(x, "shape")))
+    return in_float32(Where(), values, a, b)
+
+
+def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Return the tensors one after another along an axis.
+
+    Raises:
+        ShapeError: for an empty sequence, or shapes that differ elsewhere than along the axis.
+        DtypeError: for dtypes that differ.
+    """
+    if not tensors:
+        raise ShapeError("concatenate of no tensors has no shape")
+    shapes, dtypes = [x.shape for x in tensors], {x.dtype for x in tensors}
+    ndim = len(shapes[0])
+    if len(dtypes) > 1 and mixes(*dtypes):
+        tensors = [converted(x, FLOAT32) for x in tensors]
+    elif len(dtypes) > 1:
+        raise DtypeError(f"concatenate of {sorted(map(str, dtypes))} would change a dtype; convert with astype")
+    if not -ndim <= axis < ndim or len({s[: axis % ndim] + s[axis % ndim + 1 :] + (len(s),) for s in shapes}) > 1:
+        raise ShapeError(f"concatenate of shapes {shapes} along axis {axis} does not fit")
+    return Concatenate(axis % ndim)(*tensors)
+
+
+def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
+    """Return tensors of one shape along a new axis. Errors are those of `concatenate`."""
+    return concatenate([x.expand_dims(axis) for x in tensors], axis)
+
+
+def _sum(function: Function, a: Any, b: Any) -> Tensor:
+    """Apply a sum or product; of two tensors of one dtype in that dtype, which rounds as float32 and back would."""
+    if isinstance(a, Variable) and isinstance(b, Variable) and a.data.dtype == b.data.dtype:
+        return function(a, b)
+    return in_float32(function, a, b)
+
+
+def _difference(a: Any, b: Any) -> Tensor:
+    a, b = operands("subtract", a, b)
+    if all(isinstance(x, bool) or getattr(values_of(x), "dtype", None) == "bool" for x in (a, b)):
+        raise DtypeError("subtract of bool and bool means nothing; convert one with astype('float32')")
+    return _sum(elementwise.Subtract(), a, b)
+
+
+def _floating_pair(name: str, function: Function, a: Any, b: Any) -> Tensor:
+    """Apply an operation that integers have none of: their result would be of another dtype."""
+    for x in (a, b):
+        if isinstance(x, Variable):
+            require_floating(name, x)
+    return in_float32(function, *operands(name, a, b))
+
+
+def _product(a: Any, b: Any) -> Tensor:
+    """Return a @ b: (..., n, k) or (k,) by (..., k, m) or (k,); leading dimensions broadcast."""
+    x, y = values_of(a), values_of(b)
+    if not hasattr(x, "ndim") or not hasattr(y, "ndim") or x.ndim == 0 or y.ndim == 0:
+        raise ShapeError("matmul needs arrays of at least one dimension; use * for numbers")
+    inner = y.shape[0] if y.ndim == 1 else y.shape[-2]
+    if x.shape[-1] != inner:
+        refuse_parts("matmul", a, b)
+        raise ShapeError(f"matmul of shapes {x.shape} and {y.shape}: the inner sizes {x.shape[-1]} and {inner} differ")
+    reads = read_as("matmul", a, b)
+    if is_floating(reads) if type(x) is not np.ndarray else is_low(reads):
+        a, b = (
+            converted(each, reads) if isinstance(each, Variable) else cast(namespace(each), each, reads)
+            for each in (a, b)
+        )
+    try:
+        return reduce.MatMul()(a, b)
+    except LayoutError:
+        raise
+    except ValueError as error:
+        raise ShapeError(f"matmul of shapes {x.shape} and {y.shape}: {error}") from None
+
+
+def _narrow() -> bool:
+    """Return whether sums of float16 and bfloat16 are rounded to that dtype."""
+    return precision() == "float32"
+
+
+def _axes(x: Tensor, axis: Axis, keepdims: bool) -> tuple[int, ...]:
+    """Return the axes of a reduction as non-negative numbers.
+
+    Raises:
+        ShapeError: for an axis that the array does not have, or one named twice.
+        UsageError: where a second axis stands in the place of keepdims.
+    """
+    if not isinstance(keepdims, bool):
+        raise UsageError(f"keepdims is True or False, not {keepdims!r}; several axes are a tuple, such as (0, 1)")
+    ndim = x.data.ndim
+    given = tuple(range(ndim)) if axis is None else tuple(axis) if isinstance(axis, tuple | list) else (axis,)
+    found = _own_axes(x, *given)
+    if len(set(found)) != len(found):
+        raise ShapeError(f"axis {axis} names an axis twice")
+    return found
+
+
+def _own_axes(x: Tensor, *axes: int) -> tuple[int, ...]:
+    """Return axes as non-negative numbers.
+
+    Raises:
+        ShapeError: for an axis that the array does not have.
+    """
+    ndim = x.data.ndim
+    for axis in axes:
+        if not -ndim <= axis < ndim:
+            raise ShapeError(f"axis {axis} does not fit an array of {ndim} dimensions")
+    return tuple(axis % ndim for axis in axes)
+
+
+def _numbers(arguments: tuple[Any, ...]) -> tuple[int, ...]:
+    """Accept both f(2, 3) and f((2, 3))."""
+    given = arguments[0] if len(arguments) == 1 and hasattr(arguments[0], "__iter__") else arguments
+    return tuple(index(n) for n in given)
+
+
+def _index(part: Any) -> Any:
+    """Return a part of a key as NumPy takes it."""
+    values = whole_values("an index", part)
+    if hasattr(values, "dtype") and getattr(values, "ndim", 1) == 0 and values.dtype.kind in "iu":
+        if isinstance(part, Variable):
+            refuse("an index that is a tensor's number")
+        return int(values)
+    return values
+
+
+def _compare(operator: Callable[[Any, Any], Any], x: Tensor, other: Any) -> Any:
+    refuse("a comparison")
+    return operator(x.data, whole_values("a comparison", other))
 
 
 def _as_array(data: Any, dtype: Any) -> Array:
     if isinstance(data, Variable):
         whole_values("Tensor", data)
         if dtype is not None:
-            data = elementwise.astype(Tensor(data.data), dtype)  # an operation, which a recording keeps
+            data = Tensor(data.data).astype(dtype)  # an operation, which a recording keeps
         data, dtype = data.data, None
     if is_array(data) and not isinstance(data, np.generic):
-        array: Array = data if dtype is None else data.astype(dtype, copy=False)
+        array = data if dtype is None else data.astype(dtype, copy=False)
     else:
         if isinstance(data, list | tuple) and any(isinstance(each, Variable) for each in data):
             raise UsageError("a tensor is not made of tensors; nnmpi.tensor.stack and concatenate put them together")

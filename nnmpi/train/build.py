@@ -37,11 +37,11 @@ from nnmpi.models.pretrained import load_pretrained, read_dropout, read_size
 from nnmpi.models.resnet import resnet
 from nnmpi.nn.linear import Embedding
 from nnmpi.nn.module import Module
-from nnmpi.optim import names
+from nnmpi.optim import updates
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.schedule import ConstantRate, Cosine, Schedule, StepDecay, Warmup
 from nnmpi.parallel.sequence.group import RING, ULYSSES
-from nnmpi.tensor.flat import FlatStorage
+from nnmpi.tensor.parameter import FlatStorage
 from nnmpi.train.checkpoint import LastCheckpoint
 from nnmpi.train.computing import Computing, choose_computing
 from nnmpi.train.config import (
@@ -236,7 +236,7 @@ def build_optimizer(config: OptimizationConfig, storage: FlatStorage, eps: float
             raise UsageError(f"--optimizer {config.optimizer} gave a {type(made).__name__}; return an optim.Optimizer")
         return made
     sgd = config.optimizer == "sgd"
-    return names.build(
+    return updates.build(
         config.optimizer,
         storage,
         lr=config.lr,

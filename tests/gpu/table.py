@@ -4,6 +4,7 @@ Values keep away from kinks and ties, and those that must differ are small whole
 host and device choose the same branch, and what is left is rounding.
 """
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -11,9 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi import ops
-from nnmpi.tensor import arithmetic, elementwise, index, reduce, shape
-from nnmpi.tensor.matmul import matmul
+from nnmpi import ops, tensor
 from nnmpi.tensor.tensor import Tensor
 
 ROWS, COLUMNS = 37, 130
@@ -108,7 +107,7 @@ def reductions(public: str, function: Any, domain: Any = anywhere) -> list[Check
 
 def product(name: str, first: tuple[int, ...], second: tuple[int, ...]) -> Check:
     """Return the row of a product of arrays of two shapes."""
-    return check("tensor.matmul", name, matmul, [anywhere(*first), anywhere(*second)])
+    return check("tensor.matmul", name, operator.matmul, [anywhere(*first), anywhere(*second)])
 
 
 def layer(public: str, name: str, function: Any, sizes: Sequence[tuple[int, ...]]) -> Check:
@@ -175,35 +174,35 @@ def losses() -> list[Check]:
 
 
 TENSOR: list[Check] = [
-    *binary("tensor.add", arithmetic.add),
-    *binary("tensor.subtract", arithmetic.subtract),
-    *binary("tensor.multiply", arithmetic.multiply),
-    *binary("tensor.divide", arithmetic.divide, nonzero),
-    *binary("tensor.power", arithmetic.power, positive),
-    extremum("tensor.maximum", arithmetic.maximum),
-    extremum("tensor.minimum", arithmetic.minimum),
+    *binary("tensor.add", operator.add),
+    *binary("tensor.subtract", operator.sub),
+    *binary("tensor.multiply", operator.mul),
+    *binary("tensor.divide", operator.truediv, nonzero),
+    *binary("tensor.power", operator.pow, positive),
+    extremum("tensor.maximum", tensor.maximum),
+    extremum("tensor.minimum", tensor.minimum),
     check(
         "tensor.where",
         "plain",
-        lambda x, y, mask: arithmetic.where(mask, x, y),
+        lambda x, y, mask: tensor.where(mask, x, y),
         [anywhere(ROWS, COLUMNS), anywhere(COLUMNS)],
         [DRAW.random((ROWS, COLUMNS)) > 0.5],
     ),
-    unary("tensor.negate", elementwise.negate),
-    unary("tensor.absolute", elementwise.absolute, nonzero),
-    unary("tensor.exp", elementwise.exp),
-    unary("tensor.log", elementwise.log, positive),
-    unary("tensor.sqrt", elementwise.sqrt, positive),
-    unary("tensor.sin", elementwise.sin),
-    unary("tensor.cos", elementwise.cos),
-    unary("tensor.tanh", elementwise.tanh),
-    unary("tensor.clip", lambda x: elementwise.clip(x, -0.25, 0.25), nonzero),
-    unary("tensor.astype", lambda x: elementwise.astype(x, np.float64)),
-    *reductions("tensor.total", reduce.total),
-    *reductions("tensor.mean", reduce.mean),
-    *reductions("tensor.variance", reduce.variance),
-    *reductions("tensor.largest", reduce.largest, ranked),
-    *reductions("tensor.smallest", reduce.smallest, ranked),
+    unary("tensor.negate", operator.neg),
+    unary("tensor.absolute", abs, nonzero),
+    unary("tensor.exp", Tensor.exp),
+    unary("tensor.log", Tensor.log, positive),
+    unary("tensor.sqrt", Tensor.sqrt, positive),
+    unary("tensor.sin", Tensor.sin),
+    unary("tensor.cos", Tensor.cos),
+    unary("tensor.tanh", Tensor.tanh),
+    unary("tensor.clip", lambda x: x.clip(-0.25, 0.25), nonzero),
+    unary("tensor.astype", lambda x: x.astype(np.float64)),
+    *reductions("tensor.sum", Tensor.sum),
+    *reductions("tensor.mean", Tensor.mean),
+    *reductions("tensor.var", Tensor.var),
+    *reductions("tensor.max", Tensor.max, ranked),
+    *reductions("tensor.min", Tensor.min, ranked),
     product("square", (70, 70), (70, 70)),
     product("odd", (37, 130), (130, 67)),
     product("row", (1, 130), (130, 67)),
@@ -213,25 +212,31 @@ TENSOR: list[Check] = [
     product("broadcast", (3, 1, 21, 33), (5, 33, 12)),
     product("shared", (7, 21, 33), (33, 12)),
     product("nothing", (0, 5), (5, 3)),
-    unary("tensor.reshape", lambda x: shape.reshape(x, (COLUMNS, ROWS))),
-    unary("tensor.transpose", lambda x: shape.transpose(x) * 2),
-    unary("tensor.swapaxes", lambda x: shape.swapaxes(x, 0, 1)),
-    unary("tensor.broadcast_to", lambda x: shape.broadcast_to(x, (3, ROWS, COLUMNS))),
-    unary("tensor.expand_dims", lambda x: shape.expand_dims(x, 1)),
-    unary("tensor.squeeze", lambda x: shape.squeeze(shape.expand_dims(x, 1), 1)),
-    unary("tensor.flatten", lambda x: shape.flatten(x, 0)),
-    unary("tensor.flip", lambda x: shape.flip(x, 1)),
-    unary("tensor.pad", lambda x: shape.pad(x, [(2, 1), (0, 3)], 0.5)),
-    check("tensor.concatenate", "plain", lambda x, y: shape.concatenate([x, y], 1), [anywhere(9, 130), anywhere(9, 3)]),
-    check("tensor.stack", "plain", lambda x, y: shape.stack([x, y], 1), [anywhere(9, 130), anywhere(9, 130)]),
-    unary("tensor.getitem", lambda x: index.getitem(x, (slice(3, 30, 2), slice(None, None, -3))), name="slices"),
+    unary("tensor.reshape", lambda x: x.reshape((COLUMNS, ROWS))),
+    unary("tensor.transpose", lambda x: Tensor.transpose(x) * 2),
+    unary("tensor.swapaxes", lambda x: x.transpose(0, 1)),
+    unary("tensor.broadcast_to", lambda x: x.broadcast_to((3, ROWS, COLUMNS))),
+    unary("tensor.expand_dims", lambda x: x.expand_dims(1)),
+    unary("tensor.squeeze", lambda x: x.expand_dims(1).squeeze(1)),
+    unary("tensor.flatten", lambda x: x.flatten(0)),
+    unary("tensor.flip", lambda x: x.flip(1)),
+    unary("tensor.pad", lambda x: x.pad([(2, 1), (0, 3)], 0.5)),
     check(
-        "tensor.getitem", "indices", lambda x, at: index.getitem(x, at), [anywhere(50, 33)], [DRAW.integers(0, 50, 90)]
+        "tensor.concatenate", "plain", lambda x, y: tensor.concatenate([x, y], 1), [anywhere(9, 130), anywhere(9, 3)]
+    ),
+    check("tensor.stack", "plain", lambda x, y: tensor.stack([x, y], 1), [anywhere(9, 130), anywhere(9, 130)]),
+    unary("tensor.getitem", lambda x: x[3:30:2, ::-3], name="slices"),
+    check(
+        "tensor.getitem",
+        "indices",
+        lambda x, at: operator.getitem(x, at),
+        [anywhere(50, 33)],
+        [DRAW.integers(0, 50, 90)],
     ),
     check(
         "tensor.take_along_axis",
         "plain",
-        lambda x, at: index.take_along_axis(x, at, 1),
+        lambda x, at: x.take_along_axis(at, 1),
         [anywhere(20, 33)],
         [DRAW.integers(0, 33, (20, 5))],
     ),

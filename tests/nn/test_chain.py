@@ -15,7 +15,7 @@ from nnmpi.nn.container import Pop, Residual, Sequential, Stash
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
-from nnmpi.optim.sgd import SGD
+from nnmpi.optim.updates import SGD
 from nnmpi.tensor.tensor import Tensor
 
 

@@ -1,5 +1,6 @@
 """Operations in half precision: near float64, in the dtypes that are promised, and never by a silent conversion."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -7,11 +8,9 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import ops
+from nnmpi import ops, tensor
 from nnmpi.backend.precision import bfloat16, is_floating
 from nnmpi.errors import DtypeError, UsageError
-from nnmpi.tensor import shape
-from nnmpi.tensor.matmul import matmul
 from nnmpi.tensor.tensor import Tensor
 
 LOW = {"bf16": bfloat16(), "fp16": np.dtype(np.float16)}
@@ -39,14 +38,14 @@ CASES: dict[str, tuple[Callable[..., Tensor], list[Any], list[Any], bool]] = {
     "linear_gelu": (ops.linear_gelu, [X], [W, B], True),
     "embedding": (lambda w: ops.embedding(w, PLACES), [], [X], True),
     "scaled attention": (ops.scaled_dot_product_attention, [HEADS, HEADS[::-1].copy(), HEADS * 0.5], [], True),
-    "matmul with a parameter": (matmul, [ROWS], [W], True),
+    "matmul with a parameter": (operator.matmul, [ROWS], [W], True),
     "layer_norm": (ops.layer_norm, [X], [S, T], True),
     "batch_norm": (lambda *a: ops.batch_norm(*a)[0], [X], [S, T], True),
     "cross_entropy": (lambda x: ops.cross_entropy(x, LABELS), [X], [], False),
     "mse": (lambda x: ops.mse(x, Tensor(np.zeros(x.shape, x.dtype))), [X], [], False),
     "sum": (lambda x: x.sum(axis=0), [X], [], False),
     "beside float32": (lambda a, b: a * b + b, [X], [S], False),
-    "joined with float32": (lambda a, b: shape.concatenate([a, b]), [X], [X[:2]], False),
+    "joined with float32": (lambda a, b: tensor.concatenate([a, b]), [X], [X[:2]], False),
 }
 
 
@@ -126,9 +125,9 @@ SINGLES = Tensor(np.ones((2, 2), np.float32))
     [
         lambda: LOWS + SINGLES,
         lambda: ops.linear(LOWS, SINGLES),
-        lambda: matmul(LOWS, SINGLES),
+        lambda: operator.matmul(LOWS, SINGLES),
         lambda: ops.layer_norm(LOWS, SINGLES[0], SINGLES[0]),
-        lambda: shape.concatenate([LOWS, SINGLES]),
+        lambda: tensor.concatenate([LOWS, SINGLES]),
         lambda: ops.mse(LOWS, SINGLES),
     ],
 )

@@ -1,4 +1,4 @@
-"""Gradient norms against exact sums, what is not finite, and clipping in place."""
+"""Gradient norms against exact sums, what is not finite, clipping in place, and the loss scale."""
 
 import math
 import tracemalloc
@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from nnmpi.errors import CheckpointError
 from nnmpi.optim import blocks
-from nnmpi.optim.clip import clip_by_global_norm, global_norm, sum_of_squares
+from nnmpi.optim.clip import FIRST, LEAST, LossScale, clip_by_global_norm, global_norm, sum_of_squares
 
 
 @given(st.lists(st.lists(st.floats(-1e100, 1e100), max_size=30), max_size=4))
@@ -84,3 +85,46 @@ def test_any_strides(monkeypatch):
     np.testing.assert_allclose(view, kept[::2, ::-3] / 4, rtol=1e-5)
     view[...] = kept[::2, ::-3]
     np.testing.assert_array_equal(base, kept)
+
+
+def test_an_overflow_halves_it_and_counting_begins_anew() -> None:
+    scale = LossScale(8, good_steps=3)
+    scale.grow()
+    scale.grow()
+    assert scale.shrink()
+    assert (scale.value, scale.good, scale.skipped) == (4, 0, 1)
+    scale.grow()
+    scale.grow()
+    assert scale.value == 4
+    scale.grow()
+    assert scale.value == 8
+
+
+def test_at_its_smallest_no_step_is_skipped() -> None:
+    scale = LossScale()
+    assert scale.value == FIRST
+    skipped = 0
+    while scale.shrink():
+        skipped += 1
+    assert scale.value == LEAST
+    assert skipped == scale.skipped == 16
+
+
+def test_its_state_is_put_back() -> None:
+    one, other = LossScale(good_steps=5), LossScale(good_steps=5)
+    one.shrink()
+    one.grow()
+    one.grow()
+    other.load(one.state())
+    for _ in range(3):
+        one.grow()
+        other.grow()
+    assert one.state() == other.state() == {"value": FIRST, "good": 0, "skipped": 1}
+
+
+@pytest.mark.parametrize("state", [{}, {"value": 2.0, "good": 1}, {"value": None, "good": 1, "skipped": 0}])
+def test_a_state_that_lacks_something_is_refused(state: dict[str, object]) -> None:
+    scale = LossScale()
+    with pytest.raises(CheckpointError, match="loss scale lacks a value"):
+        scale.load(state)
+    assert scale.value == FIRST

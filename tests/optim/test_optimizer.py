@@ -9,17 +9,16 @@ import pytest
 from nnmpi import models
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.optim import blocks
-from nnmpi.optim.adam import Adam, AdamW
-from nnmpi.optim.sgd import SGD
-from nnmpi.optim.storage import Arrays
+from nnmpi.optim.optimizer import Arrays
+from nnmpi.optim.updates import SGD, Adam, AdamW
 
 CASES = {
     "sgd": lambda storage: SGD(storage, 0.1),
-    "sgd-decay": lambda storage: SGD(storage, 0.1, weight_decay=0.01),
+    "sgd-decay": lambda storage: SGD(storage, 0.1, weight_decay=0.3),
     "momentum": lambda storage: SGD(storage, 0.1, momentum=0.9),
     "nesterov-decay": lambda storage: SGD(storage, 0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
     "adam": lambda storage: Adam(storage, 0.01),
-    "adam-decay": lambda storage: Adam(storage, 0.01, weight_decay=0.01),
+    "adam-decay": lambda storage: Adam(storage, 0.1, betas=(0.5, 0.7), eps=0.1, weight_decay=0.3),
     "adamw": lambda storage: AdamW(storage, 0.01, weight_decay=0.1),
 }
 SHAPES = [(), (0,), (7,), (40, 13), (3, 5, 50)]
@@ -153,8 +152,25 @@ def test_an_optimizer_follows_a_storage_that_moves():
     kept.step()
     np.testing.assert_array_equal(storage.data[0], plain.data[0])
     storage.move([np.zeros(4)], [np.zeros(4)])
-    with pytest.raises(ShapeError, match="other shapes than before"):
+    with pytest.raises(ShapeError, match="other ones than before"):
         moved.step()
+
+
+@every_optimizer
+def test_other_arrays_share_the_state(make):
+    """Updates in turn, of two storages with one state: the bits of updates of one."""
+    expected, storage = make(Arrays(values(SHAPES), values(SHAPES))), Arrays(values(SHAPES), values(SHAPES))
+    first = make(storage)
+    expected.step()
+    first.step()
+    other = first.over(Arrays([array.copy() for array in storage.data], storage.grads))
+    assert type(other) is type(first)
+    for optimizer in (expected, other):
+        optimizer.step()
+    for mine, theirs in zip(other.storage.data, expected.storage.data, strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    with pytest.raises(ShapeError, match="other ones than before"):
+        first.over(Arrays(values([3]), values([3])))
 
 
 def test_parts_of_the_buffers_are_updated_alone():

@@ -10,9 +10,9 @@ import pytest
 from nnmpi import nn
 from nnmpi.errors import DtypeError, NnmpiError, ShapeError, UsageError
 from nnmpi.optim.clip import clip_by_global_norm
-from nnmpi.optim.names import build
+from nnmpi.optim.optimizer import Arrays
 from nnmpi.optim.schedule import ConstantRate, Cosine, StepDecay, Warmup, linear_scaling
-from nnmpi.optim.storage import Arrays
+from nnmpi.optim.updates import build
 
 
 def made(name: str = "adam", lr: Any = 0.1, **options: Any) -> Callable[[], object]:
@@ -64,7 +64,7 @@ ROWS: list[tuple[Callable[[], object], type[NnmpiError], str]] = [
     (lambda: Cosine(0.1, 5, -0.1), UsageError, "final is -0.1"),
     (lambda: Warmup(-1, ConstantRate(0.1)), UsageError, "steps is -1"),
     (lambda: linear_scaling(0.1, 0, 256), UsageError, "batch 0"),
-    (lambda: linear_scaling(1e307, 32, 1), UsageError, "a rate of inf"),
+    (lambda: linear_scaling(1e307, 32, 1), UsageError, "is inf"),
 ]
 
 

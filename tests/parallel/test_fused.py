@@ -13,10 +13,9 @@ from nnmpi.comm.shared_memory.shared_sum import SharedSum
 from nnmpi.errors import UsageError
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.linear import Linear
-from nnmpi.optim import names
+from nnmpi.optim import updates
 from nnmpi.optim.clip import clip_by_global_norm
-from nnmpi.optim.optimizer import Optimizer
-from nnmpi.optim.storage import Arrays
+from nnmpi.optim.optimizer import Arrays, Optimizer
 from nnmpi.parallel.fused import FusedUpdate, attach_shared_parameters
 
 pytestmark = pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
@@ -46,8 +45,8 @@ class Setting:
         for common, values in zip(self.fused_data, self.data, strict=True):
             common[:] = values
         memory.barrier()
-        self.optimizer = names.build(name, Arrays(self.data, self.grads, GROUPS), **options)
-        self.fused_optimizer = names.build(name, Arrays(self.fused_data, self.fused_grads, GROUPS), **options)
+        self.optimizer = updates.build(name, Arrays(self.data, self.grads, GROUPS), **options)
+        self.fused_optimizer = updates.build(name, Arrays(self.fused_data, self.fused_grads, GROUPS), **options)
         self.fused = FusedUpdate(self.fused_optimizer, memory, tag=1, block_bytes=4096)
         self._sums = [SharedSum(grad, memory) for grad in self.grads]
 
@@ -124,7 +123,7 @@ def test_a_slow_ranks_move_does_not_undo_what_others_write_into_the_state(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Sequential(Linear(7, 3)).initialize(seed=0)
-    memory, optimizer = SharedMemory(group), names.build("adam", model.storage, lr=0.1)
+    memory, optimizer = SharedMemory(group), updates.build("adam", model.storage, lr=0.1)
     attach_shared_parameters(model.storage, memory)
     real = Optimizer.move
 
@@ -185,5 +184,5 @@ def test_gradients_elsewhere_are_refused(group: Group) -> None:
     memory = SharedMemory(group)
     storage = Arrays([memory.common(3, "float32")], [np.zeros(3, "float32")])
     with pytest.raises(UsageError, match="needs gradients in shared memory"):
-        FusedUpdate(names.build("adam", storage), memory)
+        FusedUpdate(updates.build("adam", storage), memory)
     memory.free()

@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[Callable[[], Module], str]] = {
     "a product": (own(lambda m, x: (x @ x.transpose(0, 2, 1)) @ x), "multiplies all parts with all parts"),
     "other positions": (own(lambda m, x: x.transpose(1, 0, 2)), "does not have the 7 positions of its input at axis 1"),
     "made whole": (own(lambda m, x: whole(x)), "does not have the 7 positions"),
-    "lstm": (lambda: models.lstm(TOKENS, 10, 1), "works on whole tensors, but each of 2 ranks has some of the 7 posi"),
+    "lstm": (lambda: models.lstm(TOKENS, 10, 1), "works on whole tensors, but each of 2 ranks has a part of the 7 el"),
 }
 
 

@@ -25,7 +25,7 @@ from nnmpi.models.gpt import gpt
 from nnmpi.models.mlp import mlp
 from nnmpi.nn.chain import ModelPart, open_chain
 from nnmpi.nn.module import Module
-from nnmpi.optim.adam import Adam
+from nnmpi.optim.updates import Adam
 from nnmpi.parallel.pipeline.profile import LayerProfile
 from nnmpi.planner import profile as profiles
 from nnmpi.planner.network import PRESETS, PlannedNetwork, find_network

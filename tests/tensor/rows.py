@@ -1,11 +1,13 @@
 """The rows of the table for nnmpi.tensor: every differentiable function there, as test_operations sees to."""
 
+import operator
+
 import numpy as np
 from hypothesis import strategies as st
 
-from nnmpi.tensor import arithmetic, elementwise, index, reduce, shape
+from nnmpi import tensor
 from nnmpi.tensor.cut import whole
-from nnmpi.tensor.matmul import matmul as matmul_
+from nnmpi.tensor.tensor import Tensor
 from tests.tensor.draws import (
     Case,
     Draw,
@@ -48,21 +50,21 @@ def where(draw: Draw) -> Case:
     """Two tensors and a condition, all broadcast."""
     condition, a, b = broadcasting(draw, 3)
     mask = array(draw, anywhere, condition) > 0
-    return Case(lambda x, y: arithmetic.where(mask, x, y), arrays(draw, anywhere, (a, b)))
+    return Case(lambda x, y: tensor.where(mask, x, y), arrays(draw, anywhere, (a, b)))
 
 
 def where_number(draw: Draw) -> Case:
     """A tensor and a number on either side."""
     x = array(draw, anywhere, draw_shape(draw))
     mask, left = np.asarray(x > 0.5), draw(st.booleans())
-    return Case(lambda t: arithmetic.where(mask, 1.5, t) if left else arithmetic.where(mask, t, 1.5), [x])
+    return Case(lambda t: tensor.where(mask, 1.5, t) if left else tensor.where(mask, t, 1.5), [x])
 
 
 def power_number(draw: Draw) -> Case:
     """A tensor to the power of a number."""
     exponent = draw(st.sampled_from((2, 3, 0, 1, -1, 0.5, 2.5, -1.5)))
     domain = positive if exponent % 1 else nonzero
-    return Case(lambda x: arithmetic.power(x, exponent), [array(draw, domain, draw_shape(draw))])
+    return Case(lambda x: operator.pow(x, exponent), [array(draw, domain, draw_shape(draw))])
 
 
 def matmul(draw: Draw) -> Case:
@@ -71,7 +73,7 @@ def matmul(draw: Draw) -> Case:
     left, right = broadcasting(draw, 2) if draw(st.booleans()) else ((), ())
     a = draw(st.sampled_from(((k,), (*left, n, k))))
     b = draw(st.sampled_from(((k,), (*right, k, m))))
-    return Case(matmul_, arrays(draw, anywhere, (a, b)))
+    return Case(operator.matmul, arrays(draw, anywhere, (a, b)))
 
 
 def reduction(function, domain=anywhere, side=0, **options):
@@ -88,7 +90,7 @@ def reduction(function, domain=anywhere, side=0, **options):
 def variance_unbiased(draw: Draw) -> Case:
     """The variance with n - 1 over an axis of at least two elements."""
     x = array(draw, anywhere, (draw(st.integers(2, 4)), *draw_shape(draw, most=2)))
-    return Case(lambda t: reduce.variance(t, 0, correction=1), [x])
+    return Case(lambda t: t.var(0, correction=1), [x])
 
 
 def reshape(draw: Draw) -> Case:
@@ -98,21 +100,21 @@ def reshape(draw: Draw) -> Case:
     i = draw(st.integers(0, len(wanted) - 1))
     if all(n for j, n in enumerate(wanted) if j != i) and draw(st.booleans()):
         wanted[i] = -1
-    return Case(lambda t: shape.reshape(t, wanted), [x])
+    return Case(lambda t: t.reshape(wanted), [x])
 
 
 def transpose(draw: Draw) -> Case:
     """Any order of the axes, counted from either end."""
     x = array(draw, anywhere, draw_shape(draw))
     order = [i - x.ndim if draw(st.booleans()) else i for i in draw(st.permutations(range(x.ndim)))]
-    return Case(lambda t: shape.transpose(t, order), [x])
+    return Case(lambda t: t.transpose(order), [x])
 
 
 def swapaxes(draw: Draw) -> Case:
     """Two axes, which may be the same."""
     x = array(draw, anywhere, draw_shape(draw, least=1))
     a, b = (draw(st.integers(-x.ndim, x.ndim - 1)) for _ in range(2))
-    return Case(lambda t: shape.swapaxes(t, a, b), [x])
+    return Case(lambda t: t.transpose(a, b), [x])
 
 
 def broadcast_to(draw: Draw) -> Case:
@@ -120,28 +122,28 @@ def broadcast_to(draw: Draw) -> Case:
     whole = draw_shape(draw)
     start = draw(st.integers(0, len(whole)))
     x = array(draw, anywhere, tuple(1 if draw(st.booleans()) else n for n in whole[start:]))
-    return Case(lambda t: shape.broadcast_to(t, whole), [x])
+    return Case(lambda t: t.broadcast_to(whole), [x])
 
 
 def expand_dims(draw: Draw) -> Case:
     """A new axis anywhere."""
     x = array(draw, anywhere, draw_shape(draw))
     axis = draw(st.integers(-x.ndim - 1, x.ndim))
-    return Case(lambda t: shape.expand_dims(t, axis), [x])
+    return Case(lambda t: t.expand_dims(axis), [x])
 
 
 def squeeze(draw: Draw) -> Case:
     """An axis of length 1 taken away."""
     before, after = draw_shape(draw, most=2), draw_shape(draw, most=1)
     x = array(draw, anywhere, (*before, 1, *after))
-    return Case(lambda t: shape.squeeze(t, len(before)), [x])
+    return Case(lambda t: t.squeeze(len(before)), [x])
 
 
 def flatten(draw: Draw) -> Case:
     """The last axes made into one."""
     x = array(draw, anywhere, draw_shape(draw, least=1))
     start = draw(st.integers(0, x.ndim))
-    return Case(lambda t: shape.flatten(t, start), [x])
+    return Case(lambda t: t.flatten(start), [x])
 
 
 def concatenate(draw: Draw) -> Case:
@@ -150,7 +152,7 @@ def concatenate(draw: Draw) -> Case:
     lengths = draw(st.lists(st.integers(0, 3), min_size=1, max_size=3))
     axis = draw(st.sampled_from((len(before), -len(after) - 1)))
     inputs = arrays(draw, anywhere, [(*before, n, *after) for n in lengths])
-    return Case(lambda *tensors: shape.concatenate([*tensors, tensors[0]], axis), inputs)
+    return Case(lambda *tensors: tensor.concatenate([*tensors, tensors[0]], axis), inputs)
 
 
 def stack(draw: Draw) -> Case:
@@ -158,14 +160,14 @@ def stack(draw: Draw) -> Case:
     each = draw_shape(draw, most=2)
     axis = draw(st.integers(-len(each) - 1, len(each)))
     inputs = arrays(draw, anywhere, [each] * draw(st.integers(1, 3)))
-    return Case(lambda *tensors: shape.stack(tensors, axis), inputs)
+    return Case(lambda *tensors: tensor.stack(tensors, axis), inputs)
 
 
 def pad(draw: Draw) -> Case:
     """Borders of different widths."""
     x = array(draw, anywhere, draw_shape(draw))
     widths = [(draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in range(x.ndim)]
-    return Case(lambda t: shape.pad(t, widths, 0.5), [x])
+    return Case(lambda t: t.pad(widths, 0.5), [x])
 
 
 def flip(draw: Draw) -> Case:
@@ -173,7 +175,7 @@ def flip(draw: Draw) -> Case:
     x = array(draw, anywhere, draw_shape(draw, least=1))
     axes = draw(st.lists(st.integers(0, x.ndim - 1), min_size=1, unique=True))
     axis = axes[0] - x.ndim if len(axes) == 1 else tuple(axes)
-    return Case(lambda t: shape.flip(t, axis), [x])
+    return Case(lambda t: t.flip(axis), [x])
 
 
 def sliced(draw: Draw) -> Case:
@@ -220,72 +222,65 @@ def take_along_axis(draw: Draw) -> Case:
         stretched[other] = 1
     rng = np.random.default_rng(draw(st.integers(0, 99)))
     indices = rng.integers(-side[axis], side[axis], i_shape)
-    return Case(lambda t: index.take_along_axis(t, indices, axis), [array(draw, anywhere, tuple(x_shape))])
+    return Case(lambda t: t.take_along_axis(indices, axis), [array(draw, anywhere, tuple(x_shape))])
 
 
 def through_longdouble(x):
     """Return x, converted there and back; a device has nothing longer than float64."""
     wide = np.longdouble if isinstance(x.data, np.ndarray) else np.float64
-    return elementwise.astype(elementwise.astype(x, wide), x.dtype)
+    return x.astype(wide).astype(x.dtype)
 
 
 TENSOR: list[Row] = [
-    *rows("tensor.add", both=binary(arithmetic.add), number=unary(lambda x: 2 + x), twice=unary(lambda x: x + x)),
-    *rows(
-        "tensor.subtract", both=binary(arithmetic.subtract), number=unary(lambda x: 2 - x), twice=unary(lambda x: x - x)
-    ),
+    *rows("tensor.add", both=binary(operator.add), number=unary(lambda x: 2 + x), twice=unary(lambda x: x + x)),
+    *rows("tensor.subtract", both=binary(operator.sub), number=unary(lambda x: 2 - x), twice=unary(lambda x: x - x)),
     *rows(
         "tensor.multiply",
-        both=binary(arithmetic.multiply),
+        both=binary(operator.mul),
         number=unary(lambda x: x * -3),
         twice=unary(lambda x: x * x),
     ),
     *rows(
         "tensor.divide",
-        both=binary(arithmetic.divide, nonzero),
+        both=binary(operator.truediv, nonzero),
         over=unary(lambda x: 2 / x, nonzero),
         by=unary(lambda x: x / 4),
         twice=unary(lambda x: x / x, nonzero),
     ),
     *rows(
         "tensor.power",
-        both=binary(arithmetic.power, positive),
+        both=binary(operator.pow, positive),
         number=power_number,
         base=unary(lambda x: 1.5**x),
         twice=unary(lambda x: x**x, positive),
     ),
-    *rows(
-        "tensor.maximum", both=extremum(arithmetic.maximum), number=unary(lambda x: arithmetic.maximum(x, 0.0), nonzero)
-    ),
-    *rows(
-        "tensor.minimum", both=extremum(arithmetic.minimum), number=unary(lambda x: arithmetic.minimum(0, x), nonzero)
-    ),
+    *rows("tensor.maximum", both=extremum(tensor.maximum), number=unary(lambda x: tensor.maximum(x, 0.0), nonzero)),
+    *rows("tensor.minimum", both=extremum(tensor.minimum), number=unary(lambda x: tensor.minimum(0, x), nonzero)),
     *rows("tensor.whole", of_a_whole_one=unary(lambda x: whole(x) * 2)),
     *rows("tensor.where", both=where, number=where_number),
-    *rows("tensor.negate", one=unary(elementwise.negate)),
-    *rows("tensor.exp", one=unary(elementwise.exp)),
-    *rows("tensor.log", one=unary(elementwise.log, positive)),
-    *rows("tensor.sqrt", one=unary(elementwise.sqrt, positive)),
-    *rows("tensor.absolute", one=unary(elementwise.absolute, nonzero)),
-    *rows("tensor.sin", one=unary(elementwise.sin)),
-    *rows("tensor.cos", one=unary(elementwise.cos)),
-    *rows("tensor.tanh", one=unary(elementwise.tanh)),
+    *rows("tensor.negate", one=unary(operator.neg)),
+    *rows("tensor.exp", one=unary(Tensor.exp)),
+    *rows("tensor.log", one=unary(Tensor.log, positive)),
+    *rows("tensor.sqrt", one=unary(Tensor.sqrt, positive)),
+    *rows("tensor.absolute", one=unary(abs, nonzero)),
+    *rows("tensor.sin", one=unary(Tensor.sin)),
+    *rows("tensor.cos", one=unary(Tensor.cos)),
+    *rows("tensor.tanh", one=unary(Tensor.tanh)),
     *rows(
         "tensor.clip",
-        both=unary(lambda x: elementwise.clip(x, -0.2, 0.2), nonzero),
-        low=unary(lambda x: elementwise.clip(x, low=0.1), nonzero),
-        high=unary(lambda x: elementwise.clip(x, high=0), nonzero),
+        both=unary(lambda x: x.clip(-0.2, 0.2), nonzero),
+        low=unary(lambda x: x.clip(low=0.1), nonzero),
+        high=unary(lambda x: x.clip(high=0), nonzero),
     ),
     *rows("tensor.astype", there_and_back=unary(through_longdouble)),
     *rows("tensor.matmul", all=matmul, square=lambda draw: Case(lambda x: x @ x, [array(draw, anywhere, (3, 3))])),
-    *rows("tensor.total", axes=reduction(reduce.total)),
-    *rows("tensor.mean", axes=reduction(reduce.mean, side=1)),
-    *rows("tensor.variance", axes=reduction(reduce.variance, side=1), unbiased=variance_unbiased),
-    *rows("tensor.largest", axes=reduction(reduce.largest, distinct, side=1)),
-    *rows("tensor.smallest", axes=reduction(reduce.smallest, distinct, side=1)),
+    *rows("tensor.sum", axes=reduction(Tensor.sum)),
+    *rows("tensor.mean", axes=reduction(Tensor.mean, side=1)),
+    *rows("tensor.var", axes=reduction(Tensor.var, side=1), unbiased=variance_unbiased),
+    *rows("tensor.max", axes=reduction(Tensor.max, distinct, side=1)),
+    *rows("tensor.min", axes=reduction(Tensor.min, distinct, side=1)),
     *rows("tensor.reshape", any=reshape),
-    *rows("tensor.transpose", any=transpose, reversed=unary(shape.transpose)),
-    *rows("tensor.swapaxes", any=swapaxes),
+    *rows("tensor.transpose", any=transpose, two=swapaxes, reversed=unary(Tensor.transpose)),
     *rows("tensor.broadcast_to", any=broadcast_to),
     *rows("tensor.expand_dims", any=expand_dims),
     *rows("tensor.squeeze", any=squeeze),

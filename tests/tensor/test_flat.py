@@ -8,8 +8,7 @@ import pytest
 
 from nnmpi.errors import GraphError, ShapeError, UsageError
 from nnmpi.ops.linear import linear
-from nnmpi.tensor.flat import ALIGNMENT_BYTES, FlatStorage
-from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.parameter import ALIGNMENT_BYTES, FlatStorage, Parameter
 from nnmpi.tensor.tensor import Tensor
 from tests.device.here import here, zeros
 

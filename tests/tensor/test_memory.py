@@ -10,8 +10,7 @@ import pytest
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.ops.linear import linear
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.shape import concatenate
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.tensor import Tensor, concatenate
 from tests.tensor.graphs import chain, leaf
 
 

@@ -1,6 +1,7 @@
 """One table of all differentiable operations: gradients, dtypes, and that no operation is missing from it."""
 
 import inspect
+import operator
 import warnings
 
 import numpy as np
@@ -9,10 +10,10 @@ from hypothesis import given, settings
 
 import nnmpi.ops
 import nnmpi.tensor
+from nnmpi import tensor
 from nnmpi.errors import DtypeError
 from nnmpi.ops.conv.conv2d import Conv2dFunction
 from nnmpi.ops.conv.im2col import Im2col, Im2colReluPool
-from nnmpi.tensor import arithmetic, elementwise, index, reduce, shape
 from nnmpi.tensor.check import check_gradients
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
@@ -124,18 +125,6 @@ def test_every_public_function_is_in_the_table():
     assert public - WITHOUT_DERIVATIVE <= {row.public for row in TABLE}
 
 
-def test_every_function_of_the_families_is_in_the_table():
-    """So are the functions behind the operators, which nnmpi.tensor does not export."""
-    families = (arithmetic, elementwise, index, reduce, shape)
-    public = {
-        f"tensor.{name}"
-        for family in families
-        for name, value in vars(family).items()
-        if inspect.isfunction(value) and value.__module__ == family.__name__ and not name.startswith("_")
-    }
-    assert public - {"tensor.argmax"} <= {row.public for row in TABLE}
-
-
 @pytest.mark.host_only("longdouble, without which nothing converts float64 and keeps its digits")
 def test_every_function_class_is_run_by_the_table():
     """No derivative in the engine is without a test."""
@@ -173,8 +162,8 @@ def test_the_names_in_the_table_are_unique():
     assert len(set(NAMES)) == len(NAMES)
 
 
-BINARY = [arithmetic.add, arithmetic.subtract, arithmetic.multiply, arithmetic.divide, arithmetic.power]
-BINARY += [arithmetic.maximum, arithmetic.minimum, lambda a, b: arithmetic.where(np.array([True, False]), a, b)]
+BINARY = [operator.add, operator.sub, operator.mul, operator.truediv, operator.pow]
+BINARY += [tensor.maximum, tensor.minimum, lambda a, b: tensor.where(np.array([True, False]), a, b)]
 NUMBERS = [2, 2.5, True, np.float64(2.5), np.float32(2.5), np.float16(2.5), np.int64(2), np.int8(2), np.bool_(True)]
 
 
@@ -196,12 +185,12 @@ def test_options_are_weak(number):
     """NumPy's numbers as options change no dtype either."""
     x, one = Tensor(np.ones((2, 2), np.float32), requires_grad=True), Tensor(np.ones(2, np.float32))
     results = [
-        elementwise.clip(x, low=number),
-        elementwise.clip(x, high=number),
+        x.clip(low=number),
+        x.clip(high=number),
         nnmpi.ops.leaky_relu(x, number),
         nnmpi.ops.batch_norm(x, one, one, number)[0],
         nnmpi.ops.layer_norm(x, one, one, number),
-        shape.pad(x, [(1, 1), (0, 0)], number),
+        x.pad([(1, 1), (0, 0)], number),
     ]
     if number < 1:
         results.append(nnmpi.ops.cross_entropy(x, [0, 1], label_smoothing=number))
@@ -212,10 +201,10 @@ def test_options_are_weak(number):
     assert x.grad.dtype == np.float32
 
 
-INTEGERS = [elementwise.exp, elementwise.log, elementwise.sqrt, elementwise.sin, elementwise.cos, elementwise.tanh]
-INTEGERS += [reduce.mean, reduce.variance, *(getattr(nnmpi.ops, name) for name in ("relu", "leaky_relu", "sigmoid"))]
+INTEGERS = [Tensor.exp, Tensor.log, Tensor.sqrt, Tensor.sin, Tensor.cos, Tensor.tanh]
+INTEGERS += [Tensor.mean, Tensor.var, *(getattr(nnmpi.ops, name) for name in ("relu", "leaky_relu", "sigmoid"))]
 INTEGERS += [getattr(nnmpi.ops, name) for name in ("silu", "gelu", "softmax", "log_softmax")]
-INTEGERS += [lambda x: x / 2, lambda x: x**2, lambda x: x + 0.5, lambda x: elementwise.clip(x, 0.5)]
+INTEGERS += [lambda x: x / 2, lambda x: x**2, lambda x: x + 0.5, lambda x: x.clip(0.5)]
 INTEGERS += [lambda x: nnmpi.ops.cross_entropy(x, [0, 1]), lambda x: nnmpi.ops.dropout(x, 0.5, (0, 0))]
 INTEGERS += [lambda x: nnmpi.ops.mse(x, x), lambda x: nnmpi.ops.binary_cross_entropy(x, x)]
 INTEGERS += [lambda x: nnmpi.ops.max_pool2d(x.reshape(1, 2, 2, 1), 2)]
@@ -231,7 +220,7 @@ def test_integers_become_no_floats(function):
 def test_integers_stay_integers():
     """Where they need not change, they do not."""
     x = Tensor(np.arange(4))
-    for y in (x + 1, 2 - x, x * x, -x, abs(x), x.sum(), x.max(), x.reshape(2, 2), x[1:], elementwise.clip(x, 1, 2)):
+    for y in (x + 1, 2 - x, x * x, -x, abs(x), x.sum(), x.max(), x.reshape(2, 2), x[1:], x.clip(1, 2)):
         assert y.dtype == np.int64
 
 

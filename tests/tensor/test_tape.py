@@ -10,8 +10,8 @@ from nnmpi.backend.array import Array
 from nnmpi.errors import GraphError, ShapeError
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
-from nnmpi.tensor.function import Function
-from nnmpi.tensor.tape import Deferred, Tape, join
+from nnmpi.tensor.backward import Deferred
+from nnmpi.tensor.function import Function, Tape, join
 from nnmpi.tensor.tensor import Tensor
 from tests.tensor.graphs import leaf
 

@@ -53,7 +53,7 @@ def test_arrays_are_kept():
         (lambda: Tensor([1.0]) * "a", "str cannot stand beside a tensor"),
         (lambda: Tensor([1.0]) - np.complex128(1j), "complex cannot stand"),
         (lambda: Tensor([1.0]) + np.ones(1), "add of float32 and float64"),
-        (lambda: np.ones(1) * Tensor([1.0]), "multiply of float64 and float32"),
+        (lambda: np.ones(1) * Tensor([1.0]), "multiply of float32 and float64"),
         (lambda: Tensor([1.0]).astype("U3"), "<U3"),
         (lambda: Tensor([1.0]).astype("float33"), "'float33'"),
         (lambda: Tensor([1.0], requires_grad=True).astype("int32"), "cannot become int32"),

@@ -12,8 +12,7 @@ from nnmpi.compose.options import GradientExchange
 from nnmpi.data.loader import Loader
 from nnmpi.data.transform import Normalize
 from nnmpi.errors import UsageError
-from nnmpi.optim.adam import Adam, AdamW
-from nnmpi.optim.sgd import SGD
+from nnmpi.optim.updates import SGD, Adam, AdamW
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.train import build
 from nnmpi.train.config import Config, ModelConfig, OptimizationConfig, ParallelConfig, RunConfig, assemble

@@ -18,7 +18,7 @@ from nnmpi.files import sha256
 from nnmpi.mesh import Mesh
 from nnmpi.models.gpt import gpt
 from nnmpi.models.mlp import mlp
-from nnmpi.optim import names
+from nnmpi.optim import updates
 from nnmpi.train import checkpoint_files as module
 from nnmpi.train.checkpoint import LastCheckpoint, Saver, find, restore
 from nnmpi.train.checkpoint_files import CheckpointWriter, read_checkpoint
@@ -37,7 +37,7 @@ def shared(group: Group, tmp_path: Path) -> Path:
 
 def make_worker(group: Group, width: int = 5, optimizer: str = "adamw", seed: int = 0) -> Worker:
     model = mlp((7,), 3, (width,), "relu", 0.0).initialize(seed=seed, dtype="float64")
-    return Worker(model, names.build(optimizer, model.storage, lr=0.1), group)
+    return Worker(model, updates.build(optimizer, model.storage, lr=0.1), group)
 
 
 def arrays_of(worker: Worker) -> dict[str, Array]:
@@ -105,7 +105,7 @@ def test_sharded_heads_and_interleaved_stages_are_read_by_any_layout_and_seriall
         model = gpt(TOKENS, TIME, features=12, layers=2, heads=3)
         where = arrange(model, ranks, layout, np.zeros((2, TIME), np.int64), "float64")
         where.model.initialize(seed, "float64")
-        return Worker(where.model, names.build("adam", where.model.storage, lr=0.1), ranks, arrangement=where)
+        return Worker(where.model, updates.build("adam", where.model.storage, lr=0.1), ranks, arrangement=where)
 
     def everything(worker: Worker) -> list[dict[str, Array]]:
         return [each.to_dict(everywhere=True) for each in worker.state()]

@@ -7,7 +7,7 @@ import pytest
 from nnmpi.comm.algorithms.registry import NAMES
 from nnmpi.custom import Custom
 from nnmpi.errors import UsageError
-from nnmpi.optim.names import NAMES as OPTIMIZERS
+from nnmpi.optim.updates import NAMES as OPTIMIZERS
 from nnmpi.schedule.registry import INFERENCE, SCHEDULES
 from nnmpi.train.config import Config, DataConfig, ModelConfig, OptimizationConfig, ParallelConfig, RunConfig
 

@@ -14,7 +14,7 @@ from nnmpi.data.catalogue import load
 from nnmpi.data.loader import Loader
 from nnmpi.errors import CommError, LayoutError, UsageError
 from nnmpi.models.mlp import mlp
-from nnmpi.optim.sgd import SGD
+from nnmpi.optim.updates import SGD
 from nnmpi.synchrony.slow import Slow
 from nnmpi.train.cli import main, read_options
 from nnmpi.train.log import Console

@@ -20,7 +20,7 @@ class CompiledKernels:
 
     @property
     def adam(self) -> table.Kernel:
-        """Adam's update of a block; see `optim.adam`."""
+        """Adam's update of a block; see `optim.updates`."""
         return table.loop("adam")
 
     def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> None:

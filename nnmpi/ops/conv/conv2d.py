@@ -24,9 +24,8 @@ from nnmpi.ops.activation import relu
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.choice import choose, choose_on_device
 from nnmpi.ops.pool import max_pool2d
-from nnmpi.tensor.convert import converted
 from nnmpi.tensor.function import Elementwise, Function
-from nnmpi.tensor.operand import read_as, require_floating
+from nnmpi.tensor.operand import converted, read_as, require_floating
 from nnmpi.tensor.tensor import Tensor
 
 

@@ -16,7 +16,7 @@ from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.parallel.pipeline.boundary import pack
 from nnmpi.parallel.pipeline.stage import CommonRoot
-from nnmpi.tensor.tape import Deferred
+from nnmpi.tensor.backward import Deferred
 from nnmpi.tensor.tensor import Tensor
 
 REPEATS = 3

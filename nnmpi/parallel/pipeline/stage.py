@@ -20,9 +20,9 @@ from nnmpi.backend.memory_pool import alias
 from nnmpi.backend.recording import active
 from nnmpi.nn.chain import ChainLayer, join_layers, run_layers
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, pack, unpack
+from nnmpi.tensor.backward import Deferred
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import whole_values
-from nnmpi.tensor.tape import Deferred
 from nnmpi.tensor.tensor import Tensor
 
 Head: TypeAlias = Callable[[Tensor, int], Tensor]

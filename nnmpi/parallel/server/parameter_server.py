@@ -31,11 +31,10 @@ from dataclasses import dataclass
 
 from nnmpi import timeline
 from nnmpi.backend.array import Array, namespace
-from nnmpi.optim.optimizer import Optimizer
-from nnmpi.optim.storage import Arrays
+from nnmpi.optim.optimizer import Arrays, Optimizer
 from nnmpi.synchrony.consistency import ConsistencyController, Task
 from nnmpi.synchrony.staleness import Staleness
-from nnmpi.tensor.flat import FlatStorage
+from nnmpi.tensor.parameter import FlatStorage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,8 +106,7 @@ class ParameterServer:
         self.master, self._sums = (
             [namespace(array).zeros(array.shape, array.dtype) for array in storage.data] for _ in range(2)
         )
-        everything = [slice(0, array.size) for array in storage.data]
-        self.optimizer = optimizer.over(Arrays(self.master, self._sums, storage.groups), everything)
+        self.optimizer = optimizer.over(Arrays(self.master, self._sums, storage.groups))
         self._blocks = self.optimizer.cut()
         self.version = 0
         self.staleness = Staleness(workers)

@@ -36,7 +36,7 @@ from nnmpi.comm.point_to_point import Messages
 from nnmpi.errors import CommError
 from nnmpi.parallel.server.parameter_server import ParameterServer, Push
 from nnmpi.synchrony.consistency import Task
-from nnmpi.tensor.flat import FlatStorage
+from nnmpi.tensor.parameter import FlatStorage
 
 TAG = 0  # a push goes to rank 0 and a reply comes from there, so that one is enough
 

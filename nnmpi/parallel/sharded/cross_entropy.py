@@ -19,9 +19,8 @@ from nnmpi.errors import ShapeError
 from nnmpi.ops.loss import checked_labels
 from nnmpi.parallel.sharded.collectives import CATEGORY, sum_in_place
 from nnmpi.shard import part
-from nnmpi.tensor.convert import in_float32
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import require_floating
+from nnmpi.tensor.operand import in_float32, require_floating
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.timeline import REDUCE, span
 

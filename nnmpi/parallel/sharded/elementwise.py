@@ -18,7 +18,6 @@ from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.dropout import dropout
 from nnmpi.parallel.sharded.context import LayerContext, Placed
-from nnmpi.shard import Region
 from nnmpi.tensor.placement import FEATURES, ROWS, Placement
 from nnmpi.tensor.tensor import Tensor
 
@@ -106,9 +105,8 @@ def positions(group: Group, placement: Placement, row: tuple[int, ...]) -> Array
     else:  # pixels before the last axis, and repeats within it, come one after another
         placement = replace(placement, repeats=prod(row) // placement.width(group.size, group.rank))
     total = placement.units * placement.unit * (placement.repeats or 1)
-    region: Region = placement.cut(total, group.size, group.rank)
-    numbers: Array = region.take(np.arange(total, dtype=np.uint32))
-    return numbers
+    region = placement.region((total,), 0, group.size, group.rank)
+    return region.take(np.arange(total, dtype=np.uint32))
 
 
 def place_dropout(layer: Dropout, context: LayerContext) -> Placed:

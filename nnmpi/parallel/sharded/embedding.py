@@ -16,11 +16,10 @@ from nnmpi.ops.embedding import add_rows, as_indices
 from nnmpi.parallel.sharded.collectives import sum_over_ranks
 from nnmpi.parallel.sharded.context import LayerContext, Placed
 from nnmpi.parallel.sharded.parameters import ParameterSharder
-from nnmpi.tensor.function import Function
+from nnmpi.tensor.function import Function, Variable
 from nnmpi.tensor.operand import read_as, whole_values
 from nnmpi.tensor.placement import REPLICATED, Placement, features, is_cut
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.tensor.variable import Variable
 
 
 class LookUp(Function):

@@ -34,8 +34,7 @@ from nnmpi.nn.module import Module
 from nnmpi.parallel.model_state import ShardedArray
 from nnmpi.parallel.zero.units import SHARED, STAGES, UNIT_BYTES, cut_units
 from nnmpi.shard import part, split
-from nnmpi.tensor.flat import FlatStorage, Span
-from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.parameter import FlatStorage, Parameter, Span
 
 
 class PartitionedStorage(FlatStorage):

@@ -20,8 +20,8 @@ from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model
 from nnmpi.parallel.zero.storage import ShardedStorage, sharded
 from nnmpi.parallel.zero.units import SHARED
-from nnmpi.tensor.flat import FlatStorage
 from nnmpi.tensor.function import Elementwise
+from nnmpi.tensor.parameter import FlatStorage
 from nnmpi.tensor.tensor import Tensor
 
 NO_PASS = -2  # no backward pass is under way

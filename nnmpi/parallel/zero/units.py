@@ -13,8 +13,7 @@ from nnmpi.memory.state_offload import HOST_PIECE_BYTES, window_bytes
 from nnmpi.nn.chain import ChainLayer, ModelPart, Run, join_layers, open_chain
 from nnmpi.nn.module import Module
 from nnmpi.shard import buckets, part
-from nnmpi.tensor.flat import ALIGNMENT_BYTES
-from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.parameter import ALIGNMENT_BYTES, Parameter
 from nnmpi.units import format_bytes
 
 SHARED = -1  # the number of the unit of parameters that several units have

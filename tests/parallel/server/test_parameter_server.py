@@ -4,12 +4,10 @@ import numpy as np
 import pytest
 
 from nnmpi.errors import CommError
-from nnmpi.optim.adam import Adam
-from nnmpi.optim.sgd import SGD
+from nnmpi.optim.updates import SGD, Adam
 from nnmpi.parallel.server.parameter_server import ParameterServer, Push
 from nnmpi.synchrony.consistency import Task
-from nnmpi.tensor.flat import FlatStorage
-from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.parameter import FlatStorage, Parameter
 
 LR = 0.5
 

@@ -16,8 +16,7 @@ from nnmpi.nn.sharding import Sharding
 from nnmpi.parallel.tensor import shard
 from nnmpi.tensor.cut import whole
 from nnmpi.tensor.parameter import Parameter
-from nnmpi.tensor.shape import concatenate
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.tensor import Tensor, concatenate
 from tests.parallel.sharded.compare import check_equal, images
 
 C, R, V, X = Sharding.COLUMN, Sharding.ROW, Sharding.VOCAB, Sharding.REPLICATED

@@ -13,19 +13,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.backend.recording import active, perform
 from nnmpi.errors import DtypeError, GraphError, ShapeError
-from nnmpi.tensor.recorded import record_backward
-from nnmpi.tensor.variable import Variable
-
-if TYPE_CHECKING:
-    from nnmpi.tensor.function import Function
-
+from nnmpi.tensor.function import Function, Variable, unbroadcast
+from nnmpi.tensor.recorded import record_whole
 
 watching: ContextVar[Callable[[Sequence[Function]], None] | None] = ContextVar("nnmpi_watching", default=None)
 """Who is shown the operations of each graph before its backward, in which all is there that they save."""
@@ -82,41 +79,6 @@ def _backward_of(node: Function, grad: Array, wanted: tuple[bool, ...]) -> tuple
     return tuple(each if want else None for each, want in zip(grads, now, strict=True))
 
 
-class Tape:
-    """The operations of one graph, oldest first."""
-
-    __slots__ = ("hooked", "joined", "nodes", "warning")
-
-    def __init__(self) -> None:
-        self.nodes: list[Function] = []
-        self.hooked = False  # some leaf wants to know when its gradient is final
-        self.joined: Tape | None = None  # the tape that took over this one's operations
-        self.warning: str | None = None  # what a user who calls `Tensor.backward` should be told
-
-    def find(self) -> Tape:
-        """Return the tape on which this one's operations stand now."""
-        tape = self
-        while tape.joined is not None:
-            if tape.joined.joined is not None:
-                tape.joined = tape.joined.joined  # shorten the way for the next one who asks (path halving)
-            tape = tape.joined
-        return tape
-
-
-def join(one: Tape, other: Tape) -> Tape:
-    """Return the tape that holds the operations of both."""
-    one, other = one.find(), other.find()
-    if one is other:
-        return one
-    if len(one.nodes) < len(other.nodes):
-        one, other = other, one  # copy the shorter list: each operation is then moved at most log2(n) times in all
-    one.nodes.extend(other.nodes)
-    one.hooked = one.hooked or other.hooked
-    one.warning = one.warning or other.warning
-    other.nodes, other.joined = [], one
-    return one
-
-
 def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | None = None) -> None:
     """Compute the gradients of all leaves below `root`, given the gradient `seed` of its values.
 
@@ -159,10 +121,11 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                 node.grad = None
                 if deferred is not None:
                     grads = deferred.backward(node, grad)
-                elif recorder is None:
+                elif recorder is None or node.replayable:
                     grads = node.backward(grad)
                 else:
-                    grads = record_backward(recorder, node, grad)
+                    buffers = [getattr(edge, "buffer", None) for edge in node.edges or ()]
+                    grads = record_whole(recorder, partial(_again, node, node.edges), (grad,), buffers)
                 grad = None  # it goes before what it is passed on to takes memory
                 _pass_on(node, grads, xp)
                 if not (retain or (deferred is not None and deferred.holds(node))):
@@ -180,6 +143,12 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
         if not retain:
             unused = nodes if deferred is None else nodes[last + 1 :]  # what is deferred is not for another pass
             tape.nodes = [node for node in unused if node.edges is not None]
+
+
+def _again(node: Function, edges: tuple[Function | Variable | None, ...] | None, grad: Array) -> Any:
+    """Return an operation's gradients, which may look for their places as it did when it was recorded."""
+    node.edges = edges
+    return node.backward(grad)
 
 
 def _call_hooks(leaves: Iterable[Variable]) -> None:
@@ -250,6 +219,8 @@ def _pass_on(node: Function, grads: tuple[Array | None, ...], xp: Any) -> None:
             shape, dtype = edge.shape, edge.dtype
         if type(grad) is not np.ndarray and not is_array(grad):
             raise DtypeError(f"{type(node).__name__}.backward returned {_kind(grad)} for an input; return its array")
+        if node.broadcasts and grad.shape != shape:
+            grad = unbroadcast(xp, grad, shape)
         if grad.shape != shape or grad.dtype != dtype:
             raise _misfit(type(node).__name__, grad, shape, dtype)
         edge.add_grad(grad, xp)

@@ -1,0 +1,136 @@
+"""SGD, Adam and AdamW against their formulas, written out for one number at a time; and compiled ones."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from nnmpi.backend.kernels import jit
+from nnmpi.optim.optimizer import Arrays
+from nnmpi.optim.updates import SGD, Adam, AdamW
+from tests.optim.test_optimizer import CASES
+
+WEIGHTS, GRADS = st.lists(st.floats(-2, 2), min_size=1, max_size=5), st.lists(st.floats(-2, 2), min_size=1, max_size=20)
+
+
+def adam_by_hand(weight, grads, lr, betas, eps, decay, decoupled):
+    """Return weight, m and v after one update per gradient, in Python floats."""
+    beta1, beta2 = betas
+    m = v = 0.0
+    for t, grad in enumerate(grads, start=1):
+        if decoupled:
+            weight = weight - lr * decay * weight
+        else:
+            grad = grad + decay * weight
+        m = beta1 * m + (1 - beta1) * grad
+        v = beta2 * v + (1 - beta2) * grad**2
+        m_hat = m / (1 - beta1**t)
+        v_hat = v / (1 - beta2**t)
+        weight = weight - lr * m_hat / (math.sqrt(v_hat) + eps)
+    return weight, m, v
+
+
+@pytest.mark.parametrize("kind", [Adam, AdamW])
+@given(
+    weights=WEIGHTS,
+    grads=GRADS,
+    lr=st.floats(0, 0.1),
+    betas=st.sampled_from([(0.9, 0.999), (0.0, 0.5), (0.5, 0.0)]),
+    eps=st.sampled_from([1e-8, 1e-2]),
+    decay=st.sampled_from([0.0, 0.01, 0.5]),
+)
+def test_adam_follows_the_formulas(kind, weights, grads, lr, betas, eps, decay):
+    data, grad = np.array(weights), np.zeros(len(weights))
+    optimizer = kind(Arrays([data], [grad]), lr, betas, eps, decay)
+    for value in grads:
+        grad[...] = value
+        optimizer.step()
+    expected = np.array([adam_by_hand(w, grads, lr, betas, eps, decay, kind is AdamW) for w in weights]).T
+    # Where gradients almost cancel in m, m / sqrt(v) carries m's absolute error: hence the absolute tolerance.
+    np.testing.assert_allclose(data, expected[0], rtol=1e-11, atol=1e-12)
+    np.testing.assert_allclose(optimizer.slots()["m"][0], expected[1], rtol=1e-11, atol=1e-14)
+    np.testing.assert_allclose(optimizer.slots()["v"][0], expected[2], rtol=1e-11, atol=1e-14)
+
+
+def test_default_decay():
+    """AdamW decays by 0.01 unless told otherwise, Adam not at all."""
+    storage = Arrays([np.zeros(1)], [np.zeros(1)])
+    assert AdamW(storage).weight_decay == (0.01,)
+    assert Adam(storage).weight_decay == (0.0,)
+
+
+def sgd_by_hand(weight, grads, lr, momentum, nesterov, decay):
+    """Return the weight after one update per gradient, and the momentum, in Python floats."""
+    velocity = 0.0
+    for grad in grads:
+        grad = grad + decay * weight
+        if momentum == 0:
+            weight = weight - lr * grad
+        elif nesterov:
+            velocity = momentum * velocity + grad
+            weight = weight - lr * (grad + momentum * velocity)
+        else:
+            velocity = momentum * velocity + grad
+            weight = weight - lr * velocity
+    return weight, velocity
+
+
+@given(
+    weights=WEIGHTS,
+    grads=GRADS,
+    lr=st.floats(0, 0.5),
+    momentum=st.sampled_from([0.0, 0.5, 0.9]),
+    nesterov=st.booleans(),
+    decay=st.sampled_from([0.0, 0.01, 0.5]),
+)
+def test_sgd_follows_the_formulas(weights, grads, lr, momentum, nesterov, decay):
+    nesterov = nesterov and momentum > 0
+    data, grad = np.array(weights), np.zeros(len(weights))
+    optimizer = SGD(Arrays([data], [grad]), lr, momentum, nesterov=nesterov, weight_decay=decay)
+    for value in grads:
+        grad[...] = value
+        optimizer.step()
+    expected = [sgd_by_hand(weight, grads, lr, momentum, nesterov, decay) for weight in weights]
+    np.testing.assert_allclose(data, [weight for weight, _ in expected], rtol=1e-12, atol=1e-14)
+    for (momenta,) in optimizer.slots().values():
+        np.testing.assert_allclose(momenta, [velocity for _, velocity in expected], rtol=1e-12, atol=1e-14)
+
+
+def train(make, dtype, shape, contiguous=True):
+    """Return the weights and the state after some updates."""
+    rng = np.random.default_rng(0)
+    data, grad = (rng.standard_normal(shape).astype(dtype) for _ in range(2))
+    if not contiguous:
+        data, grad = data[:, ::2], grad[:, ::2]
+    optimizer = make(Arrays([data], [grad]))
+    for _ in range(3):
+        grad[...] = rng.standard_normal(grad.shape)
+        optimizer.step()
+    return [data, *(array for arrays in optimizer.slots().values() for array in arrays)]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiled_as_the_plain_update(name):
+    """Within rounding of float64, for more elements than a block has."""
+    pytest.importorskip("numba")
+    expected = train(CASES[name], np.float64, (70001,))
+    with jit():
+        found = train(CASES[name], np.float32, (70001,))
+    plain = train(CASES[name], np.float32, (70001,))
+    for mine, theirs, wide in zip(found, plain, expected, strict=True):
+        bound = 1e-5 * abs(wide).max()  # Adam's first updates divide numbers near 0 by one another
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=bound)
+        assert abs(mine - wide).max() <= 2 * abs(theirs - wide).max() + 1e-7
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", [(np.float64, (30,), True), (np.float32, (5, 8), False)])
+def test_other_arrays_as_before(name, kind):
+    """float64, and arrays with gaps, inside `jit`: bit for bit."""
+    pytest.importorskip("numba")
+    with jit():
+        found = train(CASES[name], *kind)
+    for mine, theirs in zip(found, train(CASES[name], *kind), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
