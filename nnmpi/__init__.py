@@ -36,8 +36,8 @@ finally:
 if TYPE_CHECKING:
     from nnmpi import comm, memory, parallel
     from nnmpi.comm.group import Group
+    from nnmpi.comm.mpi.start import start
     from nnmpi.comm.simulated.simulated_world import simulate
-    from nnmpi.comm.start import start
     from nnmpi.compose.arrange import arrange
     from nnmpi.compose.asynchronous import AsynchronousWorker
     from nnmpi.compose.layout import Layout
@@ -96,7 +96,7 @@ _WHEN_USED = {
     "arrange": "nnmpi.compose.arrange",
     "load": "nnmpi.trained.run",
     "simulate": "nnmpi.comm.simulated.simulated_world",
-    "start": "nnmpi.comm.start",
+    "start": "nnmpi.comm.mpi.start",
 }
 
 

@@ -33,7 +33,7 @@ import threadpoolctl
 from nnmpi.backend.blas import blas_pool, find_older, name_blas, read_cpu
 from nnmpi.comm.agreement import name_ranks
 from nnmpi.comm.group import Group
-from nnmpi.comm.start import start
+from nnmpi.comm.mpi.start import start
 from nnmpi.command import Parser, say
 from nnmpi.errors import CheckpointError, counted
 from nnmpi.files import is_locked

@@ -14,9 +14,9 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.backend.random import stream
 from nnmpi.comm.agreement import agreed, on_root
-from nnmpi.comm.fitting.fit import Fit, load_fit
-from nnmpi.comm.fitting.measure import find_fit
+from nnmpi.comm.fit import Fit, load_fit
 from nnmpi.comm.group import Group
+from nnmpi.comm.measure import find_fit
 from nnmpi.command import Option, options_of, read_words
 from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.errors import UsageError

@@ -3,7 +3,7 @@
 Without this every rank's BLAS starts a thread for each core of the node, and the ranks starve one another: on busy
 cores two threads took 5 to 50 times as long as one. One is also the same on every machine, so a repeated command
 gives the same bits. The variables are read when the BLAS is loaded, so they must be set before NumPy is imported:
-`nnmpi/__init__` does that under a launcher. Where NumPy came first, `nnmpi.comm.start` sets the running BLAS.
+`nnmpi/__init__` does that under a launcher. Where NumPy came first, `nnmpi.comm.mpi.start` sets the running BLAS.
 """
 
 import os

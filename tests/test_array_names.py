@@ -26,7 +26,14 @@ NUMPY_ALONE = {
     ("nnmpi/ops/loss.py", "maximum.reduce"),
 }
 # What only CuPy has, and who may use it: files that have to do with a device alone.
-DEVICE_FILES = ("nnmpi/backend/", "nnmpi/comm/device/", "nnmpi/ops/conv", "nnmpi/memory/store.py")
+DEVICE_FILES = (
+    "nnmpi/backend/",
+    "nnmpi/comm/buffers.py",
+    "nnmpi/comm/execution.py",
+    "nnmpi/comm/nccl.py",
+    "nnmpi/ops/conv",
+    "nnmpi/memory/store.py",
+)
 
 
 @dataclass(frozen=True)

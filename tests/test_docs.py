@@ -166,7 +166,7 @@ def test_files_that_are_named_exist() -> None:
 
 
 def test_modules_that_are_named_exist() -> None:
-    """In backquotes: paths such as `comm.steps`, and files without their folder; the reference has each module once."""
+    """In backquotes: paths such as `comm.world`, and files without their folder; the reference has each module once."""
     described = re.findall(r"automodule:: (\S+)", "\n".join(PAGES.values()))
     assert len(set(described)) == len(described) > 40
     tree = Tree(ROOT)

@@ -17,7 +17,7 @@ from tempfile import TemporaryDirectory
 import torch
 from transformers import GPT2LMHeadModel
 
-from nnmpi.comm.start import start
+from nnmpi.comm.mpi.start import start
 from nnmpi.data.dataset import IGNORED
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.models.pretrained import save_pretrained

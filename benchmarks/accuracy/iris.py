@@ -27,7 +27,7 @@ from benchmarks.harness.machine import machine_facts  # noqa: E402
 from nnmpi import data, models, optim  # noqa: E402
 from nnmpi.backend.random import stream  # noqa: E402
 from nnmpi.comm.group import Group  # noqa: E402
-from nnmpi.comm.start import start  # noqa: E402
+from nnmpi.comm.mpi.start import start  # noqa: E402
 from nnmpi.compose.worker import Worker  # noqa: E402
 
 HIDDEN = 50

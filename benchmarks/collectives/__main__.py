@@ -6,7 +6,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
 
 from benchmarks.collectives.command import main  # noqa: E402
-from nnmpi.comm.start import start  # noqa: E402
+from nnmpi.comm.mpi.start import start  # noqa: E402
 
 if __name__ == "__main__":
     main(sys.argv[1:], start())

@@ -32,9 +32,9 @@ from nnmpi.backend.device import select
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE, NCCL, SHARED
 from nnmpi.comm.buffers import DTYPES
-from nnmpi.comm.fitting.measure import find_fit
 from nnmpi.comm.group import Group
-from nnmpi.comm.shared_memory.shared_sum import own_slice
+from nnmpi.comm.measure import find_fit
+from nnmpi.comm.shared_sum import own_slice
 from nnmpi.command import HelpAsked
 from nnmpi.errors import CommError, DeviceError, UsageError
 from nnmpi.optim.optimizer import Arrays

@@ -55,7 +55,7 @@ def disagree():
     """Call two collectives, the guilty rank in the other order."""
     import numpy as np
 
-    from nnmpi.comm.start import start
+    from nnmpi.comm.mpi.start import start
 
     group, array = start(), np.ones(1000)
     calls = [lambda: group.all_reduce(array, "ring"), lambda: group.broadcast(array)]
@@ -67,7 +67,7 @@ def meet_alone():
     """Call a collective that the other ranks do not call."""
     import numpy as np
 
-    from nnmpi.comm.start import start
+    from nnmpi.comm.mpi.start import start
 
     start().all_reduce(np.ones(1000), "ring")
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from benchmarks.harness.machine import machine_facts
 from nnmpi.backend.backend import Backend
-from nnmpi.comm.mpi.library import import_mpi
+from nnmpi.comm.mpi.start import import_mpi
 from nnmpi.errors import LaunchError
 
 PACKAGES = (

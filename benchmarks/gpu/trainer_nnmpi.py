@@ -11,7 +11,7 @@ from benchmarks.training.trainer_nnmpi import build, mean_loss
 from nnmpi import Tensor, nn, optim
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
-from nnmpi.comm.device.staged import room_for
+from nnmpi.comm.buffers import room_for
 
 
 class NnmpiDeviceTrainer(DeviceTrainer):

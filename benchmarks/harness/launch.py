@@ -23,7 +23,7 @@ import threadpoolctl
 
 from nnmpi.backend.blas import blas_pool, find_older, name_blas
 from nnmpi.comm.group import Group
-from nnmpi.comm.start import start
+from nnmpi.comm.mpi.start import start
 from nnmpi.errors import LaunchError, counted
 from nnmpi.run.launching import NOT_STARTED, find_mpirun
 

@@ -16,9 +16,8 @@ from benchmarks.netlab.link import Speed
 from benchmarks.netlab.row import TABLE, LinkTimes, summary, verdict
 from benchmarks.netlab.shell import LabError
 from benchmarks.netlab.state import State
-from nnmpi.comm.choose import choose
 from nnmpi.comm.collective import ALL_REDUCE
-from nnmpi.comm.fitting.fit import Fit
+from nnmpi.comm.fit import Fit, choose
 from nnmpi.comm.machine import Curve, Link, Machine
 
 

@@ -22,7 +22,7 @@ from benchmarks.netlab.waiting import barrier, common_start, gather, go_first, w
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.algorithms.registry import COLLECTIVES, NATIVE, find_collective
 from nnmpi.comm.execution import Execution, NativeExecution
-from nnmpi.comm.start import start
+from nnmpi.comm.mpi.start import start
 from nnmpi.comm.world import Comm, Request
 from nnmpi.errors import CommError
 from nnmpi.shard import split

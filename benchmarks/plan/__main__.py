@@ -14,7 +14,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout
 
 from nnmpi.backend.backend import numpy_backend  # noqa: E402
 from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
-from nnmpi.comm.start import start  # noqa: E402
+from nnmpi.comm.mpi.start import start  # noqa: E402
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS  # noqa: E402
 from nnmpi.planner.price import Pricer  # noqa: E402
 from nnmpi.planner.report import layout_to_json, options  # noqa: E402

@@ -17,7 +17,7 @@ import numpy as np
 
 import nnmpi
 from nnmpi import data
-from nnmpi.comm.simulated.faults import Faults
+from nnmpi.comm.simulated.scheduler import Faults
 from nnmpi.errors import NnmpiError
 
 WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores

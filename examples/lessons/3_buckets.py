@@ -16,7 +16,7 @@ import numpy as np
 
 import nnmpi
 from nnmpi import data
-from nnmpi.comm.steps import Step
+from nnmpi.comm.collective import Step
 
 WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
 STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9

@@ -11,39 +11,193 @@ exception ends the job (see `nnmpi.comm.mpi.shutdown`).
     a check every few steps       `PeriodicCheck`
 """
 
+import json
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import zip_longest
-from typing import Any, Protocol, TypeVar
+from itertools import pairwise, zip_longest
+from typing import Any, NoReturn, Self, TypeVar
+
+import numpy as np
 
 import nnmpi.errors as errors
 from nnmpi import clock
-from nnmpi.errors import CommError, NnmpiError
+from nnmpi.comm.world import Comm
+from nnmpi.errors import CommError, NnmpiError, UsageError
 
-T = TypeVar("T")
-
-
-class Gathers(Protocol):
-    """What most of this needs of a `Group`."""
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value on every rank."""
+# Ranks that exchange small values: the part of a group that everything else in this package builds on.
+#
+# Nothing here sums or moves arrays; `group.Group` does.
 
 
-class Ranks(Gathers, Protocol):
-    """What the rest needs of a `Group`."""
+class Communicator:
+    """Some ranks, numbered 0..size-1 among themselves.
 
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
+    Its methods are collective unless they say otherwise: all ranks call them, in the same order.
+
+    Args:
+        comm: a communicator of these ranks.
+        private: whether nobody else uses `comm`. If not, this works on a duplicate, so that its messages never meet
+            others'.
+
+    Attributes:
+        rank: this process's number among them.
+        size: the number of ranks.
+        comm: the communicator, for the modules of this package.
+    """
+
+    def __init__(self, comm: Comm, private: bool = False) -> None:
+        self.comm: Comm = comm if private else comm.duplicate()
+        self.rank, self.size = self.comm.rank, self.comm.size
+        self._nodes: list[int] | None = None
+
+    def __repr__(self) -> str:
+        """Return rank and size."""
+        return f"{type(self).__name__}(rank {self.rank} of {self.size})"
+
+    def __reduce__(self) -> NoReturn:
+        raise CommError(
+            "a group of ranks is not copied or pickled, nor is a model that a Worker or a strategy works on; call its "
+            "release() first, or build the model again and use load_state"
+        )
 
     @property
     def is_root(self) -> bool:
-        """Whether this is rank 0."""
+        """Whether this is rank 0, the one that prints and writes (not collective)."""
+        return self.rank == 0
+
+    def split(self, color: int, key: int = 0) -> Self:
+        """Return the group of the ranks that gave the same color, ordered by key, then by rank here.
+
+        Raises:
+            UsageError: for a negative color.
+        """
+        if color < 0:
+            raise UsageError(f"color {color} is negative; number the groups from 0")
+        return type(self)(self.comm.split(color, key), private=True)
+
+    def node(self) -> Self:
+        """Return the group of the ranks that share this node's memory, in the order they have here."""
+        return type(self)(self.comm.split_by_node(self.rank), private=True)
+
+    def nodes(self) -> list[int]:
+        """Return the number of each rank's node, 0, 1 ... in order of their first ranks. Collective the first time."""
+        if self._nodes is None:
+            node = self.node()
+            first = min(node.gather(self.rank))
+            node.free()
+            firsts = self.gather(first)
+            numbers = {rank: number for number, rank in enumerate(sorted(set(firsts)))}
+            self._nodes = [numbers[rank] for rank in firsts]
+        return self._nodes
+
+    def local_rank(self) -> int:
+        """Return this rank's number among those on its node. Collective the first time."""
+        nodes = self.nodes()
+        return nodes[: self.rank].count(nodes[self.rank])
+
+    def free(self) -> None:
+        """Give the communicator back; for programs that make many."""
+        self.comm.free()
+
+    # ---- values ----
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return every rank's JSON value, in rank order, on every rank.
+
+        Tuples become lists and keys of dictionaries text, this rank's own too. Equal values are one object, which is
+        not to be changed.
+
+        Raises:
+            CommError: on all ranks, when a value is none that JSON can hold.
+        """
+        text = np.frombuffer(encode_json(value), np.uint8)
+        lengths = np.empty(self.size, np.int64)
+        self.comm.allgather(np.array([text.size], np.int64), lengths)
+        texts = np.empty(int(lengths.sum()), np.uint8)
+        self.comm.allgatherv(text, texts, lengths.tolist())
+        whole, ends = texts.tobytes(), np.cumsum(lengths).tolist()
+        values: list[Any] = []
+        known: dict[bytes, Any] = {}  # most often many ranks say the same
+        for rank, (begin, end) in enumerate(pairwise([0, *ends])):
+            part = whole[begin:end]
+            if part not in known:
+                known[part] = decode_json(part, rank)
+            values.append(known[part])
+        return values
 
     def share(self, value: Any, root: int = 0) -> Any:
-        """Return root's value on every rank."""
+        """Return root's JSON value on every rank; what the others pass is not looked at.
+
+        Raises:
+            CommError: on all ranks, when the value is none that JSON can hold.
+        """
+        if self.size == 1:
+            return decode_json(encode_json(value), root)
+        text = np.frombuffer(encode_json(value) if self.rank == root else b"", np.uint8)
+        length = np.array([text.size], np.int64)
+        self.comm.broadcast(length, root)
+        buffer = text.copy() if self.rank == root else np.empty(int(length[0]), np.uint8)
+        self.comm.broadcast(buffer, root)
+        return decode_json(buffer.tobytes(), root)
+
+    def barrier(self) -> None:
+        """Return when every rank has come here."""
+        self.comm.barrier()
+
+    def sum_floats(self, values: Sequence[float], asleep: bool = False) -> list[float]:
+        """Return the sums over the ranks of a few numbers, in float64 and in rank order: the same bits with any MPI.
+
+        Args:
+            asleep: whether to leave the core to others until the last rank comes, which may be late.
+        """
+        if self.size == 1:
+            return [float(value) for value in values]
+        own = np.array(values, np.float64)
+        everyones = np.empty((self.size, own.size))
+        if asleep:
+            requests = [self.comm.iallgatherv(own, everyones, [own.size] * self.size)]
+            self.comm.world.wait_until(lambda: self.comm.test_all(requests))
+        else:
+            self.comm.allgather(own, everyones)
+        return list(everyones.sum(axis=0).tolist())
+
+    def max_floats(self, values: Sequence[float]) -> list[float]:
+        """Return the largest over the ranks of each of a few numbers; NaN if any rank has NaN."""
+        own = np.array(values, np.float64)
+        everyones = np.empty((self.size, own.size))
+        self.comm.allgather(own, everyones)  # `allreduce` does not say what it does with NaN
+        return list(everyones.max(axis=0).tolist())
+
+
+def encode_json(value: Any) -> bytes:
+    """Return the value as JSON text: no pickle, so that a message can hold nothing but data.
+
+    What JSON cannot hold becomes a complaint that `decode_json` raises at the other end. The sender must not raise:
+    the other ranks are on their way into the exchange and would wait for it.
+    """
+    try:
+        return json.dumps({"value": value}).encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        return json.dumps({"error": f"{type(error).__name__}: {error}"}).encode()
+
+
+def decode_json(text: bytes, rank: int) -> Any:
+    """Return the value that `rank` encoded: lists for tuples, text for the keys of dictionaries, as JSON has it.
+
+    Raises:
+        CommError: when the value was none that JSON can hold; names the rank.
+    """
+    message = json.loads(text)
+    if "error" in message:
+        raise CommError(
+            f"rank {rank} sent what is not a JSON value ({message['error']}); "
+            "send None, bool, int, float, str, and lists and dictionaries of them"
+        )
+    return message["value"]
+
+
+T = TypeVar("T")
 
 
 def name_ranks(ranks: Iterable[int]) -> str:
@@ -63,7 +217,7 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 @contextmanager
-def agreed(group: Gathers) -> Iterator[None]:
+def agreed(group: Communicator) -> Iterator[None]:
     """Run the body, and raise on every rank if it raised on any. Collective: all ranks enter it.
 
     The body must not use the group itself after a point where one rank can fail alone: the others would wait there.
@@ -83,7 +237,7 @@ def agreed(group: Gathers) -> Iterator[None]:
     agree(group, failure)
 
 
-def agree(group: Gathers, error: Exception | None, speaker: int | None = None) -> None:
+def agree(group: Communicator, error: Exception | None, speaker: int | None = None) -> None:
     """Return if no rank has an error; otherwise raise on every rank. Collective.
 
     An error of nnmpi's own keeps its kind, and with it the exit status; of several, the lowest rank's counts. Any
@@ -104,7 +258,7 @@ def agree(group: Gathers, error: Exception | None, speaker: int | None = None) -
         raise _rebuild(failed, len(everyones), speaker) from error
 
 
-def on_root(group: Ranks, work: Callable[[], Any]) -> Any:
+def on_root(group: Communicator, work: Callable[[], Any]) -> Any:
     """Return what `work` returns on rank 0, a JSON value, on every rank. Collective.
 
     The text of an error does not name rank 0: the user need not know which rank did the work for all.
@@ -140,7 +294,7 @@ class CollectivePhase:
         stopped: whether this rank's work failed, or it noticed that another's has: then it does no more work.
     """
 
-    def __init__(self, group: Gathers) -> None:
+    def __init__(self, group: Communicator) -> None:
         self._group = group
         self._error: Exception | None = None
         self.stopped = False
@@ -202,7 +356,7 @@ def _rebuild(failed: Mapping[int, Mapping[str, Any]], size: int, speaker: int | 
 
 
 def require_equal(
-    group: Gathers,
+    group: Communicator,
     items: Sequence[Any],
     problem: str | Callable[[int], str],
     remedy: str = "",
@@ -282,7 +436,7 @@ class PeriodicCheck:
     Ranks that went by their own clocks would wait for one another at different steps.
     """
 
-    def __init__(self, group: Ranks) -> None:
+    def __init__(self, group: Communicator) -> None:
         self._group = group
         self._steps_left = 1
 

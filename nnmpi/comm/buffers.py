@@ -1,13 +1,21 @@
 """Which arrays a collective can work on, and their bytes as MPI sees them."""
 
-from collections.abc import Iterator
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Sequence
+from functools import cache
+from types import ModuleType
 from typing import Any, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
+from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.device import pinned
 from nnmpi.backend.precision import is_low
-from nnmpi.errors import DtypeError, ShapeError
+from nnmpi.errors import DtypeError, ShapeError, UsageError
 
 Buffer: TypeAlias = NDArray[Any]
 
@@ -117,3 +125,92 @@ def pieces(array: Buffer, max_bytes: int) -> Iterator[Buffer]:
     length = max(1, max_bytes // array.itemsize)
     for start in range(0, array.size, length):
         yield array[start : start + length]
+
+
+# Device arrays by way of page-locked host memory: any MPI can do it, and any algorithm.
+#
+#     copy to the host, which waits for what computes  ->  messages of host arrays  ->  copy back
+#
+# So a sum of device arrays has the bits of the same sum of host arrays.
+
+VARIABLE = "NNMPI_CUDA_AWARE"
+
+
+@cache
+def cuda_aware() -> bool:
+    """Return whether the user says, by NNMPI_CUDA_AWARE=1, that MPI takes device pointers: others die of one.
+
+    Raises:
+        UsageError: for another word than 0 or 1.
+    """
+    word = os.environ.get(VARIABLE, "0")
+    if word not in ("0", "1"):
+        raise UsageError(f"{VARIABLE} is {word!r}; give 1 if MPI is built for CUDA and takes device pointers, else 0")
+    return word == "1"
+
+
+def to_hosts(arrays: Sequence[Array]) -> list[Array]:
+    """Return the values as C-contiguous NumPy arrays, all of one library; the same arrays where they are such already.
+
+    Waits until a device has computed and copied them.
+    """
+    if not arrays or not is_device(arrays[0]):
+        return [array if array.flags.c_contiguous else array.copy(order="C") for array in arrays]
+    hosts = [room_like(array, array.shape) for array in arrays]
+    fetch(list(zip(arrays, hosts, strict=True)))
+    return hosts
+
+
+def to_host(array: Array) -> Array:
+    """Return the values of one array; see `to_hosts`."""
+    return to_hosts([array])[0]
+
+
+def fetch(pairs: Sequence[tuple[Array, Array]]) -> None:
+    """Copy device arrays into host memory from `room_for`: (array, host), of the same shape. Waits once for all."""
+    if not pairs:
+        return
+    xp = namespace(pairs[0][0])
+    stream = xp.cuda.get_current_stream()
+    gapless = [(xp.ascontiguousarray(array), host) for array, host in pairs]
+    for array, host in gapless:
+        if array.size:
+            array.get(stream=stream, out=host, blocking=False)
+    stream.synchronize()
+
+
+def put(host: Array, array: Array) -> None:
+    """Copy host memory from `room_for` into an array, C-contiguous on a device, and wait until it is there."""
+    if is_device(array):
+        if array.size:
+            stream = namespace(array).cuda.get_current_stream()
+            array.set(host, stream=stream)  # type: ignore[attr-defined]
+            stream.synchronize()
+    elif host is not array:
+        array[...] = host
+
+
+def room_for(xp: ModuleType, shape: int | tuple[int, ...], dtype: DTypeLike) -> Array:
+    """Return host memory to copy a device's arrays through: page-locked, so that copies are quick.
+
+    Args:
+        xp: the array module of the arrays, NumPy or a device's.
+        shape: of the memory; an int for one dimension.
+        dtype: of the memory.
+    """
+    elements = math.prod((shape,) if isinstance(shape, int) else shape)
+    return np.empty(shape, dtype) if xp is np or not elements else pinned(xp.cuda, elements, dtype).reshape(shape)
+
+
+def room_like(array: Array, shape: int | tuple[int, ...]) -> Array:
+    """Return host memory for an array of this one's library and dtype; see `room_for`."""
+    return room_for(namespace(array), shape, array.dtype)
+
+
+def from_host(host: Array, xp: ModuleType) -> Array:
+    """Return the values as an array of an array module: with NumPy, `host` itself."""
+    if xp is np:
+        return host
+    array: Array = xp.empty(host.shape, dtype=host.dtype)
+    put(host, array)
+    return array

@@ -17,11 +17,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeAlias
 
-from nnmpi.backend.array import namespace
+import numpy as np
+
+from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.agreement import name_ranks
-from nnmpi.comm.buffers import Buffer, as_bytes, check_buffer, check_device, is_device, pieces
-from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, ROOT
-from nnmpi.comm.steps import Chunks, Step, runs
+from nnmpi.comm.buffers import Buffer, as_bytes, check_buffer, check_device, fetch, is_device, pieces, put, room_like
+from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, ROOT, Chunks, Step, runs
 from nnmpi.comm.world import Comm, Request
 from nnmpi.errors import CommError, UsageError
 from nnmpi.shard import split
@@ -379,3 +380,84 @@ _CALLS: Mapping[str, Callable[..., list[tuple[Starting, Blocking]]]] = MappingPr
         REDUCE_SCATTER.name: _reduce_scatter,
     }
 )
+
+
+# ---- of another array, in which it is done ----
+
+
+class Elsewhere:
+    """A collective of one array by way of another, in which it is done; see `execution.Pending` for the methods.
+
+    Args:
+        out: copies the array there.
+        work: the collective of the other array.
+        back: copies the result back.
+    """
+
+    def __init__(self, out: Callable[[], None], work: Pending, back: Callable[[], None]) -> None:
+        self._out, self._work, self._back = out, work, back
+        self._running = False
+
+    def start(self) -> None:
+        """Copy, and start it. Leave the array alone until it is finished.
+
+        Raises:
+            CommError: when it is running already.
+        """
+        if self._running:
+            raise CommError("the collective is still running; wait for it before the next start")
+        self._out()
+        self._work.start()
+        self._running = True
+
+    def poll(self) -> bool:
+        """Go on as far as possible without waiting; return whether it is finished."""
+        if self._running and self._work.poll():
+            self._end()
+        return not self._running
+
+    def wait(self) -> None:
+        """Return when it is finished."""
+        if self._running:
+            self._work.wait()
+            self._end()
+
+    def run(self) -> None:
+        """Copy, do it, copy back; MPI's blocking calls are quicker than a start and a wait."""
+        self._out()
+        self._work.run()
+        self._back()
+
+    def free(self) -> None:
+        """Give back what MPI keeps."""
+        self._work.free()
+
+    def _end(self) -> None:
+        self._running = False
+        self._back()
+
+
+def staged(array: Array, bind: Callable[[Buffer], Pending], host: Buffer | None = None) -> Elsewhere:
+    """Return a collective of a device array, (n,), by the one of a host array that `bind` returns.
+
+    Args:
+        host: where it is done; by default page-locked memory.
+    """
+    room = room_like(array, array.shape) if host is None else host
+    return Elsewhere(lambda: fetch([(array, room)]), bind(room), lambda: put(room, array))
+
+
+def widened(array: Array, bind: Callable[[Buffer], Pending]) -> Elsewhere:
+    """Return a sum of an array of 16-bit floating point, (n,), by that of a float32 one, rounded once at the end.
+
+    MPI has no dependable sum of such numbers, and adding them two by two would round at every rank on the way.
+    """
+    wide: Array = namespace(array).empty(array.shape, dtype=np.float32)
+
+    def widen() -> None:
+        wide[...] = array
+
+    def narrow() -> None:
+        array[...] = wide
+
+    return Elsewhere(widen, bind(wide), narrow)

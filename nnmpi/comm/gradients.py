@@ -28,8 +28,8 @@ from nnmpi import clock, timeline
 from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.algorithms.registry import AUTO, NAMES, NATIVE, NCCL, SHARED, How, find_algorithm, name_of
 from nnmpi.comm.buffers import Buffer, check_any, is_device
-from nnmpi.comm.choose import Choice
 from nnmpi.comm.execution import Pending
+from nnmpi.comm.fit import Choice
 from nnmpi.comm.group import Group
 from nnmpi.comm.prove import check_proof
 from nnmpi.errors import CommError, DeviceError, UsageError

@@ -7,14 +7,14 @@ otherwise: all ranks of the group call it, in the same order.
 from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
 from nnmpi import timeline
 from nnmpi.backend.array import is_array, namespace
 from nnmpi.backend.precision import is_floating, is_low
-from nnmpi.comm.agreement import require_equal
+from nnmpi.comm.agreement import Communicator, require_equal
 from nnmpi.comm.algorithms.registry import (
     AUTO,
     HIERARCHICAL,
@@ -25,17 +25,27 @@ from nnmpi.comm.algorithms.registry import (
     find_algorithm,
     find_collective,
 )
-from nnmpi.comm.buffers import Buffer, as_bytes, check_any, check_buffer, check_contiguous, is_device, pieces
-from nnmpi.comm.choose import Choice, choose
+from nnmpi.comm.buffers import (
+    Buffer,
+    as_bytes,
+    check_any,
+    check_buffer,
+    check_contiguous,
+    cuda_aware,
+    from_host,
+    is_device,
+    pieces,
+    put,
+    room_like,
+    to_host,
+)
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
-from nnmpi.comm.communicator import Communicator
-from nnmpi.comm.device.nccl import Nccl, NcclCollective
-from nnmpi.comm.device.staged import cuda_aware, from_host, put, room_like, staged, to_host, widened
-from nnmpi.comm.execution import MAX_MESSAGE_BYTES, Execution, NativeExecution, Pending
-from nnmpi.comm.fitting.fit import Fit
+from nnmpi.comm.execution import MAX_MESSAGE_BYTES, Execution, NativeExecution, Pending, staged, widened
+from nnmpi.comm.fit import Choice, Fit, choose
+from nnmpi.comm.nccl import Nccl, NcclCollective
+from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.prove import check_proof
-from nnmpi.comm.shared_memory.memory import SharedMemory
-from nnmpi.comm.shared_memory.shared_sum import SharedSum
+from nnmpi.comm.shared_sum import SharedSum
 from nnmpi.comm.world import Comm
 from nnmpi.errors import DeviceError, DtypeError, ShapeError, UsageError
 
@@ -57,7 +67,7 @@ class Group(Communicator):
     """
 
     def __init__(self, comm: Comm | Any, private: bool = False) -> None:
-        super().__init__(comm, private)
+        super().__init__(_find_world(comm), private)
         self.fit: Fit | None = None
         self._memory: SharedMemory | None = None
         self._nccl: Nccl | None = None
@@ -361,3 +371,12 @@ def _find_problem(array: object) -> str:
     except (ShapeError, DtypeError) as error:
         return str(error)
     return ""
+
+
+def _find_world(comm: Any) -> Comm:
+    """Return a communicator with the calls of `comm.world`: itself, or for one of mpi4py's what has them."""
+    if hasattr(comm, "world"):
+        return cast(Comm, comm)
+    from nnmpi.comm.mpi.mpi_world import wrap  # needs an MPI library, which whoever has such a communicator has
+
+    return wrap(comm)

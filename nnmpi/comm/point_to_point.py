@@ -15,8 +15,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from nnmpi.comm.buffers import Buffer, as_bytes, check_contiguous, is_device, pieces
-from nnmpi.comm.device.staged import put, room_like, to_hosts
+from nnmpi.comm.buffers import Buffer, as_bytes, check_contiguous, is_device, pieces, put, room_like, to_hosts
 from nnmpi.comm.execution import MAX_MESSAGE_BYTES, MessageRequest
 from nnmpi.comm.group import BLOCKING_TAG, Group
 from nnmpi.comm.world import Comm, Request

@@ -17,12 +17,10 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from nnmpi.comm.collective import Collective, as_collective
-from nnmpi.comm.engine import finish
+from nnmpi.comm.collective import Algorithm, Chunks, Collective, Step, as_collective, runs
 from nnmpi.comm.machine import Machine
-from nnmpi.comm.prove import PartialSums, prove
+from nnmpi.comm.prove import PartialSums, finish, prove
 from nnmpi.comm.simulate import price
-from nnmpi.comm.steps import Algorithm, Chunks, Step, runs
 from nnmpi.errors import ScheduleError, UsageError, counted
 
 _LEGEND = """\

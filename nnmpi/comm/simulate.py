@@ -35,11 +35,9 @@ from functools import lru_cache
 
 import numpy as np
 
-from nnmpi.comm.collective import Collective, as_collective
-from nnmpi.comm.engine import finish
-from nnmpi.comm.links import INSTANT_S, Links
-from nnmpi.comm.machine import Curve, Machine
-from nnmpi.comm.steps import Algorithm, Chunks, Step, runs
+from nnmpi.comm.collective import Algorithm, Chunks, Collective, Step, as_collective, runs
+from nnmpi.comm.machine import INSTANT_S, Curve, Links, Machine
+from nnmpi.comm.prove import finish
 from nnmpi.custom import ask
 from nnmpi.errors import UsageError
 

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels import to_float32
-from nnmpi.comm.device.staged import to_host
+from nnmpi.comm.buffers import to_host
 from nnmpi.comm.gradients import Traffic
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.losses import ERRORS, SumError, squared_errors

@@ -18,11 +18,11 @@ from nnmpi.comm.collective import (
     REDUCE_SCATTER,
     ROOT,
     Contract,
+    Step,
     everyone,
     part,
 )
 from nnmpi.comm.prove import Proof, prove_steps
-from nnmpi.comm.steps import Step
 from nnmpi.errors import ScheduleError, counted
 from nnmpi.exercise.exercise import Exercise, Function, WrongAnswer, call
 
@@ -234,6 +234,8 @@ chunk 0 goes to rank 1, while chunk 2 comes from rank 3 and is added; without re
 A step may also only send, or only receive."""
 
 EXERCISES = tuple(
-    Exercise(name, f"{statement}\n{_FORM}", "rank, size", partial(check, wanted), "from nnmpi.comm.steps import Step")
+    Exercise(
+        name, f"{statement}\n{_FORM}", "rank, size", partial(check, wanted), "from nnmpi.comm.collective import Step"
+    )
     for name, statement, wanted in _TABLE
 )

@@ -23,7 +23,7 @@ from nnmpi.backend.recording import perform
 from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.algorithms.registry import AUTO, SHARED, How
 from nnmpi.comm.buffers import is_device
-from nnmpi.comm.choose import SHARED_BYTES
+from nnmpi.comm.fit import SHARED_BYTES
 from nnmpi.comm.gradients import BucketExchange, Traffic, predict_traffic
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, DeviceError, NnmpiError, UsageError

@@ -23,8 +23,7 @@ import numpy as np
 from nnmpi import timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
-from nnmpi.comm.buffers import is_device
-from nnmpi.comm.device.staged import put, room_like, to_host, to_hosts
+from nnmpi.comm.buffers import is_device, put, room_like, to_host, to_hosts
 from nnmpi.comm.fixed_order import SumTree, sum_in_fixed_order
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError

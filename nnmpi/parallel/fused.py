@@ -10,7 +10,7 @@
 
 Each rank uses the sum of its slice right where it computed it, while it is in the cache, and does not send it to the
 other ranks. So it updates only its slice of the parameters, and needs only its slice of the optimizer's state. The new
-parameters are, bit for bit, those of a shared-memory all-reduce (`comm.shared_memory`) and an ordinary update.
+parameters are, bit for bit, those of a shared-memory all-reduce (`comm.shared_sum`) and an ordinary update.
 
 Clipping and the check for divergence need the length of the gradient before the update. Then it takes two passes:
 `reduce`, then `update`. `reduce` also adds up a few numbers, such as the loss, which need no message of their own. Over
@@ -28,8 +28,8 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.execution import Execution
 from nnmpi.comm.group import Group
-from nnmpi.comm.shared_memory.memory import SharedMemory
-from nnmpi.comm.shared_memory.shared_sum import own_slice
+from nnmpi.comm.node import SharedMemory
+from nnmpi.comm.shared_sum import own_slice
 from nnmpi.errors import DeviceError, LayoutError, NnmpiError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.optim.blocks import BufferBlock, pieces

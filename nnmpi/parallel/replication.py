@@ -10,7 +10,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.agreement import require_equal
-from nnmpi.comm.device.staged import to_host
+from nnmpi.comm.buffers import to_host
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
 from nnmpi.nn.module import Buffer, Module

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS, HIERARCHICAL, NATIVE, SHARED, find_collective
-from nnmpi.comm.fitting.fit import Fit
+from nnmpi.comm.fit import Fit
 from nnmpi.comm.machine import Curve, Link, Machine, blocks, parse_network
 from nnmpi.comm.simulate import price
 from nnmpi.errors import UsageError

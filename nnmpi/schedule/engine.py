@@ -8,7 +8,7 @@ Every rank has one clock, and does its program in order. Messages of one channel
 beside the program, one after the other on each rank; a STEP waits for its own. This is the one interpretation of
 schedules: `check` looks for who waits for ever, `lower` where a send must be met, `simulate` at the times.
 
-(Collectives have an engine of their own, `comm.engine`: there a step is over when both of its messages
+(Collectives have an engine of their own, `comm.prove`: there a step is over when both of its messages
 are, so that no message is under way while its rank does something else, and thousands of ranks have to be quick.)
 """
 

@@ -22,10 +22,10 @@ from nnmpi import clock
 from nnmpi.backend.backend import Backend
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.algorithms.registry import AUTO
-from nnmpi.comm.fitting.measure import find_fit
-from nnmpi.comm.fitting.measure import measure as measure_fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
+from nnmpi.comm.measure import find_fit
+from nnmpi.comm.measure import measure as measure_fit
 from nnmpi.compose.worker import Worker
 from nnmpi.custom import custom_file
 from nnmpi.data.dataset import Samples

@@ -13,9 +13,9 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.algorithms.registry import AUTO, How
-from nnmpi.comm.fitting.measure import find_fit
 from nnmpi.comm.gradients import bucket_limit, overlaps, plan_buckets
 from nnmpi.comm.group import Group
+from nnmpi.comm.measure import find_fit
 from nnmpi.compose.arrange import Arrangement, arrange, find_mesh
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import AUTO as MEASURED

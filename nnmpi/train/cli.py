@@ -3,7 +3,7 @@
 Options come in layers, and the stronger one wins: defaults < resumed run < file < command line. Every check happens
 once, on the values that will be used.
 
-Errors leave as exceptions. Those of this package carry one sentence and an exit status; the hook that `comm.start`
+Errors leave as exceptions. Those of this package carry one sentence and an exit status; the hook that `comm.mpi.start`
 installs prints what all ranks raise once, and lets all of them end with the same status.
 """
 
@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.shutdown import exit_refused
-from nnmpi.comm.start import start, watch_alone
+from nnmpi.comm.mpi.start import start, watch_alone
 from nnmpi.comm.world import LIMIT_S, WARNING_S
 from nnmpi.command import HelpAsked, read_words
 from nnmpi.data.catalogue import NAMES
@@ -147,7 +147,7 @@ def start_ranks(
         around: entered while ranks are simulated.
 
     Raises:
-        LaunchError, UsageError: as `comm.start.start` does, and for --simulate under a launcher of several processes.
+        LaunchError, UsageError: as `comm.mpi.start.start`, and for --simulate under a launcher of several processes.
     """
     if any(word.partition("=")[0] == "--simulate" for word in words):
         watch_alone()

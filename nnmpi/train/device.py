@@ -9,7 +9,7 @@ from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.device import select
 from nnmpi.backend.device_errors import REMEDY, expects_device
 from nnmpi.comm.agreement import agreed
-from nnmpi.comm.device.staged import cuda_aware
+from nnmpi.comm.buffers import cuda_aware
 from nnmpi.comm.group import Group
 from nnmpi.errors import DeviceError, NnmpiError, UsageError, counted
 from nnmpi.units import format_bytes

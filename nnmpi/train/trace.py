@@ -19,8 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from nnmpi import clock
-from nnmpi.comm.agreement import on_root
-from nnmpi.comm.communicator import decode_json, encode_json
+from nnmpi.comm.agreement import decode_json, encode_json, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import rendezvous
 from nnmpi.comm.world import Comm

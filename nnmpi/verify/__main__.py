@@ -7,7 +7,7 @@ from typing import Any
 
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
-from nnmpi.comm.start import start
+from nnmpi.comm.mpi.start import start
 from nnmpi.command import HelpAsked
 from nnmpi.compose.layout import Layout
 from nnmpi.data.dataset import Dataset

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
-from nnmpi.comm.shared_memory.memory import SharedMemory
+from nnmpi.comm.node import SharedMemory
 from nnmpi.errors import CommError
 
 ORDERED = pytest.mark.parametrize("ordered", [True, False], ids=["flags", "collectives"])

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS, NATIVE, SHARED
-from nnmpi.comm.choose import CANDIDATES, choose
-from nnmpi.comm.fitting.fit import Fit
+from nnmpi.comm.fit import CANDIDATES, Fit, choose
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
 
 SIZES = [2**power for power in range(2, 31)]

@@ -9,7 +9,7 @@ import pytest
 from nnmpi.comm.__main__ import main
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES
 from nnmpi.comm.collective import as_collective
-from nnmpi.comm.fitting.fit import save_fit
+from nnmpi.comm.fit import save_fit
 from nnmpi.comm.render import compare, render
 from nnmpi.custom import load_custom
 from nnmpi.errors import ScheduleError, UsageError
@@ -26,7 +26,7 @@ def test_prove_and_render() -> None:
 
 
 OWN = """
-from nnmpi.comm.steps import Step
+from nnmpi.comm.collective import Step
 def doubling(rank, size):
     everything = range(size)
     for distance in (1, 2, 4):

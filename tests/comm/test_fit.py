@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS
-from nnmpi.comm.fitting.fit import Fit, default_file, describe_fit, load_fit, save_fit
-from nnmpi.comm.fitting.measure import facts, find_fit, measure, time_calls
+from nnmpi.comm.fit import Fit, default_file, describe_fit, load_fit, save_fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine
+from nnmpi.comm.measure import facts, find_fit, measure, time_calls
 from nnmpi.comm.simulate import price
 from nnmpi.errors import UsageError
 

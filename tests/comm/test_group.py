@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from nnmpi.comm.communicator import decode_json, encode_json
+from nnmpi.comm.agreement import decode_json, encode_json
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, DtypeError, ShapeError
 

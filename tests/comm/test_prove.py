@@ -17,14 +17,22 @@ from nnmpi.comm.algorithms.gossip import pairwise
 from nnmpi.comm.algorithms.halving import halving_doubling
 from nnmpi.comm.algorithms.registry import COLLECTIVES, find_algorithm
 from nnmpi.comm.algorithms.ring import ring, ring_all_gather
-from nnmpi.comm.algorithms.star import star
-from nnmpi.comm.algorithms.tree import tree
-from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER, Contract, part
+from nnmpi.comm.algorithms.tree import star, tree
+from nnmpi.comm.collective import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BROADCAST,
+    NEIGHBOUR_AVERAGE,
+    REDUCE_SCATTER,
+    Contract,
+    Step,
+    part,
+    runs,
+)
 from nnmpi.comm.execution import Execution
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.mpi_world import wrap
 from nnmpi.comm.prove import prove, prove_steps
-from nnmpi.comm.steps import Step, runs
 from nnmpi.errors import ScheduleError, UsageError
 
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 13, 16, 17, 32, 33)

@@ -10,8 +10,8 @@ from mpi4py import MPI
 
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.mpi_world import wrap
-from nnmpi.comm.shared_memory.memory import SharedMemory
-from nnmpi.comm.shared_memory.shared_sum import SharedSum, own_slice
+from nnmpi.comm.node import SharedMemory
+from nnmpi.comm.shared_sum import SharedSum, own_slice
 from nnmpi.errors import CommError, DeviceError, ShapeError, UsageError
 from tests.harness.job import mpirun, run
 from tests.harness.refusals import told
@@ -163,7 +163,7 @@ def test_nothing_has_to_be_freed_at_the_end(tmp_path: Path) -> None:
     program = """
         import numpy as np
         import nnmpi
-        from nnmpi.comm.shared_memory.shared_sum import SharedSum
+        from nnmpi.comm.shared_sum import SharedSum
         from nnmpi.parallel.fused import FusedUpdate
         group = nnmpi.start()
         memory = group.memory()

@@ -8,10 +8,9 @@ import pytest
 
 from nnmpi.comm import simulate
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, find_algorithm
-from nnmpi.comm.collective import BROADCAST, Collective
+from nnmpi.comm.collective import BROADCAST, Collective, Step
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
 from nnmpi.comm.simulate import price, simulate_collective
-from nnmpi.comm.steps import Step
 from nnmpi.errors import ScheduleError, UsageError
 
 ALPHA, BETA, GAMMA = 2e-5, 3e-10, 7e-11

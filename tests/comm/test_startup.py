@@ -9,15 +9,15 @@ from typing import Any, cast
 
 import pytest
 
-from nnmpi.comm.mpi.library import (
+from nnmpi.comm.mpi.mpi_world import name_library
+from nnmpi.comm.mpi.shutdown import Shutdown
+from nnmpi.comm.mpi.start import (
     NO_NETWORK,
     read_start_limit,
     refuse_foreign_launcher,
     refuse_lonely_rank,
     stays_on_one_node,
 )
-from nnmpi.comm.mpi.mpi_world import name_library
-from nnmpi.comm.mpi.shutdown import Shutdown
 from nnmpi.errors import DataError, LaunchError, UsageError
 from nnmpi.launcher import Launch
 
@@ -28,7 +28,7 @@ WAITS = """
 import time
 from types import SimpleNamespace
 from math import inf
-from nnmpi.comm.mpi.library import wait_for_all_ranks_to_start
+from nnmpi.comm.mpi.start import wait_for_all_ranks_to_start
 wait_for_all_ranks_to_start(SimpleNamespace(Init_thread=time.sleep, THREAD_MULTIPLE={seconds}), {limit_s})
 print("up")
 """
@@ -121,7 +121,7 @@ def test_only_a_job_on_one_node_does_without_a_network(
 
 
 def test_a_single_process_looks_for_no_network_cards() -> None:
-    code = "import os; from nnmpi.comm.mpi.library import load_mpi; load_mpi(os.environ)\n"
+    code = "import os; from nnmpi.comm.mpi.start import load_mpi; load_mpi(os.environ)\n"
     code += "print(os.environ['OMPI_MCA_btl'])"
     names = ("OMPI_", "PMIX_", "PMI_")
     environ = {name: value for name, value in os.environ.items() if not name.startswith(names)}

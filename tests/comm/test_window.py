@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
-from nnmpi.comm.mpi import window
-from nnmpi.comm.mpi.window import ENDLESS, MARGIN_BYTES, check_room, find_folder, free_bytes, window_bytes
-from nnmpi.comm.shared_memory.memory import SharedMemory
+from nnmpi.comm.mpi import mpi_world
+from nnmpi.comm.mpi.mpi_world import ENDLESS, MARGIN_BYTES, check_room, find_folder, free_bytes, window_bytes
+from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.world import PAGE_BYTES
 from nnmpi.errors import DeviceError, ShapeError, UsageError
 
@@ -33,7 +33,7 @@ def test_a_folder_without_room_is_refused_with_both_numbers(tmp_path: Path, monk
 
 def test_the_file_of_an_address_is_found() -> None:
     assert find_folder(0) is None
-    code = "import mmap, sys, numpy; from nnmpi.comm.mpi.window import find_folder\n"
+    code = "import mmap, sys, numpy; from nnmpi.comm.mpi.mpi_world import find_folder\n"
     code += "with open(sys.argv[1], 'r+b') as file: memory = numpy.frombuffer(mmap.mmap(file.fileno(), 0), 'u1')\n"
     code += "print(find_folder(memory.ctypes.data))"
     found = subprocess.run([sys.executable, "-c", code, __file__], capture_output=True, text=True, check=True)
@@ -86,7 +86,7 @@ def test_a_common_array_stands_once_per_node(group: Group) -> None:
 def test_all_ranks_refuse_when_one_of_their_nodes_has_no_room(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SharedMemory(group, nodes=range(group.size))
     if group.rank == group.size - 1:
-        monkeypatch.setattr(window, "free_bytes", lambda _: 2**20)
+        monkeypatch.setattr(mpi_world, "free_bytes", lambda _: 2**20)
     with pytest.raises(DeviceError, match="has only 1048576 free"):
         memory.allocate(2**20, np.float32)
     array = memory.allocate(8, np.float32)  # what is small enough still fits
@@ -100,9 +100,9 @@ def test_what_mpi_refuses_is_one_sentence(group: Group, monkeypatch: pytest.Monk
     memory = SharedMemory(group)
 
     def refuse(*_: object, **__: object) -> None:
-        raise window.MPI.Exception(window.MPI.ERR_NO_MEM)
+        raise mpi_world.MPI.Exception(mpi_world.MPI.ERR_NO_MEM)
 
-    monkeypatch.setattr(window.MPI, "Win", SimpleNamespace(Allocate_shared=refuse))
+    monkeypatch.setattr(mpi_world.MPI, "Win", SimpleNamespace(Allocate_shared=refuse))
     with pytest.raises(DeviceError, match="MPI cannot share 8192 bytes among the ranks of a node"):
         memory.common(8, np.float32) if memory.rank else memory.allocate(8, np.float32)
     monkeypatch.undo()

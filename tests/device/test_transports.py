@@ -9,9 +9,9 @@ import pytest
 from nnmpi import models, optim
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import bfloat16
+from nnmpi.comm import buffers
 from nnmpi.comm.algorithms.registry import ALGORITHMS, AUTO, COLLECTIVES, NATIVE, NCCL
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
-from nnmpi.comm.device import staged
 from nnmpi.comm.group import Group
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
@@ -77,7 +77,7 @@ def test_the_user_says_whether_mpi_takes_device_arrays(group: Group, monkeypatch
     try:
         for word in ("1", "yes"):
             monkeypatch.setenv("NNMPI_CUDA_AWARE", word)
-            staged.cuda_aware.cache_clear()
+            buffers.cuda_aware.cache_clear()
             if word == "1":
                 assert group.choose(load().zeros(3)).algorithm == NATIVE
             else:
@@ -85,7 +85,7 @@ def test_the_user_says_whether_mpi_takes_device_arrays(group: Group, monkeypatch
                     group.choose(load().zeros(3))
     finally:
         monkeypatch.undo()
-        staged.cuda_aware.cache_clear()
+        buffers.cuda_aware.cache_clear()
 
 
 @pytest.mark.mpi

@@ -12,7 +12,7 @@ LIMIT_S = 60.0
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import sys
-from nnmpi.comm.start import start
+from nnmpi.comm.mpi.start import start
 group = start()
 from nnmpi.compose.layout import Layout
 from tests.equivalence import own

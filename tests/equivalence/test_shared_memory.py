@@ -8,7 +8,7 @@ import pytest
 
 from nnmpi import models, optim
 from nnmpi.comm.group import Group
-from nnmpi.comm.mpi import window
+from nnmpi.comm.mpi import mpi_world
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.errors import DeviceError, DivergenceError
@@ -89,7 +89,7 @@ def test_without_room_it_goes_another_way_and_says_so(
 
     reference = build(ranks, allreduce="native")
     train(reference, batches(ranks))
-    monkeypatch.setattr(window, "check_room", check_room)
+    monkeypatch.setattr(mpi_world, "check_room", check_room)
     worker = build(ranks, **way)
     monkeypatch.undo()
     steps = train(worker, batches(ranks))

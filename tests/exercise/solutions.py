@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from nnmpi.comm.steps import Step
+from nnmpi.comm.collective import Step
 from nnmpi.schedule.instruction import Kind
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.device import device_problem, select
-from nnmpi.comm.mpi.library import import_mpi
+from nnmpi.comm.mpi.start import import_mpi
 from nnmpi.errors import LaunchError
 from nnmpi.launcher import read_launch
 

@@ -5,7 +5,7 @@ import pytest
 
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import bfloat16
-from nnmpi.comm.device.staged import put, room_for, to_host
+from nnmpi.comm.buffers import put, room_for, to_host
 
 ELEMENTS = 2**22
 

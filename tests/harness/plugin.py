@@ -21,7 +21,7 @@ from typing import Any, NoReturn
 
 import pytest
 
-from nnmpi.comm.start import start
+from nnmpi.comm.mpi.start import start
 from nnmpi.errors import LaunchError
 from nnmpi.launcher import read_launch
 from tests.harness import left_out, records

@@ -39,7 +39,7 @@ import threadpoolctl
 
 from nnmpi.backend import blas
 from nnmpi.comm.mpi.shutdown import STALLED
-from nnmpi.comm.simulated.faults import Faults
+from nnmpi.comm.simulated.scheduler import Faults
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CheckpointError, NnmpiError
 from nnmpi.run import supervisor

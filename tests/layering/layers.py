@@ -68,10 +68,13 @@ INHERITED = frozenset({"forward", "backward"})
 # Imports inside functions that are not of an optional library.
 LATE_IMPORTS = {
     ("nnmpi/backend/kernels.py", "nnmpi.backend.jit.kernels"): "it imports numba, which a user may not have",
-    ("nnmpi/comm/communicator.py", "nnmpi.comm.mpi.mpi_world"): "it imports mpi4py.MPI, for a communicator of mpi4py's",
-    ("nnmpi/comm/mpi/library.py", "mpi4py"): "without an MPI library it raises, which becomes a sentence there",
-    ("nnmpi/comm/mpi/library.py", "mpi4py.MPI"): "without an MPI library it raises, which becomes a sentence there",
-    ("nnmpi/comm/start.py", "nnmpi.comm.mpi.mpi_world"): "it imports mpi4py.MPI, which must have been loaded by then",
+    ("nnmpi/comm/group.py", "nnmpi.comm.mpi.mpi_world"): "it imports mpi4py.MPI, for a communicator of mpi4py's",
+    ("nnmpi/comm/mpi/start.py", "mpi4py"): "without an MPI library it raises, which becomes a sentence there",
+    ("nnmpi/comm/mpi/start.py", "mpi4py.MPI"): "without an MPI library it raises, which becomes a sentence there",
+    (
+        "nnmpi/comm/mpi/start.py",
+        "nnmpi.comm.mpi.mpi_world",
+    ): "it imports mpi4py.MPI, which must have been loaded by then",
     (
         "nnmpi/data/catalogue.py",
         "nnmpi.data.download",
@@ -99,7 +102,7 @@ TALKERS = frozenset(
         "verify",
     }
 )
-LAST_WORDS = frozenset(f"nnmpi/comm/{name}.py" for name in ("mpi/shutdown", "mpi/library", "mpi/watchdog", "start"))
+LAST_WORDS = frozenset(f"nnmpi/comm/{name}.py" for name in ("mpi/shutdown", "mpi/start", "mpi/watchdog"))
 TALKING_LIBRARIES = frozenset({"argparse", "tyro", "click", "getopt", "optparse"})
 
 # What library modules may write like options of nnmpi's own: those of other programs.

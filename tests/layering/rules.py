@@ -28,7 +28,7 @@ MUTATORS = frozenset(
 
 STREAMS = frozenset({"stdout", "stderr", "argv"})
 
-# A path of the package in backquotes: `comm.steps`, `parallel/data.py`, `nnmpi.mesh.Mesh.shape`, `optim.clip.scale()`.
+# A path of the package in backquotes: `comm.group`, `parallel/data.py`, `nnmpi.mesh.Mesh.shape`, `optim.clip.scale()`.
 QUOTED = re.compile(r"`(?:nnmpi[./])?([a-z_]+(?:[./][A-Za-z_]\w*)+)(?:\(\))?`")
 UNQUOTED = re.compile(r"(?<![\w.`/-])(?:nnmpi\.)?([a-z_]+(?:\.[A-Za-z_]\w*)+)")
 
@@ -218,7 +218,7 @@ def dead_references(tree: Tree, path: str, text: str) -> Iterator[str]:
 
 
 def refers(tree: Tree, words: str) -> bool:
-    """Return whether words like "comm.steps.Step" lead to a module or a name in it; also if they are no path at all."""
+    """Return whether words like "comm.world.Comm" lead to a module or a name in it; also if they are no path at all."""
     module, names = PACKAGE, re.split("[./]", words.removesuffix(".py"))
     if f"{module}.{names[0]}" not in tree.modules or names[-1] == "csv":  # a user's train.csv is no module
         return True

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
-from nnmpi.comm.shared_memory.memory import SharedMemory
-from nnmpi.comm.shared_memory.shared_sum import SharedSum
+from nnmpi.comm.node import SharedMemory
+from nnmpi.comm.shared_sum import SharedSum
 from nnmpi.errors import UsageError
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.linear import Linear

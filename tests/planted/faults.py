@@ -81,7 +81,7 @@ FAULTS = (
     ),
     Fault(
         "links: what enters a node waits for nothing",
-        "nnmpi/comm/links.py",
+        "nnmpi/comm/machine.py",
         "begin_s = max(ready_s, self._out_free_s[source], self._in_free_s[target])",
         "begin_s = max(ready_s, self._out_free_s[source])",
         "tests/comm/test_simulate.py",
@@ -95,7 +95,7 @@ FAULTS = (
     ),
     Fault(
         "shared sum: the rest of an array belongs to nobody",
-        "nnmpi/comm/shared_memory/shared_sum.py",
+        "nnmpi/comm/shared_sum.py",
         "units = shard.part(-(-array.size // step), size, rank)",
         "units = shard.part(array.size // step, size, rank)",
         "tests/comm/test_shared_sum.py",
@@ -109,14 +109,14 @@ FAULTS = (
     ),
     Fault(
         "simulated world: shared memory of two requests",
-        "nnmpi/comm/simulated/requests.py",
+        "nnmpi/comm/simulated/simulated_comm.py",
         "if begin < high and low < end and (request.writes or other.writes):",
         "if begin < high and low < end and (request.writes and other.writes):",
         "tests/comm/simulated",
     ),
     Fault(
         "simulated world: a buffer that is changed while it is sent",
-        "nnmpi/comm/simulated/requests.py",
+        "nnmpi/comm/simulated/simulated_comm.py",
         "if request.checksum is not None and request.checksum != checksum(request.memory):",
         "if request.checksum is not None and request.checksum > checksum(request.memory) + 1e300:",
         "tests/comm/simulated",

@@ -11,7 +11,7 @@ import pytest
 from nnmpi import plan
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.kernels import compiled_kernels
-from nnmpi.comm.fitting import measure
+from nnmpi.comm import measure
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.simulated_world import simulate

@@ -8,12 +8,12 @@ import pytest
 import nnmpi
 from nnmpi import models, optim
 from nnmpi.comm.__main__ import main as comm
+from nnmpi.comm.collective import Step
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.render import render
 from nnmpi.comm.simulate import price
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.comm.steps import Step
 from nnmpi.custom import is_custom, short_name
 from nnmpi.data.catalogue import load
 from nnmpi.data.loader import Loader
@@ -31,7 +31,7 @@ OWN = '''
 """All that a student writes."""
 import numpy as np
 from nnmpi import ops, optim
-from nnmpi.comm.steps import Step
+from nnmpi.comm.collective import Step
 from nnmpi.data import Dataset
 from nnmpi.schedule.instruction import Kind
 

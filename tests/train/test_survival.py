@@ -11,7 +11,7 @@ import pytest
 
 from nnmpi import files
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.faults import Faults
+from nnmpi.comm.simulated.scheduler import Faults
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.trainer import Trainer
 from nnmpi.errors import CommError

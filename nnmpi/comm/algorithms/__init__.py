@@ -1,7 +1,7 @@
 """The algorithms of the collectives, a file for each kind: pure functions from (rank, size) to steps.
 
 ring            all-reduce, reduce-scatter and all-gather for long messages; read it first
-tree, star      all-reduce for short messages, broadcast for long ones; all-reduce by way of one server
+tree            all-reduce for short messages, broadcast for long ones; all-reduce by way of one server (star)
 halving         all-reduce in few rounds that moves no more than a ring
 hierarchical    all-reduce over several nodes
 bruck           reduce-scatter and all-gather in few rounds

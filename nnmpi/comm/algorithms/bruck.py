@@ -21,7 +21,7 @@ Cost with N ranks, M bytes of all chunks together, latency alpha, time per byte 
 Source: Bruck et al., Efficient algorithms for all-to-all communications in multiport message-passing systems, 1997.
 """
 
-from nnmpi.comm.steps import Chunks, Step
+from nnmpi.comm.collective import Chunks, Step
 
 
 def bruck_all_gather(rank: int, size: int) -> tuple[Step, ...]:

@@ -39,7 +39,7 @@ Cost for M bytes, latency alpha, time per byte beta, time per added byte gamma, 
 Source: Boyd et al., Randomized gossip algorithms, 2006.
 """
 
-from nnmpi.comm.steps import Step
+from nnmpi.comm.collective import Step
 
 
 def gossip(rank: int, size: int) -> tuple[Step, ...]:

@@ -26,7 +26,7 @@ the bytes of the halving and of the doubling can each be up to log2 P / N M more
 Source: Rabenseifner, Optimization of collective reduction operations, 2004.
 """
 
-from nnmpi.comm.steps import Step
+from nnmpi.comm.collective import Step
 
 
 def halving_doubling(rank: int, size: int) -> tuple[Step, ...]:

@@ -25,8 +25,8 @@ from math import isqrt
 
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.algorithms.tree import tree_broadcast, tree_reduce
+from nnmpi.comm.collective import Chunks, Step
 from nnmpi.comm.machine import blocks
-from nnmpi.comm.steps import Chunks, Step
 from nnmpi.shard import part
 
 

@@ -21,10 +21,11 @@ from nnmpi.comm.algorithms.ring import (
     ring_scatter_seconds,
     ring_seconds,
 )
-from nnmpi.comm.algorithms.star import star, star_seconds
 from nnmpi.comm.algorithms.tree import (
     broadcast_seconds,
     scatter_broadcast_seconds,
+    star,
+    star_seconds,
     tree_broadcast,
     tree_reduce,
     tree_scatter,
@@ -36,11 +37,11 @@ from nnmpi.comm.collective import (
     BROADCAST,
     NEIGHBOUR_AVERAGE,
     REDUCE_SCATTER,
+    Algorithm,
     Collective,
     Contract,
     as_collective,
 )
-from nnmpi.comm.steps import Algorithm
 from nnmpi.errors import UsageError
 
 HIERARCHICAL = "hierarchical"

@@ -21,7 +21,7 @@ No algorithm moves fewer bytes per rank, so it is the one for long messages; sho
 Source: Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms for clusters of workstations, 2009.
 """
 
-from nnmpi.comm.steps import Step
+from nnmpi.comm.collective import Step
 
 
 def ring(rank: int, size: int) -> tuple[Step, ...]:

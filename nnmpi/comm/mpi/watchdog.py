@@ -1,6 +1,6 @@
 """A thread in each rank that names who is missing when ranks wait for long, and ends the job at a limit.
 
-Every wait for other ranks says in `MpiWorld.waiting` what it waits for, and since when. Each rank's thread sends
+Every wait for other ranks says in `Activity.waiting` what it waits for, and since when. Each rank's thread sends
 that to ranks 0 and 1, over a communicator of its own; MPI was started for several threads, so this works while the main
 thread is stuck in MPI.
 
@@ -25,21 +25,17 @@ import sys
 import tempfile
 import threading
 import time
-from collections import deque
 from collections.abc import Hashable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpi4py import MPI
 
 from nnmpi.comm.agreement import name_ranks
-from nnmpi.comm.mpi.shutdown import STALLED, abort
+from nnmpi.comm.mpi.shutdown import STALLED, Activity, abort
 from nnmpi.comm.world import WARNING_S
 from nnmpi.command import printable
-
-if TYPE_CHECKING:
-    from nnmpi.comm.mpi.mpi_world import MpiWorld
 
 PERIOD_S = 0.5
 LEAST_S = 1e-3  # of a wait that has just begun
@@ -48,15 +44,11 @@ SILENT_S, SILENT_PERIODS = 3.0, 4  # whichever is longer, until a rank counts as
 WORK_S = 5e-3  # of processor time in a period: more than this thread takes itself
 BUSY_FACTOR = 10  # times the limit that a rank is given which computes, though nobody knows whether it will end
 RECORD_S = 1.5  # for all ranks to write their flight records
-OPERATIONS = 200  # that a flight record lists
 STATUS, END = 1, 2  # tags
 MOST_BYTES, MOST_LETTERS = 1 << 14, 1000  # of a message; of a place in it, whose letters JSON may write as six
 COMM_FOLDER = str(Path(__file__).parents[1])
 LIBRARY = os.path.dirname(os.__file__)
 ENDED = "the job is ended: it has waited {}"
-
-Operations = deque[tuple[float, str]]
-"""When the last calls to the world began, of `time.perf_counter`, and their names."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +77,7 @@ class Watchdog:
         folder: of the run, for flight records; None for none.
     """
 
-    def __init__(self, world: MpiWorld) -> None:
+    def __init__(self, world: Activity) -> None:
         self.warning_s, self.limit_s = WARNING_S, 0.0
         self.folder: Path | None = None
         self._world, self._comm = world, MPI.COMM_WORLD.Dup()

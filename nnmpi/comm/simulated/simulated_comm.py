@@ -11,32 +11,276 @@ each rank brings what it has, and the last one to come lets all go on.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import TYPE_CHECKING, Any, Self
+from types import MappingProxyType
+from typing import Any, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nnmpi.comm.algorithms.bruck import bruck_gather_seconds
+from nnmpi.comm.algorithms.ring import ring_seconds
+from nnmpi.comm.algorithms.tree import broadcast_seconds, levels, scatter_broadcast_seconds
 from nnmpi.comm.buffers import Buffer, as_bytes
-from nnmpi.comm.simulated.network import EAGER_BYTES, SimulatedNetwork
-from nnmpi.comm.simulated.requests import (
-    MessageQueue,
-    OpenRequests,
-    SimulatedMessage,
-    SimulatedRequest,
-    checksum,
-    refuse_length,
-)
+from nnmpi.comm.machine import Link, Links, Machine
 from nnmpi.comm.simulated.scheduler import Lines, Scheduler, SimulatedRank, describe_lines, find_lines
-from nnmpi.comm.world import PAGE_BYTES
+from nnmpi.comm.world import PAGE_BYTES, World
 from nnmpi.errors import CommError
 
-if TYPE_CHECKING:
-    from nnmpi.comm.simulated.simulated_world import SimulatedWorld
+# When a message arrives, by the same machine that the cost model has (`comm.machine`).
+#
+# inside a node     ready |-- curve(bytes) --| there
+# between nodes     ready |. waits .|-- bytes, with both links for itself --|-- latency --| there
+#
+# short message     leaves at once, and waits at its end until it is received
+# long message      begins when both ends have come to it (rendezvous)
+#
+# What leaves a node, and what enters one, goes one behind the other (`links`), as in simulated collectives.
+
+EAGER_BYTES = 4096  # Open MPI's limit between ranks of a node; its limits on networks are of that order
+
+
+class SimulatedNetwork:
+    """The links between simulated ranks.
+
+    Args:
+        machine: what messages cost.
+        size: the number of ranks.
+
+    Attributes:
+        places: the node of each rank.
+        messages, bytes: how many were carried so far.
+    """
+
+    def __init__(self, machine: Machine, size: int) -> None:
+        self.places = machine.places(size)
+        self.messages = self.bytes = 0
+        self._machine, self._links = machine, Links(max(self.places, default=0) + 1)
+
+    def carry(self, source: int, target: int, nbytes: int, ready_s: float, both_ways: bool) -> float:
+        """Let a message go; return when it is there.
+
+        Args:
+            source, target: the ranks, by number.
+            nbytes: its length.
+            ready_s: when it can begin.
+            both_ways: whether its sender receives something at the same time.
+        """
+        self.messages, self.bytes = self.messages + 1, self.bytes + nbytes
+        nodes = self.places[source], self.places[target]
+        across = nodes[0] != nodes[1]
+        link = self._machine.link(across)
+        curve = link.both_ways if both_ways else link.one_way
+        latency_s = curve.alpha_s
+        wire_s = curve(nbytes) - curve.alpha_s
+        if across:
+            if self._machine.slow_nodes:
+                wire_s *= max(self._machine.slow_nodes.get(node, 1.0) for node in nodes)
+            ready_s = self._links.send(*nodes, ready_s, wire_s)
+        return ready_s + wire_s + latency_s
+
+    def collective_s(self, name: str, ranks: tuple[int, ...], nbytes: int) -> float:
+        """Return what a collective of MPI's own takes from the last rank's arrival, by the formulas of the algorithms.
+
+        Args:
+            name: of the call.
+            ranks: who takes part.
+            nbytes: of the whole array.
+        """
+        if len(ranks) == 1:
+            return 0.0
+        across = len({self.places[rank] for rank in ranks}) > 1
+        link: Link = self._machine.link(across)
+        alpha, beta = link.one_way.alpha_s, link.one_way.beta(max(nbytes, 1))
+        return _SECONDS.get(name, _latencies)(len(ranks), nbytes, alpha, beta)
+
+
+def _all_reduce(size: int, nbytes: int, alpha: float, beta: float) -> float:
+    doubling_s = levels(size) * (alpha + nbytes * beta)  # recursive doubling, which MPI takes for short arrays
+    return min(doubling_s, ring_seconds(size, nbytes, alpha, beta))
+
+
+def _broadcast(size: int, nbytes: int, alpha: float, beta: float) -> float:
+    ways = (broadcast_seconds, scatter_broadcast_seconds)
+    return min(way(size, nbytes, alpha, beta) for way in ways)
+
+
+def _all_to_all_s(size: int, nbytes: int, alpha: float, beta: float) -> float:
+    return (size - 1) * alpha + nbytes * beta
+
+
+def _latencies(size: int, nbytes: int, alpha: float, beta: float) -> float:
+    return levels(size) * alpha
+
+
+_SECONDS: Mapping[str, Callable[[int, int, float, float], float]] = MappingProxyType(
+    {
+        "allreduce": _all_reduce,
+        "allreduce_max": _all_reduce,
+        "broadcast": _broadcast,
+        "allgather": bruck_gather_seconds,
+        "allgatherv": bruck_gather_seconds,
+        "reduce_scatter": bruck_gather_seconds,
+        "alltoallv": _all_to_all_s,
+    }
+)
+
+
+# What a simulated rank has started, and the mistakes that can be seen in it.
+#
+# MPI forbids what is named here and mostly says nothing: numbers are wrong sometimes, or a job hangs. The same mistakes
+# are found on real jobs by MUST (Hilbrich et al., 2009); where all ranks are in one process, looking is enough.
+#
+#     a buffer is given to two requests at once, one of which writes it
+#     an array is changed while it is being sent
+#     a message is longer or shorter than what it is received into
+#     somebody ends without having waited for what it started; nobody receives a message
+
+
+@dataclass(eq=False)
+class SimulatedRequest:
+    """Something that a rank has started.
+
+    Attributes:
+        owner: the rank.
+        what: it is, in words.
+        lines: where it was started.
+        missing: returns the ranks, by number, without which it does not become complete now.
+        memory: the bytes that it reads or writes.
+        writes: whether it writes them.
+        checksum: of `memory` when it was started, if it reads that; else None.
+        complete: whether it is.
+        complete_s: when it became so, by simulated time.
+        withdraw: takes it back, if nothing has met it yet.
+    """
+
+    owner: SimulatedRank
+    what: str
+    lines: Lines
+    missing: Callable[[], Sequence[int]] = tuple
+    memory: NDArray[np.uint8] | None = None
+    writes: bool = False
+    checksum: int | None = None
+    complete: bool = False
+    complete_s: float = 0.0
+    withdraw: Callable[[], None] | None = None
+
+
+def checksum(memory: NDArray[np.uint8] | None) -> int:
+    """Return a number that changes when the bytes do, nearly always: the sum of their 8-byte words."""
+    if memory is None:
+        return 0
+    whole = memory.size - memory.size % 8
+    return int(memory[:whole].view(np.uint64).sum()) + int.from_bytes(memory[whole:].tobytes(), "little")
+
+
+def address(memory: NDArray[np.uint8]) -> tuple[int, int]:
+    """Return where an array's bytes begin and end."""
+    begin = memory.__array_interface__["data"][0]
+    return begin, begin + memory.nbytes
+
+
+class OpenRequests:
+    """What one rank has started and not yet waited for.
+
+    Attributes:
+        receives: how many of them write memory.
+    """
+
+    def __init__(self) -> None:
+        self._open: dict[SimulatedRequest, tuple[int, int]] = {}
+        self.receives = 0
+
+    def add(self, request: SimulatedRequest) -> None:
+        """Note a request.
+
+        Raises:
+            CommError: when its memory is in use by another one, and one of the two writes.
+        """
+        begin, end = address(request.memory) if request.memory is not None else (0, 0)
+        if begin < end:
+            for other, (low, high) in self._open.items():
+                if begin < high and low < end and (request.writes or other.writes):
+                    use = "writes" if other.writes else "reads"
+                    raise CommError(
+                        f"rank {request.owner.number} gives its {request.what} memory "
+                        f"({describe_lines(request.lines)}) that its {other.what} still {use} "
+                        f"({describe_lines(other.lines)}); wait for that one first"
+                    )
+        self._open[request] = begin, end
+        self.receives += request.writes
+
+    def close(self, request: SimulatedRequest) -> None:
+        """Note that a request was waited for.
+
+        Raises:
+            CommError: when what it sent was changed meanwhile.
+        """
+        if self._open.pop(request, None) is None:
+            return
+        self.receives -= request.writes
+        if request.checksum is not None and request.checksum != checksum(request.memory):
+            raise CommError(
+                f"rank {request.owner.number} changed an array while its {request.what} read it "
+                f"({describe_lines(request.lines)}); wait for the request before the array is written"
+            )
+        request.memory = None  # whoever still knows the request does not keep the array
+
+    def left(self) -> Iterable[SimulatedRequest]:
+        """Return what was never waited for."""
+        return list(self._open)
+
+
+@dataclass(eq=False)
+class SimulatedMessage:
+    """A message under way.
+
+    Attributes:
+        request: of its sender.
+        nbytes: its length.
+        data: a copy, if it left at once; None while its sender's memory is read when it arrives.
+        ready_s: when it was sent.
+        both_ways: whether its sender was receiving then.
+        there: whether it has arrived at its end, received or not.
+        receive: the request that it is for, once there is one.
+    """
+
+    request: SimulatedRequest
+    nbytes: int
+    data: NDArray[np.uint8] | None
+    ready_s: float
+    both_ways: bool
+    there: bool = False
+    receive: SimulatedRequest | None = None
+
+
+@dataclass(eq=False)
+class MessageQueue:
+    """The messages with one tag from one rank to another: sends that no receive has met, and the other way round.
+
+    Attributes:
+        sends, receives: in the order in which they were started.
+        last_s: when the last message so far arrived; none may be there before it.
+    """
+
+    sends: deque[SimulatedMessage] = field(default_factory=deque)
+    receives: deque[SimulatedRequest] = field(default_factory=deque)
+    last_s: float = 0.0
+
+
+def refuse_length(message: SimulatedMessage, receive: SimulatedRequest) -> CommError:
+    """Return the error for a message that is not as long as what it is received into."""
+    assert receive.memory is not None
+    return CommError(
+        f"rank {message.request.owner.number} sends {message.nbytes} bytes ({describe_lines(message.request.lines)}), "
+        f"which rank {receive.owner.number} receives into {receive.memory.nbytes} ({describe_lines(receive.lines)}); "
+        "give both the same length"
+    )
+
 
 LEAVES_AT_ONCE = 0.5  # the share of short messages that have left when they are sent, where the seed decides
 NAMED = 3  # requests that are named when a rank waits for many
@@ -118,9 +362,9 @@ class SimulatedComm:
     """
 
     def __init__(
-        self, board: MessageBoard, world: SimulatedWorld, own: SimulatedRank, members: Sequence[int], number: int
+        self, board: MessageBoard, world: Any, own: SimulatedRank, members: Sequence[int], number: int
     ) -> None:
-        self.world, self._board, self._own = world, board, own
+        self.world, self._board, self._own = cast(World, world), board, own
         self._members, self._number = tuple(members), number
         self._scheduler = board.scheduler
         self._collectives = 0

@@ -26,10 +26,8 @@ from nnmpi.backend.blas import one_blas_thread
 from nnmpi.backend.memory import share_freed_memory
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
-from nnmpi.comm.simulated.faults import Faults
-from nnmpi.comm.simulated.network import SimulatedNetwork
-from nnmpi.comm.simulated.scheduler import Scheduler, SimulatedRank, find_lines
-from nnmpi.comm.simulated.simulated_comm import MessageBoard, SimulatedComm
+from nnmpi.comm.simulated.scheduler import Faults, Scheduler, SimulatedRank, find_lines
+from nnmpi.comm.simulated.simulated_comm import MessageBoard, SimulatedComm, SimulatedNetwork
 from nnmpi.errors import CommError, UsageError
 
 T = TypeVar("T")

@@ -20,7 +20,7 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import dtype_named
-from nnmpi.comm.device.staged import from_host, room_for, to_hosts
+from nnmpi.comm.buffers import from_host, room_for, to_hosts
 from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.point_to_point import Messages
 from nnmpi.errors import ShapeError, UsageError

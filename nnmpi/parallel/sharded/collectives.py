@@ -13,7 +13,7 @@ activation counts as one vector that every rank has a copy of, and its gradient 
 
 `gather_summing_grads` is `copy` after `gather`, in one message. Every rank records the same operations in the same
 order, so the collectives of a backward pass match as those of the forward pass do. On a group of one rank all of them
-are the identity. Arrays on a device travel as `comm.device` says.
+are the identity. Arrays on a device travel as `comm.buffers` says.
 """
 
 from dataclasses import dataclass

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.comm.device.staged import to_host
+from nnmpi.comm.buffers import to_host
 from nnmpi.comm.group import Group
 from nnmpi.errors import ShapeError
 from nnmpi.ops.loss import checked_labels

@@ -11,10 +11,10 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
-from nnmpi.comm.shared_memory.memory import SharedMemory
+from nnmpi.comm.node import SharedMemory
 from nnmpi.shard import split
 
-BLOCK_BYTES = 256 * 2**10  # what is summed at a time, see `comm.shared_memory.shared_sum`
+BLOCK_BYTES = 256 * 2**10  # what is summed at a time, see `comm.shared_sum`
 
 
 class NodeArrays:

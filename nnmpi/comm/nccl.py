@@ -14,9 +14,8 @@ from typing import Any
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.device import name_card
-from nnmpi.comm.agreement import agreed, name_ranks, on_root
+from nnmpi.comm.agreement import Communicator, agreed, name_ranks, on_root
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, ROOT
-from nnmpi.comm.communicator import Communicator
 from nnmpi.errors import CommError, DeviceError, DtypeError, UsageError
 from nnmpi.shard import split
 

@@ -27,7 +27,7 @@ from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.buffers import Buffer, check_buffer
 from nnmpi.comm.execution import Execution, Startable
-from nnmpi.comm.shared_memory.memory import SharedMemory
+from nnmpi.comm.node import SharedMemory
 from nnmpi.errors import CommError, DeviceError
 
 ALIGNMENT_BYTES = 64

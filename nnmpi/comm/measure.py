@@ -17,13 +17,13 @@ from numpy.typing import NDArray
 
 from nnmpi import clock
 from nnmpi.comm.buffers import Buffer
+from nnmpi.comm.collective import Step
 from nnmpi.comm.execution import Execution, NativeExecution, Pending
-from nnmpi.comm.fitting.fit import Fit, default_file, load_fit
+from nnmpi.comm.fit import Fit, default_file, load_fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine
-from nnmpi.comm.shared_memory.memory import SharedMemory
-from nnmpi.comm.shared_memory.shared_sum import SharedSum
-from nnmpi.comm.steps import Step
+from nnmpi.comm.node import SharedMemory
+from nnmpi.comm.shared_sum import SharedSum
 from nnmpi.errors import DeviceError, UsageError
 
 BUDGET_S = 24.0
