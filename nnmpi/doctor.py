@@ -40,7 +40,7 @@ from nnmpi.files import is_locked
 from nnmpi.launcher import read_launch
 from nnmpi.reading import parse_json, read_json, read_text
 from nnmpi.threads import usable_cores
-from nnmpi.train.checkpoint_files import MODEL_FILE, STATE_FILE, load_checkpoint, steps
+from nnmpi.train.checkpoint import MODEL_FILE, STATE_FILE, load_checkpoint, steps
 from nnmpi.train.cli import read_run
 from nnmpi.train.folder import FAULTS_FILE, RunFolder
 from nnmpi.train.log import describe_measures

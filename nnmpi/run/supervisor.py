@@ -33,7 +33,7 @@ from nnmpi.comm.mpi.shutdown import STALLED
 from nnmpi.errors import LaunchError, NnmpiError, counted
 from nnmpi.reading import read_json
 from nnmpi.run.launching import Launcher, kill, ranks_of
-from nnmpi.train.checkpoint_files import STATE_FILE, steps
+from nnmpi.train.checkpoint import STATE_FILE, steps
 from nnmpi.train.folder import FAULTS_FILE, RunFolder
 from nnmpi.train.loop import STOPPING, catch, give_back
 

@@ -20,7 +20,7 @@ What a run prints and leaves behind:
     curves              pictures of them
     trace               who did what in the first steps, for Perfetto
     folder              what lies where in a run's folder, its lock, and writing that survives a kill
-    run_state           where a run stands, which a checkpoint keeps, and where it ends
+
     checkpoint          saving and restoring over all ranks
     checkpoint_files    a checkpoint's folder: written, verified and read by one process
     tensor_file         one safetensors file, an array at a time

@@ -42,7 +42,7 @@ from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.schedule import ConstantRate, Cosine, Schedule, StepDecay, Warmup
 from nnmpi.parallel.sequence.group import RING, ULYSSES
 from nnmpi.tensor.parameter import FlatStorage
-from nnmpi.train.checkpoint import LastCheckpoint
+from nnmpi.train.checkpoint import Extent, LastCheckpoint
 from nnmpi.train.computing import Computing, choose_computing
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
@@ -55,7 +55,6 @@ from nnmpi.train.config import (
 from nnmpi.train.device import explained
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.inputs import Inputs, load_inputs, text_source
-from nnmpi.train.run_state import Extent
 from nnmpi.train.signature import ModelSignature
 
 TOO_LARGE = "the model does not fit into memory ({}); make it smaller"

@@ -1,48 +1,166 @@
-"""Saving and restoring a run over all ranks: rank 0 reads and writes, so that no shared file system is needed.
+"""Where a run stands, and its checkpoints: folders of safetensors and JSON that are whole or absent.
+
+    checkpoints/
+      step-00000120/  model.safetensors  optimizer.safetensors  state.json
+      step-00000180/  ...
+      latest          the name of the newest one, written last
+      best            the name of the one with the best evaluation, which stays; with --keep-best
 
     Saver       the trainer's arrays and state.json into a new checkpoint, beside training
     find        the last good checkpoint of a run's folder, verified
     restore     the trainer's arrays and the loop's state from what was found
 
-What lies in a checkpoint's folder, and how it stays whole, is in `checkpoint_files`.
+Rank 0 reads and writes, so no shared file system is needed. Arrays go between its file and the ranks' parts of them one
+at a time (see `parallel.model_state`): a checkpoint fits a layout that no single rank's memory would hold, and any
+layout reads what any other has written.
 
-Arrays go between rank 0's file and the ranks' parts of them one at a time (see `parallel.model_state`), so that a
-checkpoint fits a layout that no single rank's memory would hold, and any layout reads what any other has written.
+A checkpoint is written under a temporary name (see `CheckpointWriter`), every file is brought to disk, and then the
+folder is renamed: a kill at any moment leaves the older ones as they were. state.json holds the size and SHA-256 of the
+other two files, and the SHA-256 of its own values, so that damage is found before a weight is used. No pickle anywhere.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from math import isfinite
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
 
 from nnmpi import clock
 from nnmpi.backend.array import Array
 from nnmpi.comm.agreement import on_root
+from nnmpi.comm.buffers import as_bytes
 from nnmpi.comm.group import Group
 from nnmpi.comm.world import BackgroundWork
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.state import model_state
+from nnmpi.compose.stats import EvalReport, Totals
 from nnmpi.compose.trainer import Trainer
 from nnmpi.errors import CheckpointError, DataError, counted
+from nnmpi.files import sha256, sync_folder, write_atomically, write_synced
 from nnmpi.mesh import AXES, Coordinates, Mesh
 from nnmpi.nn.module import Module
 from nnmpi.parallel.shard_map import ArraySpec
-from nnmpi.train.checkpoint_files import (
-    MODEL_FILE,
-    OPTIMIZER_FILE,
-    STATE_FILE,
-    Checkpoint,
-    CheckpointWriter,
-    check_folder,
-    load_checkpoint,
-)
+from nnmpi.reading import read_json
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
-from nnmpi.train.run_state import RunState, check_stored
-from nnmpi.train.tensor_file import TensorFile
+
+MODEL_FILE = "model.safetensors"
+OPTIMIZER_FILE = "optimizer.safetensors"
+STATE_FILE = "state.json"
+LATEST_FILE = "latest"
+BEST_FILE = "best"
+PREFIX = "step-"
+FORMAT = 1  # of state.json; a change that older programs would misread raises it
+KEEP = 3  # checkpoints that stay on disk
+
+
+# ---- where a run stands ----
+
+
+@dataclass(frozen=True)
+class Extent:
+    """How long a run is.
+
+    Attributes:
+        epochs, steps: passes over the training data, and updates; the run ends with whichever comes first.
+        train_batches, test_batches: batches of one pass over the training data, and over the test data.
+    """
+
+    epochs: int
+    steps: int
+    train_batches: int
+    test_batches: int
+
+    def passes(self, state: RunState) -> float:
+        """Return the passes over the training data so far, with the fraction of the present one."""
+        return state.epoch + state.batch / self.train_batches
+
+
+@dataclass
+class RunState:
+    """A run between two steps. (Making a frozen one takes longer, and an epoch has several.) Nobody writes to one.
+
+    Attributes:
+        step: updates done.
+        epoch, batch: the next batch: its epoch (from 0), and its number in the epoch.
+        window: sums since the last line of training metrics.
+        in_epoch: sums since the epoch began.
+        best, best_step: the accuracy of the best evaluation so far, of tokens and quantities its loss, and after how
+            many steps it was; 0 for none.
+        elapsed_s: seconds of training, evaluating and saving, over all parts of a resumed run.
+        samples: rows of the training set, which `batch` counts in.
+        data: what tells the data from others, see `Inputs.identity`.
+    """
+
+    step: int = 0
+    epoch: int = 0
+    batch: int = 0
+    window: Totals = field(default_factory=Totals)
+    in_epoch: Totals = field(default_factory=Totals)
+    best: float = 0.0
+    best_step: int = 0
+    elapsed_s: float = 0.0
+    samples: int = 0
+    data: str = ""
+
+    def after(self, totals: Totals, window: Totals) -> RunState:
+        """Return the state after the steps that have these sums, with those since the last line of metrics."""
+        step, batch = self.step + totals.steps, self.batch + totals.steps
+        return replace(self, step=step, batch=batch, in_epoch=self.in_epoch.plus(totals), window=window)
+
+    def after_epoch(self) -> RunState:
+        """Return the state at the beginning of the next epoch."""
+        return replace(self, epoch=self.epoch + 1, batch=0, in_epoch=Totals())
+
+    def after_evaluation(self, report: EvalReport, by_loss: bool) -> RunState:
+        """Return the state with this evaluation of its weights as the best, if it is better."""
+        value, sign = (report.loss, -1) if by_loss else (report.accuracy, 1)
+        better = isfinite(value) and (not self.best_step or sign * value > sign * self.best)
+        return replace(self, best=value, best_step=self.step) if better else self
+
+    def check(self, extent: Extent, folder: Path) -> None:
+        """Check that epoch and batch are those of the step.
+
+        Raises:
+            CheckpointError: when they are not.
+        """
+        batches = extent.train_batches
+        if self.step != self.epoch * batches + self.batch or self.batch >= batches:
+            raise CheckpointError(
+                f"the last checkpoint in {folder} is of step {self.step}, epoch {self.epoch} and batch {self.batch}, "
+                f"which do not go together with {batches} batches in an epoch; remove it to go on from an older one"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the fields as JSON values."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> RunState:
+        """Return what `to_json` gave; other values in the mapping are left alone.
+
+        Raises:
+            CheckpointError: when a value is missing.
+        """
+        try:
+            plain = {name: values[name] for name in cls.__dataclass_fields__}
+            totals = {name: Totals.from_json(plain[name]) for name in ("window", "in_epoch")}
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"the checkpoint's state.json lacks a value: {error}") from None
+        return cls(**{**plain, **totals})
+
+
+# ---- over all ranks ----
 
 
 @dataclass(frozen=True)
@@ -97,14 +215,13 @@ class Saver(AbstractContextManager["Saver"]):
         folder: of the run.
         recorder: its records are brought to the disk first: a checkpoint must not be newer than they are.
         group: all ranks of the run.
-        keep: how many checkpoints stay on the disk.
 
     Attributes:
         spent_s, last_s: what all of them, and the last one, have taken, beside training too; on rank 0.
     """
 
-    def __init__(self, folder: RunFolder, recorder: MetricsRecorder, group: Group, keep: int) -> None:
-        self._folder, self._recorder, self._group, self._keep = folder, recorder, group, keep
+    def __init__(self, folder: RunFolder, recorder: MetricsRecorder, group: Group) -> None:
+        self._folder, self._recorder, self._group = folder, recorder, group
         self._work: BackgroundWork[float] | None = None  # on rank 0
         self.spent_s = self.last_s = 0.0
 
@@ -196,7 +313,7 @@ class Saver(AbstractContextManager["Saver"]):
         try:
             with self._explained(step):
                 self._recorder.sync()
-                writer.finish(values, self._keep, best)
+                writer.finish(values, KEEP, best)
         finally:
             writer.discard()
         return clock.now() - began
@@ -233,7 +350,7 @@ def find(folder: RunFolder, group: Group, writes: bool = True, best: bool = Fals
         if loaded is None:
             return None
         checkpoint, place, notices = loaded
-        check_stored(checkpoint.state, place / STATE_FILE)
+        RunState.from_json(checkpoint.state)  # raises what is wrong before any work is done
         found.append(checkpoint)
         return [dict(checkpoint.state), str(place), [*notices, f"resuming from {place}"]]
 
@@ -270,10 +387,8 @@ def restore(
             f"{last.folder} is of {had}, but {has}; resume with the data that it began with, or start a new run with "
             "another --out"
         )
-    arrays = trainer.state()
-    sources = [_source(None)] * 2
-    if last.checkpoint is not None:
-        sources = [_source(last.checkpoint.model), _source(last.checkpoint.optimizer)]
+    arrays, files = trainer.state(), last.checkpoint
+    sources = [_source(file) for file in ((None, None) if files is None else (files.model, files.optimizer))]
     for each, (_, specs, file) in zip(arrays, sources, strict=True):  # both, before either is written
         each.check(specs, file)
     for each, source in zip(arrays, sources, strict=True):
@@ -294,8 +409,7 @@ def load_weights(model: Module, group: Group, where: Arrangement, last: LastChec
     Raises:
         CheckpointError: on all ranks, when it does not fit the model; nothing is changed then.
     """
-    file = None if last.checkpoint is None else last.checkpoint.model
-    model_state(model, group, where).scatter(*_source(file))
+    model_state(model, group, where).scatter(*_source(None if last.checkpoint is None else last.checkpoint.model))
 
 
 def _source(file: TensorFile | None) -> tuple[Callable[[str], Array], Mapping[str, ArraySpec] | None, Path | None]:
@@ -353,3 +467,362 @@ def _is_fixed(trainer: Trainer) -> bool:
 
 def _mesh(trainer: Trainer) -> Mesh:
     return Mesh(dp=trainer.group.size) if trainer.arrangement is None else trainer.arrangement.mesh.mesh
+
+
+# ---- a checkpoint's folder, by one process ----
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything that a run needs to go on. Each array is that of the whole model, whatever the layout of the run was.
+
+    Attributes:
+        model: parameters and buffers by full name; read when they are asked for.
+        optimizer: state arrays by "slot/full.parameter.name"; read when they are asked for.
+        state: JSON values: step, epoch, batch, seed, the optimizer's scalars and what the loop adds.
+    """
+
+    model: TensorFile
+    optimizer: TensorFile
+    state: Mapping[str, Any]
+
+
+def check_folder(folder: Path, writes: bool = True) -> None:
+    """Check that a run can go on from what is here and write more, before it does work that could not be kept.
+
+    A folder that is not there yet is fine.
+
+    Raises:
+        CheckpointError: when it is no folder, or may not be read or written.
+    """
+    if not os.path.lexists(folder):
+        return
+    if not folder.is_dir():  # a file, or a link that leads nowhere: there is no checkpoint, and none can be written
+        raise CheckpointError(f"{folder} is not a folder; put the run's checkpoints there, or move it away")
+    if not os.access(folder, os.R_OK | os.X_OK | (os.W_OK if writes else 0)):
+        raise CheckpointError(
+            f"{folder} cannot be used; let this user read and write it, or copy the run to where that is so"
+        )
+
+
+def load_checkpoint(folder: Path, best: bool = False) -> tuple[Checkpoint, Path, list[str]] | None:
+    """Return the checkpoint that `latest` names, its folder, and notices; or None where there is none yet.
+
+    Where that one is damaged the newest good one is taken, and a notice says so.
+
+    Args:
+        folder: of the checkpoints.
+        best: take the one that `best` names, and no other.
+
+    Raises:
+        CheckpointError: when there are checkpoints and none of them is whole.
+    """
+    if best:
+        found = _named(folder, BEST_FILE)
+        if found is None:
+            raise CheckpointError(f"{folder} keeps no best checkpoint; train with --keep-best")
+        return read_checkpoint(found), found, []
+    notices: list[str] = []
+    for candidate in _candidates(folder):
+        try:
+            return read_checkpoint(candidate), candidate, notices
+        except CheckpointError as error:
+            notices.append(f"{error}; an older checkpoint is used instead")
+    if notices:
+        raise CheckpointError(f"no checkpoint in {folder} is whole: {notices[0].rpartition(';')[0]}")
+    return None
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Return the checkpoint in this folder.
+
+    Raises:
+        CheckpointError: when a file is missing, unreadable, cut, changed, or of a newer format; the message names it.
+    """
+    file = folder / STATE_FILE
+    try:
+        state = read_json(file)
+        found, files = state.pop("sha256"), state["files"]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{file} is damaged or missing ({type(error).__name__}: {error})") from None
+    if state.get("format") != FORMAT:
+        raise CheckpointError(f"{file} has another format than {FORMAT}; use the version of nnmpi that wrote it")
+    if found != digest(state):
+        raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one in it")
+    try:
+        _verify(folder, files)
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({error.strerror or error})") from None
+    except (AttributeError, KeyError, TypeError):
+        raise CheckpointError(f"{file} does not say the sizes and sums of its files") from None
+    del state["format"], state["files"]
+    return Checkpoint(TensorFile(folder / MODEL_FILE), TensorFile(folder / OPTIMIZER_FILE), state)
+
+
+def digest(state: Mapping[str, Any]) -> str:
+    """Return the SHA-256 of JSON values, however they are laid out in a file."""
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
+
+
+def _verify(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
+    """Check sizes first (cheap, finds a cut file), then the sums."""
+    for name in (MODEL_FILE, OPTIMIZER_FILE):
+        file, wanted = folder / name, files.get(name)
+        if wanted is None:
+            raise CheckpointError(f"{folder / STATE_FILE} says nothing of {name}")
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
+        if file.stat().st_size != wanted["bytes"]:
+            raise CheckpointError(f"{file} has {file.stat().st_size} bytes, not {wanted['bytes']}")
+        if sha256(file) != wanted["sha256"]:
+            raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one in {STATE_FILE}")
+
+
+def steps(folder: Path) -> list[Path]:
+    """Return the checkpoints' folders, newest first; temporary ones begin with a dot and are not among them."""
+    return sorted((each for each in folder.glob(f"{PREFIX}*") if each.is_dir()), reverse=True)
+
+
+def newest(folder: Path) -> Path:
+    """Return the newest checkpoint's folder; there must be one."""
+    return steps(folder)[0]
+
+
+def _candidates(folder: Path) -> list[Path]:
+    """Return the folders to try: what `latest` names first, then from the newest on."""
+    found, named = steps(folder), _named(folder, LATEST_FILE)
+    return found if named is None else [named, *(each for each in found if each != named)]
+
+
+def _named(folder: Path, file: str) -> Path | None:
+    """Return the checkpoint that a file names; None where it names none."""
+    try:
+        named = folder / (folder / file).read_text().strip()
+    except (OSError, UnicodeDecodeError):
+        return None
+    return named if named in steps(folder) else None
+
+
+class CheckpointWriter:
+    """Writes a checkpoint that nobody sees until it is whole: a folder under a temporary name, which `finish` renames.
+
+        writer = CheckpointWriter(folder, step=120)
+        try:
+            writer.begin()
+            writer.open(MODEL_FILE, outlines)
+            writer.write("0.weight", array)     # one array at a time, in the order of the outlines
+            ...
+            writer.finish(state, keep=3)        # all that waits for the disk, or looks at every byte, is done here
+        finally:
+            writer.discard()                    # what is not finished is removed
+
+    All methods but `discard` raise OSError when the disk is full or not writable. Older checkpoints are then as before.
+
+    Args:
+        folder: of the run's checkpoints; it is made if needed.
+        step: the updates done, which give the checkpoint its name.
+    """
+
+    def __init__(self, folder: Path, step: int) -> None:
+        self._folder = folder
+        self._final = folder / f"{PREFIX}{step:08d}"
+        self._temporary = folder / f".{self._final.name}.tmp"
+        self._writers: dict[str, TensorWriter] = {}
+
+    def begin(self) -> None:
+        """Make the folder."""
+        if not self._folder.is_dir():
+            self._folder.mkdir()  # not the run's folder: somebody may have removed it
+            sync_folder(self._folder.parent)
+        for left in self._folder.glob(f".{PREFIX}*.tmp"):  # by a kill
+            shutil.rmtree(left, ignore_errors=True)
+        self._temporary.mkdir()
+
+    def open(self, name: str, specs: Mapping[str, ArraySpec], metadata: Mapping[str, str] | None = None) -> None:
+        """Begin a file of arrays."""
+        self._writers[name] = TensorWriter(self._temporary / name, specs, metadata)
+
+    def write(self, name: str, array: Array) -> None:
+        """Write the next array of the file that was opened last."""
+        self._writers[next(reversed(self._writers))].write(name, array)
+
+    def finish(self, state: Mapping[str, Any], keep: int, best: bool = False) -> str:
+        """Write state.json, wait until the disk has everything, give the checkpoint its name, and return that.
+
+        Keeps the `keep` newest ones, and the best. Checkpoints of later steps are removed too: they belong to a future
+        that a resumed run has left.
+
+        Args:
+            state: JSON values.
+            keep: how many of the newest ones stay.
+            best: whether this is the best one so far, which stays too.
+        """
+        files = {name: writer.close() for name, writer in self._writers.items()}
+        values = {"format": FORMAT, **state, "files": files}
+        text = json.dumps({**values, "sha256": digest(values)}, indent=1, allow_nan=False)
+        write_synced(self._temporary / STATE_FILE, text.encode() + b"\n")
+        sync_folder(self._temporary)
+        if self._final.exists():  # the same step again, after an older one was resumed
+            shutil.rmtree(self._final)
+        self._temporary.rename(self._final)
+        sync_folder(self._folder)
+        for file in (LATEST_FILE, BEST_FILE)[: 1 + best]:
+            write_atomically(self._folder / file, f"{self._final.name}\n".encode())
+        _prune(self._folder, self._final, keep)
+        return self._final.name
+
+    def discard(self) -> None:
+        """Remove what is not finished; after `finish` this does nothing."""
+        for writer in self._writers.values():
+            writer.abandon()
+        shutil.rmtree(self._temporary, ignore_errors=True)
+
+
+def _prune(folder: Path, newest: Path, keep: int) -> None:
+    """Remove checkpoints beyond the `keep` newest and the best, and those of later steps than the one just written."""
+    found, best = steps(folder), _named(folder, BEST_FILE)
+    past = [each for each in found if each <= newest]
+    for each in found:
+        if each not in past[:keep] and not (each == best and each in past):
+            shutil.rmtree(each, ignore_errors=True)
+
+
+# ---- one file of arrays ----
+#
+# The library writes all arrays at once, so that all of them would have to be there; here they come one at a time:
+#
+#     8 bytes      N, the length of the header, little-endian
+#     N bytes      the header, JSON: {"0.weight": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]}, ...}
+#     the rest     the arrays' elements, little-endian, in C order, one array right after the other
+#
+# Source of the format: https://github.com/huggingface/safetensors
+
+HEADER_STEP_BYTES = 8  # the header is filled up with spaces, so that the elements are aligned
+NAMES = {
+    **{f"{kind}{bits}": f"{short}{bits}" for kind, short in (("int", "I"), ("uint", "U")) for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
+    "complex64": "C64",
+    "bool": "BOOL",
+}
+DTYPES = {name: dtype for dtype, name in NAMES.items()}
+
+
+class TensorWriter:
+    """Writes one file.
+
+    Args:
+        file: a new file; it is seen half-written, so it belongs into a folder that nobody reads yet.
+        specs: shape and dtype of each array, in the order in which they will come.
+        metadata: texts by name, which the file holds too.
+
+    Raises:
+        CheckpointError: for a dtype that the format has not.
+        OSError: when the disk is full or not writable; so do the methods.
+    """
+
+    def __init__(self, file: Path, specs: Mapping[str, ArraySpec], metadata: Mapping[str, str] | None = None) -> None:
+        self._file = file
+        header = _header(file, specs, metadata or {})
+        self._stream = file.open("wb")
+        try:
+            self._put(np.frombuffer(len(header).to_bytes(8, "little") + header, np.uint8))
+        except OSError:
+            self.abandon()
+            raise
+
+    def write(self, name: str, array: Array) -> None:
+        """Write the next array, as announced; any strides."""
+        # order="C" copies what has gaps and, unlike ascontiguousarray, leaves a 0-d array 0-d
+        self._put(as_bytes(np.asarray(array, array.dtype.newbyteorder("<"), order="C")))
+
+    def close(self) -> dict[str, str | int]:
+        """Wait until the disk has the file, and return its "bytes" and "sha256".
+
+        The sum is taken here, of what the file holds, so that whoever waits for `write` does not wait for it.
+        """
+        self._stream.flush()
+        found: dict[str, str | int] = {"bytes": self._stream.tell(), "sha256": sha256(self._file)}
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+        return found
+
+    def abandon(self) -> None:
+        """Close the file as it is; after `close` this does nothing."""
+        with suppress(OSError):  # what is buffered may find no room: the file is of no use anyway
+            self._stream.close()
+
+    def _put(self, content: Array) -> None:
+        self._stream.write(content.data)
+
+
+class TensorFile(Mapping[str, Array]):
+    """The arrays of a file by name, each read when it is asked for; in the order in which they stand there.
+
+    Args:
+        file: any safetensors file.
+
+    Attributes:
+        specs: shape and dtype of each array.
+        metadata: texts by name; empty where there are none.
+
+    Raises:
+        CheckpointError: when it is missing or damaged.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+        with self._opened() as opened:
+            self._names: list[str] = list(opened.offset_keys())
+            self.metadata: dict[str, str] = opened.metadata() or {}
+            slices = {name: opened.get_slice(name) for name in self._names}
+            self.specs = {
+                name: ArraySpec(tuple(each.get_shape()), DTYPES.get(each.get_dtype(), each.get_dtype()))
+                for name, each in slices.items()
+            }
+
+    def __getitem__(self, name: str) -> Array:
+        """Read one array.
+
+        Raises:
+            KeyError: when there is none of this name.
+            CheckpointError: when it cannot be read.
+        """
+        if name not in self.specs:
+            raise KeyError(name)
+        with self._opened() as opened:
+            array: Array = opened.get_tensor(name)
+        return array
+
+    def __iter__(self) -> Iterator[str]:
+        """Yield the names."""
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        """Return the number of arrays."""
+        return len(self._names)
+
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        """Open the file for one read: kept open, it would take up its place on the disk after it is removed."""
+        try:
+            with safe_open(self.file, framework="numpy") as opened:
+                yield opened
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{self.file} cannot be read: {error}") from None
+
+
+def _header(file: Path, specs: Mapping[str, ArraySpec], metadata: Mapping[str, str]) -> bytes:
+    """Return the header as bytes: which array is where."""
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    at = 0
+    for name, spec in specs.items():
+        if spec.dtype not in NAMES:
+            raise CheckpointError(f"{name} is {spec.dtype}, which {file.name} cannot hold; use float32 or float64")
+        entries[name] = {
+            "dtype": NAMES[spec.dtype],
+            "shape": spec.shape,
+            "data_offsets": [at, at + spec.bytes],
+        }
+        at += spec.bytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    return text + b" " * (-len(text) % HEADER_STEP_BYTES)

@@ -9,7 +9,7 @@ runs/digits-cnn-20260101-120000/
   finished.json       once each rank has come to its end: the last step, results, the weights' hash; else there is none
   faults.jsonl        what ended its starts, of a run under `python -m nnmpi.run`
   flight/             after a standstill: where each rank was, what it did last, and its stacks
-  checkpoints/        see checkpoint_files.py
+  checkpoints/        see checkpoint.py
   model/              at the end of a run with --model gpt: as Hugging Face's transformers reads it
   tokenizer/          of a run on a text: for `nnmpi.data.load_tokenizer`
   tensorboard/        event files, with the tensorboard extra

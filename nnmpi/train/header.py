@@ -15,11 +15,11 @@ from nnmpi.errors import counted
 from nnmpi.nn.norm import BatchNorm
 from nnmpi.schedule.registry import name_of
 from nnmpi.train.build import RunContext, warmup_steps
+from nnmpi.train.checkpoint import Extent
 from nnmpi.train.computing import installed_numba
 from nnmpi.train.config import Config, OptimizationConfig
 from nnmpi.train.device import describe_device
 from nnmpi.train.inputs import Inputs
-from nnmpi.train.run_state import Extent
 
 
 def header(context: RunContext) -> list[tuple[str, str]]:

@@ -19,8 +19,8 @@ from nnmpi.command import discard, not_written, printable
 from nnmpi.compose.losses import perplexity, r2
 from nnmpi.compose.stats import PARTS, EvalReport, Totals
 from nnmpi.compose.trainer import SegmentReport
+from nnmpi.train.checkpoint import Extent, RunState
 from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
-from nnmpi.train.run_state import Extent, RunState
 
 PRINT_EVERY_S = 5.0  # between two printed lines of progress inside an epoch
 

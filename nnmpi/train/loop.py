@@ -29,17 +29,15 @@ from nnmpi.data.loader import Batch
 from nnmpi.data.upload import batches as uploaded
 from nnmpi.errors import NnmpiError
 from nnmpi.train.build import RunContext
-from nnmpi.train.checkpoint import Saver
+from nnmpi.train.checkpoint import RunState, Saver
 from nnmpi.train.config import to_json
 from nnmpi.train.device import device_use
 from nnmpi.train.log import Reporter
 from nnmpi.train.metrics import MetricsRecorder
-from nnmpi.train.run_state import RunState
 from nnmpi.train.signature import to_metadata
 from nnmpi.train.trace import Tracer
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-KEEP = 3  # checkpoints that stay on disk
 WOKEN = 1  # stands for SIGCONT among the signals that ranks tell one another: less than any that ends the run
 
 
@@ -143,7 +141,7 @@ class Loop:
         self._saved_step = state.step
         self._started = clock.now()
         self._began = self._started - state.elapsed_s
-        self._saver = Saver(context.folder, recorder, context.group, KEEP)
+        self._saver = Saver(context.folder, recorder, context.group)
         self._between_faults_s = context.folder.between_faults_s() if context.group.is_root else inf
         self._test: list[Batch] | None = None  # what is kept of the test data
         self._evaluated: tuple[int, EvalReport] | None = None

@@ -20,8 +20,7 @@ from nnmpi.files import locked, write_atomically
 from nnmpi.models.pretrained import read_size, save_pretrained
 from nnmpi.reading import read_json
 from nnmpi.train.build import RunContext, dropout_of, set_up, settle
-from nnmpi.train.checkpoint import find, restore
-from nnmpi.train.checkpoint_files import MODEL_FILE, STATE_FILE, newest
+from nnmpi.train.checkpoint import MODEL_FILE, STATE_FILE, RunState, find, newest, restore
 from nnmpi.train.config import Config
 from nnmpi.train.device import check_compiled, check_precision, explained, take_backend
 from nnmpi.train.folder import RunFolder
@@ -29,7 +28,6 @@ from nnmpi.train.header import header
 from nnmpi.train.log import Console, Reporter
 from nnmpi.train.loop import Loop
 from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics
-from nnmpi.train.run_state import RunState
 from nnmpi.units import format_duration
 
 if TYPE_CHECKING:

@@ -46,7 +46,7 @@ from nnmpi.run import supervisor
 from nnmpi.run.launching import Launcher
 from nnmpi.run.supervisor import GaveUp, SupervisedRun, Supervisor
 from nnmpi.threads import usable_cores
-from nnmpi.train import checkpoint_files, inputs
+from nnmpi.train import checkpoint, inputs
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics
 from tests.harness.disk import FaultyDisk
@@ -90,7 +90,7 @@ def arrays_of(run: Path) -> list[bytes]:
 
 def _last(run: Path) -> Path:
     """Return the checkpoint that a resume would take: a kill may have come between its name and `latest`."""
-    loaded = checkpoint_files.load_checkpoint(run / "checkpoints")
+    loaded = checkpoint.load_checkpoint(run / "checkpoints")
     assert loaded is not None
     return loaded[1]
 
@@ -226,21 +226,21 @@ class _Promised:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Note each checkpoint that is finished."""
-        finish = checkpoint_files.CheckpointWriter.finish
+        finish = checkpoint.CheckpointWriter.finish
 
-        def noting(writer: checkpoint_files.CheckpointWriter, *args: object) -> str:
+        def noting(writer: checkpoint.CheckpointWriter, *args: object) -> str:
             name = finish(writer, *args)  # type: ignore[arg-type]
             self.step = int(name.rpartition("-")[2])
             return name
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoint_files.CheckpointWriter, "finish", noting)
+            patch.setattr(checkpoint.CheckpointWriter, "finish", noting)
             yield
 
     def find_lost(self, run: Path) -> str:
         """Return what has become of it, if it is gone."""
         try:
-            loaded = checkpoint_files.load_checkpoint(run / "checkpoints")
+            loaded = checkpoint.load_checkpoint(run / "checkpoints")
         except CheckpointError as error:
             return f"a checkpoint of step {self.step} was written: {error}" if self.step else ""
         step = 0 if loaded is None else loaded[0].state["step"]

@@ -15,9 +15,9 @@ from nnmpi.errors import UsageError
 from nnmpi.optim.updates import SGD, Adam, AdamW
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.train import build
+from nnmpi.train.checkpoint import Extent
 from nnmpi.train.config import Config, ModelConfig, OptimizationConfig, ParallelConfig, RunConfig, assemble
 from nnmpi.train.inputs import count_microbatches, load_inputs
-from nnmpi.train.run_state import Extent
 
 
 def shapes(config: ModelConfig, sample_shape: tuple[int, ...]) -> list[tuple[int, ...]]:

@@ -15,9 +15,8 @@ from nnmpi.backend.array import Array
 from nnmpi.errors import CheckpointError
 from nnmpi.files import sha256
 from nnmpi.parallel.shard_map import ArraySpec
-from nnmpi.train import checkpoint_files as module
-from nnmpi.train import tensor_file
-from nnmpi.train.checkpoint_files import (
+from nnmpi.train import checkpoint as module
+from nnmpi.train.checkpoint import (
     MODEL_FILE,
     OPTIMIZER_FILE,
     CheckpointWriter,
@@ -132,7 +131,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_half_written(
         if left < 0:
             raise OSError(28, "No space left on device")
 
-    def put(self: tensor_file.TensorWriter, content: Any) -> None:
+    def put(self: module.TensorWriter, content: Any) -> None:
         spend(content)
         real_put(self, content)
 
@@ -141,8 +140,8 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_nothing_half_written(
         spend(content)
 
     save(tmp_path, make(1), keep=1)
-    real_put = tensor_file.TensorWriter._put
-    monkeypatch.setattr(tensor_file.TensorWriter, "_put", put)
+    real_put = module.TensorWriter._put
+    monkeypatch.setattr(module.TensorWriter, "_put", put)
     monkeypatch.setattr(module, "write_synced", write)
     with pytest.raises(OSError, match="No space left"):
         save(tmp_path, make(2), keep=1)

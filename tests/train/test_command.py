@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi.train.checkpoint_files import read_checkpoint
+from nnmpi.train.checkpoint import read_checkpoint
 from tests.train.jobs import lines, once, send, train
 
 

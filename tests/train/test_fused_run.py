@@ -31,17 +31,3 @@ def test_it_ends_with_the_weights_of_shared_sums_and_goes_on_where_it_was(
         assert "fused with the update, through shared memory" in said
         assert checkpoint(fused) == checkpoint(plain)
         assert checkpoint(broken) == checkpoint(fused)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_run_goes_on_with_the_fused_update_and_without_it(
-    group: Group, train: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The all-reduces chosen in a checkpoint are nothing to a fused update, nor is their lack to an ordinary run."""
-    run = train(f"{WORDS} --dataset iris --max-steps 4 --allreduce shared")
-    train(f"--resume {run} --max-steps 6 --allreduce auto")
-    on = capsys.readouterr().out
-    train(f"--resume {run} --max-steps 8 --allreduce shared")
-    off = capsys.readouterr().out
-    assert ("fused with the update" in on) == group.is_root
-    assert "fused with the update" not in off

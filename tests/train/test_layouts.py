@@ -18,11 +18,9 @@ from nnmpi.data.loader import Loader
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
 from nnmpi.shard import split
-from nnmpi.train.checkpoint import Saver, find, restore
-from nnmpi.train.checkpoint_files import MODEL_FILE, OPTIMIZER_FILE
+from nnmpi.train.checkpoint import MODEL_FILE, OPTIMIZER_FILE, RunState, Saver, find, restore
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
-from nnmpi.train.run_state import RunState
 from tests.equivalence.reference import digits
 
 pytestmark = pytest.mark.simulated(max_size=12)  # whole trainings, of which those on 33 ranks took five seconds

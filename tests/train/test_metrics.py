@@ -9,7 +9,7 @@ import pytest
 
 from nnmpi.compose.stats import Totals
 from nnmpi.errors import CheckpointError
-from nnmpi.train.checkpoint_files import CheckpointWriter
+from nnmpi.train.checkpoint import CheckpointWriter
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsFile, MetricsRecorder, cut_metrics, read_metrics
 

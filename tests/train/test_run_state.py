@@ -9,7 +9,7 @@ import pytest
 
 from nnmpi.compose.stats import EvalReport, Totals
 from nnmpi.errors import CheckpointError
-from nnmpi.train.run_state import Extent, RunState
+from nnmpi.train.checkpoint import Extent, RunState
 
 STEP = Totals(steps=1, samples=4, targets=4, loss_sum=0.1, score_sum=3.0, wall_s=0.5)
 

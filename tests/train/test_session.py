@@ -19,7 +19,7 @@ from nnmpi.errors import CheckpointError, DataError, DeviceError, DivergenceErro
 from nnmpi.files import sha256
 from nnmpi.reading import read_json
 from nnmpi.train.build import build_model
-from nnmpi.train.checkpoint_files import STATE_FILE, CheckpointWriter, digest
+from nnmpi.train.checkpoint import CheckpointWriter
 from nnmpi.train.cli import main
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import read_metrics
@@ -348,7 +348,7 @@ def test_a_small_test_set_is_loaded_once(train: Train, monkeypatch: pytest.Monke
 
 def test_by_default_checkpoints_take_little_of_the_time(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after the first epoch, one at the end, and others if they are quick."""
-    monkeypatch.setattr("nnmpi.train.loop.KEEP", 5)
+    monkeypatch.setattr("nnmpi.train.checkpoint.KEEP", 5)
     seconds = iter(range(10**9))
     with monkeypatch.context() as patched:  # each look at the clock is a second later than the one before
         patched.setattr("nnmpi.train.loop.clock.now", lambda: float(next(seconds)))
@@ -422,19 +422,6 @@ def test_a_run_does_not_go_on_with_another_text(train: Train, group: Group, tmp_
     text.write_text("the dog saw a cat. " * 40)  # the same characters
     with pytest.raises(DataError, match="of a run on other data"):
         main(["--resume", str(run), "--max-steps", "3"], group)
-
-
-def test_a_run_of_a_version_that_did_not_keep_what_its_data_were_goes_on(
-    train: Train, group: Group, tmp_path: Path
-) -> None:
-    run = train("--max-steps 2")
-    files = run / "checkpoints" / "step-00000002" / STATE_FILE
-    values = json.loads(files.read_text())
-    known = values.pop("data")
-    del values["sha256"]
-    files.write_text(json.dumps({**values, "sha256": digest(values)}))
-    main(["--resume", str(run), "--max-steps", "3"], group)
-    assert json.loads((run / "checkpoints" / "step-00000003" / STATE_FILE).read_text())["data"] == known
 
 
 def test_a_finished_run_is_told_again_and_goes_on_with_more_epochs(

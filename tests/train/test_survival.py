@@ -17,9 +17,8 @@ from nnmpi.compose.trainer import Trainer
 from nnmpi.errors import CommError
 from nnmpi.parallel.server.parameter_server import ParameterServer
 from nnmpi.run.supervisor import Supervisor
-from nnmpi.train import checkpoint, checkpoint_files, folder, metrics, session
-from nnmpi.train.checkpoint_files import CheckpointWriter
-from nnmpi.train.tensor_file import TensorWriter
+from nnmpi.train import checkpoint, folder, metrics, session
+from nnmpi.train.checkpoint import CheckpointWriter, TensorWriter
 from tests.harness.slow import MORE_SEEDS
 from tests.harness.survival import quick_trainings, survive, undisturbed
 
@@ -74,12 +73,12 @@ def begin_in_place(writer: CheckpointWriter) -> None:
 
 def finish_in_place(writer: CheckpointWriter, state: Any, keep: int, best: bool = False) -> str:
     writer._close()
-    values = {"format": checkpoint_files.FORMAT, **state, "files": writer._files}
-    text = checkpoint_files.json.dumps({**values, "sha256": checkpoint_files.digest(values)})
+    values = {"format": checkpoint.FORMAT, **state, "files": writer._files}
+    text = checkpoint.json.dumps({**values, "sha256": checkpoint.digest(values)})
     files.write_synced(writer._final / "state.json", text.encode())
     files.write_atomically(writer._folder / "latest", writer._final.name.encode())
     writer._temporary = writer._folder / ".none"
-    checkpoint_files._prune(writer._folder, writer._final, 1)
+    checkpoint._prune(writer._folder, writer._final, 1)
     return writer._final.name
 
 
@@ -87,7 +86,7 @@ BEGIN, SCATTER = CheckpointWriter.begin, checkpoint.restore
 
 
 def begin_by_removing(writer: CheckpointWriter) -> None:
-    for old in checkpoint_files.steps(writer._folder):
+    for old in checkpoint.steps(writer._folder):
         shutil.rmtree(old)
     BEGIN(writer)
 
@@ -108,12 +107,12 @@ def load_no_scalars(trainer: Trainer, values: Any) -> None:
     """Forget how many updates Adam has made."""
 
 
-PRUNE, RELEASE, REPLACE = checkpoint_files._prune, ParameterServer.release, checkpoint_files.write_atomically
+PRUNE, RELEASE, REPLACE = checkpoint._prune, ParameterServer.release, checkpoint.write_atomically
 
 
 def prune_newest(place: Path, newest: Path, keep: int) -> None:
     PRUNE(place, newest, keep)
-    found = checkpoint_files.steps(place)
+    found = checkpoint.steps(place)
     if len(found) > 1:
         shutil.rmtree(found[0])
 
@@ -146,7 +145,7 @@ def words_of_a_new_run(seen: Supervisor, ranks: int) -> list[str]:
     return [*seen._plan.words, "--out", str(seen._plan.folder), "--dp", "auto"]
 
 
-FIND = checkpoint_files._candidates
+FIND = checkpoint._candidates
 
 
 def cut_and_claim(file: Path, step: int) -> int:
@@ -158,10 +157,10 @@ def cut_and_claim(file: Path, step: int) -> int:
 PLANTED: dict[str, list[tuple[object, str, Any]]] = {
     "files of arrays are not synced": [(TensorWriter, "close", close_unsynced)],
     "state.json and latest are not synced": [
-        (checkpoint_files, "write_synced", write_unsynced),
+        (checkpoint, "write_synced", write_unsynced),
         (files, "write_synced", write_unsynced),
     ],
-    "the folder is not synced after a rename": [(checkpoint_files, "sync_folder", lambda place: None)],
+    "the folder is not synced after a rename": [(checkpoint, "sync_folder", lambda place: None)],
     "the older checkpoints are removed first": [(CheckpointWriter, "begin", begin_by_removing)],
     "written in place, one is kept": [
         (CheckpointWriter, "begin", begin_in_place),
@@ -174,9 +173,9 @@ PLANTED: dict[str, list[tuple[object, str, Any]]] = {
     "a full disk at the end is not explained": [(session, "_explained", lambda place: pytest.MonkeyPatch.context())],
     "a resumed run leaves out a batch": [(session, "restore", restore_a_batch_too_far)],
     "the number of updates is not restored": [(Trainer, "load_scalars", load_no_scalars)],
-    "the newest checkpoint is removed": [(checkpoint_files, "_prune", prune_newest)],
-    "the oldest checkpoint is taken": [(checkpoint_files, "_candidates", lambda place: FIND(place)[::-1])],
-    "latest is written once": [(checkpoint_files, "write_atomically", replace_all_but_latest)],
+    "the newest checkpoint is removed": [(checkpoint, "_prune", prune_newest)],
+    "the oldest checkpoint is taken": [(checkpoint, "_candidates", lambda place: FIND(place)[::-1])],
+    "latest is written once": [(checkpoint, "write_atomically", replace_all_but_latest)],
     "metrics are cut a step too far": [
         (session, "cut_metrics", lambda file, step: metrics.cut_metrics(file, step - 1))
     ],

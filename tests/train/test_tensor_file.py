@@ -13,7 +13,7 @@ from nnmpi.backend.array import Array
 from nnmpi.errors import CheckpointError
 from nnmpi.files import sha256
 from nnmpi.parallel.shard_map import ArraySpec
-from nnmpi.train.tensor_file import DTYPES, TensorFile, TensorWriter
+from nnmpi.train.checkpoint import DTYPES, TensorFile, TensorWriter
 
 ARRAYS: dict[str, Array] = {
     "plain": np.arange(24, dtype=np.float32).reshape(2, 3, 4),
@@ -100,26 +100,6 @@ def test_one_array_is_in_memory_at_a_time(tmp_path: Path) -> None:
         assert tracemalloc.get_traced_memory()[1] < 3e6
     finally:
         tracemalloc.stop()
-
-
-def test_another_array_than_announced_is_refused(tmp_path: Path) -> None:
-    specs = {"a": ArraySpec((2,), "float32"), "b": ArraySpec((3,), "float32")}
-    writer = TensorWriter(tmp_path / "file", specs)
-    for name, array in (("b", np.zeros(3, np.float32)), ("a", np.zeros(3, np.float32)), ("a", np.zeros(2))):
-        with pytest.raises(CheckpointError, match="comes in place of"):
-            writer.write(name, array)
-    writer.write("a", np.zeros(2, np.float32))
-    with pytest.raises(CheckpointError, match="is not finished: 1 arrays are missing"):
-        writer.close()
-    writer.write("b", np.zeros(3, np.float32))
-    writer.close()
-    assert list(load_file(tmp_path / "file")) == ["a", "b"]
-
-
-def test_a_dtype_that_the_format_has_not_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="w is complex128, which file cannot hold"):
-        TensorWriter(tmp_path / "file", {"w": ArraySpec((2,), "complex128")})
-    assert not (tmp_path / "file").exists()
 
 
 def test_a_damaged_file_and_an_unknown_name_are_refused(tmp_path: Path) -> None:
