@@ -1,169 +1,169 @@
-"""The whole benchmark: makes a lab, measures across it, compares with the model, takes the lab down."""
+"""Collectives across a lab's links: measured, compared with the model, counted."""
 
-import os
+import argparse
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from statistics import median
 from typing import Any
 
 from benchmarks.harness import results
 from benchmarks.harness.machine import machine_facts
-from benchmarks.netlab.build import built
-from benchmarks.netlab.lab import Lab
-from benchmarks.netlab.launch import run_job
-from benchmarks.netlab.link import Speed
-from benchmarks.netlab.row import TABLE, LinkTimes, summary, verdict
-from benchmarks.netlab.shell import LabError
-from benchmarks.netlab.state import State
+from benchmarks.harness.tables import GrowingTable
+from benchmarks.netlab.lab import Lab, LabError, Speed, made
+from benchmarks.netlab.launch import mpi_name, parse_settings, run_job
+from nnmpi.comm.algorithms.registry import COLLECTIVES, HIERARCHICAL, NATIVE, find_collective
 from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.fit import Fit, choose
 from nnmpi.comm.machine import Curve, Link, Machine
+from nnmpi.units import format_bytes
 
 
 @dataclass(frozen=True)
-class Plan:
-    """What `bench` measures: every algorithm at every size on every number of hosts at every rate.
+class LinkTimes:
+    """An algorithm at a size on so many hosts: measured, predicted, and counted.
 
     Attributes:
-        operation: such as "all-reduce".
-        hosts: numbers of them.
-        speeds: of the links.
-        sizes: bytes of the buffers.
-        algorithms: names.
-        repeats: times that each is measured.
-        cut_bytes: messages longer than that are cut into pieces.
+        mpi: the library and its version.
+        rate: of the links.
+        hosts: how many.
+        operation: what was done.
+        bytes: of the buffer; in an all-gather, of all that comes together.
+        algorithm: its name.
+        seconds: of each repetition, from the common start until the last rank had finished.
+        predicted_s: what the model says.
+        auto: the algorithm that `auto` would choose at this size on these hosts; empty for what is no all-reduce.
+        expected_bytes: what all ranks together had to send in these repetitions; 0 where it is not known.
+        sent_bytes: what the hosts' links have counted.
+        cores: how many processor cores all ranks together have used, on average.
     """
 
-    operation: str
-    hosts: tuple[int, ...]
-    speeds: tuple[Speed, ...]
-    sizes: tuple[int, ...]
-    algorithms: tuple[str, ...]
-    repeats: int
-    cut_bytes: int
-
-    def limit_s(self, hosts: int, speed: Speed) -> float:
-        """Return the time after which a job on so many hosts hangs: thrice what servers would take for all of it."""
-        server_s = sum(2 * (hosts - 1) * nbytes for nbytes in self.sizes) / speed.payload_bytes_per_s
-        return 60.0 + 3 * (self.repeats + 2) * (len(self.algorithms) + 1) * server_s
-
-    def job(self) -> dict[str, Any]:
-        """Return what the ranks of one job need to know, as JSON values."""
-        return {
-            "operation": self.operation,
-            "sizes": self.sizes,
-            "algorithms": self.algorithms,
-            "repeats": self.repeats,
-            "cut_bytes": self.cut_bytes,
-        }
-
-
-@dataclass
-class LabRun:
-    """A run of the benchmark, and what it has found so far.
-
-    Attributes:
-        plan: what is measured.
-        mpi: the library's name and version, as they stand in the result.
-        library: a name of `launch.LIBRARIES`.
-        settings: of the library, beyond the lab's own.
-        links: what was measured of them.
-        rows: of every algorithm.
-    """
-
-    plan: Plan
     mpi: str
-    library: str
-    settings: Mapping[str, str]
-    links: list[dict[str, Any]] = field(default_factory=list)
-    rows: list[LinkTimes] = field(default_factory=list)
+    rate: str
+    hosts: int
+    operation: str
+    bytes: int
+    algorithm: str
+    seconds: tuple[float, ...]
+    predicted_s: float
+    auto: str
+    expected_bytes: float
+    sent_bytes: float
+    cores: float
 
-    def run(self) -> None:
-        """Measure everything and print it row by row.
+    @property
+    def measured_s(self) -> float:
+        """The median."""
+        return median(self.seconds)
+
+    @property
+    def ratio(self) -> float:
+        """Measured by predicted."""
+        return self.measured_s / self.predicted_s
+
+    def check_crossed(self) -> None:
+        """Return if the messages went over the links.
 
         Raises:
-            LabError: when the lab cannot be made, a job fails, or messages did not cross the links.
+            LabError: when fewer bytes were counted there than the operation must send.
         """
-        plan, begin = self.plan, time.monotonic()
-        print(f"{self.mpi}; {machine_facts()}; median of {plan.repeats}", flush=True)
-        with built(State(f"bench-{os.getpid()}"), max(plan.hosts), plan.speeds[0]) as lab:
-            print(f"lab: {len(lab.hosts)} hosts, made in {time.monotonic() - begin:.1f} s", flush=True)
-            for speed in plan.speeds:
-                lab.set_speed(speed)
-                for hosts in plan.hosts:
-                    self._measure(lab, speed, hosts)
-        for line in summary(self.rows):
-            print(line)
-        print(f"{time.monotonic() - begin:.0f} s in all; the lab is taken down", flush=True)
-
-    def _measure(self, lab: Lab, speed: Speed, hosts: int) -> None:
-        """Run the job on so many hosts."""
-        plan, before, found = self.plan, _sent(lab), len(self.rows)
-        link: dict[str, Any] = {}
-        findings = run_job(lab, self.library, hosts, self.settings, plan.job(), plan.limit_s(hosts, speed))
-        for finding in findings:
-            if finding.pop("kind") == "link":
-                link = {"rate": speed.rate, "hosts": hosts, **finding}
-                self.links.append(link)
-                print(_describe(link, speed), TABLE.head(), sep="\n", flush=True)
-                continue
-            fit = fit_of(link, hosts, self.mpi)
-            row = LinkTimes(
-                mpi=self.mpi,
-                rate=speed.rate,
-                hosts=hosts,
-                operation=plan.operation,
-                predicted_s=fit.predict(finding["algorithm"], finding["bytes"], operation=plan.operation),
-                auto=choose(finding["bytes"], hosts, fit).algorithm if plan.operation == ALL_REDUCE.name else "",
-                **finding,
+        # each element must travel N-1 times to be summed, or to be known; in an all-reduce both
+        ways = 2 if self.operation == ALL_REDUCE.name else 1
+        least = self.expected_bytes or ways * (self.hosts - 1) * self.bytes * len(self.seconds)
+        if self.sent_bytes < least:
+            raise LabError(
+                f"{self.algorithm} on {self.hosts} hosts sent {self.sent_bytes:.0f} bytes over the links where "
+                f"{least:.0f} were to be sent: the messages went another way"
             )
-            row.check_crossed()
-            self.rows.append(row)
-            print(TABLE.line(row), flush=True)
-            group = [each for each in self.rows[found:] if each.bytes == row.bytes]
-            if len(group) == len(plan.algorithms):
-                print(f"{'':24}{verdict(group)}", flush=True)
-        _check_counters(_sent(lab) - before, self.rows[found:])
-
-    def save(self, path: Path | None) -> None:
-        """Write what has been found so far as JSON."""
-        found = {
-            "machine": machine_facts(),
-            "mpi": self.mpi,
-            "settings": dict(self.settings),
-            "links": self.links,
-            "rows": [row.record() for row in self.rows],
-        }
-        results.write(path, found)
 
 
-def _describe(link: Mapping[str, Any], speed: Speed) -> str:
-    """Return the line that says what was measured of the link."""
-    measured = 8e-6 / link["beta_s_per_byte"]
-    return (
-        f"\n{link['hosts']} hosts at {speed.rate}: alpha {link['alpha_s'] * 1e3:.3f} ms, "
-        f"beta {link['beta_s_per_byte'] * 1e9:.2f} ns/byte = {measured:.1f} Mbit/s "
-        f"(at most {8e-6 * speed.payload_bytes_per_s:.1f}; both ways at once "
-        f"{8e-6 / link['both_ways_s_per_byte']:.1f}), gamma {link['gamma_s_per_byte'] * 1e9:.3f} ns/byte"
-    )
+TABLE = GrowingTable(
+    # title, width, what stands there
+    ("rate", 8, lambda row: row.rate),
+    ("hosts", 6, lambda row: row.hosts),
+    ("size", 8, lambda row: format_bytes(row.bytes)),
+    ("  algorithm", -19, lambda row: f"  {row.algorithm}{' (auto)' * (row.algorithm == row.auto)}"),
+    ("measured", 11, lambda row: f"{row.measured_s * 1e3:.1f} ms"),
+    ("predicted", 12, lambda row: f"{row.predicted_s * 1e3:.1f} ms"),
+    ("ratio", 7, lambda row: f"{row.ratio:.3f}"),
+    ("spread", 8, lambda row: f"{(max(row.seconds) - min(row.seconds)) / row.measured_s:.1%}"),
+    ("crossed", 11, lambda row: f"{row.sent_bytes / 1e6:.1f} MB"),
+    ("cores", 7, lambda row: f"{row.cores:.2f}"),
+)
 
 
-def _sent(lab: Lab) -> int:
-    """Return the bytes that all hosts together have sent, as the switch has counted them."""
-    return sum(sent for _, sent in lab.bytes().values())
-
-
-def _check_counters(counted: int, rows: Sequence[LinkTimes]) -> None:
-    """Compare the switch's counters with the hosts' own.
+def bench(options: argparse.Namespace) -> None:
+    """Measure everything, print it row by row, and write it as JSON, also when it is interrupted.
 
     Raises:
-        LabError: when the switch has seen less than the hosts say they sent.
+        UsageError: for an unknown algorithm.
+        LabError: when the lab cannot be made, a job fails, or messages did not cross the links.
     """
-    said = sum(row.sent_bytes for row in rows)
-    print(f"{'':24}{counted / 1e6:.1f} MB crossed the links, counted at the switch", flush=True)
-    if counted < said:
-        raise LabError(f"the hosts sent {said:.0f} bytes, but the switch has counted {counted} only")
+    names = tuple(how for what, how in COLLECTIVES if what == options.operation and how != HIERARCHICAL)
+    options.algorithms = options.algorithms or (*names, NATIVE)
+    for name in options.algorithms:
+        if name != NATIVE:
+            find_collective(options.operation, name)
+    mpi, settings = mpi_name(), parse_settings(options.set)
+    links: list[dict[str, Any]] = []
+    rows: list[LinkTimes] = []
+    print(f"{mpi}; {machine_facts()}; median of {options.repeats}", flush=True)
+    try:
+        with made(max(options.hosts), options.rate[0]) as lab:
+            for speed in options.rate:
+                lab.set_speed(speed)
+                for hosts in options.hosts:
+                    _measure(lab, speed, hosts, mpi, settings, options, links, rows)
+    finally:
+        found = [{**asdict(row), "measured_s": row.measured_s, "ratio": row.ratio} for row in rows]
+        facts = {"machine": machine_facts(), "mpi": mpi, "settings": settings}
+        results.write(options.json, {**facts, "links": links, "rows": found})
+    for algorithm in options.algorithms:
+        ratios = [row.ratio for row in rows if row.algorithm == algorithm]
+        print(f"{algorithm}: measured/predicted {min(ratios):.3f} to {max(ratios):.3f}")
+
+
+def _measure(
+    lab: Lab,
+    speed: Speed,
+    hosts: int,
+    mpi: str,
+    settings: Mapping[str, str],
+    options: argparse.Namespace,
+    links: list[dict[str, Any]],
+    rows: list[LinkTimes],
+) -> None:
+    """Run the job on so many hosts; add to the links and rows."""
+    job = {name: getattr(options, name) for name in ("operation", "sizes", "algorithms", "repeats")}
+    # a job hangs after thrice what servers would take for all of it
+    server_s = sum(2 * (hosts - 1) * nbytes for nbytes in options.sizes) / speed.payload_bytes_per_s
+    limit_s = 60.0 + 3 * (options.repeats + 2) * (len(options.algorithms) + 1) * server_s
+    begin = time.monotonic()
+    for found in run_job(lab, mpi, hosts, settings, job, limit_s):
+        if found.pop("kind") == "link":
+            links.append({"rate": speed.rate, "hosts": hosts, **found})
+            fit = fit_of(found, hosts, mpi)
+            mbit, most = 8e-6 / found["beta_s_per_byte"], 8e-6 * speed.payload_bytes_per_s
+            print(
+                f"\n{hosts} hosts at {speed.rate}: alpha {found['alpha_s'] * 1e3:.3f} ms, beta {mbit:.1f} Mbit/s "
+                f"(at most {most:.1f}), gamma {found['gamma_s_per_byte'] * 1e9:.3f} ns/byte; made in "
+                f"{time.monotonic() - begin:.1f} s\n{TABLE.head()}",
+                flush=True,
+            )
+            continue
+        name, nbytes = found["algorithm"], found["bytes"]
+        row = LinkTimes(
+            mpi=mpi,
+            rate=speed.rate,
+            hosts=hosts,
+            operation=options.operation,
+            predicted_s=fit.predict(name, nbytes, operation=options.operation),
+            auto=choose(nbytes, hosts, fit).algorithm if options.operation == ALL_REDUCE.name else "",
+            **found,
+        )
+        row.check_crossed()
+        rows.append(row)
+        print(TABLE.line(row), flush=True)
 
 
 def fit_of(link: Mapping[str, Any], hosts: int, mpi: str) -> Fit:
@@ -177,12 +177,10 @@ def fit_of(link: Mapping[str, Any], hosts: int, mpi: str) -> Fit:
         hosts: how many.
         mpi: the library.
     """
-    line = Link.line(link["alpha_s"], link["beta_s_per_byte"])
-    nodes = tuple(range(hosts))
-    add = Curve.line(0.0, link["gamma_s_per_byte"])
+    line, nodes = Link.line(link["alpha_s"], link["beta_s_per_byte"]), tuple(range(hosts))
     native = Curve(tuple((nbytes, seconds) for nbytes, seconds in link["native"]))
     return Fit(
-        machine=Machine(inside=line, across=line, nodes=nodes, add=add),
+        machine=Machine(inside=line, across=line, nodes=nodes, add=Curve.line(0.0, link["gamma_s_per_byte"])),
         native=native,
         native_started=native,
         shared=None,

@@ -3,115 +3,305 @@
                           switch (a bridge)
        .--------------.-------+------.--------------.
        | head         | h0           | h1           | h2
-    eth0, no limit  eth0 100mbit   eth0 100mbit   eth0 100mbit
+    eth0, no limit  eth0 100mbit   eth0 100mbit   eth0 100mbit       a token bucket at both ends of each link
     10.77.0.254     10.77.0.1      10.77.0.2      10.77.0.3
 
+A host is a process with a network, a name, a memory and processes of its own. What ranks on one machine could exchange
+by other ways than the link is taken away: shared memory (an IPC namespace, and an own /dev/shm), reading one another's
+memory (a PID namespace). The file system is the machine's, as if by NFS.
+
 All of it lives in one PID namespace: when its first process (the switch's) ends, nothing is left but a folder. Nothing
-is added to the machine's own network, and no name is taken there, so labs of different names do not meet.
+is added to the machine's own network, and no name is taken there, so labs do not meet.
 """
 
-import contextlib
 import os
-from collections.abc import Sequence
+import re
+import select
+import shlex
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
 
-from benchmarks.netlab import link
-from benchmarks.netlab.host import Host
-from benchmarks.netlab.link import Speed
-from benchmarks.netlab.process import Process
-from benchmarks.netlab.shell import LabError, call
-from benchmarks.netlab.state import State
-from nnmpi.errors import UsageError
+from nnmpi.errors import NnmpiError, UsageError
+
+TOOLS = ("ip", "tc", "unshare", "nsenter")
+MAX_HOSTS = 200
+START_LIMIT_S = 20.0
+
+# A bucket smaller than 16 KB cannot keep up with the clock ticks at 200 Mbit/s. A packet must stay below it: one larger
+# than the bucket would leave at the speed of memory. The queue is longer than the largest send buffer takes (64 KB at
+# 50 Mbit/s: 11 ms), so that nothing is dropped.
+BURST_BYTES, MOST_PACKET_BYTES, QUEUE_MS = 16 * 1024, 12000, 50
+# TCP's payload in a full packet and the packet with all headers that the bucket counts, in bytes.
+PAYLOAD_BYTES, PACKET_BYTES = 1448, 1514
+UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+
+# Settings of the hosts' TCP, below /proc/sys/net.
+SYSTEM = {
+    # The common default elsewhere; some systems have bbr, which probes for the speed instead of filling the link.
+    "ipv4/tcp_congestion_control": "reno",
+    # A pause between two rounds must not make the next one begin slowly.
+    "ipv4/tcp_slow_start_after_idle": "0",
+    # At most 64 KB of a message lie in the system: with the default of 4 MB a send of 1 MB is "done" at once, and the
+    # next message shares the link with it, which no schedule of steps means.
+    "ipv4/tcp_wmem": "4096 16384 65536",
+    # A connection must not begin with what an earlier one learnt.
+    "ipv4/tcp_no_metrics_save": "1",
+    # One address per host, or MPI tries the others too.
+    "ipv6/conf/all/disable_ipv6": "1",
+}
+
+# The first process of a host (or of the switch) collects orphans: a shell that waits for its children does.
+_LIVE = """
+echo ready
+exec >&2
+trap 'exit 0' TERM
+while :; do sleep 3600 & wait; done
+"""
+
+_HOST = f"""
+set -eu
+hostname "$1"
+mount -t tmpfs -o size=2g tmpfs /dev/shm
+mount --bind "$2" /etc/hosts
+mount -t sysfs sysfs /sys
+ip link set dev lo up
+while read -r key value; do
+    [ ! -e "/proc/sys/net/$key" ] || echo "$value" >"/proc/sys/net/$key"
+done <<END
+{chr(10).join(f"{key} {value}" for key, value in SYSTEM.items())}
+END
+{_LIVE}"""
+
+# The switch ends by itself when its maker dies, and all other processes of the lab with it.
+_SWITCH = f"""
+set -eu
+hostname "$1"
+ip link add name br0 type bridge stp_state 0
+ip link set dev br0 up
+exec 3<&0
+(read -r word <&3 || kill -TERM 1) &
+exec 3<&- </dev/null
+{_LIVE}"""
+
+# The launch agent stands for ssh, so that mpirun can start processes on the hosts.
+_AGENT = """#!/bin/sh
+# agent [-OPTION]... HOST COMMAND...    (options are ignored)
+while :; do case $1 in -*) shift ;; *) break ;; esac; done
+case $1 in
+{cases}
+*) echo "agent: there is no host $1 in this lab" >&2; exit 255 ;;
+esac
+shift
+exec nsenter --target "$pid" {enter} --wd="$PWD" -- env TMPDIR="$tmp" sh -c "$*"
+"""
+
+_ALL = ("net", "uts", "ipc", "mount", "pid")
+_OWN = ("--net", "--uts", "--ipc", "--mount", "--propagation", "private")
+_OWN_PROCESSES = ("--pid", "--fork", "--mount-proc", "--kill-child")
+
+
+class LabError(NnmpiError):
+    """The lab could not be made, or something in it failed."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """How a link is limited.
+
+    Args:
+        rate: bits per second as tc writes them: "100mbit".
+
+    Raises:
+        UsageError: for a rate that tc would not read.
+    """
+
+    rate: str
+
+    def __post_init__(self) -> None:
+        """Refuse a rate that is not one."""
+        if not re.fullmatch(r"\d+(\.\d+)?[kmg]bit", self.rate):
+            raise UsageError(f"{self.rate!r} is not a rate; write it like 100mbit, 1gbit or 500kbit")
+
+    @property
+    def payload_bytes_per_s(self) -> float:
+        """What TCP can carry at most, headers taken off."""
+        return float(self.rate[:-4]) * UNITS[self.rate[-4:]] / 8 * PAYLOAD_BYTES / PACKET_BYTES
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host, the head, or the switch.
+
+    Attributes:
+        name: h0, h1 ..., head, or switch.
+        pid: of its first process.
+    """
+
+    name: str
+    pid: int
+
+    @property
+    def lab_pid(self) -> int:
+        """The number of its first process as the lab's own processes see it."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        return int(status.partition("NSpid:")[2].split()[1])
+
+    def enter(self, *kinds: str) -> tuple[str, ...]:
+        """Return the beginning of a command that runs in this host; all its namespaces unless some are named."""
+        return ("nsenter", "--target", str(self.pid), *(f"--{kind}" for kind in kinds or _ALL), "--")
 
 
 class Lab:
-    """A lab that is up.
+    """A lab; `made` makes one and takes it down.
 
     Args:
-        state: its folder.
-        switch: the switch, which runs.
-        head: where mpirun is started, which runs.
-        hosts: all others, which run.
+        folder: of the lab: its hosts' temporary files and logs, and the launch agent.
 
     Attributes:
-        state: its folder.
-        hosts: h0, h1 ...
-        head: where mpirun is started.
-        switch: the switch.
+        names: of the hosts: h0, h1 ...
         agent: path of the launch agent.
     """
 
-    def __init__(self, state: State, switch: Host, head: Host, hosts: Sequence[Host]) -> None:
-        self.state, self.switch, self.head, self.hosts = state, switch, head, tuple(hosts)
-        self.agent = state.folder / "agent"
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.agent = folder, folder / "agent"
+        self.names: list[str] = []
+        self._hosts: list[Host] = []
+        self._processes: list[subprocess.Popen[str]] = []
+
+    def make(self, count: int) -> None:
+        """Start everything, in this order: the switch, the head, the hosts with their links, the agent.
+
+        Raises:
+            LabError: when the system refuses a part of it.
+        """
+        self.names = [f"h{i}" for i in range(count)]
+        lines = ["127.0.0.1 localhost", *(f"{_address(name)} {name}" for name in ["head", *self.names])]
+        (self.folder / "hosts").write_text("\n".join(lines) + "\n")
+        own = ("unshare", *_OWN, *_OWN_PROCESSES, "sh", "-c", _SWITCH, str(self.folder), "switch")
+        self._switch = self._start("switch", own, generations=1)
+        self._head = self._start_host("head")
+        self._hosts = [self._start_host(name) for name in self.names]
+        cases = "\n".join(
+            f"{host.name} | {_address(host.name)}) pid={host.lab_pid} tmp={shlex.quote(str(self._tmp(host.name)))} ;;"
+            for host in self._hosts
+        )
+        self.agent.write_text(_AGENT.format(cases=cases, enter=" ".join(f"--{kind}" for kind in _ALL)))
+        self.agent.chmod(0o700)
+        if not os.access(self.agent, os.X_OK):
+            raise LabError(f"{self.folder} does not allow execution; set TMPDIR to a folder that does")
 
     def enter_head(self) -> tuple[str, ...]:
         """Return the beginning of a command that runs on the head, in the working folder of its caller."""
-        *enter, last = self.head.enter()
-        tmp = self.state.folder / "head" / "tmp"
-        return (*enter, f"--wd={os.getcwd()}", last, "env", f"TMPDIR={tmp}")
+        *enter, last = self._head.enter()
+        return (*enter, f"--wd={os.getcwd()}", last, "env", f"TMPDIR={self._tmp('head')}")
 
     def set_speed(self, speed: Speed) -> None:
-        """Limit all links, both ends."""
-        for host in self.hosts:
-            link.apply(host.enter("net"), "eth0", speed)
-            link.apply(self.switch.enter("net"), host.name, speed)
+        """Limit all links, both ends.
 
-    def bytes(self) -> dict[str, tuple[int, int]]:
-        """Return the bytes that each host has (received, sent), as the switch's side of its link has counted them."""
-        found = {}
-        for line in call((*self.switch.enter("net"), "cat", "/proc/net/dev")).splitlines()[2:]:
-            name, _, counters = line.partition(":")
-            fields = counters.split()
-            found[name.strip()] = int(fields[8]), int(fields[0])  # what the switch sends is what the host receives
-        return {host.name: found[host.name] for host in self.hosts}
+        Raises:
+            LabError: when the kernel has no token bucket.
+        """
+        bucket = ("rate", speed.rate, "burst", str(BURST_BYTES), "latency", f"{QUEUE_MS}ms")
+        for host in self._hosts:
+            for enter, device in ((host.enter("net"), "eth0"), (self._switch.enter("net"), host.name)):
+                call((*enter, "ip", "link", "set", "dev", device, "gso_max_size", str(MOST_PACKET_BYTES)))
+                call((*enter, "tc", "qdisc", "replace", "dev", device, "root", "tbf", *bucket))
+
+    def end(self) -> None:
+        """End all processes of the lab."""
+        for process in self._processes[:1]:
+            process.kill()  # the switch's, with whose first process all others end
+        for process in self._processes:
+            process.wait()
+
+    def _tmp(self, name: str) -> Path:
+        return self.folder / name / "tmp"
+
+    def _start_host(self, name: str) -> Host:
+        """Start a host; the head has no processes of its own, so that it can start some on the others."""
+        into = ("nsenter", "--target", str(self._switch.pid), "--mount", "--pid", "--")
+        own = _OWN + (_OWN_PROCESSES if name != "head" else ())
+        shell = ("sh", "-c", _HOST, str(self.folder), name, str(self.folder / "hosts"))
+        host = self._start(name, (*into, "unshare", *own, *shell), generations=1 if name == "head" else 2)
+        switch, inside = self._switch.enter("net"), host.enter("net")
+        pair = ("type", "veth", "peer", "name", "eth0", "netns", str(host.pid))
+        call((*switch, "ip", "link", "add", "name", name, *pair))
+        call((*switch, "ip", "link", "set", "dev", name, "master", "br0", "up"))
+        call((*inside, "ip", "address", "add", f"{_address(name)}/24", "brd", "+", "dev", "eth0"))
+        call((*inside, "ip", "link", "set", "dev", "eth0", "up"))
+        return host
+
+    def _start(self, name: str, command: Sequence[str], generations: int) -> Host:
+        """Start the first process of a host, so many generations below a command, and return when it is ready."""
+        self._tmp(name).mkdir(parents=True)
+        log = self.folder / name / "log"
+        with log.open("w") as sink:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,  # closed by the system when this process dies
+                stdout=subprocess.PIPE,
+                stderr=sink,
+                text=True,
+                start_new_session=True,  # a Ctrl-C at the terminal is for this process, which then takes all down
+            )
+        self._processes.append(process)
+        assert process.stdout is not None
+        if (
+            not select.select([process.stdout], [], [], START_LIMIT_S)[0]
+            or process.stdout.readline().strip() != "ready"
+        ):
+            raise LabError(f"{name} did not start: {log.read_text().strip() or 'it said nothing'}")
+        pid = process.pid
+        for _ in range(generations):
+            pid = int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        return Host(name, pid)
 
 
-def find(state: State) -> Lab:
-    """Return the lab that an earlier command has made.
+@contextmanager
+def made(count: int, speed: Speed) -> Iterator[Lab]:
+    """Make a lab for the time of a `with`; afterwards, whatever happened, nothing is left of it.
+
+    Args:
+        count: hosts.
+        speed: of their links.
 
     Raises:
-        UsageError: when there is none, or one that is not whole.
+        UsageError: for a user who is not root, missing tools, and a number of hosts out of range.
+        LabError: when the system refuses a part of it.
     """
-    record = state.read() if state.exists() else {}
-    hosts = [Host(**{**found, "init": Process(**found["init"])}) for found in record.get("hosts", ())]
-    if not hosts or not hosts[0].init.is_alive():
-        raise UsageError(f"no lab named {state.name} is up; make one with 'up', or name another with --name")
-    return Lab(state, hosts[0], hosts[1], hosts[2:])
+    if os.geteuid() != 0:
+        raise UsageError("a lab is made of network namespaces, which only root may make; run the same command as root")
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
+    if missing:
+        raise UsageError(f"{' and '.join(missing)} cannot be found; install iproute2 and util-linux")
+    if not 1 <= count <= MAX_HOSTS:
+        raise UsageError(f"a lab has 1 to {MAX_HOSTS} hosts, not {count}")
+    with tempfile.TemporaryDirectory(prefix="nnmpi-netlab-", ignore_cleanup_errors=True) as folder:
+        lab = Lab(Path(folder))
+        try:
+            lab.make(count)
+            lab.set_speed(speed)
+            yield lab
+        finally:
+            lab.end()
 
 
-def take_down(state: State) -> bool:
-    """End all processes of a lab and remove its folder; return whether there was anything.
+def _address(name: str) -> str:
+    return f"10.77.0.{254 if name == 'head' else int(name.removeprefix('h')) + 1}"
+
+
+def call(command: Sequence[str]) -> None:
+    """Run a short command to its end.
 
     Raises:
-        LabError: when a process cannot be ended, or the folder is not a lab's.
+        LabError: with the command and its complaint, when its status is not 0.
     """
-    if not state.exists():
-        return False
-    started = [Process(**found) for found in state.read().get("started", ())]
-    for outer in started[:1]:
-        with contextlib.suppress(ProcessLookupError):
-            outer.child(limit_s=0.0).end()  # the process 1 of the switch: all others end with it
-    for outer in started:
-        outer.end()
-    left = [outer.pid for outer in started if outer.is_alive()]
-    if left:
-        raise LabError(f"the processes {left} of lab {state.name} cannot be ended")
-    state.remove()
-    return True
-
-
-def sweep() -> list[str]:
-    """Take down labs whose maker died before they were finished or without taking them down; return their names."""
-    swept = []
-    for state in State.all():
-        with contextlib.suppress(LabError):
-            record = state.read() if state.exists() else {}
-            switch = record.get("started", [])[:1]
-            if (
-                record
-                and not Process(**record["maker"]).is_alive()
-                and not any(Process(**p).is_alive() for p in switch)
-            ):
-                swept.append(state.name)
-                take_down(state)
-    return swept
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60)
+    if done.returncode:
+        hint = "; the lab needs the token bucket filter: try 'modprobe sch_tbf'" if "tbf" in command else ""
+        raise LabError(f"'{' '.join(command)}' failed: {(done.stderr or done.stdout).strip()}{hint}")

@@ -1,24 +1,27 @@
-"""What one rank does on its host: `python -m benchmarks.netlab.worker JOB.json`, started by mpirun.
+"""What one rank does on its host: `python -m benchmarks.netlab.worker JOB`, started by mpirun; the job is JSON.
 
 It measures the link, then each (size, algorithm) several times, verifies every sum, and reads its host's own counter
-before and after. Rank 0 writes a line of JSON for each; every rank leaves a file when it has come to the end, because
-the status of an mpirun says little.
+before and after. Rank 0 prints a line for each, and one when all ranks have come to the end.
+
+16 ranks may share 2 cores here: a rank that spins keeps others from sending, and one that waits for a core looks like a
+slow link. So ranks that wait sleep, and go before the machine's other programs.
 """
 
-import contextlib
 import json
+import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO, TypeAlias
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.collectives.pattern import Pattern
-from benchmarks.netlab.waiting import barrier, common_start, gather, go_first, wait
+from benchmarks.netlab.launch import END, FOUND
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.algorithms.registry import COLLECTIVES, NATIVE, find_collective
 from nnmpi.comm.execution import Execution, NativeExecution
@@ -28,12 +31,13 @@ from nnmpi.errors import CommError
 from nnmpi.shard import split
 
 SHORT_BYTES, LONG_BYTES = 1024, (2**18, 2**21)
-Finish: TypeAlias = Callable[..., None]
-"""(communicator, requests...): returns when the requests are complete."""
-
 _TAG = 1000
 RESTED_S = 0.02  # a processor that was idle for that long takes longer to notice a message
-_SENT = Path("/sys/class/net/eth0/statistics/tx_bytes")
+# 16 ranks that look every 0.05 ms use 1.5 cores, every 0.2 ms one. It must stay below the 2.6 ms that the 64 KB in the
+# system's send buffer last at 200 Mbit/s, or the link runs dry.
+PAUSE_S = 200e-6
+_PRIORITY = -10  # before ordinary programs (0), behind the system's own (-20)
+_AHEAD_S = 0.02  # of a common start
 
 
 class CollectiveRun:
@@ -44,10 +48,9 @@ class CollectiveRun:
         operation: such as "all-reduce".
         name: "native", or one of nnmpi's own algorithms.
         nbytes: the length of the buffer, float32.
-        cut_bytes: longer messages are cut into pieces of that.
     """
 
-    def __init__(self, comm: Comm, operation: str, name: str, nbytes: int, cut_bytes: int) -> None:
+    def __init__(self, comm: Comm, operation: str, name: str, nbytes: int) -> None:
         self._comm, self._calls, size = comm, 0, comm.size
         self._array = np.empty(nbytes // 4, np.float32)
         contract = COLLECTIVES[operation, "ring"].contract  # every operation can be done around a ring
@@ -59,17 +62,19 @@ class CollectiveRun:
             steps = find_collective(operation, name, range(size))(comm.rank, size)
             chunks = split(self._array.size, size)
             self.own_bytes = sum(4 * len(chunks[chunk]) for step in steps for chunk in step.send)
-            self._pending = Execution(steps, self._array, comm, tag=1, max_message_bytes=cut_bytes)
+            self._pending = Execution(steps, self._array, comm, tag=1)
 
     def run(self) -> float:
-        """Return the seconds from the common start until the last rank has finished.
+        """Return the seconds from a common start until the last rank has finished.
 
         Raises:
             CommError: when an element is wrong.
         """
         self._calls += 1
         self._pattern.fill(self._array, self._calls)
-        begin = common_start(self._comm)
+        # the hosts are one machine with one clock
+        begin = float(gather(self._comm, [time.monotonic() + _AHEAD_S]).max())
+        time.sleep(max(0.0, begin - time.monotonic()))
         if isinstance(self._pending, NativeExecution):
             self._pending.run()  # as users call it: blocking
         else:
@@ -85,66 +90,36 @@ class CollectiveRun:
 
 def measure(comm: Comm, job: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield what was measured, the link first; the same on all ranks except for the link (rank 0)."""
-    link = calibrate(comm, job["repeats"], _spin, RESTED_S) if job.get("trains") else calibrate(comm, job["repeats"])
-    yield {"kind": "link", **link, "native": _native(comm, job)}
+    operation, repeats, sent = job["operation"], job["repeats"], Path("/sys/class/net/eth0/statistics/tx_bytes")
+    # MPI's own call, whose steps are not known, is predicted from these
+    native = []
+    for nbytes in sorted({SHORT_BYTES, *job["sizes"]}) if job["sizes"] else ():
+        one = CollectiveRun(comm, operation, NATIVE, nbytes)
+        native.append((nbytes, statistics.median([one.run() for _ in range(repeats + 1)][1:])))
+    yield {"kind": "link", **calibrate(comm, repeats, trains=not job["sizes"]), "native": native}
     for nbytes in job["sizes"]:
         for name in job["algorithms"]:
-            one = CollectiveRun(comm, job["operation"], name, nbytes, job["cut_bytes"])
+            one = CollectiveRun(comm, operation, name, nbytes)
             one.run()  # connections are made at the first message
-            before = (_sent_bytes(), time.process_time(), time.monotonic())
-            seconds = [one.run() for _ in range(job["repeats"])]
-            after = (_sent_bytes(), time.process_time(), time.monotonic())
-            sent, used_s, taken_s = (late - early for late, early in zip(after, before, strict=True))
-            own, sent, used_s = gather(comm, [one.own_bytes, sent, used_s]).sum(axis=0).tolist()
+            before = np.array([int(sent.read_text()), time.process_time(), time.monotonic()])
+            seconds = [one.run() for _ in range(repeats)]
+            sent_bytes, used_s, taken_s = [int(sent.read_text()), time.process_time(), time.monotonic()] - before
+            own, sent_bytes, used_s = gather(comm, [one.own_bytes, sent_bytes, used_s]).sum(axis=0).tolist()
             yield {
                 "kind": "row",
                 "algorithm": name,
                 "bytes": nbytes,
                 "seconds": seconds,
-                "expected_bytes": own * job["repeats"],
-                "sent_bytes": sent,
+                "expected_bytes": own * repeats,
+                "sent_bytes": sent_bytes,
                 "cores": used_s / taken_s,
             }
 
 
-def _native(comm: Comm, job: dict[str, Any]) -> list[tuple[int, float]]:
-    """Return bytes and seconds of MPI's own call, whose steps are not known: it is predicted from these."""
-    found = []
-    for nbytes in sorted({SHORT_BYTES, *job["sizes"]}):
-        one = CollectiveRun(comm, job["operation"], NATIVE, nbytes, nbytes)
-        one.run()
-        found.append((nbytes, statistics.median(one.run() for _ in range(job["repeats"]))))
-    return found
+def calibrate(comm: Comm, rounds: int, trains: bool) -> dict[str, float]:
+    """Return alpha_s, beta_s_per_byte and gamma_s_per_byte, on rank 0. Collective.
 
-
-def main(path: Path) -> None:
-    """Do the job that this file describes."""
-    go_first()
-    comm, folder, job = start().comm, path.parent, json.loads(path.read_text())
-    with contextlib.ExitStack() as stack:
-        lines: TextIO | None = None
-        if comm.rank == 0:
-            lines = stack.enter_context((folder / "lines").open("w"))
-        for found in measure(comm, job):
-            if lines is not None:
-                print(json.dumps(found), file=lines, flush=True)
-    (folder / f"done-{comm.rank}").touch()
-
-
-def _finish(comm: Comm, *requests: Request) -> None:
-    """Return when these are complete; sleep in between."""
-    wait(partial(comm.test_all, requests))
-
-
-def _spin(comm: Comm, *requests: Request) -> None:
-    """Return when these are complete; wait as the train command does, by MPI's own wait."""
-    comm.wait_all(requests)
-
-
-def calibrate(comm: Comm, rounds: int, finish: Finish = _finish, pause_s: float = 0.0) -> dict[str, float]:
-    """Return alpha_s, beta_s_per_byte, both_ways_s_per_byte and gamma_s_per_byte, on rank 0. Collective.
-
-    Measured between the hosts 0 and 1, without any knowledge of the rate that was set:
+    Measured between the hosts 0 and 1, without any knowledge of the rate that was set; the other ranks sleep meanwhile:
 
     alpha   half the round trip of a message of 1 KB. Not the intercept of a line through long messages: that comes out
             anywhere between -1 and +50 ms, because a bucket lets the first bytes through for nothing.
@@ -152,71 +127,77 @@ def calibrate(comm: Comm, rounds: int, finish: Finish = _finish, pause_s: float 
             apart, because a slope over a short way magnifies what other programs add to one of the times.
     gamma   the time to add, per byte added.
 
-    The other ranks sleep meanwhile. `both_ways_s_per_byte` is the same as beta with messages in both directions at
-    once: no part of the prediction, but where it is larger, an algorithm that sends and receives will be slower.
-
     Args:
         comm: all ranks.
         rounds: how often each is measured.
-        finish: returns when requests are complete.
-        pause_s: before each message, as after computing; the shortest messages tell the difference.
+        trains: wait as the train command does, by MPI's own wait, and rest before each message, as after computing.
     """
-    short = _round_trip(comm, SHORT_BYTES, 20 * rounds, finish, pause_s)
-    long = [_round_trip(comm, nbytes, 2 * rounds, finish, pause_s) for nbytes in LONG_BYTES]
-    both = [_exchange(comm, nbytes, rounds, finish) for nbytes in LONG_BYTES]
-    further = LONG_BYTES[1] - LONG_BYTES[0]
-    return {
-        "alpha_s": short / 2,
-        "beta_s_per_byte": (long[1] - long[0]) / 2 / further,
-        "both_ways_s_per_byte": (both[1] - both[0]) / further,
-        "gamma_s_per_byte": _adding(rounds) if comm.rank == 0 else 0.0,
-    }
-
-
-def _round_trip(comm: Comm, nbytes: int, rounds: int, finish: Finish, pause_s: float) -> float:
-    """Return the median time there and back; the first, which may set up a connection, is not counted."""
-    rank, message, taken = comm.rank, np.zeros(nbytes, np.uint8), [0.0]
-    barrier(comm)
-    for _ in range(rounds + 1 if rank < 2 else 0):
-        time.sleep(pause_s)
-        begin = time.monotonic()
-        if rank == 0:
-            finish(comm, comm.isend(message, 1, _TAG))
-        finish(comm, comm.irecv(message, 1 - rank, _TAG))
-        if rank == 1:
-            finish(comm, comm.isend(message, 0, _TAG))
-        taken.append(time.monotonic() - begin)
-    barrier(comm)
-    return statistics.median(taken[2:] or taken)
-
-
-def _exchange(comm: Comm, nbytes: int, rounds: int, finish: Finish) -> float:
-    """Return the median time in which hosts 0 and 1 send to each other at once."""
-    rank, taken = comm.rank, [0.0]
-    out, into = np.zeros(nbytes, np.uint8), np.zeros(nbytes, np.uint8)
-    barrier(comm)
-    for _ in range(rounds + 1 if rank < 2 else 0):
-        begin = time.monotonic()
-        finish(comm, comm.irecv(into, 1 - rank, _TAG), comm.isend(out, 1 - rank, _TAG))
-        taken.append(time.monotonic() - begin)
-    barrier(comm)
-    return statistics.median(taken[2:] or taken)
-
-
-def _adding(rounds: int, nbytes: int = 2**20) -> float:
-    """Return the median time to add, per byte."""
-    target, other, taken = np.ones(nbytes // 4, np.float32), np.ones(nbytes // 4, np.float32), []
+    short = _round_trip(comm, SHORT_BYTES, 20 * rounds, trains)
+    long = [_round_trip(comm, nbytes, 2 * rounds, trains) for nbytes in LONG_BYTES]
+    target, other, taken = np.ones(2**18, np.float32), np.ones(2**18, np.float32), []
     for _ in range(rounds + 1):
         begin = time.monotonic()
         np.add(target, other, out=target)
         taken.append(time.monotonic() - begin)
-    return statistics.median(taken[1:]) / nbytes
+    return {
+        "alpha_s": short / 2,
+        "beta_s_per_byte": (long[1] - long[0]) / 2 / (LONG_BYTES[1] - LONG_BYTES[0]),
+        "gamma_s_per_byte": statistics.median(taken[1:]) / target.nbytes,
+    }
 
 
-def _sent_bytes() -> int:
-    """Return the bytes that this host has sent since it exists."""
-    return int(_SENT.read_text())
+def _round_trip(comm: Comm, nbytes: int, rounds: int, trains: bool) -> float:
+    """Return the median time there and back; the first, which may set up a connection, is not counted."""
+    rank, message, taken = comm.rank, np.zeros(nbytes, np.uint8), [0.0, 0.0]
+
+    def finish(request: Request) -> None:
+        if trains:
+            comm.wait_all([request])
+        else:
+            wait(partial(comm.test_all, [request]))
+
+    gather(comm, [0.0])
+    for _ in range(rounds + 1 if rank < 2 else 0):
+        time.sleep(RESTED_S if trains else 0.0)
+        begin = time.monotonic()
+        if rank == 0:
+            finish(comm.isend(message, 1, _TAG))
+        finish(comm.irecv(message, 1 - rank, _TAG))
+        if rank == 1:
+            finish(comm.isend(message, 0, _TAG))
+        taken.append(time.monotonic() - begin)
+    gather(comm, [0.0])
+    return statistics.median(taken[3:] or taken)
+
+
+def wait(poll: Callable[[], bool]) -> None:
+    """Return when `poll` says true; sleep in between."""
+    while not poll():
+        time.sleep(PAUSE_S)
+
+
+def gather(comm: Comm, values: Sequence[float]) -> NDArray[np.float64]:
+    """Return every rank's numbers: (ranks, numbers)."""
+    everyones = np.empty((comm.size, len(values)))
+    own, counts = np.array(values, np.float64), [len(values)] * comm.size
+    wait(partial(comm.test_all, [comm.iallgatherv(own, everyones.reshape(-1), counts)]))
+    return everyones
+
+
+def main() -> None:
+    """Do the job of the command line."""
+    os.setpriority(os.PRIO_PROCESS, 0, _PRIORITY)
+    session = Path("/proc/self/autogroup")  # where the system shares cores among sessions, this is what counts
+    if session.exists():
+        session.write_text(str(_PRIORITY))
+    comm = start().comm
+    for found in measure(comm, json.loads(sys.argv[1])):
+        if comm.rank == 0:
+            print(f"{FOUND}{json.dumps(found)}", flush=True)
+    gather(comm, [0.0])
+    if comm.rank == 0:
+        print(f'{FOUND}{{"kind": "{END}"}}', flush=True)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()
