@@ -4,6 +4,9 @@ round 0    serial  gpipe  naive  1f1b ...        one step of each contestant, in
 round 1    1f1b  naive  serial ...
 ...        even rounds give the times of the stages, odd ones those of the steps: the simulation never sees
            the steps that it is compared with
+
+The network is an MLP that can be cut into even stages: its first layer is half as wide again as the others, as it
+computes no gradient for its input, so that it has two products where the others have three.
 """
 
 import time
@@ -14,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from benchmarks.harness.turns import StepContestant, ratio, summary, take_turns
-from benchmarks.pipeline.network import EvenMlp
 from nnmpi import optim
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages
@@ -23,6 +25,9 @@ from nnmpi.compose.gradient_norm import gradient_norm
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.stats import StepReport
 from nnmpi.compose.worker import Worker
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.loader import Loader
+from nnmpi.models.mlp import mlp
 from nnmpi.parallel.pipeline.pass_report import PassReport
 from nnmpi.schedule.instruction import Instruction, Kind
 from nnmpi.schedule.lower import lower
@@ -32,6 +37,7 @@ from nnmpi.schedule.simulate import InstructionCosts, simulate_schedule
 SERIAL, SCHEDULES = "serial", ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
 VIRTUAL = 2  # stages per rank of "interleaved"
 MESSAGES = 30
+CLASSES = 10
 
 
 class ScheduledWorker(StepContestant):
@@ -39,7 +45,8 @@ class ScheduledWorker(StepContestant):
 
     Args:
         name: of the schedule, or SERIAL.
-        network: what is trained.
+        settings: "width" and "layers" of the network, "rows" of a microbatch.
+        microbatches: of a step.
         group: the ranks of a pipeline.
         alone: this rank alone.
 
@@ -48,16 +55,25 @@ class ScheduledWorker(StepContestant):
         updates_s: what came after the pass, in kept rounds.
     """
 
-    def __init__(self, name: str, network: EvenMlp, group: Group, alone: Group) -> None:
-        self.network, self.virtual = network, VIRTUAL if name == "interleaved" else 1
-        ranks = alone if name == SERIAL else group
+    def __init__(self, name: str, settings: Mapping[str, Any], microbatches: int, group: Group, alone: Group) -> None:
+        self.microbatches, self.virtual = microbatches, VIRTUAL if name == "interleaved" else 1
+        ranks, width, layers = alone if name == SERIAL else group, settings["width"], settings["layers"]
+        stages, features = ranks.size * self.virtual, width * 3 // 2
+        cut = [2 * layers // stages] * stages  # each ends after an activation
+        cut[0] += 1  # flatten
+        cut[-1] += 1  # the last linear layer, which is small
         schedule = "1f1b" if name == SERIAL else name
-        layout = Layout(1, ranks.size, 1, schedule, self.virtual, split=network.cut(ranks.size * self.virtual))
-        self.where = arrange(network.build(), ranks, layout)
+        layout = Layout(1, ranks.size, 1, schedule, self.virtual, split=tuple(cut))
+        self.where = arrange(mlp((features,), CLASSES, (width,) * layers), ranks, layout)
         self.where.model.initialize(seed=1)
         self.optimizer = optim.build("sgd", self.where.model.storage, lr=1e-3)
+        generator, rows = np.random.default_rng(0), settings["rows"] * microbatches
+        x = generator.standard_normal((rows, features), np.float32)
+        noise = Dataset("noise", x, generator.integers(0, CLASSES, rows), CLASSES)
+        with Loader(noise, rows, microbatches=microbatches, shuffle=False, workers=0).epoch(0) as batches:
+            batch = next(batches)
         worker = Worker(self.where.model, self.optimizer, ranks, arrangement=self.where)
-        super().__init__(name, worker, network.batch(), runs=name != SERIAL or group.is_root)
+        super().__init__(name, worker, batch, runs=name != SERIAL or group.is_root)
         self.passes: list[PassReport] = []
         self.updates_s: list[float] = []
 
@@ -81,15 +97,14 @@ def measure(group: Group, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 
     Args:
         group: the ranks.
-        settings: "network", the network without its microbatches; "microbatches"; "rounds".
+        settings: "width", "layers", "rows", "microbatches" (several), "rounds".
     """
     alone = group.split(group.rank)
     rows: list[dict[str, Any]] = []
     for microbatches in settings["microbatches"]:
-        network = EvenMlp(**settings["network"], microbatches=microbatches)
-        contestants = [ScheduledWorker(name, network, group, alone) for name in (SERIAL, *SCHEDULES)]
+        contestants = [ScheduledWorker(name, settings, microbatches, group, alone) for name in (SERIAL, *SCHEDULES)]
         take_turns(contestants, group, 2 * settings["rounds"], ScheduledWorker.update)
-        message_s = _message_s(group, network)
+        message_s = _message_s(group, (settings["rows"], settings["width"]))
         serial_s = contestants[0].seconds(group)[1::2]
         for contestant in contestants:
             step_s = contestant.seconds(group)[1::2]
@@ -107,15 +122,12 @@ def measure(group: Group, settings: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _simulated(contestant: ScheduledWorker, group: Group, message_s: float, step_s: float) -> dict[str, Any]:
     """Return the fields of a row that the simulation gives, the same on all ranks; `step_s` is what was measured."""
     costs = _costs(contestant, group, message_s)
-    schedule = lower(make(contestant.name, group.size, contestant.network.microbatches, contestant.virtual))
+    schedule = lower(make(contestant.name, group.size, contestant.microbatches, contestant.virtual))
     simulation = simulate_schedule(schedule, costs)
-    passes = group.gather([report.total_s for report in contestant.passes[1::2]])
     return {
-        "pass_s": median(np.array(passes).max(axis=0)),
         "simulated_s": simulation.makespan_s,
         "bubble": simulation.bubble,
         "measured_over_simulated": step_s / simulation.makespan_s,
-        "stage_ms": {str(kind): [1e3 * each for each in times] for kind, times in costs.seconds.items()},
     }
 
 
@@ -130,9 +142,9 @@ def _costs(contestant: ScheduledWorker, group: Group, message_s: float) -> Instr
     return InstructionCosts.measured(stages, samples)
 
 
-def _message_s(group: Group, network: EvenMlp) -> float:
+def _message_s(group: Group, shape: tuple[int, int]) -> float:
     """Return how long an activation takes between two ranks that do nothing else. Collective."""
-    array, answer = (np.zeros((network.rows, network.width), np.float32) for _ in range(2))
+    array, answer = (np.zeros(shape, np.float32) for _ in range(2))
     messages, times = Messages(group), []
     for _ in range(MESSAGES):
         arrival = messages.receive(answer, 1 - group.rank, 1)

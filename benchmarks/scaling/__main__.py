@@ -1,11 +1,52 @@
-"""Starts the command: `python benchmarks/scaling --help`, and the README beside this file."""
+"""Simulated time of all all-reduces against the number of ranks, on two machines: `python benchmarks/scaling`.
+
+--max-ranks 512 and --sizes 1k,1m take less than the 75 s of all. See README.md.
+"""
 
 import sys
 from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
 
-from benchmarks.scaling.command import main  # noqa: E402
+from benchmarks.harness import command  # noqa: E402
+from nnmpi.comm.algorithms.registry import ALGORITHMS, find_algorithm  # noqa: E402
+from nnmpi.comm.machine import Curve, Link, Machine, blocks  # noqa: E402
+from nnmpi.comm.simulate import price  # noqa: E402
+from nnmpi.units import format_bytes, format_seconds  # noqa: E402
+
+ODD_RANKS = (3, 6, 12, 24, 48, 100, 384, 1000)  # not all jobs have a power of two
+INSIDE = Link.line(0.5e-6, 1 / 10e9)  # through memory: 0.5 us, 10 GB/s for each pair of ranks
+ACROSS = Link.line(2e-6, 1 / 12.5e9)  # 100 Gbit/s for all of a node's ranks together
+ADDING = Curve.line(0.0, 1 / 50e9)  # 50 GB/s in cache
+MACHINES = {
+    "flat: alpha 2 us, 12.5 GB/s, adding 50 GB/s, a link for every rank": lambda _: Machine(ACROSS, None, None, ADDING),
+    "cluster: nodes of 8 ranks, inside 0.5 us and 10 GB/s, between nodes 2 us and 12.5 GB/s for all ranks of a node "
+    "together, adding 50 GB/s": lambda ranks: Machine(INSIDE, ACROSS, blocks(ranks, 8), ADDING),
+}
+EQUAL = 1 + 1e-9  # as good as the fastest, but for rounding
+
+
+def run() -> None:
+    """Simulate and print."""
+    parser = command.CommandParser("python benchmarks/scaling", "Simulated all-reduces by ranks.")
+    parser.add_argument("--max-ranks", type=command.positive, default=4096, metavar="N", help="the most ranks (4096)")
+    sizes, text = command.each(command.nbytes), "of messages (1k,64k,1m,64m)"
+    parser.add_argument("--sizes", type=sizes, default="1k,64k,1m,64m", metavar="BYTES,...", help=text)
+    options = parser.parse(sys.argv[1:])
+    counts = sorted({*(1 << bit for bit in range(1, 13)), *ODD_RANKS})
+    for description, build in MACHINES.items():
+        print(description)
+        for nbytes in options.sizes:
+            print(f"\n{format_bytes(nbytes)}    (* the fastest)")
+            print("  ".join([f"{'ranks':>6}", *(f"{name:>16}" for name in ALGORITHMS)]))
+            for ranks in counts:
+                if ranks <= options.max_ranks:
+                    machine = build(ranks)
+                    row = [price(find_algorithm(name, machine.nodes), ranks, nbytes, machine) for name in ALGORITHMS]
+                    cells = [f"{format_seconds(each)} {' *'[each <= min(row) * EQUAL]}" for each in row]
+                    print("  ".join([f"{ranks:6}", *(f"{cell:>16}" for cell in cells)]).rstrip(), flush=True)
+        print()
+
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(command.run("python benchmarks/scaling", run))
