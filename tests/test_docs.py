@@ -43,7 +43,7 @@ READERS_FILES = {"first.py", "digits.py", "port.py", "relay.py", "net.py"}
 OPTION = re.compile(r"(?<![-\w])--[a-z][-a-z]*")
 # Options of mpirun and of benchmarks/training, in sentences; and a page with tables of them.
 OTHERS_OPTIONS = {"--help", "--oversubscribe", "--allow-run-as-root", "--mca"}
-OTHERS_OPTIONS |= {"--cases", "--growth", "--resident", "--sharded", "--shallowspeed", "--start"}
+OTHERS_OPTIONS |= {"--cases", "--sharded"}
 OTHERS_PAGES = {"docs/results.md", "docs/cluster.md"}
 
 

@@ -7,9 +7,17 @@ from pathlib import Path
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
 
-from benchmarks.training.environment import clean  # noqa: E402
+from benchmarks.training.contestants import TUNED_MALLOC  # noqa: E402
 
-removed = clean(os.environ)  # must come before NumPy is loaded, so before everything else
+# Some machines set these for all programs. OpenBLAS then computes for a processor that is not there.
+PINS = ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")
+THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+
+# Must come before NumPy is loaded, so before everything else: the BLAS finds out the processor itself.
+removed = {name: os.environ.pop(name) for name in PINS if name in os.environ}
+for name in TUNED_MALLOC:
+    os.environ.pop(name, None)
+os.environ.update(dict.fromkeys(THREADS, "1"))
 
 from benchmarks.training.command import main  # noqa: E402
 

@@ -89,11 +89,6 @@ class Case:
             return x, draw.standard_normal(x.shape).astype(np.float32)
         return x, draw.integers(0, self.classes, self.batch)
 
-    def share(self, rank: int, size: int) -> slice:
-        """Return the rows of a rank; all ranks have as many."""
-        rows = self.batch // size
-        return slice(rank * rows, (rank + 1) * rows)
-
 
 CASES: Mapping[str, Case] = MappingProxyType(
     {

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from benchmarks.harness.turns import WrongResultError
 from benchmarks.training.cases import Case
-from benchmarks.training.contestants import NNMPI, Contestant, nnmpi_field, reference
+from benchmarks.training.contestants import EAGER, NNMPI, Contestant, reference
 from benchmarks.training.layouts import from_torch, split, to_torch
 from benchmarks.training.team import Team, Teams
 from benchmarks.training.trainer_nnmpi import build
@@ -67,13 +67,11 @@ class GradientErrors:
     Attributes:
         loss: relative error of the first loss.
         gradient: largest error of a gradient's element, as a share of the largest of all elements.
-        parameter: the same, with each parameter's own largest element; the worst parameter's.
         weights: largest difference from nnmpi's on one rank after some steps, as a share of the largest weight.
     """
 
     loss: float
     gradient: float
-    parameter: float
     weights: float
 
 
@@ -86,7 +84,7 @@ class Judge:
 
     def __init__(self, files: CaseFiles, torch: bool) -> None:
         self.files = files
-        exact, plain = reference(files.case, torch), nnmpi_field(files.case, 1, False, False)[0]
+        exact, plain = reference(files.case, torch), Contestant(NNMPI, files.case.name, way=EAGER)
         with Teams([exact, plain], files.folder) as teams:
             (loss,), (self._gradients,) = self._probe(teams[exact.name])
             self._loss: float = loss
@@ -104,12 +102,10 @@ class Judge:
         found = GradientErrors(
             loss=abs(loss - self._loss) / abs(self._loss),
             gradient=max(error(each, self._gradients) for each in gradients),
-            parameter=max(error([a], [b]) for each in gradients for a, b in zip(each, self._gradients, strict=True)),
             weights=max(error(each, self._weights) for each in trained),
         )
         if team.contestant.side == NNMPI:
-            for name in ("loss", "gradient", "weights"):
-                value = getattr(found, name)
+            for name, value in vars(found).items():
                 if isnan(value) or value > TOLERANCE:
                     raise WrongResultError(
                         f"{team.contestant.name} on {team.contestant.ranks} ranks, case {self.files.case.name}: its "

@@ -7,8 +7,8 @@ sleeps. Under mpirun, RANK is "-" and MPI says which one it is.
 import json
 import sys
 import time
-from collections.abc import Callable, Mapping
-from functools import partial
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
 from socket import AF_UNIX, socket
@@ -16,116 +16,115 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
 
-from benchmarks.harness.memory import peak_bytes, reset_peak, resident_bytes  # noqa: E402
-from benchmarks.training.contestants import NNMPI, TORCH, Contestant  # noqa: E402
-from benchmarks.training.trainer import Trainer  # noqa: E402
+import numpy as np  # noqa: E402
+from numpy.typing import NDArray  # noqa: E402
 
-TRAINERS = {
-    NNMPI: ("trainer_nnmpi", "NnmpiTrainer"),
-    TORCH: ("trainer_torch", "TorchTrainer"),
-}
+from benchmarks.harness.memory import peak_bytes, reset_peak  # noqa: E402
+from benchmarks.training.cases import CASES, Case  # noqa: E402
+from benchmarks.training.contestants import NNMPI, TORCH, Contestant  # noqa: E402
+
+TRAINERS = {NNMPI: "NnmpiTrainer", TORCH: "TorchTrainer"}
 REPEATS = 3  # of nnmpi's step that is looked at: it is recorded in the first ones and replayed in the last
 SOCKET = "socket"
 
 
-def probe(trainer: Trainer, folder: Path, lr: float) -> dict[str, Any]:
-    """Do one step from the first weights, nnmpi's several times over; write the weights that the last one leaves.
+class Trainer(ABC):
+    """One rank of a contestant: a step, and its parameters as arrays. Making one is collective over its ranks.
 
-    Args:
-        trainer: of this process.
-        folder: where the first weights are, and the last go.
-        lr: the learning rate.
+    Its public methods are what the benchmark asks for.
+
+    Attributes:
+        case, contestant: what it runs.
+        rank: its own.
+        lr: the learning rate of the next step.
     """
-    loss = 0.0
-    for _ in range(REPEATS if trainer.contestant.side == NNMPI else 1):
-        _begin(trainer, folder, lr)
-        loss = trainer.step()
-    return {"loss": loss, "file": _end(trainer, folder)}
 
+    def __init__(self, contestant: Contestant, rank: int, folder: Path) -> None:
+        self.contestant, self.rank, self.lr, self.folder = contestant, rank, 0.0, folder
+        self.case: Case = CASES[contestant.case]
 
-def train(trainer: Trainer, folder: Path, lr: float, steps: int) -> dict[str, Any]:
-    """Do some steps from the first weights; write the weights that they leave.
+    @abstractmethod
+    def one_step(self) -> float:
+        """Do forward, backward, exchange and update. Return the loss; its mean over the ranks is the global one."""
 
-    Args:
-        trainer: of this process.
-        folder: where the first weights are, and the last go.
-        lr: the learning rate.
-        steps: how many.
-    """
-    _begin(trainer, folder, lr)
-    for _ in range(steps):
-        trainer.step()
-    return {"file": _end(trainer, folder)}
+    @abstractmethod
+    def barrier(self) -> None:
+        """Return when all ranks have come here."""
 
+    @abstractmethod
+    def arrays(self) -> list[NDArray[np.floating]]:
+        """Return views of the parameters in order of definition, in the side's own layout."""
 
-def block(trainer: Trainer, lr: float, steps: int) -> dict[str, float]:
-    """Return the seconds that so many steps took: the thread's, the process's, and the clock's.
+    @abstractmethod
+    def facts(self) -> dict[str, str]:
+        """Return what computes here, by name."""
 
-    Args:
-        trainer: of this process.
-        lr: the learning rate.
-        steps: how many.
-    """
-    trainer.lr, loss = lr, 0.0
-    trainer.barrier()
-    wall, process, cpu = time.perf_counter(), time.process_time(), time.thread_time()
-    for _ in range(steps):
-        loss = trainer.step()
-    cpu, process, wall = time.thread_time() - cpu, time.process_time() - process, time.perf_counter() - wall
-    return {"cpu_s": cpu, "process_s": process, "wall_s": wall, "loss": loss}
+    @abstractmethod
+    def close(self) -> None:
+        """Take apart what was made collectively."""
 
+    def load(self) -> list[NDArray[Any]]:
+        """Return this rank's part of the global batch, in the contestant's dtype where it is floating point."""
+        rows, dtype = self.case.batch // self.contestant.ranks, self.contestant.dtype
+        part = slice(self.rank * rows, (self.rank + 1) * rows)
+        both = (np.load(self.folder / f"{name}.npy", mmap_mode="r")[part] for name in ("x", "y"))
+        return [np.array(each, dtype if each.dtype.kind == "f" else each.dtype) for each in both]
 
-def memory() -> dict[str, int]:
-    """Return resident bytes now and at their peak."""
-    return {"peak_bytes": peak_bytes(), "resident_bytes": resident_bytes()}
+    def probe(self, lr: float) -> dict[str, Any]:
+        """Do one step from the first weights, nnmpi's several times over; write the weights that it leaves."""
+        for _ in range(REPEATS if self.contestant.side == NNMPI else 1):
+            found = self.train(lr, 1)
+        return found
 
+    def train(self, lr: float, steps: int) -> dict[str, Any]:
+        """Do some steps from the first weights; write the weights that they leave, one array after another."""
+        self.barrier()
+        with open(self.folder / f"{self.contestant.side}.weights", "rb") as values:
+            for array in self.arrays():
+                array[...] = np.fromfile(values, np.float32, array.size).reshape(array.shape)
+        self.lr, loss = lr, 0.0
+        self.barrier()  # with the fused update the weights are the neighbours' as well
+        for _ in range(steps):
+            loss = self.one_step()
+        self.barrier()
+        file = self.folder / f"{self.contestant.name}-{self.contestant.ranks}-{self.rank}.left"
+        with open(file, "wb") as left:
+            for array in self.arrays():
+                array.tofile(left)
+        return {"loss": loss, "file": str(file)}
 
-def fresh() -> dict[str, int]:
-    """Let the peak be counted from here on."""
-    reset_peak()
-    return memory()
+    def block(self, lr: float, steps: int) -> dict[str, float]:
+        """Return the seconds that so many steps took: the thread's, and the clock's."""
+        self.lr, loss = lr, 0.0
+        self.barrier()
+        wall, cpu = time.perf_counter(), time.thread_time()
+        for _ in range(steps):
+            loss = self.one_step()
+        return {"cpu_s": time.thread_time() - cpu, "wall_s": time.perf_counter() - wall, "loss": loss}
 
-
-def _begin(trainer: Trainer, folder: Path, lr: float) -> None:
-    trainer.barrier()
-    trainer.restore(folder / f"{'nnmpi' if trainer.contestant.side == NNMPI else 'torch'}.weights")
-    trainer.lr = lr
-    trainer.barrier()  # with the fused update the weights are the neighbours' as well
-
-
-def _end(trainer: Trainer, folder: Path) -> str:
-    trainer.barrier()
-    file = folder / f"{trainer.contestant.name}-{trainer.contestant.ranks}-{trainer.rank}.left"
-    trainer.save(file)
-    return str(file)
+    def memory(self) -> int:
+        """Return the resident bytes at their peak since this was asked last."""
+        peak = peak_bytes()
+        reset_peak()
+        return peak
 
 
 def main(words: list[str]) -> None:
     """Do what is asked for, until the connection ends."""
     folder, contestant = Path(words[0]), Contestant(**json.loads(words[1]))
-    module, name = TRAINERS[contestant.side]
-    make = getattr(import_module(f"benchmarks.training.{module}"), name)
-    imported_bytes = resident_bytes()
-    trainer: Trainer = make(contestant, int(words[2]) if words[2].isdecimal() else 0, folder)
-    actions: Mapping[str, Callable[..., Any]] = {
-        "probe": partial(probe, trainer, folder),
-        "train": partial(train, trainer, folder),
-        "block": partial(block, trainer),
-        "memory": memory,
-        "fresh": fresh,
-    }
+    make = getattr(import_module(f"benchmarks.training.trainer_{contestant.side}"), TRAINERS[contestant.side])
+    trainer = make(contestant, int(words[2]) if words[2].isdecimal() else 0, folder)
     with socket(AF_UNIX) as connection:
         connection.connect(str(folder / SOCKET))
         with connection.makefile("rw") as talk:
-            hello = {"name": contestant.name, "rank": trainer.rank, "imported_bytes": imported_bytes}
-            _say(talk, {**hello, "facts": trainer.facts()})
+            _say(talk, {"name": contestant.name, "rank": trainer.rank, "facts": trainer.facts()})
             for line in talk:
                 order = json.loads(line)
-                _say(talk, actions[order.pop("do")](**order))
+                _say(talk, getattr(trainer, order.pop("do"))(**order))
     trainer.close()
 
 
-def _say(talk: Any, content: Mapping[str, Any]) -> None:
+def _say(talk: Any, content: Mapping[str, Any] | int) -> None:
     talk.write(json.dumps(content) + "\n")
     talk.flush()
 

@@ -23,8 +23,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from benchmarks.harness.launch import environment
-from benchmarks.training.contestants import TORCH, Contestant
-from benchmarks.training.environment import TUNED_MALLOC
+from benchmarks.training.contestants import TORCH, TUNED_MALLOC, Contestant
 from benchmarks.training.member import SOCKET
 from nnmpi.errors import LaunchError
 from nnmpi.run.launching import find_mpirun
@@ -37,29 +36,8 @@ SHARED_MEMORY = Path("/dev/shm")
 VARIABLES = ("OMPI_MCA_btl_sm_backing_directory", "OMPI_MCA_osc_sm_backing_directory")
 
 
-class SharedMemoryFolder:
-    """A new folder in the shared memory of this machine for one MPI job; none where there is no such place.
-
-    Open MPI names its files in /dev/shm by 16 bits of a hash of the job. Of two jobs that get the same one, the later
-    one cuts off the file of the other, which then dies of a segmentation fault; and here two dozen jobs are alive at
-    once.
-
-    Attributes:
-        environ: the variables that tell Open MPI to use it. Other MPIs ignore them.
-    """
-
-    def __init__(self) -> None:
-        self._folder = tempfile.mkdtemp(prefix="nnmpi-", dir=SHARED_MEMORY) if SHARED_MEMORY.is_dir() else None
-        self.environ = {} if self._folder is None else dict.fromkeys(VARIABLES, self._folder)
-
-    def remove(self) -> None:
-        """Remove the folder with what a job that was killed has left in it."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-
 class Team:
-    """One contestant: a process per rank, of llm.c a thread per rank.
+    """One contestant: a process per rank.
 
     Args:
         folder: where data, first weights and the socket are.
@@ -75,8 +53,12 @@ class Team:
             every = [[*words, str(rank)] for rank in range(contestant.ranks)]
         else:
             every = [[find_mpirun(), "-n", str(contestant.ranks), *words, "-"]]
-        self._shared_memory = SharedMemoryFolder()
-        environ = {**environment(), **self._shared_memory.environ, **dict(TUNED_MALLOC if contestant.tuned else ())}
+        # Open MPI names its files in /dev/shm by 16 bits of a hash of the job. Of two jobs that get the same one, the
+        # later one cuts off the file of the other, which then dies of a segmentation fault; and here two dozen jobs are
+        # alive at once. So each has a folder of its own; other MPIs ignore the variables.
+        self._shared = tempfile.mkdtemp(prefix="nnmpi-", dir=SHARED_MEMORY) if SHARED_MEMORY.is_dir() else ""
+        own = dict.fromkeys(VARIABLES, self._shared) if self._shared else {}
+        environ = {**environment(), **own, **(TUNED_MALLOC if contestant.tuned else {})}
         with open(self._output, "wb") as sink:
             self._processes = [
                 subprocess.Popen(
@@ -99,7 +81,7 @@ class Team:
         """Take in a process that has said hello."""
         self._connections[hello["rank"]], self.hello[hello["rank"]] = connection, dict(hello)
 
-    def ask(self, what: str, **how: Any) -> list[dict[str, Any]]:
+    def ask(self, what: str, **how: Any) -> list[Any]:
         """Have all processes do something; return their answers in order of rank.
 
         Raises:
@@ -130,7 +112,8 @@ class Team:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGTERM)  # mpirun ends its ranks
                 process.wait()
-        self._shared_memory.remove()
+        if self._shared:
+            shutil.rmtree(self._shared, ignore_errors=True)
 
     def _ended(self, when: str) -> str:
         """Return what happened, in words, once the processes have written their last words."""

@@ -11,14 +11,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn import functional as F
 
-from benchmarks.training.cases import BLOCK, CNN, CROSS_ENTROPY, GPT, LSTM, SQUARED, Case
-from benchmarks.training.contestants import CHANNELS_LAST, EXPLICIT, Contestant
-from benchmarks.training.trainer import Trainer
+from benchmarks.training.cases import BLOCK, CNN, CROSS_ENTROPY, GPT, LSTM, Case
+from benchmarks.training.contestants import CHANNELS_LAST, Contestant
+from benchmarks.training.member import Trainer
 
 
 class TorchTrainer(Trainer):
@@ -32,16 +29,11 @@ class TorchTrainer(Trainer):
 
     def __init__(self, contestant: Contestant, rank: int, folder: Path) -> None:
         torch.set_num_threads(1)
-        super().__init__(contestant, rank)
-        dtype = getattr(torch, contestant.dtype)
-        x, y = self.load(folder)
-        self._x, self._y = torch.from_numpy(x), torch.from_numpy(y)
-        if self.case.loss not in (CROSS_ENTROPY, SQUARED):
-            self._y = F.one_hot(self._y, self.case.classes).to(dtype)
-        self._model: nn.Module = build(self.case, contestant.attention).to(dtype)
+        super().__init__(contestant, rank, folder)
+        self._x, self._y = map(torch.from_numpy, self.load())
+        self._model: nn.Module = build(self.case).to(getattr(torch, contestant.dtype))
         if self.case.model == CNN:
-            last = contestant.layout == CHANNELS_LAST
-            order = torch.channels_last if last else torch.contiguous_format
+            order = torch.channels_last if contestant.way == CHANNELS_LAST else torch.contiguous_format
             self._x = self._x.permute(0, 3, 1, 2).contiguous(memory_format=order)
             self._model = self._model.to(memory_format=order)
         self._run: nn.Module = self._model
@@ -49,20 +41,19 @@ class TorchTrainer(Trainer):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
             place = f"file://{folder / contestant.name.replace(' ', '-')}.rendezvous"
             torch.distributed.init_process_group("gloo", init_method=place, rank=rank, world_size=contestant.ranks)
-            if contestant.sharded:
-                shard(self._model, contestant.ranks)
-            else:
-                buckets = contestant.bucket_view
-                self._run = nn.parallel.DistributedDataParallel(self._model, gradient_as_bucket_view=buckets)
-        options = {"fused": True} if contestant.fused_sgd else {}
+            self._run = nn.parallel.DistributedDataParallel(self._model, gradient_as_bucket_view=True)
         self._parameters = [each for each in self._model.parameters() if each.requires_grad]
-        self._optimizer = torch.optim.SGD(self._parameters, lr=0.01, **options)
+        self._optimizer = torch.optim.SGD(self._parameters, lr=0.01, fused=contestant.ranks == 1)
 
-    def step(self) -> float:
-        """See `Trainer.step`."""
+    def one_step(self) -> float:
+        """See `Trainer.one_step`."""
         self._optimizer.param_groups[0]["lr"] = self.lr
         self._optimizer.zero_grad()
-        loss = self._loss(self._run(self._x))
+        output = self._run(self._x)
+        if self.case.loss == CROSS_ENTROPY:
+            loss = F.cross_entropy(output.flatten(0, -2), self._y.flatten())
+        else:
+            loss = F.mse_loss(output, self._y)
         loss.backward()
         self._optimizer.step()
         return loss.item()
@@ -74,19 +65,7 @@ class TorchTrainer(Trainer):
 
     def arrays(self) -> list[NDArray[np.floating]]:
         """See `Trainer.arrays`."""
-        whole = (p.full_tensor() if isinstance(p, DTensor) else p for p in self._parameters)
-        return [parameter.detach().numpy() for parameter in whole]
-
-    def restore(self, file: Path) -> None:
-        """See `Trainer.restore`."""
-        if not self.contestant.sharded:
-            super().restore(file)
-            return
-        with open(file, "rb") as values, torch.no_grad():
-            for p in self._parameters:
-                assert isinstance(p, DTensor)
-                whole = torch.from_numpy(np.fromfile(values, np.float32, p.numel()).reshape(p.shape))
-                p.to_local().copy_(distribute_tensor(whole, p.device_mesh, p.placements).to_local())
+        return [parameter.detach().numpy() for parameter in self._parameters]
 
     def facts(self) -> dict[str, str]:
         """See `Trainer.facts`."""
@@ -97,22 +76,6 @@ class TorchTrainer(Trainer):
         if self.contestant.ranks > 1:
             torch.distributed.destroy_process_group()
 
-    def _loss(self, output: torch.Tensor) -> torch.Tensor:
-        if self.case.loss == CROSS_ENTROPY:
-            return F.cross_entropy(output.flatten(0, -2), self._y.flatten())
-        if self.case.loss == SQUARED:
-            return F.mse_loss(output, self._y)
-        return F.mse_loss(F.softmax(output, -1), self._y, reduction="sum") / len(self._y)
-
-
-def shard(model: nn.Module, ranks: int) -> None:
-    """Share a model out by FSDP2, block by block, or layer by layer where it has no blocks."""
-    mesh = init_device_mesh("cpu", (ranks,))
-    blocks = [module for module in model.modules() if isinstance(module, Block)]
-    for module in blocks or [each for each in model.children() if list(each.parameters())]:
-        fully_shard(module, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-
 
 class Block(nn.Module):
     """The pre-LN transformer block: x + attention(norm(x)), then x + mlp(norm(x)).
@@ -121,15 +84,14 @@ class Block(nn.Module):
         features: of a position.
         heads: of the attention; they divide the features.
         hidden: features between the two linear layers.
-        attention: SDPA or EXPLICIT.
     """
 
-    def __init__(self, features: int, heads: int, hidden: int, attention: str) -> None:
+    def __init__(self, features: int, heads: int, hidden: int) -> None:
         super().__init__()
         self.norm1, self.qkv = nn.LayerNorm(features), nn.Linear(features, 3 * features)
         self.proj, self.norm2 = nn.Linear(features, features), nn.LayerNorm(features)
         self.fc1, self.fc2 = nn.Linear(features, hidden), nn.Linear(hidden, features)
-        self.heads, self.explicit = heads, attention == EXPLICIT
+        self.heads = heads
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Return the block's result: (batch, time, features)."""
@@ -140,12 +102,7 @@ class Block(nn.Module):
         """Return causal attention over the time axis."""
         batch, time, features = x.shape
         q, k, v = (part.view(batch, time, self.heads, -1).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        if self.explicit:
-            scores = (q @ k.transpose(-2, -1)) * (1 / q.shape[-1] ** 0.5)  # (batch, heads, time, time)
-            future = torch.ones(time, time, dtype=torch.bool, device=x.device).triu(1)
-            y = F.softmax(scores.masked_fill(future, float("-inf")), -1) @ v
-        else:
-            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.proj(y.transpose(1, 2).reshape(batch, time, features))
 
 
@@ -157,13 +114,12 @@ class Transformer(nn.Module):
         layers: how many blocks.
         context: how many positions.
         vocabulary: how many tokens; the output is their table.
-        attention: SDPA or EXPLICIT.
     """
 
-    def __init__(self, features: int, heads: int, layers: int, context: int, vocabulary: int, attention: str) -> None:
+    def __init__(self, features: int, heads: int, layers: int, context: int, vocabulary: int) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(vocabulary, features), nn.Embedding(context, features)
-        self.blocks = nn.Sequential(*(Block(features, heads, 4 * features, attention) for _ in range(layers)))
+        self.blocks = nn.Sequential(*(Block(features, heads, 4 * features) for _ in range(layers)))
         self.norm = nn.LayerNorm(features)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -196,12 +152,12 @@ class Recurrent(nn.Module):
         return self.output(self.layers(self.embedding(tokens))[0])
 
 
-def build(case: Case, attention: str) -> nn.Module:
+def build(case: Case) -> nn.Module:
     """Return the case's model."""
     if case.model == BLOCK:
-        return Block(*case.sizes[1:], attention)
+        return Block(*case.sizes[1:])
     if case.model == GPT:
-        return Transformer(*case.sizes[1:], attention)
+        return Transformer(*case.sizes[1:])
     if case.model == LSTM:
         return Recurrent(*case.sizes[1:])
     if case.model == CNN:
