@@ -19,8 +19,7 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
-from nnmpi.data.csvfile import read_features
-from nnmpi.data.npz import read_samples
+from nnmpi.data.tables import read_csv, read_samples
 from nnmpi.errors import DataError, UsageError
 from nnmpi.train.cli import ask
 from nnmpi.train.config import SEQUENCE_MODELS, Config
@@ -52,7 +51,7 @@ def read_file(file: Path, signature: ModelSignature, dtype: str, invert: bool = 
         if file.name.endswith((".csv", ".csv.gz")):
             if len(signature.sample_shape) != 1:
                 raise DataError(f"rows of a table do not fit a model that takes {signature.sample_shape}")
-            return signature.prepare(read_features(file, signature.sample_shape[0], signature.target), dtype)
+            return signature.prepare(read_csv(file, signature.target, signature.sample_shape[0]).features, dtype)
     except DataError as error:
         raise error if str(file) in str(error) else DataError(f"{file}: {error}") from None
     return read_image(file, signature, dtype, invert)

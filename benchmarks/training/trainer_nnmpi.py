@@ -17,7 +17,8 @@ from benchmarks.training.member import Trainer
 from nnmpi import Tensor, models, nn, ops, optim
 from nnmpi.backend import keep_freed_memory
 from nnmpi.backend.mkl import installed_mkl
-from nnmpi.data.loader import Batch, Cut
+from nnmpi.data.loader import Batch
+from nnmpi.data.sampler import Cut
 
 
 class NnmpiTrainer(Trainer):

@@ -13,7 +13,6 @@ from nnmpi.compose.segment import meet
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
-from nnmpi.data.upload import batches as uploaded
 from nnmpi.errors import UsageError
 from nnmpi.optim.clip import scale
 from nnmpi.parallel.averaging import Gossip, LocalSGD
@@ -55,7 +54,7 @@ class AveragingRunner:
         averaging.begin()
         done, signal, told_s, waited_s = 0, 0, begin, 0.0
         self._broken, self.steps_done = "", 0
-        with uploaded(loader, segment.epoch, self._gradient.backend, segment.batches.start) as items:
+        with loader.epoch(segment.epoch, segment.batches.start, self._gradient.backend) as items:
             for number in segment.batches:
                 step, entered = segment.number(number), clock.now()
                 batch = next(items)

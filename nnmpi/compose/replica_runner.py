@@ -40,7 +40,8 @@ from nnmpi.compose.runner import (
 )
 from nnmpi.compose.stats import EvalReport, Totals
 from nnmpi.compose.trainer import Trainer
-from nnmpi.data.loader import Batch, Cut
+from nnmpi.data.loader import Batch
+from nnmpi.data.sampler import Cut
 from nnmpi.errors import UsageError
 from nnmpi.memory.chain import ShardedWeights
 from nnmpi.memory.plan import Plan

@@ -79,7 +79,8 @@ class ParameterServerRunner:
 
     def _work(self, segment: TrainingSegment) -> tuple[Totals, str]:
         """Work until the segment is over; return the sums of this rank's gradients, and what was wrong with one."""
-        parts, rank, sums, broken = segment.loader.parts(segment.epoch), self.group.rank, Totals(), ""
+        loader, rank, sums, broken = segment.loader, self.group.rank, Totals(), ""
+        order = loader.order(segment.epoch)
         self.steps_done = 0
         while True:
             begin = clock.now()
@@ -88,7 +89,8 @@ class ParameterServerRunner:
             pulled = clock.now()
             if task is None:
                 return sums.plus(Totals(sync_s=pulled - begin)), broken
-            batch = parts.assigned(task.batch, task.part, self.group.size, rank, self._taken)
+            part = task.part if loader.partition == "none" else rank  # or as many samples of its own
+            batch = loader.part(order, segment.epoch, task.batch, part, self.group.size, self._taken)
             self._taken += len(batch.y)
             self.group.comm.world.step = number = segment.number(task.batch)
             started, self._served_s = clock.now(), 0.0

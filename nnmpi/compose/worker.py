@@ -50,7 +50,6 @@ from nnmpi.compose.runner import Outcome, Runner, SumLoss, check_loss, check_opt
 from nnmpi.compose.stats import EvalReport, StepReport, Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
-from nnmpi.data.upload import batches as uploaded
 from nnmpi.errors import NnmpiError, UsageError, counted
 from nnmpi.memory.ledger import (
     ACTIVATIONS,
@@ -414,7 +413,7 @@ class Worker(Trainer):
 
     def _run(self, segment: TrainingSegment) -> SegmentReport:
         totals, signal, ended = Totals(), 0, clock.now()
-        with uploaded(segment.loader, segment.epoch, self.backend, segment.batches.start) as batches:
+        with segment.loader.epoch(segment.epoch, segment.batches.start, self.backend) as batches:
             for number in segment.batches:
                 step, begin = segment.number(number), clock.now()
                 batch = next(batches)

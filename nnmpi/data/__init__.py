@@ -3,29 +3,24 @@
 In the order to read it:
 
     dataset         Dataset: samples and labels in memory, and the split into training and test part
-    catalogue       data sets by name or path: load and prepare
-    text            texts: blocks of tokens, or sentences; tokenizer, documents, token_file: where they come from
+    catalogue       data sets by name or path: load; prepare downloads
+    images, tables  what files hold: IDX (MNIST) and CIFAR-10; CSV and npz
+    documents       texts in files; tokenizer: text to numbers; text: blocks of tokens, or sentences
     sampler         who sees which sample when; pure functions, with a picture; workers with samples of their own
-    loader          Loader: one rank's batches, with their microbatches
+    loader          Loader: one rank's batches, with their microbatches, on the host or on a device
     transform       normalizing, and the random changes of images
     prefetch        batches made ahead of time by threads
-    upload          batches copied to a device ahead of time
 
-Files: idx (MNIST), cifar, npz and csvfile read one format each; files finds and unpacks them; sources says where the
-known sets are downloaded from, and download does it.
-
-A new data set by name: sources and catalogue. A new file format: a module like idx, and catalogue. A new augmentation:
-transform, and `train.inputs.augmentations`.
+A new data set by name, or a new file format: catalogue. A new augmentation: transform, and
+`train.inputs.augmentations`.
 """
 
 from nnmpi.data.catalogue import NAMES, load, prepare
 from nnmpi.data.dataset import IGNORED, Dataset, choose_classes, split
 from nnmpi.data.loader import Batch, Loader
-from nnmpi.data.text import Text, load_text
-from nnmpi.data.token_file import TextSource, prepare_tokens
+from nnmpi.data.text import Text, TextSource, load_text, prepare_tokens
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
-from nnmpi.data.upload import Uploads, batches
 
 __all__ = [
     "IGNORED",
@@ -41,8 +36,6 @@ __all__ = [
     "TextSource",
     "Tokenizer",
     "Transform",
-    "Uploads",
-    "batches",
     "choose_classes",
     "load",
     "load_text",

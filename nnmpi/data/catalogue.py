@@ -11,47 +11,100 @@ PATH                        .csv[.gz], .npz                   split by seed, unl
 import difflib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
-from nnmpi.data.cifar import ARCHIVE as CIFAR_ARCHIVE
-from nnmpi.data.cifar import FOLDER as CIFAR_FOLDER
-from nnmpi.data.cifar import load_cifar, locate_cifar
-from nnmpi.data.csvfile import read_csv, to_dataset
 from nnmpi.data.dataset import Dataset, Wanted, check_pair, split
 from nnmpi.data.documents import is_text
-from nnmpi.data.files import find
-from nnmpi.data.idx import has_idx, load_idx
-from nnmpi.data.npz import load_npz, load_npz_whole
-from nnmpi.data.sources import sources
+from nnmpi.data.images import (
+    CIFAR_ARCHIVE,
+    CIFAR_WANTED,
+    IDX_FILES,
+    IDX_WANTED,
+    find,
+    has_idx,
+    load_cifar,
+    load_idx,
+    locate_cifar,
+)
+from nnmpi.data.tables import load_csv, load_npz, read_csv, to_dataset
 from nnmpi.errors import DataError, UsageError
 from nnmpi.files import VARIABLE, cache_folder, expand, locked
+from nnmpi.units import format_bytes
 
 Pair = tuple[Dataset, Dataset]
 
-BUNDLED = ("iris", "digits")
-DOWNLOADED = ("mnist", "fashion-mnist", "cifar10")
+BUNDLED = {
+    name: Path(__file__).parent / "bundled" / file
+    for name, file in {"iris": "iris.csv.gz", "digits": "digits.npz", "paradise-lost": "paradise-lost.txt"}.items()
+}
 TEXTS = ("paradise-lost",)
-NAMES = BUNDLED + DOWNLOADED + TEXTS
+READERS = {".csv": load_csv, ".csv.gz": load_csv, ".npz": load_npz}
+STALL_S = 30.0  # a mirror that sends nothing for so long is given up
+CHUNK_BYTES = 2**16
 
-CLASS_NAMES = {
-    "mnist": tuple("0123456789"),
-    "fashion-mnist": (
-        *("T-shirt/top", "trouser", "pullover", "dress", "coat"),
-        *("sandal", "shirt", "sneaker", "bag", "ankle boot"),
+
+@dataclass(frozen=True)
+class Source:
+    """One file to download: its name, the folders of its mirrors in the order in which they are tried, size and hash.
+
+    Sizes and hashes are of the files as they are sent, as TensorFlow Datasets lists them (url_checksums).
+    """
+
+    filename: str
+    mirrors: tuple[str, ...]
+    size: int
+    sha256: str
+
+
+_MNIST = ("https://ossci-datasets.s3.amazonaws.com/mnist", "https://storage.googleapis.com/cvdf-datasets/mnist")
+_FASHION = (
+    "https://raw.githubusercontent.com/zalandoresearch/fashion-mnist/master/data/fashion",
+    "http://fashion-mnist.s3-website.eu-central-1.amazonaws.com",
+)
+_CIFAR = ("https://www.cs.toronto.edu/~kriz", "https://storage.googleapis.com/s4tf-hosted-binaries/datasets/CIFAR10")
+IDX_PACKED = [f"{name}.gz" for names in IDX_FILES.values() for name in names]
+
+
+def _sources(mirrors: tuple[str, ...], files: Sequence[str], *sums: tuple[int, str]) -> tuple[Source, ...]:
+    return tuple(Source(file, mirrors, *each) for file, each in zip(files, sums, strict=True))
+
+
+SOURCES = {
+    "mnist": _sources(
+        _MNIST,
+        IDX_PACKED,
+        (9912422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
+        (28881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
+        (1648877, "8d422c7b0a1c1c79245a5bcf07fe86e33eeafee792b84584aec276f5a2dbc4e6"),
+        (4542, "f7ae60f92e00ec6debd23a6088c31dbd2371eca3ffa0defaefb259924204aec6"),
+    ),
+    "fashion-mnist": _sources(
+        _FASHION,
+        IDX_PACKED,
+        (26421880, "3aede38d61863908ad78613f6a32ed271626dd12800ba2636569512369268a84"),
+        (29515, "a04f17134ac03560a47e3764e11b92fc97de4d1bfaf8ba1a3aa29af54cc90845"),
+        (4422102, "346e55b948d973a97e58d2351dde16a484bd415d4595297633bb08f03db6a073"),
+        (5148, "67da17c76eaffca5446c3361aaab5c3cd6d1c2608764d35dfb1850b086bf8dd5"),
+    ),
+    "cifar10": _sources(
+        _CIFAR,
+        [CIFAR_ARCHIVE],
+        (170052171, "c4a38c50a1bc5f3a1c5537f2155ab9d68f9f25eb1ed8d9ddda3db29a59bca1dd"),
     ),
 }
+DOWNLOADED = tuple(SOURCES)
+NAMES = ("iris", "digits", *DOWNLOADED, *TEXTS)
+_FASHION_NAMES = "T-shirt/top,trouser,pullover,dress,coat,sandal,shirt,sneaker,bag,ankle boot"
+CLASS_NAMES = {"mnist": tuple("0123456789"), "fashion-mnist": tuple(_FASHION_NAMES.split(","))}
 # Where the files may lie below data_dir, beside the folder itself: a folder of that name, or torchvision's.
 BELOW = {
-    "mnist": ("mnist", "MNIST/raw"),
-    "fashion-mnist": ("fashion-mnist", "FashionMNIST/raw"),
-    "cifar10": ("cifar10",),
+    "mnist": ("", "mnist", "MNIST/raw"),
+    "fashion-mnist": ("", "fashion-mnist", "FashionMNIST/raw"),
+    "cifar10": ("", "cifar10"),
 }
-IDX_WANTED = (
-    "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte and t10k-labels-idx1-ubyte (plain or .gz)"
-)
-CIFAR_WANTED = (
-    f"test_batch.bin and at least one data_batch_N.bin (plain or .gz), also in {CIFAR_FOLDER}, or {CIFAR_ARCHIVE}"
-)
 
 
 def load(
@@ -77,20 +130,28 @@ def load(
             entered.
         DataError: for a file that is damaged, or not downloaded yet; the message names it.
     """
-    if target and name_or_path in NAMES:
-        raise UsageError(f"data set {name_or_path!r} knows its labels itself; leave the target out")
-    if name_or_path in DOWNLOADED:
-        return _load_files(name_or_path, _place(name_or_path, data_dir))
-    _refuse_data_dir(name_or_path, data_dir)
-    if name_or_path == "iris":
-        return split(to_dataset(read_csv(_bundled("iris.csv.gz")), "iris"), test_fraction, seed)
-    if name_or_path == "digits":
-        return split(load_npz_whole(_bundled("digits.npz"), "digits", scale=1 / 16), test_fraction, seed)
-    if find_text(name_or_path) is not None:
-        raise UsageError(f"data set {name_or_path!r} is a text: see nnmpi.data.load_text")
-    path = _existing(name_or_path)
-    with _allowed(f"data set {name_or_path!r}"):
-        return _load_path(path, seed, test_fraction, wanted, target)
+    name = name_or_path
+    if target and name in NAMES:
+        raise UsageError(f"data set {name!r} knows its labels itself; leave the target out")
+    if name in DOWNLOADED:
+        return check_pair(*_load_images(_place(name, data_dir), name))
+    _refuse_data_dir(name, data_dir)
+    if find_text(name) is not None:
+        raise UsageError(f"data set {name!r} is a text: see nnmpi.data.load_text")
+    with _allowed(f"data set {name!r}"):
+        path = BUNDLED[name] if name in BUNDLED else _existing(name)
+        if path.is_dir():
+            return check_pair(*_load_folder(path, wanted, target))
+        reader = next((reader for end, reader in READERS.items() if path.name.endswith(end)), None)
+        if reader is None:
+            raise UsageError(
+                f"data set {path}: files of this kind are not read; give {', '.join(READERS)} or a folder; of texts "
+                ".txt, .jsonl or .csv"
+            )
+        train, test = reader(path, path.name.split(".")[0], "classes" if name in BUNDLED else wanted, target)
+    if name == "digits":
+        train = replace(train, scale=1 / 16)
+    return check_pair(*(split(train, test_fraction, seed) if test is None else (train, test)))
 
 
 def find_text(name_or_path: str, columns: Sequence[str] = ()) -> Path | None:
@@ -104,7 +165,7 @@ def find_text(name_or_path: str, columns: Sequence[str] = ()) -> Path | None:
         UsageError: for a file that is not there, and for columns of what is no table.
     """
     if name_or_path in TEXTS:
-        return _bundled(f"{name_or_path}.txt")
+        return BUNDLED[name_or_path]
     if name_or_path not in NAMES and is_text(Path(name_or_path), columns):
         return _existing(name_or_path)
     if columns:
@@ -135,17 +196,56 @@ def prepare(
         return None if name in BUNDLED else _existing(name)
     if data_dir is None:
         folder = cache_folder() / name
-        if _look(name, folder) is None:
-            from nnmpi.data.download import download, silent
-
+        if _look(name, folder, "the folder for downloads") is None:
             with locked(folder):
-                for source in sources(name):
-                    download(source, folder, report=report or silent)
+                for source in SOURCES[name]:
+                    download(source, folder, report)
     return _place(name, data_dir)
 
 
-def _bundled(filename: str) -> Path:
-    return Path(__file__).parent / "bundled" / filename
+class _Limit:
+    """Ends a transfer that is longer than it should be: stands where pooch expects a progress bar."""
+
+    def __init__(self, most: int) -> None:
+        self.total, self.most, self.done = 0, most, 0
+
+    def update(self, nbytes: int) -> None:
+        self.done += nbytes  # whole chunks
+        if self.done >= self.most + CHUNK_BYTES:
+            raise ValueError(f"it sends more than {self.most} bytes")
+
+    def reset(self) -> None:
+        self.done = 0
+
+    def close(self) -> None:
+        pass
+
+
+def download(source: Source, folder: Path, report: Callable[[str], None] | None = None) -> Path:
+    """Return the file in the folder, downloaded by pooch and checked if it is not there yet: whole or not at all.
+
+    Raises:
+        DataError: when no mirror gave the file (the message says what each one did) or the folder cannot be written.
+    """
+    import pooch
+
+    pooch.get_logger().setLevel("ERROR")
+    problems = []
+    for mirror in source.mirrors:
+        if report is not None and not (folder / source.filename).is_file():
+            size = format_bytes(source.size)
+            report(f"downloading {source.filename} ({size}) from {urlsplit(mirror).netloc}")
+        limit: Any = _Limit(source.size)
+        by = pooch.HTTPDownloader(limit, CHUNK_BYTES, timeout=STALL_S)
+        try:
+            url = f"{mirror}/{source.filename}"
+            return Path(pooch.retrieve(url, f"sha256:{source.sha256}", source.filename, folder, downloader=by))
+        except (OSError, ValueError) as error:  # of requests, too
+            problems.append(f"{mirror}: {error}")
+    raise DataError(
+        f"{source.filename} ({source.size} bytes) could not be downloaded to {folder} ({'; '.join(problems)}); "
+        "try again later, or get the file by other means and name its folder as data_dir"
+    )
 
 
 def _refuse_data_dir(name: str, data_dir: str | Path | None) -> None:
@@ -156,30 +256,27 @@ def _refuse_data_dir(name: str, data_dir: str | Path | None) -> None:
 
 def _place(name: str, data_dir: str | Path | None) -> Path:
     """Return where the files of a downloadable set are."""
-    folder = cache_folder() / name if data_dir is None else expand(Path(data_dir), "data_dir")
-    place = _look(name, folder) if data_dir is None else _look(name, folder, "data_dir")
-    if place is None and data_dir is None:
-        raise DataError(
-            f"{name} is not in {folder}; let nnmpi.data.prepare({name!r}) download it, set ${VARIABLE}, or name "
-            "local files as data_dir"
-        )
+    if data_dir is None:
+        place = _look(name, folder := cache_folder() / name, "the folder for downloads")
+        if place is None:
+            raise DataError(
+                f"{name} is not in {folder}; let nnmpi.data.prepare({name!r}) download it, set ${VARIABLE}, or name "
+                "local files as data_dir"
+            )
+        return place
+    place = _look(name, folder := expand(Path(data_dir), "data_dir"), "data_dir")
     if place is None:
         wanted = CIFAR_WANTED if name == "cifar10" else IDX_WANTED
-        state = "does not exist" if not folder.exists() else "is not a folder" if folder.is_file() else "lacks them"
-        raise UsageError(f"data_dir {folder} {state}: looked there for {wanted}")
+        raise UsageError(f"data_dir {folder} lacks the files of {name}: looked there for {wanted}")
     return place
 
 
-def _look(name: str, folder: Path, what: str = "the folder for downloads") -> Path | None:
+def _look(name: str, folder: Path, what: str) -> Path | None:
     with _allowed(f"{what} {folder}"):
-        for place in (folder, *(folder / below for below in BELOW[name])):
-            if name == "cifar10":
-                found = locate_cifar(place)
-                if found:
-                    return found
-            elif has_idx(place):
-                return place
-    return None
+        places = [folder / below for below in BELOW[name]]
+        if name == "cifar10":
+            return next(filter(None, map(locate_cifar, places)), None)
+        return next(filter(has_idx, places), None)
 
 
 @contextmanager
@@ -192,10 +289,8 @@ def _allowed(what: str) -> Iterator[None]:
         raise UsageError(f"{what} cannot be read ({reason}); make it readable, or give another") from None
 
 
-def _load_files(name: str, place: Path) -> Pair:
-    if name == "cifar10":
-        return check_pair(*load_cifar(place, name))
-    return check_pair(*(load_idx(place, part, name, CLASS_NAMES[name]) for part in ("train", "test")))
+def _load_images(place: Path, name: str) -> Pair:
+    return load_cifar(place, name) if name == "cifar10" else load_idx(place, name, CLASS_NAMES[name])
 
 
 def _existing(text: str) -> Path:
@@ -216,35 +311,17 @@ def _existing(text: str) -> Path:
     )
 
 
-def _load_path(path: Path, seed: int, test_fraction: float, wanted: Wanted, target: str) -> Pair:
-    name = path.name.split(".")[0] or path.resolve().name
-    if path.is_dir():
-        return _load_folder(path, path.resolve().name, wanted, target)
-    if path.name.endswith((".csv", ".csv.gz")):
-        return split(to_dataset(read_csv(path, target), name, wanted=wanted), test_fraction, seed)
-    if target:
-        raise UsageError(f"data set {path} has no columns of labels to choose from; leave the target out")
-    if path.suffix == ".npz":
-        return load_npz(path, name, seed=seed, test_fraction=test_fraction, wanted=wanted)
-    raise UsageError(
-        f"data set {path}: files of this kind are not read; give .csv, .csv.gz, .npz or a folder; of texts .txt, "
-        ".jsonl or .csv"
-    )
-
-
-def _load_folder(folder: Path, name: str, wanted: Wanted, target: str) -> Pair:
-    tables = [find(folder, (f"{part}.csv",)) for part in ("train", "test")]
+def _load_folder(folder: Path, wanted: Wanted, target: str) -> Pair:
+    name = folder.resolve().name
+    tables = [find(folder, f"{part}.csv") for part in ("train", "test")]
     if tables[0] and tables[1]:
         train = to_dataset(read_csv(tables[0], target), name, wanted=wanted)
         kind: Wanted = "classes" if train.predicts == "classes" else "quantities"
-        return check_pair(train, to_dataset(read_csv(tables[1], target), name, train.class_names, kind))
+        return train, to_dataset(read_csv(tables[1], target), name, train.class_names, kind)
     if has_idx(folder):
-        train = load_idx(folder, "train", name)
-        classes = tuple(str(label) for label in range(train.classes))
-        return check_pair(train, load_idx(folder, "test", name, classes))
-    place = locate_cifar(folder)
-    if place:
-        return check_pair(*load_cifar(place, name))
+        return load_idx(folder, name)
+    if place := locate_cifar(folder):
+        return load_cifar(place, name)
     raise UsageError(
         f"data set {folder}: the folder has neither {IDX_WANTED}, nor {CIFAR_WANTED}, nor train.csv and "
         "test.csv (plain or .gz)"

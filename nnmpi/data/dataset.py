@@ -1,11 +1,12 @@
 """Dataset: samples and labels in memory, and how a set is cut into a training and a test part."""
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -27,61 +28,74 @@ def count_targets(labels: Array) -> int:
     return int(labels.size) if labels.dtype.kind == "u" else len(labels)
 
 
-class Samples(Protocol):
-    """What a loader makes batches of: a `Dataset` in memory, or a text."""
+class Samples(ABC):
+    """What a loader makes batches of: a `Dataset` in memory, or a text.
+
+    Attributes:
+        name: for messages and headers.
+        classes: how many classes there are; of texts, the tokens of the vocabulary.
+    """
+
+    name: str
+    classes: int
+
+    @abstractmethod
+    def __len__(self) -> int: ...
 
     @property
-    def name(self) -> str:
-        """For messages and headers."""
-
-    @property
-    def classes(self) -> int:
-        """How many classes there are; of texts, the tokens of the vocabulary."""
-
-    @property
-    def is_tokens(self) -> bool:
-        """Whether samples are whole numbers that stand for something, and not quantities."""
-
-    @property
-    def vocabulary(self) -> int:
-        """How many tokens a model must know; 0 for quantities."""
-
-    @property
+    @abstractmethod
     def sample_shape(self) -> tuple[int, ...]:
         """The shape of a sample; where they differ, of one as long as may be."""
 
     @property
+    @abstractmethod
+    def identity(self) -> str:
+        """What tells these samples from others: a hash."""
+
+    @property
+    def is_tokens(self) -> bool:
+        """Whether samples are whole numbers that stand for something, and not quantities."""
+        return True
+
+    @property
+    def vocabulary(self) -> int:
+        """How many tokens a model must know; 0 for quantities."""
+        return self.classes
+
+    @property
     def targets(self) -> NDArray[np.int64] | None:
         """How many labels of each sample count, (n,); None where each has one."""
+        return None
 
     @property
     def lengths(self) -> NDArray[np.int64] | None:
         """How long each sample is, (n,); None where all have the same shape."""
+        return None
 
-    @property
-    def identity(self) -> str:
-        """What tells these samples from others: a hash."""
-
-    def __len__(self) -> int: ...
-
-    def rows(self, indices: NDArray[np.int64], dtype: DTypeLike = "float32", length: int | None = None) -> Array:
-        """Return the samples at these indices as model input, with their padding: (rows, *shape), C-contiguous.
+    @abstractmethod
+    def stored(self, indices: NDArray[np.int64], length: int | None = None) -> Array:
+        """Return the samples at these indices as they are stored: (rows, *shape), copied.
 
         Args:
             indices: (rows,).
-            dtype: of quantities; tokens are int64.
             length: which samples are padded to, where their lengths differ.
         """
 
-    def stored(self, indices: NDArray[np.int64], length: int | None = None) -> Array:
-        """Return the samples at these indices as they are stored; see `rows`."""
-
+    @abstractmethod
     def labels(self, indices: NDArray[np.int64], length: int | None = None) -> NDArray[Any]:
         """Return their labels, (rows,) or (rows, ...): int64, padded with `IGNORED`; or float32 quantities."""
 
+    def as_input(self, stored: Array, dtype: DTypeLike) -> Array:
+        """Return stored samples, on the host or a device, as model input: quantities of this dtype; tokens int64."""
+        return stored.astype(np.int64, copy=False)
+
+    def rows(self, indices: NDArray[np.int64], dtype: DTypeLike = "float32", length: int | None = None) -> Array:
+        """Return the samples at these indices as model input: (rows, *shape), C-contiguous, new; see `stored`."""
+        return self.as_input(self.stored(indices, length), dtype)
+
 
 @dataclass(frozen=True, eq=False)
-class Dataset:
+class Dataset(Samples):
     """Labelled samples in memory.
 
     Attributes:
@@ -126,24 +140,16 @@ class Dataset:
             )
         if self.class_names and len(self.class_names) != self.classes:
             raise DataError(f"{self.name}: {len(self.class_names)} class names for {self.classes} classes")
-        if not whole:
-            return self._check_quantities()
-        least = IGNORED if self.y.ndim > 1 else 0
-        wrong = np.argwhere((self.y < least) | (self.y >= self.classes))
-        if wrong.size:
-            place = tuple(wrong[0])
-            raise DataError(f"{self.name}: label {self.y[place]} of sample {place[0]} is not in 0..{self.classes - 1}")
-        return None
-
-    def _check_quantities(self) -> None:
-        most = float(np.finfo(np.float32).max) if self.classes == 0 else 1.0
-        wrong = np.argwhere(~(np.abs(self.y) <= most))
-        if self.classes not in (0, 2) or self.y.size == 0:
+        if not whole and (self.classes not in (0, 2) or self.y.size == 0):
             raise DataError(f"{self.name}: quantities are predicted in {self.classes} classes; give 0")
-        if wrong.size:
-            place = tuple(wrong[0])
-            wanted = "a finite number" if self.classes == 0 else "from 0 to 1"
-            raise DataError(f"{self.name}: the target {self.y[place]} of sample {place[0]} is not {wanted}")
+        if whole:
+            fits = (self.y >= (IGNORED if self.y.ndim > 1 else 0)) & (self.y < self.classes)
+            what, wanted = "label", f"in 0..{self.classes - 1}"
+        else:
+            most, wanted = (np.finfo(np.float32).max, "a finite number") if self.classes == 0 else (1, "from 0 to 1")
+            fits, what = np.abs(self.y) <= most, "target"
+        for place in np.argwhere(~fits)[:1].tolist():
+            raise DataError(f"{self.name}: {what} {self.y[tuple(place)]} of sample {place[0]} is not {wanted}")
 
     def __len__(self) -> int:
         return len(self.y)
@@ -198,15 +204,9 @@ class Dataset:
     @cached_property
     def targets(self) -> NDArray[np.int64] | None:
         """How many labels of each sample count, (n,); None where each has one."""
-        return (
-            None
-            if self.y.ndim == 1 or self.predicts != "classes"
-            else (self.y >= 0).sum(axis=tuple(range(1, self.y.ndim)), dtype=np.int64)
-        )
-
-    @property
-    def lengths(self) -> None:
-        """All samples have the same shape."""
+        if self.y.ndim == 1 or self.predicts != "classes":
+            return None
+        return np.asarray((self.y >= 0).sum(axis=tuple(range(1, self.y.ndim))), np.int64)
 
     @cached_property
     def identity(self) -> str:
@@ -217,25 +217,19 @@ class Dataset:
         return found.hexdigest()
 
     def stored(self, indices: NDArray[np.int64], length: int | None = None) -> Array:
-        """Return the samples at these indices as they are stored; see `Samples`."""
+        """Return the samples at these indices as they are stored."""
         return np.take(self.x, indices, axis=0)
 
     def labels(self, indices: NDArray[np.int64], length: int | None = None) -> NDArray[Any]:
         """Return the labels at these indices."""
         return self.y[indices]
 
-    def rows(self, indices: NDArray[np.int64], dtype: DTypeLike = "float32", length: int | None = None) -> Array:
-        """Return the samples at these indices as new floats, scaled: (rows, *sample_shape), C-contiguous.
-
-        Tokens are int64.
-        """
-        taken = np.take(self.x, indices, axis=0)
-        if self.is_tokens:
-            return taken.astype(np.int64, copy=False)
-        kind = np.dtype(dtype)
-        if self.scale == 1.0:
-            return taken.astype(kind, copy=False)
-        result: Array = np.multiply(taken, np.asarray(self.scale, kind), dtype=kind)
+    def as_input(self, stored: Array, dtype: DTypeLike) -> Array:
+        """Return stored samples as floats, scaled; tokens as int64."""
+        if self.is_tokens or self.scale == 1.0:
+            return stored.astype(np.int64 if self.is_tokens else dtype, copy=False)
+        result: Array = stored.astype(dtype)
+        result *= self.scale
         return result
 
     def take(self, indices: NDArray[np.int64]) -> "Dataset":
@@ -250,11 +244,8 @@ def as_yes_or_no(dataset: Dataset) -> Dataset:
         DataError: for other numbers of classes, and quantities that are not from 0 to 1.
     """
     if dataset.predicts == "quantities":
-        wrong = (dataset.y < 0) | (dataset.y > 1)
-        if wrong.any():
-            raise DataError(
-                f"{dataset.name}: a target is {dataset.y[wrong][0]}; for yes or no give numbers from 0 to 1"
-            )
+        if dataset.y.min() < 0:
+            raise DataError(f"{dataset.name}: a target is {dataset.y.min()}; for yes or no give numbers from 0 to 1")
         return replace(dataset, classes=2)
     if dataset.classes > 2 or (dataset.y < 0).any():
         raise DataError(f"{dataset.name} has {dataset.classes} classes; for yes or no give two, 0 and 1")
@@ -276,12 +267,9 @@ def choose_classes(dataset: Dataset, chosen: Sequence[str]) -> Dataset:
         raise UsageError(f"{dataset.name} has no class for each sample, and so none to choose; leave the classes out")
     names = dataset.class_names or tuple(map(str, range(dataset.classes)))
     known = {str(number): number for number in range(dataset.classes)} | {n: i for i, n in enumerate(names)}
-    for word in chosen:
-        if word not in known:
-            raise UsageError(f"{dataset.name} has no class {word!r}; choose among {', '.join(names)}")
-    numbers = [known[word] for word in chosen]
-    if len(set(numbers)) < len(numbers):
-        raise UsageError(f"a class stands twice among {', '.join(chosen)}; name each once")
+    numbers = [known.get(word, -1) for word in chosen]
+    if -1 in numbers or len(set(numbers)) < len(numbers):
+        raise UsageError(f"the classes {', '.join(chosen)}: name each once, among {', '.join(names)}")
     anew = np.full(dataset.classes, IGNORED)
     anew[numbers] = np.arange(len(numbers))
     kept = dataset.take(np.flatnonzero(anew[dataset.y] >= 0))
@@ -325,11 +313,10 @@ def check_pair(train: Dataset, test: Dataset) -> tuple[Dataset, Dataset]:
     for part, what in ((train, "training"), (test, "test")):
         if len(part) == 0:
             raise DataError(f"{part.name}: the {what} part has no samples")
-    if (train.target_shape, train.predicts) != (test.target_shape, test.predicts):
-        kinds = [f"{part.describe_targets()} of shape {part.target_shape}" for part in (train, test)]
-        raise DataError(f"{train.name}: training samples have {kinds[0]} and test samples {kinds[1]}")
-    if train.sample_shape != test.sample_shape:
-        raise DataError(
-            f"{train.name}: training samples have shape {train.sample_shape} and test samples {test.sample_shape}"
-        )
+    first, second = (
+        f"samples of shape {part.sample_shape} with {part.predicts} of shape {part.target_shape}"
+        for part in (train, test)
+    )
+    if first != second:
+        raise DataError(f"{train.name}: the training part has {first}, the test part {second}")
     return train, test

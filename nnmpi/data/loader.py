@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from math import prod
@@ -12,31 +12,19 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.backend import Backend
 from nnmpi.data.dataset import Samples, count_targets
 from nnmpi.data.prefetch import Prefetch
-from nnmpi.data.sampler import PARTITIONS, batches_per_epoch, by_length, order, own_rows, own_samples, rows
-from nnmpi.data.transform import Transform, can_split, split_transform
+from nnmpi.data.sampler import Cut, by_length, check_partition, cut_batch, order, own_rows, own_samples
+from nnmpi.data.transform import Normalize, Transform, split_transform
 from nnmpi.errors import ShapeError, UsageError
-from nnmpi.errors import whole as whole_number
+from nnmpi.errors import whole as whole_of
 from nnmpi.shard import split
 
 # A part of a batch that is not larger takes less time to make than to hand over from a thread. Measured on 2 cores, one
 # rank: without the thread training takes 0.57 of the time with an mlp and 512 bytes, 0.86 with a cnn and 8 KiB.
 SMALL_BYTES = 2**16
-
-
-@dataclass(frozen=True)
-class Cut:
-    """One microbatch: rows start..stop-1 of the rank's part; the first is row `first_row` of the global batch.
-
-    Attributes:
-        number: which of the global batch's microbatches it is.
-    """
-
-    start: int
-    stop: int
-    first_row: int
-    number: int = 0
+AHEAD = 2  # batches that are prepared before they are asked for; one for each thread if there are more of those
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +111,6 @@ class Loader:
         dtype: of x, a float type.
         workers: threads that prepare batches; 0 prepares each one when it is asked for. By default one, but for small
             batches on the host: see `SMALL_BYTES`.
-        prefetch: the number of batches prepared ahead, at most; one for each worker if there are more of those.
 
     Raises:
         UsageError: for sizes and counts that make no sense; the message names the value.
@@ -144,39 +131,35 @@ class Loader:
         transform: Transform | None = None,
         dtype: DTypeLike = "float32",
         workers: int | None = None,
-        prefetch: int = 2,
     ) -> None:
-        batch_size, microbatches = whole_number("batch_size", batch_size), whole_number("microbatches", microbatches)
+        if not isinstance(dataset, Samples):
+            what = type(dataset).__name__
+            raise UsageError(f"a Loader takes a data set, not a {what}; make one: data.Dataset(name, x, y, classes=10)")
+        self.batch_size, self.microbatches = whole_of("batch_size", batch_size), whole_of("microbatches", microbatches)
         if not 0 <= rank < world:
             raise UsageError(f"rank {rank} of {world} ranks does not exist")
-        if partition not in PARTITIONS:
-            raise UsageError(f"the partition {partition!r} does not exist; choose from: {', '.join(PARTITIONS)}")
         if whole and partition != "none":
             raise UsageError(
                 f"the partition {partition!r} does not go with whole microbatches, which are dealt to any rank"
             )
-        if not hasattr(dataset, "sample_shape"):
-            what = type(dataset).__name__
-            raise UsageError(f"a Loader takes a data set, not a {what}; make one: data.Dataset(name, x, y, classes=10)")
-        if (workers is not None and workers < 0) or prefetch < 1:
-            raise UsageError(f"{workers} loader threads and {prefetch} batches ahead; give at least 0 and 1")
+        if workers is not None:
+            whole_of("workers", workers, 0)
         if np.dtype(dtype).kind != "f":
             raise UsageError(f"samples cannot be given as {np.dtype(dtype)}; choose float32 or float64")
         self.dataset = dataset
-        self.batch_size = batch_size
         self.seed = seed
         self.rank = rank
         self.world = world
-        self.microbatches = microbatches
         self.whole = whole
         self.shuffle = shuffle
         self.partition = partition
         self.transform = transform
         self.dtype = np.dtype(dtype)
         self.workers = workers
-        self.prefetch = prefetch
+        self._moving, self._computing = split_transform(None if dataset.is_tokens else transform)
         self._asked = 0  # how often for the next epoch
         self._own: dict[tuple[int, int], NDArray[np.int64]] = {}  # by part and parts: who has which samples
+        check_partition(len(dataset), partition, world)
         if partition != "none":
             self._owned(rank, world)
 
@@ -197,31 +180,55 @@ class Loader:
     @property
     def batches_per_epoch(self) -> int:
         """Return the number of global batches in an epoch, the short last one included."""
-        return batches_per_epoch(len(self.dataset), self.batch_size)
+        return -(-len(self.dataset) // self.batch_size)
 
-    def epoch(self, epoch: int, start: int = 0, stored: bool = False) -> Prefetch[Batch]:
+    def epoch(self, epoch: int, start: int = 0, backend: Backend | None = None) -> Prefetch[Batch]:
         """Return an iterator over this rank's part of each batch of an epoch, from batch number `start` on.
 
         Closing it, leaving its `with` block, or dropping it stops its threads. An exception of the transform is
         raised at the batch that it belongs to.
 
         Args:
-            stored: give samples as the data set has them, at most moved about, and leave their arithmetic to a device;
-                see `data.upload` and `transform.split_transform`.
+            backend: where x and y shall be; None for the host. A device gets bytes where the data set has bytes, and
+                scales and normalizes them, with the host's numbers; but for a transform of the user's own the host
+                does all arithmetic. A copy takes microseconds, and a step waits for the device anyway, so copies are
+                not queued beside it.
         """
-        epoch_order = self.order(epoch)
-        threads = int(stored or self._takes_long) if self.workers is None else self.workers
+        epoch_order, device = self.order(epoch), backend if backend is not None and backend.is_device else None
+        stored = device is not None and all(isinstance(each, Normalize) for each in self._computing)
+        threads = int(device is not None or self._takes_long) if self.workers is None else self.workers
         return Prefetch(
             lambda number: self.part(epoch_order, epoch, number, self.rank, self.world, stored=stored),
             range(start, self.batches_per_epoch),
             workers=threads,
-            ahead=max(self.prefetch, threads),  # with fewer, some threads would only wait
+            ahead=max(AHEAD, threads),  # with fewer, some threads would only wait
+            finish=None if device is None else self._uploader(device, stored),
         )
+
+    def _uploader(self, device: Backend, stored: bool) -> Callable[[Batch], Batch]:
+        """Return what brings a batch to a device; the labels remain on the host as well.
+
+        Args:
+            stored: whether samples are as the data set has them, and become model input there.
+        """
+        shape = self.dataset.sample_shape
+        steps = [each.fitted(self.dtype, shape) for each in self._computing if stored and isinstance(each, Normalize)]
+        fitted = [(device.asarray(mean), device.asarray(std)) for mean, std in steps]
+
+        def upload(batch: Batch) -> Batch:
+            x = device.asarray(batch.x)
+            x = self.dataset.as_input(x, self.dtype) if stored else x
+            for mean, std in fitted:
+                x = (x - mean) / std
+            return replace(batch, x=x, y=device.asarray(batch.y), host_y=batch.y)
+
+        return upload
 
     @cached_property
     def _takes_long(self) -> bool:
         """Return whether making a part of a batch may take longer than having it made by a thread."""
-        if self.dataset.is_tokens or not can_split(self.transform) or split_transform(self.transform)[0]:
+        is_cheap = not self._moving and all(isinstance(each, Normalize) for each in self._computing)
+        if self.dataset.is_tokens or not is_cheap:
             return True
         return -(-self.batch_size // self.world) * prod(self.dataset.sample_shape) * self.dtype.itemsize > SMALL_BYTES
 
@@ -231,14 +238,6 @@ class Loader:
         if lengths is None or not self.shuffle:
             return found
         return by_length(found, lengths, self.batch_size, self.seed, epoch)
-
-    def parts(self, epoch: int) -> Parts:
-        """Return what makes any part of any batch of an epoch, at once.
-
-        For ranks that learn which part is theirs when they have done the one before (see `parallel.server`). The parts
-        of a batch are those that as many ranks would get.
-        """
-        return Parts(self, epoch)
 
     def part(
         self,
@@ -253,26 +252,21 @@ class Loader:
         """Return a part of a batch, whichever rank this loader is for.
 
         Args:
-            epoch_order: the order of the samples in the epoch; see `sampler.order`.
+            epoch_order: the order of the samples in the epoch; see `order`.
             number: of the batch in the epoch.
             rank, world: which part of how many.
             taken: with a partition, how many samples this worker has taken in the run; by default its part of each
                 batch before this one.
-            stored: see `epoch`.
+            stored: give samples as the data set has them, at most moved about.
         """
         start = number * self.batch_size
         global_rows = min(self.batch_size, len(self.dataset) - start)
-        cuts = _cuts(global_rows, rank, world, self.microbatches, self.whole)
+        cuts = cut_batch(global_rows, rank, world, self.microbatches, self.whole)
         if self.partition == "none":
-            firsts = [(start + cut.first_row, cut.stop - cut.start) for cut in cuts]
-            places = [epoch_order[first : first + count] for first, count in firsts]
-            indices = places[0] if len(places) == 1 else np.concatenate([epoch_order[:0], *places])
+            indices = _taken(epoch_order[start:], cuts)
         else:
-            if taken is None:
-                taken = self.rows_before(epoch * self.batches_per_epoch + number, rank, world)
-            count = cuts[-1].stop if cuts else 0
-            indices = own_rows(self._owned(rank, world), self.seed, rank, taken, count)
-        targets, length = self._extent(epoch_order, epoch, number, world, indices)
+            indices = self._own_rows(epoch, number, rank, world, taken, cuts[-1].stop)
+        targets, length = self._extent(epoch_order[start:], epoch, number, world, indices)
         x, y = self._samples(indices, epoch, stored, length), self.dataset.labels(indices, length)
         if y.dtype.kind == "f":
             y = y.astype(self.dtype, copy=False)
@@ -280,7 +274,7 @@ class Loader:
         return Batch(x, y, indices, cuts, global_rows, epoch, number, microbatches, targets=targets)
 
     def _extent(
-        self, epoch_order: NDArray[np.int64], epoch: int, number: int, world: int, own: NDArray[np.int64]
+        self, batch_order: NDArray[np.int64], epoch: int, number: int, world: int, own: NDArray[np.int64]
     ) -> tuple[tuple[int, ...], int | None]:
         """Return the targets of each microbatch of a global batch, and the length that its samples are padded to.
 
@@ -288,48 +282,41 @@ class Loader:
         targets are empty where every sample has one, and the length None where all have the same.
 
         Args:
-            epoch_order, epoch, number, world: see `part`.
+            batch_order: the order of the samples in the epoch, from this batch on.
+            epoch, number, world: see `part`.
             own: this rank's samples.
         """
         targets, lengths = self.dataset.targets, self.dataset.lengths
         if targets is None and lengths is None:
             return (), None
-        cuts = self._everyones(epoch_order, epoch, number, world)
-        counts = () if targets is None else tuple(int(targets[indices].sum()) for indices in cuts)
-        if lengths is None:
-            return counts, None
-        return counts, max(int(lengths[indices].max()) for indices in (*cuts, own) if len(indices))
-
-    def _everyones(
-        self, epoch_order: NDArray[np.int64], epoch: int, number: int, world: int
-    ) -> list[NDArray[np.int64]]:
-        """Return the samples of each microbatch of a global batch; with a partition, those of workers in step."""
-        n, step = len(self.dataset), epoch * self.batches_per_epoch + number
-        if self.partition == "none":
-            whole, _ = rows(n, self.batch_size, number, microbatches=self.microbatches)
-            return [epoch_order[mine.start : mine.stop] for mine in whole.values()]
-        found: dict[int, list[NDArray[np.int64]]] = {}
-        for rank in range(world):
-            ranges, _ = rows(n, self.batch_size, number, rank, world, self.microbatches)
-            lengths = [len(mine) for mine in ranges.values()]
-            first = self.rows_before(step, rank, world)
-            indices = own_rows(self._owned(rank, world), self.seed, rank, first, sum(lengths))
-            for i, part in zip(ranges, np.split(indices, np.cumsum(lengths)[:-1]), strict=True):
-                found.setdefault(i, []).append(part)
-        return [np.concatenate(parts) for parts in found.values()]
+        global_rows = min(self.batch_size, len(self.dataset) - number * self.batch_size)
+        whole = cut_batch(global_rows, microbatches=self.microbatches)
+        micros = [[batch_order[each.first_row : each.first_row + each.stop - each.start]] for each in whole]
+        if self.partition != "none":  # those of workers in step
+            micros = [[] for _ in whole]
+            for rank in range(world):
+                cuts = cut_batch(global_rows, rank, world, self.microbatches)
+                indices = self._own_rows(epoch, number, rank, world, None, cuts[-1].stop)
+                for each in cuts:
+                    micros[each.number].append(indices[each.start : each.stop])
+        counts = () if targets is None else tuple(sum(int(targets[each].sum()) for each in micro) for micro in micros)
+        everyones = [own, *(each for micro in micros for each in micro)]
+        return counts, None if lengths is None else max(int(lengths[each].max(initial=0)) for each in everyones)
 
     def _samples(self, indices: NDArray[np.int64], epoch: int, stored: bool, length: int | None) -> Array:
-        if self.dataset.is_tokens:
-            return self.dataset.rows(indices, length=length)
+        x = self.dataset.stored(indices, length)
+        for step in self._moving:
+            x = step(x, indices, epoch, self.seed)
         if stored:
-            x = self.dataset.stored(indices)
-            for transform in split_transform(self.transform)[0]:
-                x = transform(x, indices, epoch, self.seed)
             return np.ascontiguousarray(x)
-        x = self.dataset.rows(indices, self.dtype)
-        if self.transform is None:
-            return x
-        return self._checked(self.transform(x, indices, epoch, self.seed), len(indices))
+        x = self.dataset.as_input(x, self.dtype)
+        for step in self._computing:
+            x = step(x, indices, epoch, self.seed)
+            if len(x) != len(indices) or x.dtype != self.dtype:
+                raise ShapeError(
+                    f"the transform made {len(x)} rows of {x.dtype} out of {len(indices)} rows of {self.dtype}"
+                )
+        return np.ascontiguousarray(x)
 
     def rows_before(self, step: int, rank: int, world: int) -> int:
         """Return how many rows a rank has had before a step of the run, in all epochs together.
@@ -339,11 +326,18 @@ class Loader:
             rank, world: which of how many data-parallel ranks.
         """
         epochs, batches = divmod(step, self.batches_per_epoch)
-        full, last = (
-            sum(map(len, rows(len(self.dataset), self.batch_size, number, rank, world, self.microbatches)[0].values()))
-            for number in (0, self.batches_per_epoch - 1)
-        )
-        return epochs * ((self.batches_per_epoch - 1) * full + last) + batches * full
+        before = self.batches_per_epoch - 1
+        sizes = min(self.batch_size, len(self.dataset)), len(self.dataset) - before * self.batch_size
+        full, last = (cut_batch(size, rank, world, self.microbatches)[-1].stop for size in sizes)
+        return epochs * (before * full + last) + batches * full
+
+    def _own_rows(
+        self, epoch: int, number: int, rank: int, world: int, taken: int | None, count: int
+    ) -> NDArray[np.int64]:
+        """Return so many samples of a worker's own, from those on that it has `taken`; see `part`."""
+        if taken is None:
+            taken = self.rows_before(epoch * self.batches_per_epoch + number, rank, world)
+        return own_rows(self._owned(rank, world), self.seed, rank, taken, count)
 
     def _owned(self, rank: int, world: int) -> NDArray[np.int64]:
         """Return the samples that a rank has for the whole run."""
@@ -363,62 +357,7 @@ class Loader:
             )
         return np.zeros(len(self.dataset), np.int64)
 
-    def _checked(self, x: Array, rows: int) -> Array:
-        if len(x) != rows or x.dtype != self.dtype:
-            raise ShapeError(f"the transform made {len(x)} rows of {x.dtype} out of {rows} rows of {self.dtype}")
-        return np.ascontiguousarray(x)
 
-
-@lru_cache(maxsize=16)
-def _cuts(global_rows: int, rank: int, world: int, microbatches: int, whole: bool) -> tuple[Cut, ...]:
-    """Return where each microbatch's rows stand among a rank's, and in a global batch of so many rows."""
-    cuts, start = [], 0
-    for number, mine in rows(global_rows, global_rows, 0, rank, world, microbatches, whole)[0].items():
-        cuts.append(Cut(start, start + len(mine), mine.start, number))
-        start += len(mine)
-    return tuple(cuts)
-
-
-class Parts:
-    """Any part of any batch of an epoch, one at a time.
-
-    Attributes:
-        owned: whether workers have samples of their own (see `partition`): then part w is always worker w's.
-    """
-
-    def __init__(self, loader: Loader, epoch: int) -> None:
-        self._loader, self._epoch = loader, epoch
-        self._order = loader.order(epoch)
-        self.owned = loader.partition != "none"
-
-    def __call__(self, number: int, part: int, parts: int) -> Batch:
-        """Return part `part` of `parts` of batch `number`."""
-        return self._loader.part(self._order, self._epoch, number, part, parts)
-
-    def assigned(self, number: int, part: int, parts: int, worker: int, taken: int) -> Batch:
-        """Return what a worker computes to whom a part was assigned: that part, or as many of its own samples.
-
-        Args:
-            taken: the samples that this worker has taken in the run.
-        """
-        if not self.owned:
-            return self(number, part, parts)
-        return self._loader.part(self._order, self._epoch, number, worker, parts, taken)
-
-    def whole(self, number: int, workers: int) -> Batch:
-        """Return a batch of all workers' parts."""
-        if not self.owned:
-            return self(number, 0, 1)
-        return join([self(number, worker, workers) for worker in range(workers)])
-
-
-def join(batches: Sequence[Batch]) -> Batch:
-    """Return the parts of one global batch as one; their microbatches stay apart."""
-    starts = np.cumsum([0, *(len(batch.y) for batch in batches)])
-    cuts = [
-        Cut(cut.start + int(start), cut.stop + int(start), cut.first_row, cut.number)
-        for batch, start in zip(batches, starts, strict=False)
-        for cut in batch.cuts
-    ]
-    x, y, indices = (np.concatenate([getattr(batch, name) for batch in batches]) for name in ("x", "y", "indices"))
-    return replace(batches[0], x=x, y=y, indices=indices, cuts=tuple(cuts))
+def _taken(batch_order: NDArray[np.int64], cuts: tuple[Cut, ...]) -> NDArray[np.int64]:
+    places = [batch_order[each.first_row : each.first_row + each.stop - each.start] for each in cuts]
+    return places[0] if len(places) == 1 else np.concatenate([batch_order[:0], *places])

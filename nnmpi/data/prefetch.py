@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from types import TracebackType
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -18,45 +17,54 @@ class Prefetch(Iterator[T], Generic[T]):
     Items come in the order of `numbers`, whoever makes them. An exception in make reaches the consumer at that item.
     The threads end when the items are used up, at close(), when the `with` block is left, or when the iterator is
     garbage. With workers=0 the items are made when they are asked for.
+
+    Args:
+        finish: applied to each item by the thread that asks for it; None for nothing.
     """
 
-    def __init__(self, make: Callable[[int], T], numbers: range, *, workers: int = 1, ahead: int = 2) -> None:
-        self._make, self._numbers = make, iter(numbers)
+    def __init__(
+        self,
+        make: Callable[[int], T],
+        numbers: range,
+        *,
+        workers: int = 1,
+        ahead: int = 2,
+        finish: Callable[[T], T] | None = None,
+    ) -> None:
+        self._make, self._numbers, self._finish = make, iter(numbers), finish
         self._coming: deque[Future[T]] = deque()
         self._pool: ThreadPoolExecutor | None = None
         if workers and numbers:
             self._pool = ThreadPoolExecutor(min(workers, len(numbers)), "nnmpi-prefetch")
-            self._submit(max(ahead, 1))
+            self._submit(self._pool, max(ahead, 1))
 
-    def _submit(self, count: int) -> None:
-        assert self._pool is not None
-        self._coming += [self._pool.submit(self._make, number) for number in islice(self._numbers, count)]
+    def _submit(self, pool: ThreadPoolExecutor, count: int) -> None:
+        self._coming += [pool.submit(self._make, number) for number in islice(self._numbers, count)]
 
     def __next__(self) -> T:
         """Return the next item, waiting until it is made."""
         try:
             if self._pool is None:
-                return self._make(next(self._numbers))
-            if not self._coming:
+                item = self._make(next(self._numbers))
+            elif self._coming:
+                item = self._coming.popleft().result()
+                self._submit(self._pool, 1)
+            else:
                 raise StopIteration
-            item = self._coming.popleft().result()
+            return item if self._finish is None else self._finish(item)
         except BaseException:
             self.close()
             raise
-        self._submit(1)
-        return item
 
     def close(self) -> None:
-        """Stop the threads and drop what they made. May be called more than once."""
+        """Drop what was made, and let the threads end; an item that hangs is not waited for. May be called again."""
         self._numbers = iter(())
         self._coming.clear()
         if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+            self._pool.shutdown(wait=False, cancel_futures=True)
 
     def __enter__(self) -> Prefetch[T]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()

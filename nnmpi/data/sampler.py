@@ -21,6 +21,9 @@ learned less (Zhao et al., "Federated learning with non-IID data", 2018; Kolosko
 guarantees for asynchronous SGD for distributed and federated learning", 2022).
 """
 
+from dataclasses import dataclass
+from functools import lru_cache
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -70,43 +73,44 @@ def by_length(
     return np.concatenate([shuffled.reshape(-1), found[whole * batch_size :]])
 
 
-def batches_per_epoch(n: int, batch_size: int) -> int:
-    """Return the number of global batches, the short last one included."""
-    return -(-n // batch_size)
+@dataclass(frozen=True)
+class Cut:
+    """One microbatch: rows start..stop-1 of the rank's part; the first is row `first_row` of the global batch.
+
+    Attributes:
+        number: which of the global batch's microbatches it is.
+    """
+
+    start: int
+    stop: int
+    first_row: int
+    number: int = 0
 
 
-def rows(
-    n: int, batch_size: int, number: int, rank: int = 0, world: int = 1, microbatches: int = 1, whole: bool = False
-) -> tuple[dict[int, range], int]:
-    """Return which positions of the epoch's order are this rank's in a batch, and the rows of the global batch.
+@lru_cache(maxsize=16)  # an epoch has two sizes of batches
+def cut_batch(
+    global_rows: int, rank: int = 0, world: int = 1, microbatches: int = 1, whole: bool = False
+) -> tuple[Cut, ...]:
+    """Return where each microbatch's rows stand among a rank's, and in a global batch of so many rows.
 
-    There is one range per microbatch, by its number: the global batch is cut into microbatches first, each of which is
-    shared out over the ranks, so that microbatches hold the same samples under every layout. A microbatch has at least
-    one row, so a short batch may have fewer of them; a range is empty for some ranks when there are more ranks than
-    rows.
+    The global batch is cut into microbatches first, each of which is shared out over the ranks, so that microbatches
+    hold the same samples under every layout. A microbatch has at least one row, so a short batch may have fewer of
+    them; some ranks have none of its rows when there are more ranks than rows.
 
     Args:
-        n: samples of the epoch.
-        batch_size: rows of a global batch.
-        number: of the batch in the epoch, from 0.
+        global_rows: of the batch.
         rank, world: which of how many data-parallel ranks.
         microbatches: into how many a batch is cut.
         whole: give each rank whole microbatches instead, possibly none; their shapes then do not depend on the layout.
-
-    Raises:
-        IndexError: for a batch number outside 0..batches_per_epoch-1.
     """
-    if not 0 <= number < batches_per_epoch(n, batch_size):
-        raise IndexError(f"batch {number} of {batches_per_epoch(n, batch_size)} batches does not exist")
-    start = number * batch_size
-    global_rows = min(batch_size, n - start)
     micros = split(global_rows, min(microbatches, global_rows))
-    ranges = {}
-    for i in part(len(micros), world, rank) if whole else range(len(micros)):
-        first = start + micros[i].start
-        mine = range(len(micros[i])) if whole else part(len(micros[i]), world, rank)
-        ranges[i] = range(first + mine.start, first + mine.stop)
-    return ranges, global_rows
+    cuts: list[Cut] = []
+    start = 0
+    for number in part(len(micros), world, rank) if whole else range(len(micros)):
+        mine = part(len(micros[number]), *((1, 0) if whole else (world, rank)))
+        cuts.append(Cut(start, start + len(mine), micros[number].start + mine.start, number))
+        start += len(mine)
+    return tuple(cuts)
 
 
 PARTITIONS = ("none", "iid", "label")
@@ -148,8 +152,7 @@ def own_samples(labels: NDArray[np.int64], partition: str, seed: int, worker: in
     shuffled = stream(seed, "partition").permutation(len(labels))
     if partition == "label":
         shuffled = shuffled[np.argsort(labels[shuffled], kind="stable")]
-    mine = part(len(labels), workers, worker)
-    return np.asarray(shuffled[mine.start : mine.stop], np.int64)
+    return np.asarray(shuffled[part(len(labels), workers, worker)], np.int64)
 
 
 def own_rows(own: NDArray[np.int64], seed: int, worker: int, first: int, count: int) -> NDArray[np.int64]:

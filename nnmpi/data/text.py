@@ -13,182 +13,198 @@ long as its longest, and has sentences of about that length (see `sampler.by_len
               a _ d o g p p               _ d o g # . .
 
 In x the end of a document stands for padding alone, so that the lengths can be told from it.
+
+A text's tokens are in a file of their own, which is mapped into memory: the corpus need not fit there.
+
+    ~/.cache/nnmpi/tokens/KEY/tokens.bin       every document's tokens and the one that ends it: uint16, or uint32
+                              ends.npy         where each document ends in it, int64
+                              tokenizer.json
+
+KEY is a hash of the text, the tokenizer, and what a document is.
 """
 
-from abc import ABC, abstractmethod
+import json
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from hashlib import sha256 as hashed
+from pathlib import Path
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.random import stream
-from nnmpi.data.dataset import IGNORED
-from nnmpi.data.token_file import TextSource, TokenFile, open_tokens
-from nnmpi.data.tokenizer import Tokenizer
+from nnmpi.data.dataset import IGNORED, Samples
+from nnmpi.data.documents import read_documents
+from nnmpi.data.tokenizer import CHARACTERS, CharacterTokenizer, Tokenizer, load_tokenizer
 from nnmpi.errors import DataError
+from nnmpi.files import cache_folder, folder_atomically, locked, sha256
 
 DEFAULT_CONTEXT = 64
+FORMAT = 3  # of the files; a new one has other keys
+TOKENS, ENDS = "tokens.bin", "ends.npy"
 Spans = NDArray[np.int64]
 
 
-@dataclass(frozen=True, eq=False)
-class Text(ABC):
-    """A part of a text: `TextBlocks` or `TextSentences`.
+@dataclass(frozen=True)
+class TextSource:
+    """A text to be read.
 
     Attributes:
-        name: for messages and headers.
-        file: the tokens of the whole text.
-        spans: (documents, 2), where each document of this part begins and ends in it.
+        path: see `documents.read_documents`.
+        tokenizer: "bytes", "characters", or where one was saved: see `tokenizer.load_tokenizer`.
+        columns: of a table.
+        sentences: whether each line of a .txt is a document, and each document a sample.
+    """
+
+    path: Path
+    tokenizer: str = CHARACTERS
+    columns: tuple[str, ...] = ()
+    sentences: bool = False
+
+    def pieces(self) -> Iterator[tuple[str, bool]]:
+        """Yield its documents; see `documents.read_documents`."""
+        return read_documents(self.path, self.columns, self.sentences)
+
+    def load_tokenizer(self) -> Tokenizer | None:
+        """Return the tokenizer; None for one that is made of the text."""
+        return None if self.tokenizer == CHARACTERS else load_tokenizer(self.tokenizer)
+
+    @cached_property
+    def key(self) -> str:
+        """What names its tokens: a hash of the text, the tokenizer, and what a document is."""
+        made = self.load_tokenizer()
+        try:
+            text = sha256(self.path)
+        except OSError as error:
+            raise DataError(f"{self.path}: cannot be read ({error.strerror or error})") from error
+        kind = "".join(self.path.suffixes)
+        parts = [FORMAT, text, kind, self.columns, self.sentences, CHARACTERS if made is None else made.identity]
+        return hashed(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def prepare_tokens(source: TextSource) -> Path:
+    """Return the folder with the text's tokens, after writing it if it is not there.
+
+    One rank per node calls this; several at once wait for one another.
+
+    Raises:
+        UsageError, DataError: for a text or a tokenizer that cannot be read, see `documents` and `tokenizer`; and for a
+            folder that cannot be written.
+    """
+    parent = cache_folder() / "tokens"
+    folder = parent / source.key
+    if folder.is_dir():
+        return folder
+    with locked(parent):
+        if not folder.is_dir():
+            try:
+                with folder_atomically(folder) as temporary:
+                    _fill(source, temporary)
+            except OSError as error:
+                raise DataError(f"{folder} cannot be written ({error.strerror or error})") from error
+    return folder
+
+
+def _kind(tokenizer: Tokenizer) -> np.dtype[np.unsignedinteger]:
+    return np.dtype(np.uint16 if tokenizer.vocabulary_size <= 2**16 else np.uint32)
+
+
+def _fill(source: TextSource, folder: Path) -> None:
+    tokenizer = source.load_tokenizer() or CharacterTokenizer(letter for text, _ in source.pieces() for letter in text)
+    ends: list[int] = []
+    done = 0
+    with (folder / TOKENS).open("wb") as file:
+        for text, is_whole in source.pieces():
+            ids = [*tokenizer.encode(text), *([tokenizer.end] if is_whole else [])]
+            file.write(np.asarray(ids, _kind(tokenizer)).tobytes())
+            done += len(ids)
+            if is_whole:
+                if done == 1 + (ends[-1] if ends else 0):
+                    raise DataError(f"{source.path}: document {len(ends) + 1} is empty: it has no tokens")
+                ends.append(done)
+    np.save(folder / ENDS, np.array(ends, np.int64))
+    tokenizer.save(folder)
+
+
+class Text(Samples):
+    """A part of a text, in blocks or sentences; see the module.
+
+    Args:
+        source: the text.
+        tokens: all documents' tokens, each with the tokenizer's end behind it; mapped, not read.
+        tokenizer: what made them.
+        spans: (documents, 2), where each document of this part begins and ends in them.
         context: T, the most tokens of a sample.
     """
 
-    name: str
-    file: TokenFile
-    spans: Spans
-    context: int
+    def __init__(self, source: TextSource, tokens: Array, tokenizer: Tokenizer, spans: Spans, context: int) -> None:
+        self.name, self._key, self.sentences = source.path.name.split(".")[0], source.key, source.sentences
+        self.tokenizer, self.classes, self.context = tokenizer, tokenizer.vocabulary_size, context
+        self._tokens = tokens
+        sizes = spans[:, 1] - spans[:, 0]
+        self._stops = np.cumsum(sizes)  # where each document ends in the part
+        self._offsets = spans[:, 1] - self._stops
+        # Each sample's first token in the part, and how many of them have one that comes next.
+        if source.sentences:
+            parts = -(-(sizes - 1) // context)  # of each document
+            document = np.repeat(np.arange(len(parts)), parts)
+            within = (np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)) * context
+            self._firsts = (self._stops - sizes)[document] + within
+            left = sizes[document] - 1 - within
+        else:
+            self._firsts = np.arange(0, self._stops[-1] - 1, context)
+            left = self._stops[-1] - 1 - self._firsts
+        self._counts: NDArray[np.int64] = np.minimum(left, context)
 
-    is_tokens = True
-
-    @property
-    def tokenizer(self) -> Tokenizer:
-        """What made the tokens."""
-        return self.file.tokenizer
-
-    @property
-    def classes(self) -> int:
-        """The size of the vocabulary."""
-        return self.tokenizer.vocabulary_size
-
-    @property
-    def identity(self) -> str:
-        """What names the text's tokens."""
-        return self.file.key
-
-    @property
-    def vocabulary(self) -> int:
-        """How many tokens a model must know: the size of the vocabulary."""
-        return self.classes
+    def __len__(self) -> int:
+        return len(self._firsts)
 
     @property
     def sample_shape(self) -> tuple[int, ...]:
         """The shape of a sample of the most tokens."""
         return (self.context,)
 
-    def stored(self, indices: NDArray[np.int64], length: int | None = None) -> Array:
-        """Return the tokens at these indices; see `dataset.Samples`."""
-        return self.rows(indices, length=length)
+    @property
+    def identity(self) -> str:
+        """What names the text's tokens."""
+        return self._key
 
-    def rows(self, indices: NDArray[np.int64], dtype: DTypeLike = "int64", length: int | None = None) -> Array:
-        """Return the tokens that are read; see `dataset.Samples`."""
+    @property
+    def targets(self) -> NDArray[np.int64]:
+        """How many tokens of each sample are to be predicted, (n,)."""
+        return self._counts
+
+    @property
+    def lengths(self) -> NDArray[np.int64] | None:
+        """How many tokens each sample has, (n,); None where all have `context`."""
+        return self._counts if self.sentences else None
+
+    def stored(self, indices: NDArray[np.int64], length: int | None = None) -> Array:
+        """Return the tokens that are read."""
         return self._filled(indices, length, self.tokenizer.end, 0)
 
     def labels(self, indices: NDArray[np.int64], length: int | None = None) -> NDArray[np.int64]:
-        """Return the tokens that come next; see `dataset.Samples`."""
+        """Return the tokens that come next."""
         return self._filled(indices, length, IGNORED, 1)
 
     def _filled(self, indices: NDArray[np.int64], length: int | None, padding: int, shift: int) -> NDArray[np.int64]:
-        """Return each sample's targets, or what is before them, in rows of one length."""
-        places, counts = self._places(indices, length, shift)
-        result = self.file.tokens[places].astype(np.int64)
-        result[np.arange(places.shape[1]) >= counts[:, None]] = padding
-        return result
-
-    @abstractmethod
-    def __len__(self) -> int:
-        """Return the number of samples."""
-
-    @property
-    @abstractmethod
-    def targets(self) -> NDArray[np.int64]:
-        """How many tokens of each sample are to be predicted, (n,)."""
-
-    @property
-    @abstractmethod
-    def lengths(self) -> NDArray[np.int64] | None:
-        """How many tokens each sample has, (n,); None where all have `context`."""
-
-    @abstractmethod
-    def _places(
-        self, indices: NDArray[np.int64], length: int | None, shift: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return where each sample's tokens lie in the file, (rows, length), and how many of them are no padding.
-
-        Args:
-            indices, length: see `dataset.Samples`.
-            shift: by how many places what is wanted lies behind what is read.
-        """
-
-
-class TextBlocks(Text):
-    """Blocks of `context` tokens; see the module."""
-
-    def __len__(self) -> int:
-        return -(-(int(self._stops[-1]) - 1) // self.context)
-
-    @cached_property
-    def _stops(self) -> NDArray[np.int64]:
-        """Where each document ends in the part."""
-        return np.cumsum(self.spans[:, 1] - self.spans[:, 0])
-
-    @property
-    def lengths(self) -> None:
-        """All blocks have the same length."""
-
-    @cached_property
-    def targets(self) -> NDArray[np.int64]:
-        """How many tokens of each block are to be predicted, (n,)."""
-        left = int(self._stops[-1]) - 1 - np.arange(len(self)) * self.context
-        return np.asarray(np.minimum(left, self.context), np.int64)
-
-    def _places(
-        self, indices: NDArray[np.int64], length: int | None, shift: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        places = indices[:, None] * self.context + np.arange(shift, self.context + shift)  # in the part
+        """Return each sample's tokens, `shift` places behind those that are read, in rows of one length."""
+        counts = self._counts[indices]
+        width = self.context if not self.sentences else int(counts.max(initial=0)) if length is None else length
+        places = self._firsts[indices, None] + np.arange(shift, width + shift)  # in the part
         places = np.minimum(places, self._stops[-1] - 1)
-        document = np.searchsorted(self._stops, places, side="right")
-        return places + (self.spans[:, 1] - self._stops)[document], self.targets[indices]
-
-
-class TextSentences(Text):
-    """A document for each sample; see the module."""
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    @cached_property
-    def _samples(self) -> Spans:
-        """Where each sample begins, and how many targets it has: (n, 2)."""
-        parts = -(-(self.spans[:, 1] - self.spans[:, 0] - 1) // self.context)  # of each document
-        document = np.repeat(np.arange(len(parts)), parts)
-        within = np.arange(len(document)) - np.repeat(np.cumsum(parts) - parts, parts)
-        first = self.spans[document, 0] + within * self.context
-        return np.stack([first, np.minimum(self.spans[document, 1] - 1 - first, self.context)], axis=1)
-
-    @property
-    def lengths(self) -> NDArray[np.int64]:
-        """How many tokens each sample has, (n,)."""
-        return self._samples[:, 1]
-
-    @property
-    def targets(self) -> NDArray[np.int64]:
-        """How many of them are to be predicted, (n,): all."""
-        return self.lengths
-
-    def _places(
-        self, indices: NDArray[np.int64], length: int | None, shift: int
-    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        first, counts = self._samples[indices].T
-        width = int(counts.max(initial=0)) if length is None else length
-        places = first[:, None] + np.arange(shift, width + shift)
-        return np.minimum(places, len(self.file.tokens) - 1), counts
+        places += self._offsets[np.searchsorted(self._stops, places, side="right")]
+        result: NDArray[np.int64] = self._tokens[places].astype(np.int64)
+        result[np.arange(width) >= counts[:, None]] = padding
+        return result
 
 
 def load_text(
     source: TextSource, context: int = DEFAULT_CONTEXT, seed: int = 0, test_fraction: float = 0.2
 ) -> tuple[Text, Text]:
-    """Return the training and the test part of a text whose tokens are there: see `token_file.prepare_tokens`.
+    """Return the training and the test part of a text whose tokens are there: see `prepare_tokens`.
 
     The documents are dealt to the two parts by chance; of a single one the end is the test part.
 
@@ -199,26 +215,32 @@ def load_text(
         test_fraction: the share of the test part, between 0 and 1.
 
     Raises:
-        UsageError, DataError: see `token_file.open_tokens`; and for a part that is shorter than a block.
+        UsageError, DataError: as `prepare_tokens`; for tokens that are damaged; and for a part that is shorter than a
+            block.
     """
-    file, name = open_tokens(source), source.path.name.split(".")[0]
-    starts = np.concatenate([[0], file.ends[:-1]])
-    spans = np.stack([starts, file.ends], axis=1)
+    folder = cache_folder() / "tokens" / source.key
+    try:
+        ends = np.load(folder / ENDS, allow_pickle=False)
+        tokenizer = load_tokenizer(folder)
+        tokens = np.memmap(folder / TOKENS, _kind(tokenizer), "r").view(np.ndarray)  # a part is made 10 times faster
+        if not len(ends) or len(tokens) != ends[-1]:
+            raise ValueError(f"{len(tokens)} tokens")
+    except (OSError, ValueError, EOFError) as error:
+        raise DataError(f"{folder} is damaged ({error}); remove it, and it is made again") from error
+    spans = np.stack([np.concatenate([[0], ends[:-1]]), ends], axis=1)
     if len(spans) == 1:
-        cut = int(file.ends[0]) - max(1, round(int(file.ends[0]) * test_fraction))
-        parts = [np.array([[0, cut]]), np.array([[cut, file.ends[0]]])]
+        cut = int(ends[0]) - max(1, round(int(ends[0]) * test_fraction))
+        parts = [np.array([[0, cut]]), np.array([[cut, ends[0]]])]
     else:
         tests = min(max(round(len(spans) * test_fraction), 1), len(spans) - 1)
         order = stream(seed, "split").permutation(len(spans))
         parts = [spans[np.sort(order[tests:])], spans[np.sort(order[:tests])]]
-    kind: type[Text] = TextSentences if source.sentences else TextBlocks
+    least = 2 if source.sentences else context + 1
     for part, what in zip(parts, ("training", "test"), strict=True):
-        length = int((part[:, 1] - part[:, 0]).sum())
-        least = 2 if source.sentences else context + 1
-        if length < least:
+        if (length := int((part[:, 1] - part[:, 0]).sum())) < least:
             raise DataError(
                 f"{source.path}: the {what} part has {length} tokens, but a block of {context} and the one to be "
                 f"predicted last are {least}; give a smaller context, or a longer text"
             )
-    train, test = (kind(name, file, part, context) for part in parts)
+    train, test = (Text(source, tokens, tokenizer, part, context) for part in parts)
     return train, test

@@ -16,9 +16,10 @@ from __future__ import annotations
 import hashlib
 import importlib
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -33,25 +34,22 @@ ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
 BYTES, CHARACTERS = "bytes", "characters"
 
 
-class Tokenizer(Protocol):
-    """Turns a text into tokens and back."""
+class Tokenizer(ABC):
+    """Turns a text into tokens and back.
 
-    @property
-    def name(self) -> str:
-        """For headers."""
+    Attributes:
+        name: for headers.
+        end: the token that ends a text.
+        end_text: what the library calls it.
+        vocabulary_size: how many tokens there are: the numbers 0..vocabulary_size-1.
+    """
 
-    @property
-    def vocabulary_size(self) -> int:
-        """How many tokens there are: the numbers 0..vocabulary_size-1."""
+    name: str
+    end: int
+    end_text = ENDS[0]
+    vocabulary_size: int
 
-    @property
-    def end(self) -> int:
-        """The token that ends a text."""
-
-    @property
-    def identity(self) -> str:
-        """A hash of all that its results depend on."""
-
+    @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text, without an end.
 
@@ -59,15 +57,35 @@ class Tokenizer(Protocol):
             UsageError: for a text that has no tokens for all of it.
         """
 
+    @abstractmethod
+    def _decode(self, ids: list[int]) -> str:
+        """Return the text of tokens without an end."""
+
+    @abstractmethod
+    def to_json(self) -> str:
+        """Return it as the library has it."""
+
+    @property
+    def identity(self) -> str:
+        """A hash of all that its results depend on."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of tokens; an end is nothing.
 
         Raises:
             UsageError: for a number that is no token.
         """
+        size = self.vocabulary_size
+        if wrong := [each for each in ids if not 0 <= each < size]:
+            raise UsageError(f"token {wrong[0]} is outside the vocabulary of {size}: give numbers in 0..{size - 1}")
+        return self._decode([each for each in ids if each != self.end])
 
     def save(self, folder: Path) -> None:
         """Write LIBRARY_FILE and CONFIG_FILE into a folder, which exists."""
+        (folder / LIBRARY_FILE).write_text(self.to_json(), encoding="utf-8")
+        words = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": self.end_text, "bos_token": self.end_text}
+        (folder / CONFIG_FILE).write_text(json.dumps(words, indent=1) + "\n", encoding="utf-8")
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
@@ -88,9 +106,21 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         wanted = f"neither {LIBRARY_FILE} nor {' and '.join(PAIRS_FILES)}"
         state = f"the folder has {wanted}" if Path(path).is_dir() else "there is no such file or folder"
         raise UsageError(f"tokenizer {path}: {state}; give {BYTES}, {CHARACTERS}, or where a tokenizer was saved")
-    if found.name in PAIRS_FILES:
-        return LibraryTokenizer.of_pairs(*(found.parent / name for name in PAIRS_FILES))
-    return _read_built_in(found) or LibraryTokenizer.of_file(found)
+    if built_in := _read_built_in(found):
+        return built_in
+    try:
+        library: Any = importlib.import_module("tokenizers")
+    except ImportError:
+        raise UsageError(
+            f"tokenizer {found} is read by the library tokenizers, which is not installed; pip install 'nnmpi[text]', "
+            f"or take {BYTES} or {CHARACTERS}"
+        ) from None
+    try:
+        if found.name in PAIRS_FILES:
+            return LibraryTokenizer(_of_pairs(library, *(str(found.parent / name) for name in PAIRS_FILES)))
+        return LibraryTokenizer(library.Tokenizer.from_file(str(found)))
+    except Exception as error:  # the library raises Exception itself
+        raise DataError(f"{found}: not a tokenizer ({error}); get it again") from error
 
 
 def find_tokenizer(path: str | Path) -> Path | None:
@@ -101,31 +131,24 @@ def find_tokenizer(path: str | Path) -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """A token for each byte of a text in UTF-8, and 256 for the end."""
 
     name = BYTES
     vocabulary_size = 257
     end = 256
-    identity = BYTES
 
     def encode(self, text: str) -> list[int]:
-        """Return the bytes; see `Tokenizer`."""
+        """Return the bytes."""
         try:
             return list(text.encode())
         except UnicodeEncodeError as error:
             raise UsageError(f"{text[error.start]!r} is half of a character, and no text in UTF-8 has it") from None
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text; bytes that are no UTF-8 become the replacement character."""
-        _check(ids, self.vocabulary_size)
-        return bytes(each for each in ids if each != self.end).decode("utf-8", errors="replace")
+    def _decode(self, ids: list[int]) -> str:
+        return bytes(ids).decode("utf-8", errors="replace")
 
-    def save(self, folder: Path) -> None:
-        """Write what the library reads."""
-        _save(folder, json.dumps(self.to_json()), ENDS[0])
-
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> str:
         """Return it as the library has it: GPT-2's letter for each byte, and no pairs."""
         plain = {*range(33, 127), *range(161, 173), *range(174, 256)}  # these stand for themselves, others move up
         others = iter(range(256, 512))
@@ -134,7 +157,7 @@ class ByteTokenizer:
         return _library_form(vocabulary, {"type": "BPE", "merges": []}, level, level)
 
 
-class CharacterTokenizer:
+class CharacterTokenizer(Tokenizer):
     """A token for each of some characters, in their order; the next one is the end.
 
     Args:
@@ -148,10 +171,9 @@ class CharacterTokenizer:
         self._codes = np.frombuffer(self.characters.encode("utf-32-le"), np.uint32)
         self.end = len(self.characters)
         self.vocabulary_size = self.end + 1
-        self.identity = f"{CHARACTERS} {hashlib.sha256(self.characters.encode()).hexdigest()}"
 
     def encode(self, text: str) -> list[int]:
-        """Return each character's place in the vocabulary; see `Tokenizer`."""
+        """Return each character's place in the vocabulary."""
         codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
         if not self.characters:
             raise UsageError("the tokenizer has no characters; make it of a text")
@@ -165,23 +187,17 @@ class CharacterTokenizer:
         tokens: list[int] = places.tolist()
         return tokens
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the characters."""
-        _check(ids, self.vocabulary_size)
-        return "".join(self.characters[each] for each in ids if each != self.end)
+    def _decode(self, ids: list[int]) -> str:
+        return "".join(self.characters[each] for each in ids)
 
-    def save(self, folder: Path) -> None:
-        """Write what the library reads."""
-        _save(folder, json.dumps(self.to_json()), ENDS[0])
-
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> str:
         """Return it as the library has it: words of one character."""
         vocabulary = {character: place for place, character in enumerate(self.characters)}
         split = {"type": "Split", "pattern": {"Regex": r"[\s\S]"}, "behavior": "Isolated", "invert": False}
         return _library_form(vocabulary, {"type": "WordLevel", "unk_token": ENDS[0]}, split, {"type": "Fuse"})
 
 
-class LibraryTokenizer:
+class LibraryTokenizer(Tokenizer):
     """A tokenizer of the library `tokenizers`.
 
     Args:
@@ -192,82 +208,47 @@ class LibraryTokenizer:
         self._made, self.name = made, type(made.model).__name__
         made.no_truncation()
         made.no_padding()
-        found = next((each for each in ENDS if made.token_to_id(each) is not None), ENDS[0])
-        if made.token_to_id(found) is None:
-            made.add_special_tokens([found])
-        self.end: int = made.token_to_id(found)
-        self._end_text = found
-        self.identity = hashlib.sha256(made.to_str().encode()).hexdigest()
-
-    @classmethod
-    def of_file(cls, file: Path) -> LibraryTokenizer:
-        """Return the tokenizer of a tokenizer.json."""
-        library = _library(file)
-        try:
-            return cls(library.Tokenizer.from_file(str(file)))
-        except Exception as error:  # the library raises Exception itself
-            raise DataError(f"{file}: not a tokenizer ({error})") from error
-
-    @classmethod
-    def of_pairs(cls, vocabulary: Path, merges: Path) -> LibraryTokenizer:
-        """Return GPT-2's tokenizer: pairs of bytes, merged in order."""
-        library = _library(vocabulary)
-        try:
-            made = library.Tokenizer(library.models.BPE.from_file(str(vocabulary), str(merges)))
-        except Exception as error:  # see above
-            raise DataError(f"{vocabulary} and {merges}: not a vocabulary and its merges ({error})") from error
-        made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
-        made.decoder = library.decoders.ByteLevel()
-        numbers = made.get_vocab()
-        lost = set(library.pre_tokenizers.ByteLevel.alphabet()) - numbers.keys()
-        if lost or len(set(numbers.values())) < len(numbers):  # the library would leave out what it does not find
-            wrong = f"{len(lost)} of the 256 bytes have no token" if lost else "two tokens have one number"
-            raise DataError(f"{vocabulary}: not the vocabulary of a GPT-2 ({wrong}); get it again")
-        if made.token_to_id(ENDS[0]) is not None:
-            made.add_special_tokens([ENDS[0]])
-        return cls(made)
-
-    @property
-    def vocabulary_size(self) -> int:
-        """One more than the largest token: there may be numbers between that no text has."""
-        largest: int = max(self._made.get_vocab(with_added_tokens=True).values())
-        return largest + 1
+        self.end_text = next((each for each in ENDS if made.token_to_id(each) is not None), ENDS[0])
+        if made.token_to_id(self.end_text) is None:
+            made.add_special_tokens([self.end_text])
+        self.end = made.token_to_id(self.end_text)
+        self.vocabulary_size = max(made.get_vocab(with_added_tokens=True).values()) + 1  # some may be no text's
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens that the library finds; see `Tokenizer`."""
+        """Return the tokens that the library finds."""
         try:
             tokens: list[int] = self._made.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # see `of_file`
+        except Exception as error:  # see `load_tokenizer`
             raise UsageError(f"the tokenizer {self.name} has no tokens for the text ({error})") from None
         return tokens
 
-    def decode(self, ids: Sequence[int]) -> str:
-        """Return the text."""
-        _check(ids, self.vocabulary_size)
-        text: str = self._made.decode(list(ids), skip_special_tokens=True)
+    def _decode(self, ids: list[int]) -> str:
+        text: str = self._made.decode(ids, skip_special_tokens=True)
         return text
 
-    def save(self, folder: Path) -> None:
-        """Write what the library reads."""
-        _save(folder, self._made.to_str(), self._end_text)
+    def to_json(self) -> str:
+        """Return what the library keeps of it."""
+        text: str = self._made.to_str()
+        return text
 
 
-def _check(ids: Sequence[int], size: int) -> None:
-    wrong = next((each for each in ids if not 0 <= each < size), None)
-    if wrong is not None:
-        raise UsageError(f"token {wrong} is outside the vocabulary of {size}: give numbers in 0..{size - 1}")
-
-
-def _save(folder: Path, tokenizer: str, end: str) -> None:
-    """Write both files; `end` is the text of the token that ends a text."""
-    (folder / LIBRARY_FILE).write_text(tokenizer, encoding="utf-8")
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "bos_token": end}
-    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
+def _of_pairs(library: Any, vocabulary: str, merges: str) -> Any:
+    """Return GPT-2's tokenizer: pairs of bytes, merged in order."""
+    made = library.Tokenizer(library.models.BPE.from_file(vocabulary, merges))
+    made.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = library.decoders.ByteLevel()
+    numbers = made.get_vocab()
+    lost = len(set(library.pre_tokenizers.ByteLevel.alphabet()) - numbers.keys())
+    if lost or len(set(numbers.values())) < len(numbers):  # the library would leave out what it does not find
+        raise ValueError(f"{lost} of the 256 bytes have no token" if lost else "two tokens have one number")
+    if made.token_to_id(ENDS[0]) is not None:
+        made.add_special_tokens([ENDS[0]])
+    return made
 
 
 def _library_form(
     vocabulary: dict[str, int], model: dict[str, Any], pieces: dict[str, Any], decoder: dict[str, Any]
-) -> dict[str, Any]:
+) -> str:
     """Return what the library keeps of a tokenizer; the end comes after the vocabulary.
 
     Args:
@@ -277,31 +258,21 @@ def _library_form(
         decoder: what puts tokens together.
     """
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {
+    form = {
         "version": "1.0",
         "added_tokens": [{"id": len(vocabulary), "content": ENDS[0], **flags}],
         "pre_tokenizer": pieces,
         "decoder": decoder,
         "model": {**model, "vocab": vocabulary},
     }
+    return json.dumps(form)
 
 
 def _read_built_in(file: Path) -> Tokenizer | None:
     """Return the tokenizer of bytes or of characters that the file holds; None for any other."""
     try:
         values = read_json(file)
-        characters = CharacterTokenizer("".join(values["model"]["vocab"]))
+        known: list[Tokenizer] = [ByteTokenizer(), CharacterTokenizer("".join(values["model"]["vocab"]))]
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    known: tuple[ByteTokenizer, CharacterTokenizer] = (ByteTokenizer(), characters)
-    return next((each for each in known if each.to_json() == values), None)
-
-
-def _library(file: Path) -> Any:
-    try:
-        return importlib.import_module("tokenizers")
-    except ImportError:
-        raise UsageError(
-            f"tokenizer {file} is read by the library tokenizers, which is not installed; pip install 'nnmpi[text]', "
-            f"or take {BYTES} or {CHARACTERS}"
-        ) from None
+    return next((each for each in known if json.loads(each.to_json()) == values), None)

@@ -25,18 +25,22 @@ MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
-def bits(seed: int, epoch: int, indices: NDArray[np.int64], what: str) -> NDArray[np.uint64]:
-    """Return 64 random bits for each sample index: (rows,) uint64. They do not depend on the other indices.
+def integers(seed: int, epoch: int, indices: NDArray[np.int64], what: str, high: int) -> NDArray[np.int64]:
+    """Return a number in 0..high-1 for each sample index: (rows,) int64; high at most 2**31 (bias < high / 2**32).
+
+    It does not depend on the other indices. The upper 32 bits are multiplied by high, and the upper half of the product
+    is kept (Lemire, 2019): no division.
 
     Args:
         seed: of the run.
         epoch: in which the samples are seen.
         indices: (rows,), the samples' places in the data set.
-        what: the bits are for, such as "flip": every purpose has a stream of its own.
+        what: the numbers are for, such as "flip": every purpose has a stream of its own.
     """
     text = f"{int(seed)}\x1f{int(epoch)}\x1f{what}"
     start = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-    return mix(indices.astype(np.uint64) * GAMMA + np.uint64(start))
+    upper = mix(indices.astype(np.uint64) * GAMMA + np.uint64(start)) >> np.uint64(32)
+    return ((upper * np.uint64(high)) >> np.uint64(32)).astype(np.int64)
 
 
 def mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -44,19 +48,6 @@ def mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
     z = (z ^ (z >> np.uint64(30))) * MIX_1
     z = (z ^ (z >> np.uint64(27))) * MIX_2
     return z ^ (z >> np.uint64(31))
-
-
-def integers(seed: int, epoch: int, indices: NDArray[np.int64], what: str, high: int) -> NDArray[np.int64]:
-    """Return a number in 0..high-1 for each sample index: (rows,) int64; high at most 2**31 (bias < high / 2**32).
-
-    Args:
-        seed, epoch, indices, what: see `bits`.
-        high: one more than the largest number.
-
-    Multiplies the upper 32 bits by high and keeps the upper half of the product (Lemire, 2019): no division.
-    """
-    upper = bits(seed, epoch, indices, what) >> np.uint64(32)
-    return ((upper * np.uint64(high)) >> np.uint64(32)).astype(np.int64)
 
 
 FIT_ROWS = 4096
@@ -189,28 +180,14 @@ class Flip:
         return result
 
 
-def split_transform(transform: Transform | None) -> tuple[list[Transform], Normalize | None]:
+def split_transform(transform: Transform | None) -> tuple[list[Transform], list[Transform]]:
     """Return a transform in two parts: what moves stored samples about, and what then computes with them.
 
     Moving bytes and scaling them afterwards is the same as doing it the other way round, and a quarter of the memory.
-
-    Raises:
-        UsageError: when it does anything else; see `can_split`.
     """
     steps = list(transform.transforms) if isinstance(transform, Compose) else [transform] if transform else []
-    last = steps.pop() if steps and isinstance(steps[-1], Normalize) else None
-    if not all(isinstance(each, Shift | Flip) for each in steps):
-        raise UsageError("this transform computes with samples before it moves them, or is not one of nnmpi's own")
-    return steps, last if isinstance(last, Normalize) else None
-
-
-def can_split(transform: Transform | None) -> bool:
-    """Return whether a transform moves samples about first, and then computes with them, or does less."""
-    try:
-        split_transform(transform)
-    except UsageError:
-        return False
-    return True
+    moving = next((i for i, step in enumerate(steps) if not isinstance(step, Shift | Flip)), len(steps))
+    return steps[:moving], steps[moving:]
 
 
 def _fits(shape: tuple[int, ...], sample_shape: tuple[int, ...]) -> bool:

@@ -10,7 +10,7 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, describe_stages
 from nnmpi.compose.trainer import Trainer
 from nnmpi.data.dataset import Dataset, Samples
-from nnmpi.data.text import Text, TextBlocks
+from nnmpi.data.text import Text
 from nnmpi.errors import counted
 from nnmpi.nn.norm import BatchNorm
 from nnmpi.schedule.registry import name_of
@@ -58,7 +58,7 @@ def header(context: RunContext) -> list[tuple[str, str]]:
 def _samples(samples: Samples) -> str:
     """Return what the samples of a data set are."""
     if isinstance(samples, Text):
-        kind = "blocks of" if isinstance(samples, TextBlocks) else "sentences of at most"
+        kind = "sentences of at most" if samples.sentences else "blocks of"
         return f"{kind} {samples.context} tokens, of a vocabulary of {samples.classes} ({samples.tokenizer.name})"
     targets = samples.describe_targets() if isinstance(samples, Dataset) else f"{samples.classes} classes"
     return f"samples of {' x '.join(map(str, samples.sample_shape))}, {targets}"

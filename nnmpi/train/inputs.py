@@ -19,8 +19,7 @@ from nnmpi.data.catalogue import DOWNLOADED, find_text, load, prepare
 from nnmpi.data.dataset import Dataset, Samples, Wanted, as_yes_or_no, check_pair
 from nnmpi.data.loader import Loader
 from nnmpi.data.sampler import check_partition
-from nnmpi.data.text import DEFAULT_CONTEXT, Text, load_text
-from nnmpi.data.token_file import TextSource, prepare_tokens
+from nnmpi.data.text import DEFAULT_CONTEXT, Text, TextSource, load_text, prepare_tokens
 from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
 from nnmpi.errors import UsageError, counted

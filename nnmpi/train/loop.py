@@ -26,7 +26,6 @@ from nnmpi.comm.agreement import on_root
 from nnmpi.compose.stats import PARTS, EvalReport, Totals
 from nnmpi.compose.trainer import Progress
 from nnmpi.data.loader import Batch
-from nnmpi.data.upload import batches as uploaded
 from nnmpi.errors import NnmpiError
 from nnmpi.train.build import RunContext
 from nnmpi.train.checkpoint import RunState, Saver
@@ -308,7 +307,7 @@ class Loop:
         inputs, backend = self._context.inputs, self._context.backend
         if self._test is not None:
             return nullcontext(self._test)
-        made = uploaded(inputs.test_loader, 0, backend)
+        made = inputs.test_loader.epoch(0, backend=backend)
         if backend.is_device or not inputs.test_is_small:  # a device's batches lie where the next ones will
             return made
         with made as batches:

@@ -12,7 +12,8 @@ from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.watchdog import OPERATIONS
 from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Batch, Cut
+from nnmpi.data.loader import Batch
+from nnmpi.data.sampler import Cut
 from nnmpi.shard import part
 from tests.harness.slow import GROWTH
 from tests.worker_options import grouped

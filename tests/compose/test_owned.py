@@ -10,7 +10,7 @@ import pytest
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Loader, Parts
+from nnmpi.data.loader import Loader
 from nnmpi.data.sampler import own_samples
 from nnmpi.synchrony.slow import Slow
 from nnmpi.synchrony.sync import Sync
@@ -55,14 +55,14 @@ def test_in_step_own_samples_make_one_run_however_gradients_travel(group: Group)
 def test_without_a_bound_everybody_keeps_to_its_own_samples(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slow rank does fewer steps, and nobody does them on its samples in its place."""
     seen: list[int] = []
-    assigned = Parts.assigned
+    part = Loader.part
 
-    def noted(self: Parts, *args: Any, **options: Any) -> Any:
-        batch = assigned(self, *args, **options)
+    def noted(self: Loader, *args: Any, **options: Any) -> Any:
+        batch = part(self, *args, **options)
         seen.extend(batch.indices.tolist())
         return replace(batch)
 
-    monkeypatch.setattr(Parts, "assigned", noted)
+    monkeypatch.setattr(Loader, "part", noted)
     model = build()
     slow = Slow.parse(f"ms=2;rank={group.size - 1},factor=5")
     worker = AsynchronousWorker(model, optimizer_of(model), group, Sync("asp"), slow=slow)

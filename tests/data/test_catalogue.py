@@ -1,7 +1,8 @@
 import gzip
 import hashlib
 import os
-import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,21 +10,10 @@ import numpy as np
 import pytest
 
 from nnmpi.data import catalogue
-from nnmpi.data.catalogue import load, prepare
-from nnmpi.data.files import read_bytes
-from nnmpi.data.sources import Source
+from nnmpi.data.catalogue import Source, download, load, prepare
 from nnmpi.errors import DataError, UsageError
+from nnmpi.reading import read_bytes
 from tests.data.locked import lock
-
-
-def serve(site: Any, monkeypatch: pytest.MonkeyPatch, parts: dict[str, bytes]) -> None:
-    """Let the made-up MNIST be downloaded from the site."""
-    files = tuple(
-        Source(f"{name}.gz", (site.put(f"/{name}", gzip.compress(content)),), len(content), digest, unpacked=True)
-        for name, content in parts.items()
-        for digest in [hashlib.sha256(content).hexdigest()]
-    )
-    monkeypatch.setattr(catalogue, "sources", lambda name: {"mnist": files}[name])
 
 
 def test_iris_is_the_known_table() -> None:
@@ -46,19 +36,6 @@ def test_digits_are_the_known_images() -> None:
     assert train.rows(np.arange(len(train))).max() == 1.0
 
 
-def test_digits_equal_scikit_learns() -> None:
-    sklearn = pytest.importorskip("sklearn.datasets")
-    train, test = load("digits")
-    rows = {(tuple(x.ravel()), int(y)) for part in (train, test) for x, y in zip(part.x, part.y, strict=True)}
-    known = sklearn.load_digits()
-    assert rows == {(tuple(x.astype(int)), int(y)) for x, y in zip(known.data, known.target, strict=True)}
-
-
-def test_seed_moves_the_split_of_bundled_sets() -> None:
-    assert not np.array_equal(load("iris", seed=1)[1].x, load("iris", seed=2)[1].x)
-    np.testing.assert_array_equal(load("iris", seed=1)[1].x, load("iris", seed=1)[1].x)
-
-
 @pytest.mark.parametrize("below", ["", "mnist", "MNIST/raw"])
 def test_mnist_from_local_files(idx_folder: Path, tmp_path: Path, below: str) -> None:
     place = tmp_path / "local" / below
@@ -69,88 +46,69 @@ def test_mnist_from_local_files(idx_folder: Path, tmp_path: Path, below: str) ->
     assert prepare("mnist", tmp_path / "local") == place
 
 
-def test_download_once_then_load(
+def test_nodes_that_share_a_folder_download_once_then_load(
     site: Any, monkeypatch: pytest.MonkeyPatch, idx_parts: dict[str, bytes], own_cache: Path
 ) -> None:
-    serve(site, monkeypatch, idx_parts)
+    sources = []
+    for name, content in idx_parts.items():
+        packed = gzip.compress(content)
+        mirrors = (site.put(f"/{name}.gz", packed),)
+        sources.append(Source(f"{name}.gz", mirrors, len(packed), hashlib.sha256(packed).hexdigest()))
+    monkeypatch.setitem(catalogue.SOURCES, "mnist", tuple(sources))
     with pytest.raises(DataError, match=r"mnist is not in .*cache/mnist; let nnmpi.data.prepare\('mnist'\)"):
         load("mnist")
     said: list[str] = []
-    for _ in range(2):
-        assert prepare("mnist", report=said.append) == own_cache / "mnist"
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda _: prepare("mnist", report=said.append), range(4)))
+    assert found == [own_cache / "mnist"] * 4
     assert len(site.requests) == len(said) == 4
+    assert said[0].startswith(f"downloading {sources[0].filename} ({sources[0].size} B) from 127.0.0.1:")
     assert len(load("mnist")[0]) == 20
 
 
-def test_nodes_that_share_a_folder_download_once(
-    site: Any, monkeypatch: pytest.MonkeyPatch, idx_parts: dict[str, bytes]
+CONTENT = bytes(range(256)) * 2000
+
+
+@pytest.mark.parametrize(
+    ("content", "manner"),
+    [(CONTENT, manner) for manner in ("404", "500", "cut", "silent", "endless")]
+    + [(wrong, "plain") for wrong in (CONTENT[::-1], CONTENT[:-1], CONTENT + b"x" * 5, b"")],
+)
+def test_what_is_wrong_sends_to_the_next_mirror(
+    site: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, manner: str
 ) -> None:
-    serve(site, monkeypatch, idx_parts)
-    failed: list[BaseException] = []
-
-    def node() -> None:
-        try:
-            prepare("mnist")
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=node) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert failed == []
-    assert len(site.requests) == 4
-
-
-@pytest.mark.parametrize("name", ["mnist", "fashion-mnist", "cifar10"])
-@pytest.mark.parametrize("function", [load, prepare])
-def test_wrong_data_dir_says_what_was_looked_for(name: str, function: Any, tmp_path: Path) -> None:
-    wanted = "test_batch.bin" if name == "cifar10" else "train-images-idx3-ubyte"
-    with pytest.raises(UsageError, match=f"data_dir {tmp_path} lacks them: looked there for {wanted}"):
-        function(name, tmp_path)
-    with pytest.raises(UsageError, match=f"data_dir {tmp_path}/none does not exist: looked there for {wanted}"):
-        function(name, tmp_path / "none")
+    monkeypatch.setattr(catalogue, "STALL_S", 0.5)
+    mirrors = site.put("/a/file.bin", content, manner), site.put("/b/file.bin", CONTENT)
+    source = Source("file.bin", mirrors, len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
+    with pytest.raises(DataError, match=r"file.bin \(512000 bytes\) could not be downloaded"):
+        download(replace(source, mirrors=mirrors[:1]), tmp_path)
+    assert download(source, tmp_path).read_bytes() == CONTENT
+    assert [path.name for path in tmp_path.iterdir()] == ["file.bin"]
+    assert site.requests == ["/a/file.bin"] * 2 + ["/b/file.bin"]
 
 
 @pytest.mark.parametrize("function", [load, prepare])
-def test_a_folder_that_may_not_be_entered_is_one_sentence(
-    function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_read_is_one_sentence(function: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, wanted in (("mnist", "train-images-idx3-ubyte"), ("cifar10", "test_batch.bin")):
+        for folder in (tmp_path, tmp_path / "none"):
+            with pytest.raises(UsageError, match=f"data_dir {folder} lacks .*: looked there for {wanted}"):
+                function(name, folder)
+    for name in ("iris", "digits", "table.csv"):
+        with pytest.raises(UsageError, match="leave out data_dir"):
+            function(name, tmp_path)
+    for given in (("~no-such-user/x.csv",), ("mnist", "~no-such-user/x.csv")):
+        with pytest.raises(UsageError, match="the system knows no home folder ~no-such-user; write it out$"):
+            function(*given)
     reason = r"cannot be read \(Permission denied\); make it readable, or give another$"
     monkeypatch.setenv("NNMPI_DATA", str(tmp_path))
     lock(tmp_path, monkeypatch)
-    for name in ("mnist", "cifar10"):
-        with pytest.raises(UsageError, match=rf"^data_dir {tmp_path} {reason}"):
-            function(name, tmp_path)
-        with pytest.raises(UsageError, match=rf"^the folder for downloads {tmp_path}/{name} {reason}"):
-            function(name)
-    with pytest.raises(UsageError, match=rf"^data set '{tmp_path}/x.csv' {reason}"):
-        function(str(tmp_path / "x.csv"))
-
-
-@pytest.mark.parametrize("function", [load, prepare])
-def test_the_home_of_nobody_is_one_sentence(function: Any) -> None:
-    sentence = "~no-such-user/x.csv: the system knows no home folder ~no-such-user; write it out$"
-    with pytest.raises(UsageError, match=f"^data set {sentence}"):
-        function("~no-such-user/x.csv")
-    with pytest.raises(UsageError, match=f"^data_dir {sentence}"):
-        function("mnist", "~no-such-user/x.csv")
-
-
-def test_a_folder_of_tables_that_may_not_be_entered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    lock(tmp_path, monkeypatch)
-    with pytest.raises(UsageError, match=rf"^data set '{tmp_path}' cannot be read \(Permission denied\)"):
-        load(str(tmp_path))
-    with pytest.raises(UsageError, match=r"a' cannot be read \(File name too long\)"):
-        load("a" * 300)
-
-
-@pytest.mark.parametrize("name", ["iris", "digits", "table.csv"])
-def test_data_dir_where_it_does_nothing_is_refused(name: str, tmp_path: Path) -> None:
-    for function in (load, prepare):
-        with pytest.raises(UsageError, match="leave out data_dir"):
-            function(name, tmp_path)
+    with pytest.raises(UsageError, match=rf"^data_dir {tmp_path} {reason}"):
+        function("mnist", tmp_path)
+    with pytest.raises(UsageError, match=rf"^the folder for downloads {tmp_path}/mnist {reason}"):
+        function("mnist")
+    for path in (tmp_path / "x.csv", tmp_path):
+        with pytest.raises(UsageError, match=rf"^data set '{path}' {reason}"):
+            load(str(path))
 
 
 @pytest.mark.parametrize(
@@ -222,9 +180,8 @@ def test_real_subset_of_cifar10(real_data: Path) -> None:
 
 
 def test_a_pipe_is_refused_at_once(tmp_path: Path) -> None:
-    pipe = tmp_path / "table.csv"
-    os.mkfifo(pipe)
+    os.mkfifo(tmp_path / "table.csv")
     with pytest.raises(UsageError, match="is neither an ordinary file nor a folder"):
-        load(str(pipe))
+        load(str(tmp_path / "table.csv"))
     with pytest.raises(DataError, match=r"table\.csv: cannot be read .not an ordinary file"):
-        read_bytes(pipe)
+        read_bytes(tmp_path / "table.csv")

@@ -27,31 +27,31 @@ def test_rows_of_no_index_keep_the_sample_shape() -> None:
     assert table(4).rows(np.array([], np.int64)).shape == (0, 2)
 
 
-@pytest.mark.parametrize("label", [-1, 3])
-def test_label_out_of_range_is_named(label: int) -> None:
-    y = np.array([0, 1, label])
-    with pytest.raises(DataError, match=f"label {label} of sample 2 is not in 0..2"):
-        Dataset("made up", np.zeros((3, 2), np.float32), y, 3)
+X = np.zeros((3, 2), np.float32)
+Y = np.zeros(3, np.int64)
 
 
 @pytest.mark.parametrize(
-    ("x", "y"),
+    ("x", "y", "classes", "names", "sentence"),
     [
-        (np.zeros((3, 2), np.float64), np.zeros(3, np.int64)),
-        (np.zeros((3, 2), np.float32), np.zeros(3, np.int32)),
-        (np.zeros((3, 2), np.float32), np.zeros(2, np.int64)),
-        (np.zeros(3, np.float32), np.zeros(3, np.int64)),
-        (np.zeros((3, 2), np.float32), np.zeros((4, 1), np.int64)),
+        (X.astype("float64"), Y, 1, (), "samples are float64"),
+        (X, Y.astype("int32"), 1, (), "labels int32"),
+        (X, Y[:2], 1, (), "as many labels"),
+        (X[:, 0], Y, 1, (), "of shape"),
+        (X, np.array([0, 1, 3]), 3, (), "label 3 of sample 2 is not in 0..2"),
+        (X, np.array([0, 1, -1]), 3, (), "label -1 of sample 2 is not in 0..2"),
+        (X, np.array([[0], [0], [-2]]), 4, (), "label -2 of sample 2 is not in 0..3"),
+        (X, Y, 2, ("one",), "1 class names for 2 classes"),
+        (X, Y.astype("float32"), 3, (), "quantities are predicted in 3 classes"),
+        (X, np.array([0, np.inf, 1], "float32"), 0, (), "target inf of sample 1 is not a finite number"),
+        (X, np.array([0, 1.5, 1], "float32"), 2, (), "target 1.5 of sample 1 is not from 0 to 1"),
     ],
 )
-def test_arrays_that_do_not_fit_are_refused(x: np.ndarray, y: np.ndarray) -> None:
-    with pytest.raises(DataError, match="made up: samples"):
-        Dataset("made up", x, y, 1)
-
-
-def test_class_names_must_be_as_many_as_classes() -> None:
-    with pytest.raises(DataError, match="1 class names for 2 classes"):
-        Dataset("made up", np.zeros((1, 2), np.float32), np.zeros(1, np.int64), 2, class_names=("one",))
+def test_arrays_that_do_not_fit_are_refused(
+    x: np.ndarray, y: np.ndarray, classes: int, names: tuple[str, ...], sentence: str
+) -> None:
+    with pytest.raises(DataError, match=f"made up: .*{sentence}"):
+        Dataset("made up", x, y, classes, class_names=names)
 
 
 @pytest.mark.parametrize(("n", "fraction", "tests"), [(150, 0.2, 30), (10, 0.25, 2), (3, 0.01, 1), (3, 0.99, 2)])
@@ -90,9 +90,7 @@ def test_chosen_classes_are_numbered_anew_in_their_order() -> None:
     assert choose_classes(table(6), ["2", "0"]).class_names == ("2", "0")
 
 
-@pytest.mark.parametrize(
-    ("chosen", "sentence"), [(["0", "dog"], "no class 'dog'; choose among 0, 1, 2"), (["1", "0", "1"], "twice")]
-)
+@pytest.mark.parametrize(("chosen", "sentence"), [(["0", "dog"], "among 0, 1, 2"), (["1", "0", "1"], "once")])
 def test_classes_that_are_not_there_are_refused(chosen: list[str], sentence: str) -> None:
     with pytest.raises(UsageError, match=sentence):
         choose_classes(table(6), chosen)
@@ -103,7 +101,7 @@ def test_classes_that_are_not_there_are_refused(chosen: list[str], sentence: str
 
 def test_pair_must_have_samples_of_one_shape() -> None:
     wide = Dataset("wide", np.zeros((3, 5), np.float32), np.zeros(3, np.int64), 1)
-    with pytest.raises(DataError, match=r"shape \(2,\) and test samples \(5,\)"):
+    with pytest.raises(DataError, match=r"shape \(2,\).*shape \(5,\)"):
         check_pair(table(3), wide)
     with pytest.raises(DataError, match="test part has no samples"):
         check_pair(table(3), table(3).take(np.array([], np.int64)))
@@ -117,6 +115,4 @@ def test_tokens_stay_whole_numbers_and_labels_may_be_several() -> None:
     assert found.rows(np.array([1]), "float64").dtype == np.int64
     assert found.targets is not None and found.targets.tolist() == [2, 3]
     assert found.labels(np.array([0])).tolist() == [[1, 2, -1]]
-    with pytest.raises(DataError, match="label -2 of sample 1 is not in 0..3"):
-        Dataset("tokens", x, np.array([[0], [-2]]), 4)
     assert Dataset("images", np.zeros((2, 4), np.uint8), np.zeros(2, np.int64), 1).targets is None

@@ -1,7 +1,5 @@
-import gc
 import threading
-import time
-from collections.abc import Callable
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -10,12 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nnmpi.data.dataset import Dataset
-from nnmpi.data.loader import Batch, Cut, Loader
-from nnmpi.data.sampler import order, rows
+from nnmpi.data.loader import Batch, Loader
+from nnmpi.data.sampler import Cut, cut_batch, order, own_rows, own_samples
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift
 from nnmpi.errors import ShapeError, UsageError
+from tests.data.conftest import prefetch_threads
 
-Threads = Callable[[], list[threading.Thread]]
 AUGMENT = Compose(Shift(1), Flip(), Normalize(0.5, 0.25))
 
 
@@ -30,8 +28,8 @@ def test_batch_holds_what_the_sampler_says() -> None:
     batches = list(loader.epoch(2))
     assert len(batches) == loader.batches_per_epoch == 3
     for number, batch in enumerate(batches):
-        places = rows(23, 10, number, rank=1, world=3)[0][0]
-        mine = order(23, seed=4, epoch=2)[places.start : places.stop]
+        (own,) = cut_batch((10, 10, 3)[number], 1, 3)
+        mine = order(23, seed=4, epoch=2)[10 * number + own.first_row :][: own.stop]
         np.testing.assert_array_equal(batch.indices, mine)
         np.testing.assert_array_equal(batch.y, data.y[mine])
         np.testing.assert_allclose(batch.x, data.x[mine] / 255, rtol=1e-15)
@@ -94,7 +92,7 @@ def test_large_batch_size_gives_one_batch_of_everything(size: int) -> None:
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_threads_change_nothing(workers: int) -> None:
     def run(workers: int) -> list[Batch]:
-        return list(Loader(made_up(), 2, seed=3, transform=AUGMENT, workers=workers, prefetch=3).epoch(1))
+        return list(Loader(made_up(), 2, seed=3, transform=AUGMENT, workers=workers).epoch(1))
 
     for threaded, plain in zip(run(workers), run(0), strict=True):
         np.testing.assert_array_equal(threaded.x, plain.x)
@@ -115,19 +113,18 @@ def test_without_shuffling_the_order_is_that_of_the_set() -> None:
     np.testing.assert_array_equal(indices, np.arange(23))
 
 
-def test_exception_of_the_transform_reaches_the_consumer(prefetch_threads: Threads) -> None:
+@pytest.mark.usefixtures("no_threads_left")
+def test_exception_of_the_transform_reaches_the_consumer() -> None:
     def fail(x: np.ndarray, indices: np.ndarray, epoch: int, seed: int) -> np.ndarray:
         if 7 in indices:
             raise RuntimeError("seven")
         return x
 
-    loader = Loader(made_up(), 5, shuffle=False, transform=fail, workers=2)
     seen = []
     with pytest.raises(RuntimeError, match="seven"):
-        for batch in loader.epoch(0):
+        for batch in Loader(made_up(), 5, shuffle=False, transform=fail, workers=2).epoch(0):
             seen.append(batch.number)
     assert seen == [0]
-    assert prefetch_threads() == []
 
 
 def test_transform_is_keyed_by_seed_epoch_and_index() -> None:
@@ -141,36 +138,22 @@ def test_transform_is_keyed_by_seed_epoch_and_index() -> None:
     assert seen == [(batch.indices.tolist(), 4, 5) for batch in batches]
 
 
-def test_breaking_out_leaves_no_threads(prefetch_threads: Threads) -> None:
-    loader = Loader(made_up(), 1, workers=2)
-    for _ in range(20):
-        for _batch in loader.epoch(0):
-            break
-    gc.collect()
-    deadline = time.monotonic() + 10
-    while prefetch_threads() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    assert prefetch_threads() == []
-
-
+@pytest.mark.usefixtures("no_threads_left")
 @pytest.mark.parametrize(
-    ("options", "stored", "threads"),
+    ("options", "threads"),
     [
-        ({}, False, 0),
-        ({"transform": Normalize(0.5, 2.0)}, False, 0),
-        ({"transform": Compose(Flip(), Normalize(0.5, 2.0))}, False, 1),
-        ({"transform": lambda x, *key: x}, False, 1),  # nobody knows how long it takes
-        ({"batch_size": 64}, False, 1),
-        ({"batch_size": 64, "world": 2}, False, 0),
-        ({}, True, 1),  # copies to a device go on meanwhile
+        ({}, 0),
+        ({"transform": Normalize(0.5, 2.0)}, 0),
+        ({"transform": Compose(Flip(), Normalize(0.5, 2.0))}, 1),
+        ({"transform": lambda x, *key: x}, 1),  # nobody knows how long it takes
+        ({"batch_size": 64}, 1),
+        ({"batch_size": 64, "world": 2}, 0),
     ],
 )
-def test_a_thread_makes_batches_where_that_pays(
-    options: dict[str, Any], stored: bool, threads: int, prefetch_threads: Threads
-) -> None:
+def test_a_thread_makes_batches_where_that_pays(options: dict[str, Any], threads: int) -> None:
     # so many that no thread is done already
     images = Dataset("images", np.zeros((2048, 16, 32, 1), np.uint8), np.zeros(2048, np.int64), 2)
-    with Loader(images, **{"batch_size": 8, **options}).epoch(0, stored=stored):
+    with Loader(images, **{"batch_size": 8, **options}).epoch(0):
         assert len(prefetch_threads()) == threads
 
 
@@ -198,10 +181,12 @@ def test_transform_that_changes_rows_or_dtype_is_refused() -> None:
         ({"batch_size": 0}, "batch_size is 0"),
         ({"rank": 2, "world": 2}, "rank 2 of 2 ranks"),
         ({"rank": -1}, "rank -1 of 1"),
-        ({"workers": -1}, "-1 loader threads"),
+        ({"workers": -1}, "workers is -1"),
         ({"microbatches": 0}, "microbatches is 0"),
-        ({"prefetch": 0}, "0 batches ahead"),
         ({"dtype": "int64"}, "cannot be given as int64"),
+        ({"partition": "halves"}, "partition halves does not exist"),
+        ({"partition": "iid", "world": 24}, "partition iid shares 23 training samples"),
+        ({"partition": "iid", "whole": True}, "does not go with whole microbatches"),
     ],
 )
 def test_options_without_sense_are_refused(options: dict[str, Any], text: str) -> None:
@@ -224,3 +209,74 @@ def test_whole_microbatches_have_the_same_shape_on_every_rank() -> None:
             first_row, x = seen[cut.number]
             assert first_row == cut.first_row
             np.testing.assert_array_equal(x, whole.x[cut.start : cut.stop])
+
+
+# The sampler: every layout sees the same samples in the same batches and microbatches.
+
+
+@given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 9))
+def test_microbatches_hold_the_same_rows_in_every_world(rows: int, world: int, microbatches: int) -> None:
+    serial = cut_batch(rows, microbatches=microbatches)
+    assert [row for each in serial for row in range(each.first_row, each.first_row + each.stop - each.start)] == list(
+        range(rows)
+    )
+    assert len(serial) == min(microbatches, rows)
+    for whole in (False, True):
+        ranks = [cut_batch(rows, rank, world, microbatches, whole) for rank in range(world)]
+        dealt = sorted((each.number, each.first_row, each.stop - each.start) for cuts in ranks for each in cuts)
+        dealt = [each for each in dealt if each[2]]
+        for each in serial:
+            mine = [(first, count) for number, first, count in dealt if number == each.number]
+            counts = [count for _, count in mine]
+            assert mine[0][0] == each.first_row and sum(counts) == each.stop - each.start
+            assert [first + count for first, count in mine[:-1]] == [first for first, _ in mine[1:]]
+            assert len(counts) == 1 if whole else max(counts) - min(counts) <= 1
+
+
+def test_order_is_a_function_of_seed_and_epoch_and_the_same_for_ever() -> None:
+    """A checkpoint of an older version resumes in the middle of an epoch only if this holds."""
+    assert order(8, 0, 0).tolist() == [3, 7, 6, 2, 4, 1, 5, 0]
+    assert order(8, 3, 7).tolist() == [3, 5, 7, 2, 1, 6, 0, 4]
+    assert len({tuple(order(50, seed, epoch)) for seed in range(4) for epoch in range(4)}) == 16
+
+
+# Samples that are one worker's: each has one owner, who goes through them without skipping any.
+
+LABELLED = Dataset(
+    "numbers", np.arange(47, dtype="float32").reshape(47, 1), np.random.default_rng(0).integers(0, 5, 47), 5
+)
+
+
+@given(n=st.integers(9, 70), workers=st.integers(1, 9), partition=st.sampled_from(["iid", "label"]))
+def test_every_sample_has_one_owner(n: int, workers: int, partition: str) -> None:
+    labels = np.random.default_rng(n).integers(0, 5, n)
+    owned = [own_samples(labels, partition, 1, worker, workers) for worker in range(workers)]
+    assert sorted(np.concatenate(owned).tolist()) == list(range(n))
+    assert max(map(len, owned)) - min(map(len, owned)) <= 1
+    if partition == "label":
+        assert np.all(np.diff(labels[np.concatenate(owned)]) >= 0)
+
+
+@given(n=st.integers(1, 12), count=st.integers(0, 7), turns=st.integers(1, 9))
+def test_a_worker_goes_through_its_own_again_and_again(n: int, count: int, turns: int) -> None:
+    """Whole passes have every sample once, however the passes are cut into turns."""
+    own = np.arange(100, 100 + n)
+    taken = np.concatenate([own_rows(own, 0, 2, turn * count, count) for turn in range(turns)])
+    for first in range(0, len(taken) - n + 1, n):
+        assert sorted(taken[first : first + n].tolist()) == own.tolist()
+
+
+@pytest.mark.parametrize("world", [1, 2, 5])
+def test_loader_gives_each_worker_its_own_in_the_shares_of_the_others(world: int) -> None:
+    for rank in range(world):
+        loader = Loader(LABELLED, 10, rank=rank, world=world, partition="label", microbatches=2, workers=0)
+        plain = Loader(LABELLED, 10, rank=rank, world=world, microbatches=2, workers=0)
+        own = set(own_samples(LABELLED.y, "label", 0, rank, world).tolist())
+        seen = Counter[int]()
+        for epoch in range(2):
+            for batch, other in zip(loader.epoch(epoch), plain.epoch(epoch), strict=True):
+                assert (batch.cuts, batch.global_rows, len(batch.y)) == (other.cuts, other.global_rows, len(other.y))
+                assert batch.x[:, 0].astype(int).tolist() == batch.indices.tolist()
+                seen.update(batch.indices.tolist())
+            assert set(seen) <= own
+        assert max(seen.values()) - min(seen[sample] for sample in own) <= 1  # nothing is skipped between two turns

@@ -2,19 +2,19 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from nnmpi.data import token_file
+from nnmpi.data import text as texts
 from nnmpi.data.catalogue import find_text, load
 from nnmpi.data.documents import read_documents
 from nnmpi.data.loader import Batch, Loader
-from nnmpi.data.text import Text, load_text
-from nnmpi.data.token_file import TextSource, open_tokens, prepare_tokens
+from nnmpi.data.text import Text, TextSource, load_text, prepare_tokens
+from nnmpi.data.tokenizer import ByteTokenizer, CharacterTokenizer, LibraryTokenizer, Tokenizer, load_tokenizer
 from nnmpi.errors import DataError, NnmpiError, UsageError
 from tests.data.locked import lock
 
@@ -73,27 +73,28 @@ def test_documents_are_dealt_to_training_and_test(tmp_path: Path) -> None:
     rows = [{"problem": f"add {i} and {i}", "solution": f"it is\r\n{2 * i}", "other": 3} for i in range(11)]
     path = write(tmp_path / "sums.jsonl", "\n".join(map(json.dumps, rows)))
     train, test = loaded(path, 5, columns=("problem", "solution"), tokenizer="bytes")
-    texts = []
+    documents = []
     for part in (train, test):
-        tokens = np.concatenate([part.file.tokens[first:stop] for first, stop in part.spans])
-        assert tokens[-1] == 256
-        texts.append(bytes(np.where(tokens == 256, 0, tokens).astype(np.uint8)).decode().split("\0")[:-1])
         batch = next(iter(Loader(part, 99, shuffle=False, workers=0).epoch(0)))
-        assert "".join(y for _, y in predicted(part, batch))[:-1] == "#".join(texts[-1])[1:]
-    assert [len(each) for each in texts] == [8, 3]
-    assert sorted(sum(texts, [])) == sorted(f"{row['problem']}\n{row['solution']}" for row in rows)
+        first = part.tokenizer.decode(batch.x[0, :1])
+        whole = first + "".join(y for _, y in predicted(part, batch))
+        assert whole.endswith("#")
+        documents.append(whole[:-1].split("#"))
+    assert [len(each) for each in documents] == [8, 3]
+    assert sorted(sum(documents, [])) == sorted(f"add {i} and {i}\nit is\r\n{2 * i}" for i in range(11))
 
 
 def test_a_table_gives_the_columns_that_are_asked_for(tmp_path: Path) -> None:
     path = write(tmp_path / "t.csv", 'a,b,c\n1,"x, ""y""\n\nz",é\n\n2,w,ü\n')
     assert list(read_documents(path, ("c", "b"))) == [('é\nx, "y"\n\nz', True), ("ü\nw", True)]
-    with pytest.raises(UsageError, match=r"t\.csv has no column 'd'; its columns are: a, b, c"):
-        list(read_documents(path, ("d",)))
+    for column in ("d", "b"):
+        write(path, path.read_text().replace("c", "b"))
+        with pytest.raises(UsageError, match=rf"t\.csv has no single column '{column}'; its columns are: a, b, b"):
+            list(read_documents(path, (column,)))
 
 
 def test_sentences_are_as_long_as_the_longest_of_their_batch(txt: Path) -> None:
     train, test = loaded(txt, 10, sentences=True)
-    assert len(train.spans) + len(test.spans) == len([line for line in LINES if line])
     seen = []
     for part in (train, test):
         loader = Loader(part, 3, workers=0)
@@ -149,7 +150,7 @@ def test_tokens_are_made_once_for_a_text_and_its_tokenizer(txt: Path, cache: Pat
 
 
 def test_a_corpus_is_read_in_pieces_that_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nnmpi.data.documents.CHUNK_BYTES", 7)
+    monkeypatch.setattr("nnmpi.data.documents.PIECE", 7)
     text = "é line\r\n  two\n\nthree ünd\nfour\n" * 5 + "the last"
     path = write(tmp_path / "a.txt", "\ufeff" + text)
     pieces = list(read_documents(path))
@@ -170,32 +171,28 @@ def test_nothing_is_left_of_tokens_that_could_not_be_made(txt: Path, cache: Path
 
 def test_damaged_tokens_are_named(txt: Path) -> None:
     source = TextSource(txt)
-    folder = prepare_tokens(source)
-    (folder / token_file.TOKENS).write_bytes(b"ab")
-    with pytest.raises(DataError, match="damaged: 1 tokens; remove it"):
-        open_tokens(source)
-    (folder / token_file.ENDS).write_bytes(b"")
-    with pytest.raises(DataError, match="remove it, and it is made again"):
-        open_tokens(source)
+    for name, content in ((texts.TOKENS, b"ab"), (texts.ENDS, b"")):
+        (prepare_tokens(source) / name).write_bytes(content)
+        with pytest.raises(DataError, match="damaged .*; remove it, and it is made again"):
+            load_text(source)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "columns", "sentence"),
     [
-        ("a.txt", b"", (), "a.txt: the document is empty; give a text, in UTF-8"),
-        ("a.txt", b" \n\n", (), "a.txt: the document is empty; give a text, in UTF-8"),
-        ("a.txt", b"abc \xff def", (), "not UTF-8 text .invalid start byte at byte 4.; convert it"),
+        ("a.txt", b"", (), "a.txt: the document is empty"),
+        ("a.txt", b" \n\n", (), "a.txt: the document is empty"),
+        ("a.txt", b"abc \xff def", (), "not UTF-8 text"),
         ("a.txt", b"abc", ("b",), "has no columns"),
         ("a.csv", b"a,b\n1\n", ("b",), "line 2: 1 cells, and the first line has 2"),
         ("a.csv", b"a,b\n1,\n", ("b",), "line 2: the document is empty"),
-        ("a.csv", b"a,b\n", ("b",), "there are no rows"),
-        ("a.csv", b"b,b\n1,2\n", ("b",), "has several columns 'b'; give each another name"),
+        ("a.csv", b"a,b\n", ("b",), "is empty"),
         ("a.csv", b'a,b\n1,"x', ("b",), "not CSV"),
-        ("a.jsonl", b"{}\n", (), "line 1 has no column 'text'"),
+        ("a.jsonl", b"{}\n", (), "line 1 has no single column 'text'"),
         ("a.jsonl", b"[1]\n", (), "line 1: not a JSON object"),
         ("a.jsonl", b"{\n", (), "line 1: not JSON"),
-        ("a.jsonl", b'{"text": 3}', (), "line 1: column 'text' is no text"),
-        ("a.jsonl", rb'{"text": "a \ud800 b"}', (), "line 1: not Unicode text .half of a surrogate pair.; write the"),
+        ("a.jsonl", b'{"text": 3}', (), "line 1: a column is no Unicode text"),
+        ("a.jsonl", rb'{"text": "a \ud800 b"}', (), "line 1: a column is no Unicode text"),
         ("a.txt.gz", b"not gz", (), "not a whole gz file"),
     ],
 )
@@ -231,28 +228,138 @@ def test_texts_are_told_from_tables_of_numbers(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("size", "kind"), [(2**16, np.uint16), (2**16 + 1, np.uint32)])
-def test_tokens_are_mapped_numbers_of_few_bytes(
+def test_tokens_are_numbers_of_few_bytes(
     txt: Path, monkeypatch: pytest.MonkeyPatch, size: int, kind: type[np.generic]
 ) -> None:
-    """A corpus need not fit into memory."""
     monkeypatch.setattr("nnmpi.data.tokenizer.ByteTokenizer.vocabulary_size", size)
-    source = TextSource(txt, "bytes")
-    prepare_tokens(source)
-    found = open_tokens(source)
-    assert found.tokens.dtype == kind and isinstance(found.tokens.base, np.memmap)
-    assert bytes(found.tokens[:-1].astype(np.uint8)) == txt.read_bytes() and found.tokens[-1] == 256
+    tokens = np.fromfile(prepare_tokens(TextSource(txt, "bytes")) / texts.TOKENS, kind)
+    assert bytes(tokens[:-1].astype(np.uint8)) == txt.read_bytes() and tokens[-1] == 256
 
 
 def test_of_many_that_want_the_same_tokens_one_makes_them(txt: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Path] = []
-    write_once = token_file._fill
+    write_once = texts._fill
 
     def slow(source: TextSource, folder: Path) -> None:
         made.append(folder)
         time.sleep(0.05)
         write_once(source, folder)
 
-    monkeypatch.setattr(token_file, "_fill", slow)
+    monkeypatch.setattr(texts, "_fill", slow)
     with ThreadPoolExecutor(5) as pool:
         folders = list(pool.map(prepare_tokens, [TextSource(txt)] * 5))
     assert len(made) == 1 and len(set(folders)) == 1
+
+
+# Tokenizers: there and back, saved and read again.
+
+
+TEXT = "Grüße, 世界! 🙂\n\ttabs  and  spaces"
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> Path:
+    """GPT-2's files, with all bytes and three merges."""
+    library = pytest.importorskip("tokenizers")
+    letters = sorted(library.pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate(letters)}
+    for word in ("an", "and", "Ġand", "<|endoftext|>"):
+        vocabulary[word] = len(vocabulary)
+    folder = tmp_path / "gpt2"
+    folder.mkdir()
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\na n\nan d\nĠ and\n")
+    return folder
+
+
+def tokenizers(pairs: Path) -> list[Tokenizer]:
+    return [ByteTokenizer(), CharacterTokenizer(TEXT), load_tokenizer(pairs)]
+
+
+def test_a_text_comes_back(pairs: Path, tmp_path: Path) -> None:
+    """And the library reads what is saved."""
+    library = pytest.importorskip("tokenizers")
+    for number, each in enumerate(tokenizers(pairs)):
+        ids = each.encode(TEXT)
+        assert all(0 <= token < each.vocabulary_size for token in ids) and each.end not in ids
+        assert each.decode([*ids, each.end]) == TEXT and each.decode([]) == "" and each.encode("") == []
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        each.save(folder)
+        again = load_tokenizer(folder)
+        assert (again.encode(TEXT), again.identity) == (ids, each.identity)
+        assert (again.end, again.vocabulary_size) == (each.end, each.vocabulary_size)
+        assert type(again) is type(each)
+        theirs = library.Tokenizer.from_file(str(folder / "tokenizer.json"))
+        assert theirs.encode(TEXT).ids == ids and theirs.decode([*ids, each.end]) == TEXT
+        assert theirs.get_vocab_size() == each.vocabulary_size
+        with pytest.raises(UsageError, match=f"token {each.vocabulary_size} is outside the vocabulary of"):
+            each.decode([each.vocabulary_size])
+    assert len({each.identity for each in tokenizers(pairs)}) == 3
+
+
+def test_gpt2s_merges_are_applied(pairs: Path) -> None:
+    made = load_tokenizer(pairs / "merges.txt")
+    assert made.vocabulary_size == 260 and made.end == 259
+    assert made.encode("an and") == [256, 258]
+    assert made.encode("sand and") == [*made.encode("s"), 257, 258]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda vocabulary: vocabulary.pop("H"), "1 of the 256 bytes have no token"),
+        (lambda vocabulary: vocabulary.update(e=vocabulary["t"]), "two tokens have one number"),
+    ],
+)
+def test_a_vocabulary_that_would_lose_letters_is_refused(
+    pairs: Path, change: Callable[[dict[str, int]], object], words: str
+) -> None:
+    """The library leaves them out, or takes others for them, and says nothing."""
+    vocabulary = json.loads((pairs / "vocab.json").read_text())
+    change(vocabulary)
+    (pairs / "vocab.json").write_text(json.dumps(vocabulary))
+    with pytest.raises(DataError, match=rf"vocab\.json: not a tokenizer \({words}"):
+        load_tokenizer(pairs)
+
+
+def test_half_a_character_is_no_text(pairs: Path) -> None:
+    """A command line that is not UTF-8 has such."""
+    for each in tokenizers(pairs):
+        with pytest.raises(UsageError, match=r"\\udcff|no tokens for the text"):
+            each.encode("a\udcff")
+
+
+def test_a_tokenizer_without_an_end_gets_one() -> None:
+    library = pytest.importorskip("tokenizers")
+    made = library.Tokenizer(library.models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?"))
+    found = LibraryTokenizer(made)
+    assert found.end == found.vocabulary_size - 1 == 3 and found.name == "WordLevel"
+
+
+def test_characters_that_were_not_in_the_text_are_named() -> None:
+    made = CharacterTokenizer("cab")
+    assert made.encode("abc") == [0, 1, 2] and (made.end, made.vocabulary_size) == (3, 4)
+    with pytest.raises(UsageError, match="the character 'é' is not among the 3 of the tokenizer"):
+        made.encode("aé")
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="no such file or folder"):
+        load_tokenizer(tmp_path / "nothing")
+    with pytest.raises(UsageError, match="the folder has neither tokenizer.json nor vocab.json"):
+        load_tokenizer(tmp_path)
+    pytest.importorskip("tokenizers")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="not a tokenizer"):
+        load_tokenizer(tmp_path / "tokenizer.json")
+    (tmp_path / "vocab.json").write_text("{")
+    with pytest.raises(DataError, match="not a tokenizer"):
+        load_tokenizer(tmp_path / "vocab.json")
+
+
+def test_without_the_library_there_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"not installed; pip install 'nnmpi\[text\]', or take bytes or characters"):
+        load_tokenizer(tmp_path)

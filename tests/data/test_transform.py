@@ -1,4 +1,3 @@
-import time
 from typing import Any
 
 import numpy as np
@@ -7,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nnmpi.data.dataset import Dataset
-from nnmpi.data.transform import GAMMA, Compose, Flip, Normalize, Shift, Transform, bits, integers, mix
+from nnmpi.data.transform import GAMMA, Compose, Flip, Normalize, Shift, Transform, integers, mix
 from nnmpi.errors import ShapeError, UsageError
 
 ALL = [Shift(2), Flip(), Normalize(0.5, 0.25), Compose(Shift(1), Flip(), Normalize(np.ones(3), np.full(3, 2.0)))]
@@ -70,15 +69,9 @@ def test_shift_moves_whole_images_to_all_places() -> None:
     assert min(places.values()) > 3
 
 
-def test_shift_by_nothing_changes_nothing() -> None:
+def test_shifts_at_the_edge() -> None:
     np.testing.assert_array_equal(Shift(0)(images(), np.arange(24), 0, 0), images())
-
-
-def test_shift_further_than_the_image_is_allowed() -> None:
     assert Shift(9)(images(side=2), np.arange(24), 0, 0).shape == (24, 2, 2, 3)
-
-
-def test_shift_refuses_negative_pixels() -> None:
     with pytest.raises(UsageError, match="shift by -1"):
         Shift(-1)
 
@@ -120,9 +113,7 @@ def test_fit_normalizes_each_channel_after_scaling() -> None:
 def test_constant_channel_is_only_centred() -> None:
     """7 / 255 has no exact float, so its mean over 5000 images is a little off: that is no spread."""
     data = Dataset("images", np.full((5000, 3, 3, 1), 7, np.uint8), np.zeros(5000, np.int64), 1, 1 / 255)
-    fitted = Normalize.fit(data)
-    assert fitted.std == 1.0
-    assert np.abs(data.rows(np.arange(9), "float64") - fitted.mean).max() > 0
+    assert Normalize.fit(data).std == 1.0
 
 
 def test_normalization_of_other_shape_is_refused() -> None:
@@ -138,18 +129,6 @@ def test_a_std_by_which_nothing_can_be_divided_is_refused(std: Any) -> None:
         Normalize(0.5, std)
 
 
-def test_a_batch_takes_well_under_a_millisecond() -> None:
-    """About 0.08 ms on a core of 2020; a loop with a generator for each image takes over 1 ms."""
-    x, indices = images(rows=32, side=28, channels=1), np.arange(32)
-    transform = Compose(Shift(2), Flip(), Normalize(0.13, 0.31))
-    times_s = []
-    for _ in range(200):
-        began = time.perf_counter()
-        transform(x, indices, 0, 0)
-        times_s.append(time.perf_counter() - began)
-    assert min(times_s) < 0.5e-3
-
-
 def test_mix_is_splitmix64() -> None:
     """Known outputs of the reference implementation for the seed 1234567."""
     states = np.uint64(1234567) + np.arange(1, 6, dtype=np.uint64) * GAMMA
@@ -160,14 +139,6 @@ def test_mix_is_splitmix64() -> None:
         4593380528125082431,
         16408922859458223821,
     ]
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, 2**40), min_size=1, max_size=30), st.integers(-3, 3), st.integers(0, 9))
-def test_a_draw_depends_on_its_own_index_only(indices: list[int], seed: int, epoch: int) -> None:
-    together = bits(seed, epoch, np.array(indices), "test")
-    alone = [bits(seed, epoch, np.array([index]), "test")[0] for index in indices]
-    np.testing.assert_array_equal(together, alone)
 
 
 def test_seed_epoch_and_purpose_each_change_the_draws() -> None:
@@ -185,12 +156,3 @@ def test_numbers_are_uniform_and_in_range() -> None:
         counts = np.bincount(integers(0, 0, np.arange(n), "test", high), minlength=high)
         assert len(counts) == high
         assert np.abs(counts - n / high).max() < 5 * np.sqrt(n / high)
-
-
-def test_neighbours_are_independent() -> None:
-    drawn = integers(0, 0, np.arange(50_000), "test", 2)
-    assert abs(np.mean(drawn[1:] == drawn[:-1]) - 0.5) < 0.015
-
-
-def test_no_index_gives_no_draw() -> None:
-    assert integers(0, 0, np.array([], np.int64), "test", 5).shape == (0,)

@@ -15,9 +15,7 @@ from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
-from nnmpi.data.text import load_text
-from nnmpi.data.token_file import TextSource, prepare_tokens
-from nnmpi.data.upload import batches
+from nnmpi.data.text import TextSource, load_text, prepare_tokens
 from nnmpi.nn.chain import open_chain
 from nnmpi.shard import split
 from tests.device.library import device_backend
@@ -104,7 +102,7 @@ def test_padded_batches_give_the_hosts_numbers(
         loader = Loader(train, 5, rank=group.rank, world=group.size, microbatches=2, dtype="float64")
         report = worker.run(loader, 0, 0, loader.batches_per_epoch, 0, lambda step: 0.1)
         held_out = Loader(test, 5, rank=group.rank, world=group.size, shuffle=False)
-        with batches(held_out, 0, backend) as given:
+        with held_out.epoch(0, backend=backend) as given:
             tested = worker.evaluate(given)
         state = worker.state()[0].to_dict(everywhere=True)
         worker.release()

@@ -18,7 +18,6 @@ from nnmpi.compose.replica_runner import LocalGradient
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift
-from nnmpi.data.upload import batches
 from nnmpi.errors import DivergenceError, ShapeError, UsageError
 from nnmpi.nn.mode import training
 from nnmpi.tensor.tensor import Tensor
@@ -58,7 +57,7 @@ def test_few_waits_a_step(group: Group, monkeypatch: pytest.MonkeyPatch, build: 
     """For its numbers, and for the gradient's length; not for forward, backward and update."""
     one = worker(group, build, clip=0.1)
     loader = Loader(digits(), 32, microbatches=microbatches, transform=Normalize.fit(digits()))
-    given = batches(loader, 0, one.backend)
+    given = loader.epoch(0, backend=one.backend)
     one.step(next(given))
     for _ in range(2):
         with watched(monkeypatch) as counts:
@@ -72,7 +71,7 @@ def test_one_wait_an_evaluation(group: Group, monkeypatch: pytest.MonkeyPatch) -
     """However many batches it has; the loader waits for its copies, of two batches before."""
     one = worker(group)
     loader = Loader(digits(), 16, workers=0)
-    given = batches(loader, 0, one.backend)
+    given = loader.epoch(0, backend=one.backend)
     with watched(monkeypatch) as counts:
         report = one.evaluate(given)
     assert report.samples == len(digits())
@@ -86,7 +85,7 @@ def test_one_wait_for_a_gradient_of_ones_own(group: Group, monkeypatch: pytest.M
     model = models.mlp(dataset.sample_shape, dataset.classes).initialize(seed=0, backend=backend)
     numerics = Numerics(clip=0.1)
     gradient = LocalGradient(Worker(model, optim.SGD(model.storage, 0.1), group, backend=backend, numerics=numerics))
-    batch = next(batches(Loader(dataset, 32, microbatches=2), 0, backend))
+    batch = next(Loader(dataset, 32, microbatches=2).epoch(0, backend=backend))
     gradient.run(batch, 0)
     with watched(monkeypatch) as counts:
         found = gradient.run(batch, 1)
@@ -108,7 +107,7 @@ def test_nobody_waits_without_a_word(group: Group, monkeypatch: pytest.MonkeyPat
     loader = Loader(
         dataset, 24, rank=where.data_rank, world=where.data_ranks, microbatches=4, whole=layout.fixed, workers=0
     )
-    given = batches(loader, 0, backend)
+    given = loader.epoch(0, backend=backend)
     one.step(next(given))
     with watched(monkeypatch) as counts:
         report = one.step(next(given))
@@ -150,7 +149,7 @@ def test_batches_on_a_device_are_the_hosts(transform: Any, dtype: str) -> None:
     backend = device_backend()
     for rank, world in ((0, 1), (2, 3)):
         loader = Loader(digits(), 28, rank=rank, world=world, transform=transform, dtype=dtype)
-        with loader.epoch(1) as host, batches(loader, 1, backend) as device:
+        with loader.epoch(1) as host, loader.epoch(1, backend=backend) as device:
             count = 0
             for ours, theirs in zip(device, host, strict=True):
                 np.testing.assert_array_equal(backend.to_host(ours.x), theirs.x)
@@ -165,14 +164,14 @@ def test_a_transform_of_ones_own_is_done_on_the_host() -> None:
     """It gets floats, scaled, as everywhere."""
     backend = device_backend()
     loader = Loader(digits(), 28, transform=lambda x, indices, epoch, seed: x + 1)
-    ours, theirs = next(batches(loader, 0, backend)), next(loader.epoch(0))
+    ours, theirs = next(loader.epoch(0, backend=backend)), next(loader.epoch(0))
     np.testing.assert_array_equal(backend.to_host(ours.x), theirs.x)
 
 
 def test_a_label_that_is_no_class_is_found_on_the_host(group: Group) -> None:
     """The kernel cannot say so; the error names the row."""
     one = worker(group)
-    batch = next(batches(Loader(digits(), 8), 0, one.backend))
+    batch = next(Loader(digits(), 8).epoch(0, backend=one.backend))
     batch.labels[5] = 11
     with pytest.raises(ShapeError, match=r"label 11 in row 5 of the batch is outside 0\.\.9"):
         one.step(batch)
@@ -195,7 +194,7 @@ def test_a_loss_that_is_not_finite_changes_no_weight(group: Group) -> None:
     """It is found when the step's numbers are read, before the update, and its place is told."""
     one = worker(group)
     before = one.model.state()
-    batch = next(batches(Loader(digits(), 8), 0, one.backend))
+    batch = next(Loader(digits(), 8).epoch(0, backend=one.backend))
     batch.x[3] = float("nan")
     with pytest.raises(DivergenceError, match="the first values that are not finite are in the input on rank 0"):
         one.step(batch)

@@ -11,7 +11,6 @@ from nnmpi.backend.backend import Backend
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift
-from nnmpi.data.upload import batches
 from nnmpi.tensor.tensor import Tensor
 from tests.nn.test_compiled import step_of
 
@@ -30,7 +29,7 @@ def test_batches_are_the_hosts_to_the_last_bit(device: Backend, dtype: str) -> N
     """Converted, scaled and normalized by the device: the same operations, each rounded once."""
     dataset = images()
     loader = Loader(dataset, 700, transform=Compose(Shift(2), Flip(), Normalize.fit(dataset)), dtype=dtype)
-    with loader.epoch(0) as host, batches(loader, 0, device) as there:
+    with loader.epoch(0) as host, loader.epoch(0, backend=device) as there:
         for ours, theirs in zip(there, host, strict=True):
             np.testing.assert_array_equal(device.to_host(ours.x), theirs.x)
             np.testing.assert_array_equal(device.to_host(ours.y), theirs.y)
@@ -48,7 +47,7 @@ def test_replays_are_the_eager_steps(device: Backend, build: Any) -> None:
         step = step_of(model, update)
         run = nnmpi.compile(step) if compiled else lambda x, y: step(Tensor(x), Tensor(y))
         losses = []
-        with batches(Loader(dataset, 64), 0, device) as given:
+        with Loader(dataset, 64).epoch(0, backend=device) as given:
             for number, batch in enumerate(given):
                 with nn.training(seed=0, step=number):
                     losses.append(run(batch.x, batch.y))

@@ -75,10 +75,6 @@ LATE_IMPORTS = {
         "nnmpi/comm/mpi/start.py",
         "nnmpi.comm.mpi.mpi_world",
     ): "it imports mpi4py.MPI, which must have been loaded by then",
-    (
-        "nnmpi/data/catalogue.py",
-        "nnmpi.data.download",
-    ): "it imports pooch, and so an HTTP library, which few starts need",
     ("nnmpi/train/cli.py", "nnmpi.comm.simulated.simulated_world"): "of use with --simulate alone: 2 % of each start",
     ("nnmpi/train/computing.py", "importlib.metadata"): "it imports Python's email; a run that goes on needs neither",
     ("nnmpi/train/session.py", "nnmpi.train.auto_layout"): "the planner, of use with --layout auto alone",

@@ -11,9 +11,9 @@ from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
-from nnmpi.data import sampler
 from nnmpi.data.dataset import IGNORED
-from nnmpi.data.loader import Batch, Cut
+from nnmpi.data.loader import Batch
+from nnmpi.data.sampler import cut_batch
 from nnmpi.nn.module import Module
 from tests.worker_options import grouped
 
@@ -29,14 +29,11 @@ def batch(step: int, rank: int, world: int, whole: bool = False) -> Batch:
     rows, time = SHAPES[step]
     x, y = (draw.integers(0, TOKENS, (rows, time)) for _ in range(2))
     y[np.arange(time) >= draw.integers(0, time + 1, (rows, 1))] = IGNORED
-    everyones, _ = sampler.rows(rows, rows, 0, microbatches=MICROBATCHES)
-    own, _ = sampler.rows(rows, rows, 0, rank, world, MICROBATCHES, whole)
-    targets = tuple(int((y[part.start : part.stop] >= 0).sum()) for part in everyones.values())
-    cuts, indices = [], np.array([place for part in own.values() for place in part], np.int64)
-    for number, part in own.items():
-        start = cuts[-1].stop if cuts else 0
-        cuts.append(Cut(start, start + len(part), part.start, number))
-    return Batch(x[indices], y[indices], indices, tuple(cuts), rows, 0, step, len(everyones), targets=targets)
+    everyones, own = cut_batch(rows, microbatches=MICROBATCHES), cut_batch(rows, rank, world, MICROBATCHES, whole)
+    targets = tuple(int((y[each.start : each.stop] >= 0).sum()) for each in everyones)
+    places = [np.arange(each.stop - each.start) + each.first_row for each in own]
+    indices = np.concatenate([np.zeros(0, np.int64), *places])
+    return Batch(x[indices], y[indices], indices, own, rows, 0, step, len(everyones), targets=targets)
 
 
 def train(group: Group, build: Callable[[], Module], layout: Layout, dtype: str = "float64", **options: Any) -> Run:

@@ -9,7 +9,8 @@ from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.options import GradientExchange
 from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Batch, Cut
+from nnmpi.data.loader import Batch
+from nnmpi.data.sampler import Cut
 from nnmpi.errors import DivergenceError, UsageError
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.parallel.data import DataParallel

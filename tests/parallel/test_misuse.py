@@ -16,7 +16,8 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.options import GradientExchange, Numerics
 from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Batch, Cut
+from nnmpi.data.loader import Batch
+from nnmpi.data.sampler import Cut
 from nnmpi.errors import CommError, NnmpiError, UsageError
 from nnmpi.parallel.data import DataParallel
 from nnmpi.shard import part

@@ -288,9 +288,9 @@ FAULTS = (
     # ---- data ----
     Fault(
         "sampler: the last batch is as long as all",
-        "nnmpi/data/sampler.py",
-        "global_rows = min(batch_size, n - start)",
-        "global_rows = batch_size",
+        "nnmpi/data/loader.py",
+        "global_rows = min(self.batch_size, len(self.dataset) - start)",
+        "global_rows = self.batch_size",
         "tests/data",
     ),
     Fault(
@@ -360,9 +360,9 @@ FAULTS = (
     ),
     Fault(
         "device: bytes are not scaled to input",
-        "nnmpi/data/upload.py",
-        "if self._scale != 1:",
-        "if self._scale == 1:",
+        "nnmpi/data/loader.py",
+        "x = self.dataset.as_input(x, self.dtype) if stored else x",
+        "x = x.astype(self.dtype) if stored else x",
         "tests/device/test_waits.py",
     ),
     # ---- operations and what is compiled ----

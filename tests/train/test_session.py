@@ -14,7 +14,6 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.mpi_world import MpiWorld
 from nnmpi.comm.simulated.simulated_world import PostponedWork
 from nnmpi.data.loader import Loader
-from nnmpi.data.upload import batches
 from nnmpi.errors import CheckpointError, DataError, DeviceError, DivergenceError, UsageError
 from nnmpi.files import sha256
 from nnmpi.reading import read_json
@@ -266,7 +265,7 @@ def test_progress_is_printed_inside_an_epoch(
         ("--data-dir here", "^--dataset iris --data-dir here: .* is bundled; leave out data_dir"),
         (
             "--model cnn --dataset mnist --data-dir absent",
-            "--dataset mnist --data-dir absent: data_dir absent does not exist",
+            "--dataset mnist --data-dir absent: data_dir absent lacks",
         ),
     ],
 )
@@ -332,7 +331,13 @@ def test_a_run_builds_its_model_once(train: Train, monkeypatch: pytest.MonkeyPat
 def test_a_small_test_set_is_loaded_once(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
     """And the run has the bits of one that makes its batches each time."""
     loaded: list[Loader] = []
-    monkeypatch.setattr("nnmpi.train.loop.uploaded", lambda *given: loaded.append(given[0]) or batches(*given))
+    epoch = Loader.epoch
+
+    def noted(self: Loader, *given: Any, **options: Any) -> Any:
+        loaded.extend([] if self.shuffle else [self])
+        return epoch(self, *given, **options)
+
+    monkeypatch.setattr(Loader, "epoch", noted)
 
     def seen() -> tuple[Any, list[float]]:
         folder = RunFolder(train("--epochs 3"))

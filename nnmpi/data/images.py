@@ -1,0 +1,134 @@
+"""Images in the files of MNIST and its followers (IDX), and of CIFAR-10: bytes, and a label for each.
+
+IDX: unsigned bytes behind a header of sizes (http://yann.lecun.com/exdb/mnist/).
+
+    byte  0  1  2     3     4..7    8..11   ...
+          0  0  type  dims  size 0  size 1  ...   sizes are big-endian 32-bit; then the values, last dim fastest
+
+CIFAR-10's binary version: records of one label byte and three 32 x 32 colour planes, rows first
+(https://www.cs.toronto.edu/~kriz/cifar.html). The Python version holds pickles and is not read.
+
+    record   label   1024 bytes red   1024 bytes green   1024 bytes blue      3073 bytes
+"""
+
+import io
+import math
+import re
+import tarfile
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nnmpi.data.dataset import Dataset
+from nnmpi.errors import DataError
+from nnmpi.reading import read_bytes
+
+# For each part: the images' and the labels' file names, as they are published and as some unpackers write them.
+IDX_FILES = {
+    "train": ("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    "test": ("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+}
+IDX_WANTED = f"{', '.join(name for names in IDX_FILES.values() for name in names)} (plain or .gz)"
+
+CIFAR_ARCHIVE = "cifar-10-binary.tar.gz"
+CIFAR_FOLDER = "cifar-10-batches-bin"
+CIFAR_WANTED = (
+    f"test_batch.bin and at least one data_batch_N.bin (plain or .gz), also in {CIFAR_FOLDER}, or {CIFAR_ARCHIVE}"
+)
+CIFAR_CLASSES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+RECORD = 1 + 3 * 32 * 32
+BATCH = re.compile(r"(data_batch_\d+|test_batch)\.bin(\.gz)?")
+
+
+def read_idx(path: Path, dims: int) -> NDArray[np.uint8]:
+    """Return the array of an IDX file, plain or .gz, as read-only uint8 with the sizes of its header.
+
+    Args:
+        dims: the number of dims the file must have (3 for images, 1 for labels).
+    """
+    content, header = read_bytes(path), 4 + 4 * dims
+    if content[:4] != bytes([0, 0, 8, dims]) or len(content) < header:
+        raise DataError(f"{path}: not an IDX file of bytes in {dims} dims (it begins with {content[:4].hex(' ')})")
+    sizes = np.frombuffer(content, ">u4", dims, offset=4).tolist()
+    if len(content) - header != math.prod(sizes):
+        raise DataError(
+            f"{path}: the header promises {math.prod(sizes)} bytes of values ({' x '.join(map(str, sizes))}) "
+            f"and {len(content) - header} follow"
+        )
+    return np.frombuffer(content, np.uint8, offset=header).reshape(sizes)
+
+
+def find(folder: Path, name: str) -> Path | None:
+    """Return the file of this name, plain before .gz, or None; for IDX files also as name.idx3-ubyte."""
+    other = re.sub(r"-(?=idx\d)", ".", name)
+    places = (folder / f"{each}{end}" for each in (name, other) for end in ("", ".gz"))
+    return next((path for path in places if path.is_file()), None)
+
+
+def has_idx(folder: Path) -> bool:
+    """Return whether the folder has all four files."""
+    return all(find(folder, name) for names in IDX_FILES.values() for name in names)
+
+
+def load_idx(folder: Path, name: str, class_names: tuple[str, ...] = ()) -> tuple[Dataset, Dataset]:
+    """Return the parts of a folder with all four files: x (n, height, width, 1) uint8, scale 1/255.
+
+    Args:
+        class_names: one for each class; without them their number is the largest training label plus one.
+    """
+    arrays = {
+        part: [read_idx(find(folder, file) or folder / file, dims) for file, dims in zip(files, (3, 1), strict=True)]
+        for part, files in IDX_FILES.items()
+    }
+    classes = len(class_names) or int(arrays["train"][1].max(initial=0)) + 1
+    train, test = (
+        Dataset(name, images[..., None], labels.astype(np.int64), classes, 1 / 255, class_names)
+        for images, labels in arrays.values()
+    )
+    return train, test
+
+
+def locate_cifar(folder: Path) -> Path | None:
+    """Return what to read in this folder: the folder itself, the official folder in it, the archive, or None.
+
+    A subset of the training batches will do; at least one and the test batch must be there.
+    """
+    for place in (folder, folder / CIFAR_FOLDER):
+        names = {match[1] for path in place.glob("*.bin*") if (match := BATCH.fullmatch(path.name))}
+        if "test_batch" in names and len(names) > 1:
+            return place
+    archive = folder / CIFAR_ARCHIVE
+    return archive if archive.is_file() else None
+
+
+def load_cifar(place: Path, name: str) -> tuple[Dataset, Dataset]:
+    """Return the parts of a place that `locate_cifar` gave: x (n, 32, 32, 3) uint8, scale 1/255."""
+    found: dict[str, bytes] = {}
+    if place.is_dir():
+        for path in sorted(place.glob("*.bin*")):  # "a.bin" sorts before "a.bin.gz"
+            if (match := BATCH.fullmatch(path.name)) and match[1] not in found:
+                found[match[1]] = read_bytes(path)
+    else:
+        try:
+            with tarfile.open(fileobj=io.BytesIO(read_bytes(place))) as archive:
+                for member in archive:
+                    if (match := BATCH.fullmatch(Path(member.name).name)) and (stream := archive.extractfile(member)):
+                        found[match[1]] = stream.read()
+        except tarfile.TarError as error:
+            raise DataError(f"{place}: not a whole tar archive ({error}); get it again") from error
+    tests = [each for each in found if each == "test_batch"]
+    trains = sorted(found.keys() - tests, key=lambda batch: (len(batch), batch))  # data_batch_10 after data_batch_9
+    if not trains or not tests:
+        raise DataError(f"{place}: needs {CIFAR_WANTED}, and has {sorted(found)}")
+    for batch, content in found.items():
+        if len(content) % RECORD:
+            raise DataError(f"{place}, {batch}.bin: {len(content)} bytes are not whole records of {RECORD} bytes")
+    train, test = (_records(name, b"".join(found[batch] for batch in batches)) for batches in (trains, tests))
+    return train, test
+
+
+def _records(name: str, content: bytes) -> Dataset:
+    records = np.frombuffer(content, np.uint8).reshape(-1, RECORD)
+    images = np.ascontiguousarray(records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
+    return Dataset(name, images, records[:, 0].astype(np.int64), len(CIFAR_CLASSES), 1 / 255, CIFAR_CLASSES)

@@ -1,0 +1,266 @@
+"""Tables and arrays: CSV files and NumPy archives.
+
+    sepal_length_cm,petal_length_cm,species        a header: no feature cell of the first row is a number
+    5.1,1.4,setosa                                 features, and the label in the last column or one that is named
+    7.0,4.7,versicolor
+
+Labels of a table may be text or whole numbers. Either way the classes are the labels that occur in the training table,
+sorted, so numbers need not begin at 0 nor be consecutive; `class_names` says which class stands for which label. Where
+quantities are wanted, the label is a number that is predicted.
+
+An .npz holds x and y; or x_train, y_train and perhaps x_test and y_test. x: (n, ...), any real dtype; uint8 stays uint8
+with scale 1/255, everything else becomes float32. A 3-D x is grayscale images and gets its channel. y: (n,) or (n, 1),
+whole numbers from 0 on; or (n, ...), several labels for each sample, where -1 is what is not to be predicted; or, where
+quantities are wanted, of any real dtype. x holds tokens, which stay whole numbers, if it is uint16 or uint32, or of
+whole numbers (n, time) with several labels for each sample.
+"""
+
+import csv
+import zipfile
+from array import array
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nnmpi.backend.array import Array
+from nnmpi.data.dataset import Dataset, Wanted
+from nnmpi.errors import DataError, UsageError, shortened
+from nnmpi.reading import opened
+
+SURE_CLASSES = 1000  # so many may be meant even if there are fewer labels
+HINT = "give classes, or predict numbers: wanted='quantities', as the losses mse, mae and huber do"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A parsed file: features (rows, columns) float32, and the label cells as text, each with its line."""
+
+    path: Path
+    features: NDArray[np.float32]
+    labels: tuple[str, ...]
+    lines: tuple[int, ...]
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """Yield the lines of a text in UTF-8, plain or .gz, each with its end, which is a newline."""
+    try:
+        with opened(path) as stream, TextIOWrapper(cast(Any, stream), "utf-8-sig") as text:
+            yield from text
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 text ({error.reason}); convert it") from error
+
+
+def read_cells(path: Path) -> Iterator[tuple[int, list[str]]]:
+    """Yield the number of the line and the cells of each row of a table; blank lines separate nothing."""
+    reader, width = csv.reader(read_lines(path), strict=True), 0
+    try:
+        for cells in reader:
+            width = width or len(cells)
+            if len(cells) not in (0, width):
+                raise DataError(f"{path}, line {reader.line_num}: {len(cells)} cells, and the first line has {width}")
+            if cells:
+                yield reader.line_num, cells
+    except csv.Error as error:
+        raise DataError(f"{path}, line {reader.line_num}: not CSV ({error})") from error
+
+
+def read_csv(path: Path, target: str = "", features: int | None = None) -> Table:
+    """Return the table of a CSV file, plain or .gz, in UTF-8.
+
+    Args:
+        path: of the file.
+        target: the column of the label, by its name in the header or its number from 1; empty for the last one.
+        features: how many there are, of a table that may have no labels; None for all columns but the label's.
+    """
+    values, labels, lines, place, width = array("d"), list[str](), list[int](), -1, 0
+    for line, cells in read_cells(path):
+        if not width:
+            width = len(cells)
+            if features not in (None, width, width - 1):
+                raise DataError(f"{path}, line {line}: {width} cells; needs {features} features, and maybe a label")
+            place = width if width == features else _target_column(path, cells, target)
+            if all(_number(cell) is None for column, cell in enumerate(cells) if column != place):
+                continue  # a header
+        labels.append(cells.pop(place).strip() if place < width else "")
+        lines.append(line)
+        values.extend(_numbers(cells))
+    if not labels:
+        raise DataError(f"{path}: the table has no rows of data")
+    with np.errstate(over="ignore"):  # the check names the place
+        found = np.frombuffer(values).reshape(len(labels), -1).astype(np.float32)
+    for row, column in np.argwhere(~np.isfinite(found))[:1].tolist():
+        where = f"{path}, line {lines[row]}, column {column + 1 + (column >= place)}"
+        raise DataError(f"{where}: the cell is not a finite number")
+    if place < width and "" in labels:
+        raise DataError(f"{path}, line {lines[labels.index('')]}, column {place + 1}: the label is missing")
+    return Table(path, found, tuple(labels), tuple(lines))
+
+
+def _target_column(path: Path, first: list[str], target: str) -> int:
+    """Return the column of the label in a table that begins with these cells."""
+    if len(first) < 2:
+        raise DataError(f"{path}, line 1: {len(first)} cell; needs at least one feature, then the label, with commas")
+    names = [cell.strip() for cell in first]
+    if not target:
+        return len(first) - 1
+    if target in names:
+        return names.index(target)
+    if target.isdecimal() and 1 <= int(target) <= len(first):
+        return int(target) - 1
+    raise DataError(f"{path} has no column {target!r}; its first line is {', '.join(names)}")
+
+
+def _number(cell: str) -> float | None:
+    try:
+        return None if "_" in cell else float(cell)  # Python reads 1_0 as 10, and a table never means that
+    except ValueError:
+        return None
+
+
+def _numbers(cells: list[str]) -> Iterable[float]:
+    """Return a row's numbers, of what is none NaN: fast while all is well."""
+    try:
+        if "_" not in "".join(cells):
+            return [float(cell) for cell in cells]
+    except ValueError:
+        pass
+    return [np.nan if (number := _number(cell)) is None else number for cell in cells]
+
+
+def to_dataset(table: Table, name: str, class_names: tuple[str, ...] = (), wanted: Wanted = "classes") -> Dataset:
+    """Return the table as a data set.
+
+    Args:
+        table: what `read_csv` gave.
+        name: of the data set.
+        class_names: those of the training table, for a test table; empty for the labels that occur.
+        wanted: what the labels are to be; "any" takes numbers for quantities if there is one that is not whole.
+    """
+    numbers = {label: _number(label) for label in table.labels}
+    is_numeric = all(_number(label) is not None for label in class_names or table.labels)
+    fraction = next((label for label, number in numbers.items() if number is not None and number % 1), None)  # or NaN
+    if wanted == "quantities" or (wanted == "any" and is_numeric and fraction is not None):
+        quantities = np.array([numbers[label] for label in table.labels], np.float32)  # of None NaN
+        for row in np.flatnonzero(~np.isfinite(quantities))[:1]:
+            label = shortened(table.labels[row])
+            raise DataError(f"{table.path}, line {table.lines[row]}: the target {label!r} is not a finite number")
+        return Dataset(name, table.features, quantities, 0)
+    if is_numeric and fraction is not None:
+        raise DataError(f"{table.path}: label {shortened(fraction)!r} is not a whole number; {HINT}")
+    spelled = {
+        label: label if number is None or not is_numeric else str(int(number)) for label, number in numbers.items()
+    }
+    names = class_names or tuple(sorted(set(spelled.values()), key=int if is_numeric else str))
+    place = {label: names.index(each) if each in names else -1 for label, each in spelled.items()}
+    if -1 in place.values():
+        unknown = next(label for label, number in place.items() if number < 0)
+        raise DataError(f"{table.path}: label {shortened(unknown)!r} is not among the training labels {list(names)}")
+    y = np.array([place[label] for label in table.labels], np.int64)
+    return Dataset(name, table.features, y, len(names), 1.0, names)
+
+
+def load_csv(path: Path, name: str, wanted: Wanted = "classes", target: str = "") -> tuple[Dataset, None]:
+    """Return the data set of a table, which has no test part."""
+    return to_dataset(read_csv(path, target), name, wanted=wanted), None
+
+
+def load_npz(path: Path, name: str, wanted: Wanted = "classes", target: str = "") -> tuple[Dataset, Dataset | None]:
+    """Return the training part of an .npz file, and the test part if it has one; see the module.
+
+    Args:
+        path: the file.
+        name: of the data set.
+        wanted: what y is to be; "any" takes floats for quantities and whole numbers for classes.
+        target: has to be empty.
+    """
+    if target:
+        raise UsageError(f"data set {path} has no columns of labels to choose from; leave the target out")
+    arrays = _read(path)
+    names = ("x_train", "y_train") if "x_train" in arrays else ("x", "y")
+    if not {*names} <= {*arrays} or ("x_test" in arrays) != ("y_test" in arrays):
+        raise DataError(f"{path}: holds {sorted(arrays)}; needs x and y, or x_train, y_train, x_test and y_test")
+    train = _part(path, name, arrays, *names, wanted)
+    if "x_test" not in arrays:
+        return train, None
+    test = _part(path, name, arrays, "x_test", "y_test", wanted, train.classes)
+    if train.scale != test.scale:
+        kinds = f"x_train holds {arrays['x_train'].dtype} and x_test {arrays['x_test'].dtype}"
+        raise DataError(f"{path}: {kinds}; bytes are divided by 255, other numbers are not: save both in one dtype")
+    return train, test
+
+
+def read_samples(path: Path) -> Array:
+    """Return x (or x_test) of an .npz file, as it is."""
+    arrays = _read(path)
+    name = next((name for name in ("x", "x_test") if name in arrays), None)
+    if name is None:
+        raise DataError(f"{path}: holds {sorted(arrays)}; needs x, the samples")
+    x = arrays[name]
+    return x if x.dtype.kind in "iu" else _samples(path, name, x)
+
+
+def _read(path: Path) -> dict[str, Array]:
+    with opened(path) as stream:
+        try:
+            if not zipfile.is_zipfile(stream):
+                raise ValueError("it is cut off, or another kind of file")
+            stream.seek(0)
+            with np.load(cast(Any, stream), allow_pickle=False) as archive:
+                arrays = {name: archive[name] for name in archive.files}
+            if other := [name for name, found in arrays.items() if not isinstance(found, np.ndarray)]:
+                raise ValueError(f"{other[0]} is no array")
+        except Exception as error:  # whatever zipfile, its decompressors and the reader of headers make of damage
+            raise DataError(f"{path}: not a whole .npz file of arrays without pickled objects ({error})") from error
+    return arrays
+
+
+def _part(
+    path: Path, name: str, arrays: dict[str, Array], x_name: str, y_name: str, wanted: Wanted, classes: int = 0
+) -> Dataset:
+    x, y = arrays[x_name], arrays[y_name]
+    if x.ndim < 2 or y.ndim < 1 or len(y) != len(x) or 0 in (x.size, y.size):
+        raise DataError(
+            f"{path}: {x_name} {x.shape} and {y_name} {y.shape}; needs (n, ...) samples and (n,) or (n, ...) labels"
+        )
+    y = y.reshape(-1) if y.size == len(x) else y
+    if wanted == "quantities" or (wanted == "any" and y.dtype.kind == "f"):
+        samples = _samples(path, x_name, x)
+        return Dataset(name, samples, _finite(path, y_name, y), 0, _scale(samples))
+    largest = int(y.max()) if y.dtype.kind in "iu" else 0
+    if y.dtype.kind not in "iu":
+        raise DataError(f"{path}: {y_name} is {y.dtype}; save labels as whole numbers (an integer dtype); {HINT}")
+    if largest >= max(y.size, SURE_CLASSES, classes):
+        raise DataError(
+            f"{path}: {y_name} has {y.size} labels, and one of them is {largest}; number the classes from 0 on"
+        )
+    if x.dtype in (np.uint16, np.uint32) or (x.dtype.kind in "iu" and x.ndim == 2 and y.ndim > 1):
+        if x.min() < 0:
+            raise DataError(f"{path}: {x_name} has the token {x.min()}; tokens are whole numbers from 0 on")
+        samples = np.ascontiguousarray(x.astype(np.uint16) if x.dtype == np.uint8 else x)
+    else:
+        samples = _samples(path, x_name, x)
+    return Dataset(name, samples, y.astype(np.int64), classes or largest + 1, _scale(samples))
+
+
+def _scale(samples: Array) -> float:
+    return 1 / 255 if samples.dtype == np.uint8 else 1.0
+
+
+def _samples(path: Path, name: str, x: Array) -> Array:
+    found = x if x.dtype == np.uint8 else _finite(path, name, x)
+    return np.ascontiguousarray(found[..., np.newaxis] if x.ndim == 3 else found)
+
+
+def _finite(path: Path, name: str, values: Array) -> NDArray[np.float32]:
+    if values.dtype.kind not in "biuf":
+        raise DataError(f"{path}: {name} is {values.dtype}; needs real numbers")
+    with np.errstate(over="ignore"):  # the check below names the place
+        found = values.astype(np.float32)
+    for place in np.argwhere(~np.isfinite(found))[:1].tolist():
+        raise DataError(f"{path}: {name}{place} is {values[tuple(place)]}; needs finite float32 numbers")
+    return found

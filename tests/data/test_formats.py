@@ -1,0 +1,366 @@
+"""What files hold: CSV, npz, IDX and CIFAR-10, and what is said of those that are damaged."""
+
+import gzip
+import io
+import struct
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi.data.catalogue import load
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.images import CIFAR_ARCHIVE, CIFAR_FOLDER, RECORD, load_cifar, load_idx, locate_cifar, read_idx
+from nnmpi.data.tables import load_npz, read_csv, read_samples, to_dataset
+from nnmpi.errors import DataError
+from tests.data.locked import lock
+
+Damage = Callable[[bytes], bytes]
+
+# ---- CSV ----
+
+
+def table(tmp_path: Path, text: str, **options: Any) -> Dataset:
+    path = tmp_path / "t.csv"
+    path.write_text(text)
+    return to_dataset(read_csv(path), "t", **options)
+
+
+@pytest.mark.parametrize("header", ["", "width,height,kind\n"])
+def test_text_labels_and_optional_header(tmp_path: Path, header: str) -> None:
+    data = table(tmp_path, f"{header}1,2.5,cat\n-3e1, 4 ,ant\n\n5,6,cat\n")
+    np.testing.assert_array_equal(data.x, np.array([[1, 2.5], [-30, 4], [5, 6]], np.float32))
+    assert (data.x.dtype, data.y.tolist(), data.class_names) == (np.float32, [1, 0, 1], ("ant", "cat"))
+
+
+@pytest.mark.parametrize(
+    ("labels", "y", "names"),
+    [
+        ("10 9 10.0 -2", [2, 1, 2, 0], ("-2", "9", "10")),
+        ("1 x 1.0", [0, 2, 1], ("1", "1.0", "x")),  # of which only some are numbers: text
+        ("007 042 10", [0, 2, 1], ("7", "10", "42")),
+    ],
+)
+def test_classes_are_the_labels_sorted(tmp_path: Path, labels: str, y: list[int], names: tuple[str, ...]) -> None:
+    data = table(tmp_path, "".join(f"1,{label}\n" for label in labels.split()))
+    assert (data.y.tolist(), data.class_names) == (y, names)
+
+
+def test_test_table_takes_the_classes_of_the_training_table(tmp_path: Path) -> None:
+    train = table(tmp_path, "1,a\n2,b\n3,1.0\n4,1\n")
+    test = table(tmp_path, "5,1.0\n6,b\n", class_names=train.class_names)
+    assert (test.y.tolist(), test.classes) == ([1, 3], 4)
+    assert table(tmp_path, "5,7.0\n", class_names=("7", "8")).y.tolist() == [0]
+    for label, names in (("d", train.class_names), ("9", ("7", "8")), ("x", ("7", "8"))):
+        with pytest.raises(DataError, match=f"label '{label}' is not among the training labels"):
+            table(tmp_path, f"5,{label}\n", class_names=names)
+
+
+def test_quotes_windows_lines_and_byte_order_mark(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv.gz"
+    path.write_bytes(gzip.compress(b'\xef\xbb\xbf1,"a, b"\r\n2,"say ""c"""\r\n'))
+    assert to_dataset(read_csv(path), "t").class_names == ("a, b", 'say "c"')
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "no rows"),
+        ("a,b,c\n", "no rows"),
+        ("1\n2\n", "line 1: 1 cell"),
+        ("1,2,a\n1,2\n", "line 2: 2 cells, and the first line has 3"),
+        ("1,2,a\n1,oops,a\n", "line 2, column 2"),
+        ("a,b,c\n1,2,a\n\n1,nan,b\n", "line 4, column 2"),
+        ("1,2,a\n-inf,inf,b\n", "line 2, column 1"),
+        ("1,2,a\n1e39,2,b\n", "line 2, column 1"),
+        ("1,2,a\n1,,b\n", "line 2, column 2"),
+        ("1,2,a\n1,1_0,b\n", "line 2, column 2"),
+        ("oops,2,a\n1,2,b\n", "line 1, column 1"),
+        ("1,2,a\n1,2,\n", "line 2, column 3: the label is missing"),
+        ("1,2,1.5\n1,2,2\n", "'1.5' is not a whole number"),
+        ("1,2,nan\n1,2,2\n", "'nan' is not a whole number"),
+        ('1,2,"a\n', "not CSV"),
+    ],
+)
+def test_damaged_table_names_line_and_column(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(DataError, match=rf"t\.csv.*{message}"):
+        table(tmp_path, text)
+
+
+def test_quantities_and_unlabelled_tables(tmp_path: Path) -> None:
+    assert table(tmp_path, "1,0.5\n1,3\n", wanted="any").y.tolist() == [0.5, 3]
+    assert table(tmp_path, "1,0\n1,3\n", wanted="quantities").y.dtype == np.float32
+    with pytest.raises(DataError, match="line 2: the target 'x' is not a finite number"):
+        table(tmp_path, "1,0\n1,x\n", wanted="quantities")
+    path = tmp_path / "t.csv"
+    for text, target in (("1,2\n3,4\n", ""), ("a,b,c\n1,2,x\n3,4,y\n", ""), ("a,b,c\nx,1,2\ny,3,4\n", "a")):
+        path.write_text(text)
+        assert read_csv(path, target, features=2).features.tolist() == [[1, 2], [3, 4]]
+    with pytest.raises(DataError, match="3 cells; needs 5 features"):
+        read_csv(path, features=5)
+    path.write_bytes(b"1,2,caf\xe9\n")
+    with pytest.raises(DataError, match="not UTF-8 text"):
+        read_csv(path)
+
+
+# ---- npz ----
+
+X = np.arange(40, dtype=np.float64).reshape(20, 2)
+Y = np.arange(20) % 4
+TOKENS = np.arange(40).reshape(20, 2)
+
+
+def pair(folder: Path, **arrays: Any) -> tuple[Dataset, Dataset]:
+    np.savez(folder / "a.npz", **arrays)
+    return load(str(folder / "a.npz"))
+
+
+def test_arrays_become_parts(tmp_path: Path) -> None:
+    train, test = pair(tmp_path, x=X, y=Y)
+    assert (len(train), len(test), train.classes, train.x.dtype) == (16, 4, 4, np.float32)
+    for part in (train, test):
+        np.testing.assert_array_equal(part.y, part.x[:, 0].astype(int) // 2 % 4)
+    assert [len(part) for part in pair(tmp_path, x_train=X, y_train=Y)] == [16, 4]
+    train, test = pair(tmp_path, x_train=X, y_train=Y[:, np.newaxis], x_test=X[:3], y_test=Y[:3].astype(np.uint8))
+    np.testing.assert_array_equal(train.x, X)
+    assert (test.y.tolist(), test.classes) == ([0, 1, 2], 4)
+    train, _ = pair(tmp_path, x=np.full((20, 4, 5), 255, np.uint8), y=Y)  # bytes are images that stay bytes
+    assert (train.x.dtype, train.sample_shape, train.rows(np.array([0])).max()) == (np.uint8, (4, 5, 1), 1.0)
+    np.testing.assert_array_equal(read_samples(tmp_path / "a.npz"), np.full((20, 4, 5), 255, np.uint8))
+
+
+def test_tokens_stay_whole_numbers(tmp_path: Path) -> None:
+    labels = TOKENS % 5 - 1
+    train, test = pair(tmp_path, x=TOKENS % 7, y=labels)
+    assert train.is_tokens and (train.classes, train.sample_shape, train.y.shape) == (4, (2,), (16, 2))
+    assert sorted(map(tuple, np.concatenate([train.y, test.y]))) == sorted(map(tuple, labels))
+    classified, _ = pair(tmp_path, x=TOKENS.astype(np.uint16), y=Y)
+    assert classified.is_tokens and classified.targets is None
+
+
+class Trap:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pytest.fail, ("it was unpickled",)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "text"),
+    [
+        ({"x": X}, "needs x and y"),
+        ({"x_train": X, "y_train": Y, "x_test": X}, "needs x and y"),
+        ({"x": X, "y": Y[:-1]}, r"x \(20, 2\) and y \(19,\)"),
+        ({"x": X[:, 0], "y": Y}, r"x \(20,\) and y"),
+        ({"x": X[:0], "y": Y[:0]}, r"x \(0, 2\)"),
+        ({"x": X[:, :0], "y": Y}, r"x \(20, 0\)"),
+        ({"x": X, "y": Y + 0.0}, "y is float64; save labels as whole numbers"),
+        ({"x": X, "y": Y - 1}, "label -1 of sample 0"),
+        ({"x": X, "y": Y * 10**12}, "one of them is 3000000000000; number"),
+        ({"x": X, "y": Y.astype(np.uint64) + 2**63}, "one of them is 922337203685477581"),
+        ({"x": X * 1j, "y": Y}, "x is complex128; needs real numbers"),
+        ({"x": np.where(X == 7, np.nan, X), "y": Y}, r"x\[3, 1\] is nan"),
+        ({"x": X * 1e40, "y": Y}, r"x\[0, 1\] is"),
+        ({"x": np.array([Trap()], object), "y": np.array([0])}, "pickled objects"),
+        ({"x_train": X, "y_train": Y, "x_test": X[:1], "y_test": [9]}, "label 9 of sample 0"),
+        ({"x_train": X, "y_train": Y, "x_test": X[:1, :1], "y_test": [1]}, r"shape \(1,\)"),
+        ({"x_train": X.astype(np.uint8), "y_train": Y, "x_test": X, "y_test": Y}, "uint8 and x_test float64"),
+        ({"x": TOKENS - 4, "y": TOKENS}, "token -4"),
+        ({"x": TOKENS, "y": np.where(TOKENS == 5, -2, TOKENS)}, "label -2 of sample 2"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_refused(tmp_path: Path, arrays: dict[str, Any], text: str) -> None:
+    with pytest.raises(DataError, match=text):
+        pair(tmp_path, **arrays)
+
+
+def rewritten(content: bytes, **options: int) -> bytes:
+    """Return the members of an archive, written again as zipfile is told."""
+    found = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as old, zipfile.ZipFile(found, "w", **options) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    return found.getvalue()
+
+
+def altered(content: bytes, place: int, byte: int) -> bytes:
+    return content[:place] + bytes([byte]) + content[place + 1 :]
+
+
+DIRECTORY = b"PK\x01\x02"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(lambda content, keep=keep: content[:keep] for keep in (0, 10, 300, -5)),
+        lambda content: altered(content, 250, content[250] ^ 255),  # among the values of x: the checksum finds it
+        lambda content: altered(rewritten(content, compression=zipfile.ZIP_LZMA), 65, 255),
+        lambda content: altered(content, content.index(DIRECTORY) + 8, 1),  # encrypted
+        lambda content: altered(content, content.index(DIRECTORY) + 10, 77),  # packed by no known method
+        lambda content: content.replace(b"(20, 2), }", b"(20**9,), }"),
+        lambda content: content.replace(b"y.npy", b"y.txt"),
+    ],
+)
+def test_damaged_archive_is_named(tmp_path: Path, damage: Damage) -> None:
+    pair(tmp_path, x=X, y=Y)
+    path = tmp_path / "a.npz"
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataError, match=r"a\.npz: (not a whole \.npz|holds)"):
+        load_npz(path, "a")
+
+
+def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock(tmp_path, monkeypatch)
+    with pytest.raises(DataError, match=r"a\.npz: cannot be read \(Permission denied\)"):
+        load_npz(tmp_path / "a.npz", "a")
+
+
+# ---- IDX ----
+
+LABELS, IMAGES = "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte"
+
+
+def test_images_and_labels_come_as_they_are(idx_folder: Path, idx_parts: dict[str, bytes]) -> None:
+    _, test = load_idx(idx_folder, "made up")
+    assert (test.x.shape, test.x.dtype, test.classes) == ((10, 6, 5, 1), np.uint8, 10)
+    assert test.x.tobytes() == idx_parts[IMAGES][16:] and test.y.tolist() == list(range(10))
+    assert test.rows(np.arange(10)).max() <= 1.0
+    (idx_folder / LABELS).rename(idx_folder / LABELS.replace("-idx", ".idx"))
+    assert load_idx(idx_folder, "made up")[0].classes == 10
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda good: b"", "empty"),
+        (lambda good: good[:10], "not an IDX file"),
+        (lambda good: good[:-1], "promises 300 bytes of values .10 x 6 x 5. and 299 follow"),
+        (lambda good: good + b"\0", "and 301 follow"),
+        (lambda good: altered(good, 0, 1), "not an IDX file"),
+        (lambda good: altered(good, 2, 13), "not an IDX file of bytes"),
+        (lambda good: altered(good, 3, 1), "not an IDX file of bytes in 3 dims"),
+        (lambda good: good[:4] + struct.pack(">I", 2**32 - 1) + good[8:], "promises 128849018850 bytes"),
+        (lambda good: b"<html>not found</html>", "begins with 3c 68 74 6d"),
+    ],
+)
+def test_damaged_idx_is_named(
+    tmp_path: Path, idx_parts: dict[str, bytes], suffix: str, damage: Damage, text: str
+) -> None:
+    path, content = tmp_path / f"damaged{suffix}", damage(idx_parts[IMAGES])
+    path.write_bytes(gzip.compress(content) if suffix else content)
+    with pytest.raises(DataError, match=f"{path}.*{text}"):
+        read_idx(path, 3)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda packed: packed[: len(packed) // 2],
+        lambda packed: packed[:-4],
+        lambda packed: altered(packed, 40, packed[40] ^ 255),
+        lambda packed: packed + b"garbage",
+        lambda packed: b"plain text",
+    ],
+)
+def test_damaged_gz_is_named(tmp_path: Path, idx_parts: dict[str, bytes], damage: Damage) -> None:
+    (tmp_path / "damaged.gz").write_bytes(damage(gzip.compress(idx_parts[IMAGES])))
+    with pytest.raises(DataError, match="damaged.gz: not a whole gz file"):
+        read_idx(tmp_path / "damaged.gz", 3)
+
+
+@pytest.mark.parametrize(
+    ("labels", "text"),
+    [
+        (lambda good: b"\0\0\x08\x01" + struct.pack(">I", 19) + good[8:-1], r"shape \(20, .* and labels of shape \(19"),
+        (lambda good: good[:-1] + b"\x0a", "label 10 of sample 19 is not in 0..9"),
+    ],
+)
+def test_labels_must_fit_the_images(idx_folder: Path, idx_parts: dict[str, bytes], labels: Damage, text: str) -> None:
+    (idx_folder / LABELS).write_bytes(labels(idx_parts[LABELS]))
+    with pytest.raises(DataError, match=text):
+        load_idx(idx_folder, "made up", tuple("0123456789"))
+
+
+# ---- CIFAR-10 ----
+
+
+def records(labels: list[int], seed: int = 0) -> bytes:
+    pixels = np.random.default_rng(seed).integers(0, 256, (len(labels), RECORD - 1)).astype(np.uint8)
+    return np.concatenate([np.array(labels, np.uint8)[:, np.newaxis], pixels], axis=1).tobytes()
+
+
+@pytest.fixture
+def cifar(tmp_path: Path) -> Path:
+    (tmp_path / "data_batch_1.bin").write_bytes(records([1, 2, 3], 1))
+    (tmp_path / "data_batch_1.bin.gz").write_bytes(b"never read")
+    (tmp_path / "data_batch_2.bin.gz").write_bytes(gzip.compress(records([4, 5], 2)))
+    (tmp_path / "data_batch_10.bin").write_bytes(records([7]))
+    (tmp_path / "test_batch.bin").write_bytes(records([9], 3))
+    return tmp_path
+
+
+def archive(folder: Path, **members: bytes) -> Path:
+    path = folder / CIFAR_ARCHIVE
+    with tarfile.open(path, "w:gz") as out:
+        for name, content in members.items():
+            info = tarfile.TarInfo(f"{CIFAR_FOLDER}/{name}.bin")
+            info.size = len(content)
+            out.addfile(info, io.BytesIO(content))
+    return path
+
+
+def test_planes_become_channels_and_batches_come_by_their_numbers(cifar: Path) -> None:
+    train, test = load_cifar(cifar, "cifar10")
+    assert (train.x.shape, test.x.shape, train.x.dtype) == ((6, 32, 32, 3), (1, 32, 32, 3), np.uint8)
+    assert train.y.tolist() == [1, 2, 3, 4, 5, 7]
+    content = records([1, 2, 3], 1)
+    for image, channel, row, column in [(0, 0, 0, 0), (0, 2, 31, 31), (2, 1, 5, 17)]:
+        place = image * RECORD + 1 + channel * 1024 + row * 32 + column
+        assert train.x[image, row, column, channel] == content[place]
+
+
+def test_archive_gives_the_same_as_the_folder(cifar: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    batches = {"data_batch_10": records([7]), "data_batch_2": records([4, 5], 2), "data_batch_1": records([1, 2, 3], 1)}
+    path = archive(tmp_path_factory.mktemp("outer"), test_batch=records([9], 3), readme=b"<html>", **batches)
+    assert (locate_cifar(path.parent), locate_cifar(cifar)) == (path, cifar)
+    for packed, plain in zip(load_cifar(path, "cifar10"), load_cifar(cifar, "cifar10"), strict=True):
+        np.testing.assert_array_equal(packed.x, plain.x)
+        np.testing.assert_array_equal(packed.y, plain.y)
+    cifar.rename(path.parent / CIFAR_FOLDER)
+    assert locate_cifar(path.parent) == path.parent / CIFAR_FOLDER
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("data_batch_1.bin", records([1, 2])[:-1], "data_batch_1.bin: 6145 bytes are not whole records of 3073"),
+        ("data_batch_1.bin", records([1, 10]), "label 10 of sample 1 is not in 0..9"),
+        ("test_batch.bin", b"", "test_batch.bin: the file is empty"),
+        ("data_batch_2.bin.gz", gzip.compress(records([4]))[:-9], "data_batch_2.bin.gz: not a whole gz file"),
+    ],
+)
+def test_damaged_batch_is_named(cifar: Path, name: str, content: bytes, text: str) -> None:
+    (cifar / name).write_bytes(content)
+    with pytest.raises(DataError, match=text):
+        load_cifar(cifar, "cifar10")
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        *(lambda content, keep=keep: content[:keep] for keep in (0, 20, 1000, -10)),
+        # random pixels do not pack, so the byte in the middle is one of them
+        lambda content: altered(content, len(content) // 2, content[len(content) // 2] ^ 1),
+    ],
+)
+def test_damaged_cifar_archive_is_named(tmp_path: Path, damage: Damage) -> None:
+    path = archive(tmp_path, data_batch_1=records([1] * 9), test_batch=records([2]))
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataError, match=r"tar\.gz: (not a whole|the file is empty)"):
+        load_cifar(path, "cifar10")
+    with pytest.raises(DataError, match=r"needs test_batch.bin .* has \['data_batch_1'\]"):
+        load_cifar(archive(tmp_path, data_batch_1=records([1])), "cifar10")
