@@ -34,12 +34,13 @@ from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE, NCCL, SHAR
 from nnmpi.comm.buffers import DTYPES
 from nnmpi.comm.group import Group
 from nnmpi.comm.measure import find_fit
-from nnmpi.comm.shared_sum import own_slice
+from nnmpi.comm.node_sum import own_slice
 from nnmpi.command import HelpAsked
 from nnmpi.errors import CommError, DeviceError, UsageError
 from nnmpi.optim.optimizer import Arrays
 from nnmpi.optim.updates import SGD
 from nnmpi.parallel.fused import FusedUpdate
+from nnmpi.tensor.parameter import FlatStorage, Parameter
 from nnmpi.units import format_bytes
 
 ALL_REDUCE = "all-reduce"
@@ -135,7 +136,7 @@ def _contestants(options: argparse.Namespace, group: Group, backend: Backend, el
 
     def make(name: str) -> Contestant:
         if name in (UPDATE, FUSED):
-            return _update(name, options, group, private if name == UPDATE else node_array())
+            return _update(name, options, group, private)
         if name == GLOO:
             return Contestant(name, private, gloo.gloo_sum(private), lambda: private)
         array: Any = node_array() if name in (SHARED, AUTO) and not backend.is_device else private
@@ -174,10 +175,17 @@ def _update(name: str, options: argparse.Namespace, group: Group, grads: NDArray
 
         own = params
     else:
-        memory = group.memory()
-        params = memory.common(grads.size, options.dtype)
-        run = FusedUpdate(SGD(Arrays([params], [grads]), lr=LR), memory).step
-        own = params[own_slice(params, memory.size, memory.rank)]
+        parameter = Parameter((grads.size,))
+        storage = FlatStorage({FUSED: parameter}, {FUSED: np.zeros_like(grads)}, np.zeros)
+        fused = FusedUpdate(storage, SGD(storage, lr=LR), group)
+        (params,), (grads,) = storage.data, storage.grads
+        parameter.grad = parameter.buffer
+
+        def run() -> None:
+            fused.reduce()
+            fused.update()
+
+        own = params[own_slice(params, fused.memory.size, fused.memory.rank)]
     zero = (lambda: own.fill(0)) if options.check else (lambda: None)  # else they lie as the update before left them
     return Contestant(name, grads, run, lambda: -params, zero)
 

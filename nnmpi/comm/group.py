@@ -44,8 +44,8 @@ from nnmpi.comm.execution import MAX_MESSAGE_BYTES, Execution, NativeExecution, 
 from nnmpi.comm.fit import Choice, Fit, choose
 from nnmpi.comm.nccl import Nccl, NcclCollective
 from nnmpi.comm.node import SharedMemory
+from nnmpi.comm.node_sum import SharedSum
 from nnmpi.comm.prove import check_proof
-from nnmpi.comm.shared_sum import SharedSum
 from nnmpi.comm.world import Comm
 from nnmpi.errors import DeviceError, DtypeError, ShapeError, UsageError
 

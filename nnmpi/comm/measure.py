@@ -23,7 +23,7 @@ from nnmpi.comm.fit import Fit, default_file, load_fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine
 from nnmpi.comm.node import SharedMemory
-from nnmpi.comm.shared_sum import SharedSum
+from nnmpi.comm.node_sum import SharedSum
 from nnmpi.errors import DeviceError, UsageError
 
 BUDGET_S = 24.0

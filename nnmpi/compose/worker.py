@@ -50,7 +50,7 @@ from nnmpi.compose.runner import Outcome, Runner, SumLoss, check_loss, check_opt
 from nnmpi.compose.stats import EvalReport, StepReport, Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
-from nnmpi.errors import NnmpiError, UsageError, counted
+from nnmpi.errors import DeviceError, NnmpiError, UsageError, counted
 from nnmpi.memory.ledger import (
     ACTIVATIONS,
     BATCHES,
@@ -63,12 +63,12 @@ from nnmpi.memory.ledger import (
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import LossScale, coefficient, global_norm, scale
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.fused import SharedParameters, fuse_update, fusing_pays
+from nnmpi.parallel.fused import FusedUpdate, fusing_pays
 from nnmpi.parallel.replication import check_free, check_replicas
 from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.parallel.zero.storage import ShardedStorage
 from nnmpi.parallel.zero.strategy import ShardedDataParallel
-from nnmpi.parallel.zero.units import describe_stages, predict_bytes
+from nnmpi.parallel.zero.units import predict_bytes
 from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.timeline import COUNTER, Timeline, TraceEvent, current, recording
 from nnmpi.units import format_bytes
@@ -159,14 +159,16 @@ class Worker(Trainer):
         fused_update = exchange.fused_update
         check_pairs(model, arrangement, fused_update, self.clip, self.scaling is not None, self.backend)
         check_free(model)  # before anything is moved
-        self._shared: SharedParameters | None = None
+        self.fused: FusedUpdate | None = None
         self.notice = ""
         if fused_update is None:
             free = exchange.leaves_choice and has_whole_model(arrangement) and model.storage.state_keeper is None
             fused_update = free and fusing_pays(model, group)
         if fused_update:
-            self._shared, self.notice = fuse_update(model, optimizer, group)
-        self.fused = None if self._shared is None else self._shared.fused
+            try:
+                self.fused = FusedUpdate(model.storage, optimizer, group)
+            except DeviceError as error:
+                self.notice = f"the update is not fused: {error}"
         self._gradient_bytes = sum(grad.nbytes for grad in model.storage.grads)
         self._predicted_s = self._predict()
         try:
@@ -210,9 +212,9 @@ class Worker(Trainer):
         self._detach()
 
     def _detach(self) -> None:
-        if self._shared is not None:
-            self._shared.release(self.model, self.optimizer)
-            self._shared = self.fused = None
+        if self.fused is not None:
+            self.fused.release()
+            self.fused = None
 
     def step(self, batch: Batch, lr: float | None = None) -> StepReport:
         """Do one update with this rank's part of a global batch; collective.
@@ -304,7 +306,7 @@ class Worker(Trainer):
 
     def _held_memory(self) -> dict[str, int]:
         """Return what this rank holds between steps; of what stands once per node, its part."""
-        storage, shares = self.model.storage, self._shared.memory.size if self._shared is not None else 1
+        storage, shares = self.model.storage, self.fused.memory.size if self.fused is not None else 1
         parameters, gradients, rest = storage.held_bytes()
         state = self.optimizer.state_bytes // shares
         return {PARAMETERS: parameters // shares, GRADIENTS: gradients, STATE: state, COMMUNICATION: rest}
@@ -312,22 +314,16 @@ class Worker(Trainer):
     def _predict_memory(self) -> dict[str, int]:
         """Return what formulas say of it; nothing where parameters stand once per node by a fused update."""
         where, storage = self.arrangement, self.model.storage
-        if self._shared is not None or len(set(storage.groups)) > 1 or not storage.data:
+        if self.fused is not None or len(set(storage.groups)) > 1 or not storage.data:
             return {}
         ranks, layout = (self.group, Layout()) if where is None else (where.mesh.replicas, where.layout)
         once = isinstance(storage, ShardedStorage) and storage.stands_once
-        everything = [
-            predict_bytes(
-                *(self.model, stage, ranks.rank, ranks.size, storage.data[0].dtype.itemsize),
-                *(len(self.optimizer.slots()), layout.unit_bytes, once and stage == layout.zero),
-                away=layout.offload_state,
-                piece_bytes=0 if where is None else where.piece_bytes,
-            )
-            for stage in range(layout.zero + 1)
-        ]
-        if ranks.size > 1:
-            self.notice = self.notice or describe_stages([each.total for each in everything])
-        found = everything[-1]
+        found = predict_bytes(
+            *(self.model, layout.zero, ranks.rank, ranks.size, storage.data[0].dtype.itemsize),
+            *(len(self.optimizer.slots()), layout.unit_bytes, once),
+            away=layout.offload_state,
+            piece_bytes=0 if where is None else where.piece_bytes,
+        )
         return {PARAMETERS: found.parameters, GRADIENTS: found.gradients, STATE: found.optimizer}
 
     def _is_to_count(self, nbytes: int) -> bool:

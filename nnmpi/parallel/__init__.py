@@ -19,7 +19,7 @@ To add a strategy, add a module here, to STRATEGIES in tests/layering/layers.py 
 """
 
 from nnmpi.parallel.data import DataParallel
-from nnmpi.parallel.fused import FusedUpdate, attach_shared_parameters, detach_shared_parameters
+from nnmpi.parallel.fused import FusedUpdate
 from nnmpi.parallel.tensor import shard
 from nnmpi.parallel.zero.strategy import ShardedDataParallel
 
@@ -27,7 +27,5 @@ __all__ = [
     "DataParallel",
     "FusedUpdate",
     "ShardedDataParallel",
-    "attach_shared_parameters",
-    "detach_shared_parameters",
     "shard",
 ]

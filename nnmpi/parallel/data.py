@@ -284,8 +284,6 @@ class DataParallel:
             return
         if any(grad is shared for grad, shared in zip(self.storage.grads, self._shared, strict=True)):
             self.storage.move(grads=[np.zeros_like(grad) for grad in self.storage.grads])
-            if self.model.storage is not self.storage:  # it was initialized again, and keeps its new values
-                self.model.storage.move()
         self.group.memory().drop(self._shared)
         self._shared = []
 

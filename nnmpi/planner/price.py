@@ -17,7 +17,6 @@ from nnmpi.comm.gradients import BUCKET_BYTES
 from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
 from nnmpi.mesh import Mesh
 from nnmpi.parallel.zero.units import StateBytes
-from nnmpi.parallel.zero.window import BLOCK_BYTES
 from nnmpi.planner.network import PlannedNetwork
 from nnmpi.planner.profile import Profile
 from nnmpi.planner.shapes import CutModel
@@ -123,15 +122,15 @@ class Pricer:
 
     def everyones_memory(self, one: Candidate) -> list[dict[str, int]]:
         """Return the bytes of each of a pipeline's ranks, by kind."""
-        once = one.zero == 3 and one.allreduce == AUTO and self.network.on_one_node
+        once = one.zero > 0 and one.allreduce == AUTO and self.network.on_one_node
         states = self.shapes.states(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once)
         return [self._held(one, *each) for each in zip(states, self._activations(one), strict=True)]
 
     def _held(self, one: Candidate, state: StateBytes, activations: int) -> dict[str, int]:
         shares = one.dp if one.allreduce == AUTO and one.has_whole_model else 1  # how often they stand once per node
         communication = state.units
-        if one.zero and one.replicas > 1 and one.allreduce in (AUTO, NATIVE):
-            communication += min(BLOCK_BYTES, state.longest) if one.allreduce == AUTO else state.longest
+        if one.zero and one.replicas > 1 and one.allreduce == NATIVE:
+            communication += state.longest
         return {
             PARAMETERS: state.parameters // shares,
             GRADIENTS: state.gradients,
@@ -295,8 +294,8 @@ class Pricer:
         if one.zero:
             gathers = 2 if one.zero == 3 else 1
             for nbytes in max(states, key=lambda each: each.total).lengths:
-                if how == SHARED:  # parameters of stage 3 stand once, and are not gathered
-                    found += network.exchange("all-reduce", SHARED, ranks, nbytes) / gathers
+                if how == SHARED:  # parameters stand once, and are not gathered
+                    found += network.exchange("all-reduce", SHARED, ranks, nbytes) / 2
                 else:
                     found += network.exchange("reduce-scatter", how, ranks, nbytes, sharing)
                     found += gathers * network.exchange("all-gather", how, ranks, nbytes, sharing)

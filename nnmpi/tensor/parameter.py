@@ -203,7 +203,7 @@ class FlatStorage:
         """Let the parameters, or their gradients, lie in other arrays of the same lengths and dtypes from now on.
 
         Nothing is copied: the values are those found there, and gradients are forgotten. Optimizers follow at their
-        next step.
+        next step. A model that was initialized again stays in its new storage.
 
         Raises:
             ShapeError: for arrays of other lengths or dtypes; nothing is changed then.
@@ -213,7 +213,8 @@ class FlatStorage:
                 raise ShapeError("parameters and gradients can move only to arrays of the same lengths and dtypes")
         self.data = self._data = self.data if data is None else list(data)
         self.grads = self._grads = self.grads if grads is None else list(grads)
-        self._views = [self._lay(span) for span in self.spans]
+        if any(parameter.data is array for parameter, array, _ in self._views):
+            self._views = [self._lay(span) for span in self.spans]
         self.moves += 1
 
     @property

@@ -11,7 +11,7 @@ from mpi4py import MPI
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.mpi_world import wrap
 from nnmpi.comm.node import SharedMemory
-from nnmpi.comm.shared_sum import SharedSum, own_slice
+from nnmpi.comm.node_sum import SharedSum, own_slice
 from nnmpi.errors import CommError, DeviceError, ShapeError, UsageError
 from tests.harness.job import mpirun, run
 from tests.harness.refusals import told
@@ -163,15 +163,16 @@ def test_nothing_has_to_be_freed_at_the_end(tmp_path: Path) -> None:
     program = """
         import numpy as np
         import nnmpi
-        from nnmpi.comm.shared_sum import SharedSum
+        from nnmpi.comm.node_sum import SharedSum
         from nnmpi.parallel.fused import FusedUpdate
         group = nnmpi.start()
         memory = group.memory()
-        array, common = memory.allocate(1000, "float32"), memory.common(1000, "float32")
-        fused = FusedUpdate(nnmpi.optim.SGD(nnmpi.optim.Arrays([common], [array]), lr=0.1), memory)
+        model = nnmpi.nn.Linear(10, 100).initialize()
+        fused = FusedUpdate(model.storage, nnmpi.optim.SGD(model.storage, lr=0.1), group)
         whole = SharedSum(memory.allocate(3, "float64"), memory)
         whole.run()
-        fused.step()
+        fused.reduce()
+        fused.update()
     """
     file = tmp_path / "program.py"
     file.write_text(dedent(program))

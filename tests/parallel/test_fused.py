@@ -9,14 +9,14 @@ import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.comm.node import SharedMemory
-from nnmpi.comm.shared_sum import SharedSum
-from nnmpi.errors import UsageError
+from nnmpi.comm.node_sum import SharedSum
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.linear import Linear
 from nnmpi.optim import updates
 from nnmpi.optim.clip import clip_by_global_norm
-from nnmpi.optim.optimizer import Arrays, Optimizer
-from nnmpi.parallel.fused import FusedUpdate, attach_shared_parameters
+from nnmpi.optim.optimizer import Optimizer
+from nnmpi.parallel.fused import FusedUpdate
+from nnmpi.tensor.parameter import FlatStorage, Parameter
 
 pytestmark = pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 
@@ -34,48 +34,51 @@ STEPS = 3
 
 
 class Setting:
-    """Two sets of the same buffers: one for the fused update, one for a shared sum and an ordinary update."""
+    """Two sets of the same parameters: one for the fused update, one for a shared sum and an ordinary update."""
 
     def __init__(self, group: Group, memory: SharedMemory, name: str, options: dict[str, Any], dtype: str) -> None:
         self.group, self.memory = group, memory
-        self.fused_data = [memory.common(n, dtype) for n in LENGTHS]
-        self.fused_grads = [memory.allocate(n, dtype) for n in LENGTHS]
-        self.data = [np.random.default_rng(n).normal(size=n).astype(dtype) for n in LENGTHS]
-        self.grads = [memory.allocate(n, dtype) for n in LENGTHS]
-        for common, values in zip(self.fused_data, self.data, strict=True):
-            common[:] = values
-        memory.barrier()
-        self.optimizer = updates.build(name, Arrays(self.data, self.grads, GROUPS), **options)
-        self.fused_optimizer = updates.build(name, Arrays(self.fused_data, self.fused_grads, GROUPS), **options)
-        self.fused = FusedUpdate(self.fused_optimizer, memory, tag=1, block_bytes=4096)
-        self._sums = [SharedSum(grad, memory) for grad in self.grads]
+        values = {str(i): np.random.default_rng(n).normal(size=n).astype(dtype) for i, n in enumerate(LENGTHS)}
+        self.plain, self.shared = (
+            FlatStorage(
+                {key: Parameter((n,)) for key, n in zip(values, LENGTHS, strict=True)},
+                values,
+                np.zeros,
+                lambda key, _: GROUPS[int(key)],
+            )
+            for _ in range(2)
+        )
+        self.plain.move(grads=[memory.allocate(grad.size, dtype) for grad in self.plain.grads])
+        self.optimizer = updates.build(name, self.plain, **options)
+        self.fused_optimizer = updates.build(name, self.shared, **options)
+        self.fused = FusedUpdate(self.shared, self.fused_optimizer, group, memory, block_bytes=4096)
+        self._sums = [SharedSum(grad, memory, tag=1) for grad in self.plain.grads]
 
     def draw(self, turn: int) -> None:
         """Give both sets the same gradients, each rank its own."""
         draws = np.random.default_rng([turn, self.group.rank])
-        for grad, other in zip(self.grads, self.fused_grads, strict=True):
+        for grad, other in zip(self.plain.grads, self.shared.grads, strict=True):
             grad[:] = other[:] = draws.normal(size=grad.size)
+        for span in (*self.plain.spans, *self.shared.spans):
+            span.parameter.grad = span.parameter.buffer
 
     def sum_gradients(self) -> None:
         """Sum the ordinary set's gradients over the ranks."""
         for one in self._sums:
             one.run()
 
-    def update_both(self, turn: int, passes: str) -> None:
-        """Draw gradients, and update both sets from them; the fused one in "one pass" or in two."""
+    def update_both(self, turn: int) -> None:
+        """Draw gradients, and update both sets from them."""
         self.draw(turn)
         self.sum_gradients()
         self.optimizer.step()
-        if passes == "one pass":
-            self.fused.step()
-        else:
-            self.fused.reduce()
-            self.fused.update()
+        self.fused.reduce()
+        self.fused.update()
 
     def equal(self, close: bool = False) -> bool:
         """Whether parameters and state agree, by all bits or nearly."""
         compare: Callable[..., bool] = np.allclose if close else np.array_equal
-        pairs = [*zip(self.data, self.fused_data, strict=True)]
+        pairs = [*zip(self.plain.data, self.shared.data, strict=True)]
         for theirs, ours in zip(self.optimizer.slots().values(), self.fused_optimizer.slots().values(), strict=True):
             pairs += zip(theirs, ours, strict=True)
         right = all(compare(theirs, ours) for theirs, ours in pairs)
@@ -86,14 +89,13 @@ class Setting:
 @pytest.mark.simulated
 @EVERY
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("passes", ["one pass", "two passes"])
 def test_parameters_and_state_have_the_bits_of_an_ordinary_update(
-    group: Group, name: str, options: dict[str, Any], dtype: str, passes: str
+    group: Group, name: str, options: dict[str, Any], dtype: str
 ) -> None:
     memory = SharedMemory(group)
     setting, right = Setting(group, memory, name, options, dtype), []
     for turn in range(STEPS):
-        setting.update_both(turn, passes)
+        setting.update_both(turn)
         right.append(setting.equal())
     memory.free()
     assert all(map(all, group.gather(right)))
@@ -107,7 +109,7 @@ def test_the_length_is_that_of_the_sum_and_clipping_the_same(group: Group, order
     for turn in range(STEPS):
         setting.draw(turn)
         setting.sum_gradients()
-        norm = clip_by_global_norm(setting.grads, 3.0)
+        norm = clip_by_global_norm(setting.plain.grads, 3.0)
         setting.optimizer.step()
         ours, _ = setting.fused.reduce()
         setting.fused.update(3.0 / (ours + 1e-6))
@@ -123,8 +125,7 @@ def test_a_slow_ranks_move_does_not_undo_what_others_write_into_the_state(
     group: Group, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = Sequential(Linear(7, 3)).initialize(seed=0)
-    memory, optimizer = SharedMemory(group), updates.build("adam", model.storage, lr=0.1)
-    attach_shared_parameters(model.storage, memory)
+    optimizer = updates.build("adam", model.storage, lr=0.1)
     real = Optimizer.move
 
     def slow(self: Optimizer, *args: Any) -> None:
@@ -133,13 +134,13 @@ def test_a_slow_ranks_move_does_not_undo_what_others_write_into_the_state(
         real(self, *args)
 
     monkeypatch.setattr(Optimizer, "move", slow)
-    FusedUpdate(optimizer, memory)
+    fused = FusedUpdate(model.storage, optimizer, group)
     for arrays in optimizer.slots().values():
         if group.rank == 0:
             arrays[0][...] = 5.0
     group.barrier()
     assert all(group.gather(all((arrays[0] == 5.0).all() for arrays in optimizer.slots().values())))
-    memory.free()
+    fused.release()
 
 
 @pytest.mark.simulated
@@ -166,23 +167,14 @@ def test_numbers_are_added_up_on_the_way(group: Group, per_node: int) -> None:
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize("passes", ["one pass", "two passes"])
-def test_over_several_nodes_every_rank_gets_the_same_parameters(group: Group, passes: str) -> None:
+def test_over_several_nodes_every_rank_gets_the_same_parameters(group: Group) -> None:
     per_node = 2 if group.size % 2 == 0 else 1
     memory = SharedMemory(group, nodes=[rank // per_node for rank in range(group.size)])
     setting, right = Setting(group, memory, "adamw", {"lr": 0.01}, "float64"), []
     for turn in range(STEPS):
-        setting.update_both(turn, passes)
+        setting.update_both(turn)
         right.append(setting.equal(close=True))
-    bits = group.gather(setting.fused_data[0].tobytes().hex())
+    bits = group.gather(setting.shared.data[0].tobytes().hex())
     memory.free()
     assert all(map(all, group.gather(right)))
     assert set(bits) == {bits[0]}
-
-
-def test_gradients_elsewhere_are_refused(group: Group) -> None:
-    memory = SharedMemory(group)
-    storage = Arrays([memory.common(3, "float32")], [np.zeros(3, "float32")])
-    with pytest.raises(UsageError, match="needs gradients in shared memory"):
-        FusedUpdate(updates.build("adam", storage), memory)
-    memory.free()

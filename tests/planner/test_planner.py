@@ -178,7 +178,7 @@ def test_a_bubble_shrinks_with_microbatches_and_links_cost_what_they_take() -> N
     assert far.price(REPLICAS).exposed_s == pytest.approx(sum_s + numbers_s)  # one bucket: nothing hides it
 
 
-@pytest.mark.parametrize("one", [Candidate(dp=2, zero=zero, allreduce="ring") for zero in range(1, 4)], ids=str)
+@pytest.mark.parametrize("one", [Candidate(dp=2, zero=zero) for zero in range(1, 4)], ids=str)
 def test_state_is_that_of_the_ledger_to_the_byte(one: Candidate) -> None:
     def run(group: Group) -> dict[str, int]:
         worker = ready_worker(workload(), group, one.layout(), 4, numpy_backend())
@@ -186,7 +186,7 @@ def test_state_is_that_of_the_ledger_to_the_byte(one: Candidate) -> None:
         worker.release()
         return held
 
-    found, told = simulate(run, 2), pricer(2, 1).memory(one)
+    found, told = simulate(run, 2), pricer(2, 2).memory(one)
     for kind in (PARAMETERS, GRADIENTS, STATE):
         assert told[kind] == max(each[kind] for each in found), kind
 

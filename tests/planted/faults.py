@@ -95,7 +95,7 @@ FAULTS = (
     ),
     Fault(
         "shared sum: the rest of an array belongs to nobody",
-        "nnmpi/comm/shared_sum.py",
+        "nnmpi/comm/node_sum.py",
         "units = shard.part(-(-array.size // step), size, rank)",
         "units = shard.part(array.size // step, size, rank)",
         "tests/comm/test_shared_sum.py",

@@ -16,11 +16,9 @@ are used, and once more before the backward pass (`-->` gather, `sum` reduce-sca
     backward     2 --> 1 | sum 2 | 1 --> 0 | sum 1 | 0 | sum 0
 
 What is computed is what `data` computes. Source: Rajbhandari et al., "ZeRO: memory optimizations toward training
-trillion parameter models", 2020. Begin with `units`, then `partitioned`: what lies where, to the byte.
+trillion parameter models", 2020. Begin with `units`, then `storage`: what lies where, to the byte.
 
     units         what is gathered and summed at once; bytes, computed before there is a model
-    partitioned   flat storage of which each rank keeps a part
-    storage       the same at work: gathers and sums
-    window        sums and copies through memory that a node's ranks share
+    storage       flat storage of which each rank keeps a part: what lies where, gathers and sums
     strategy      ShardedDataParallel: forward and backward, unit by unit
 """

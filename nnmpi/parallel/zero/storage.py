@@ -1,16 +1,35 @@
-"""Storage that is shared out, at work: units are gathered and left, gradients are summed, in the order of the passes.
+"""Flat storage of which each rank keeps a part: what the stages of ZeRO have in memory, where, and how it is exchanged.
+
+A unit is a run of the model's layers, such as a block: what is gathered, computed with, and summed at once. Its
+parameters lie together in a flat array (one for each optimizer group), of which rank r owns part r of `shard.split`. So
+the parts of a unit differ by at most one element, and there is no padding but the gaps that flat storage has anyway.
+
+                 unit 0      unit 1     unit 2             stage 1      stage 2      stage 3
+    parameters  | 0 0 1 1 | 0 0 0 1 1 | 0 1 |             whole        whole        own parts, and two slots
+    gradients   | 0 0 1 1 | 0 0 0 1 1 | 0 1 |  whose?     whole        own parts, and scratch of one unit
+    state       | 0 0 1 1 | 0 0 0 1 1 | 0 1 |             own parts    own parts    own parts
+
+    slots       even units in one, odd ones in the other: unit 0 | unit 1 | unit 0 <- unit 2 ...
 
     enter(2, 1)    unit 2 is in its slot; unit 1 begins to come            leave(2)    another one may have the slot
     reduce(2)      its gradients are summed, and this rank's part of the sum is added to what it has
     finish_update  all ranks have what an update has written
 
-Through messages, or through memory that a node's ranks share (`window`). What lies where is in `partitioned`.
+A unit always comes to the same slot. So parameters are views that never move, what an operation has saved of them in
+its forward pass is right again once the unit is gathered for its backward pass, and nothing is allocated on the way.
+Parameters that several units have, such as a tied embedding, are a unit of their own with places of their own.
+
+Where all ranks are on one node, no message is sent: the parameters stand once in memory that they share, in every
+stage. Each rank trains its part of them, all see the whole, nothing is gathered, and there are no slots; gradients are
+added up where they lie (`comm.node_sum`).
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from math import nan
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -23,44 +42,194 @@ from nnmpi.comm.collective import ALL_GATHER, REDUCE_SCATTER
 from nnmpi.comm.execution import MAX_MESSAGE_BYTES, Pending
 from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
+from nnmpi.comm.node import SharedMemory
+from nnmpi.comm.node_sum import NodeSum
 from nnmpi.errors import DeviceError, UsageError
 from nnmpi.memory.state_offload import StoredArray
 from nnmpi.memory.store import Store
 from nnmpi.nn.module import Module
-from nnmpi.parallel.zero.partitioned import PartitionedStorage
-from nnmpi.parallel.zero.units import SHARED
-from nnmpi.parallel.zero.window import NodeArrays
-from nnmpi.shard import split
+from nnmpi.parallel.model_state import ShardedArray
+from nnmpi.parallel.zero.units import SHARED, STAGES, UNIT_BYTES, cut_units
+from nnmpi.shard import part, split
+from nnmpi.tensor.parameter import FlatStorage, Parameter, Span
 
 
-class ShardedStorage(PartitionedStorage):
+class ShardedStorage(FlatStorage):
     """The parameters of a model, of which the ranks of a group keep parts. Give it to `Module.initialize`:
 
         model.initialize(seed=0, storage=sharded(model, group, stage=3))
 
-    An optimizer over it has the state of this rank's parts alone, and updates those. For the arguments see
-    `PartitionedStorage`.
+    An optimizer over it has the state of this rank's parts alone, and updates those.
+
+    Args:
+        parameters, values, allocate, group, dtype: see `FlatStorage`.
+        model: that has the parameters.
+        ranks: that keep the parts.
+        stage: what is kept in parts: 1: the optimizer's state; 2: gradients, too; 3: parameters, too.
+        unit_bytes: the longest unit, unless one child of the model is longer; by default 4 MiB, in stage 3 64 KiB.
+        store: in stage 3, where this rank's parts of the parameters lie; None for in memory.
 
     Attributes:
-        sent_bytes: bytes of the arrays that were gathered and summed since the last `take_traffic`.
+        data, grads, groups: this rank's parts, one for each unit and optimizer group.
+        own: which elements of the whole arrays they are.
+        units: of the model.
+        stage, ranks: as given.
+
+    Raises:
+        UsageError: for a stage that there is not.
     """
 
-    def __init__(self, *given: Any, **options: Any) -> None:
-        self._window: NodeArrays | None = None
+    def __init__(
+        self,
+        parameters: Mapping[str, Parameter],
+        values: Mapping[str, Array],
+        allocate: Callable[[int, Any], Array],
+        group: Callable[[str, Parameter], str] | None = None,
+        dtype: Any = None,
+        *,
+        model: Module,
+        ranks: Group,
+        stage: int,
+        unit_bytes: int | None = None,
+        store: Store | None = None,
+    ) -> None:
+        if stage not in STAGES:
+            raise UsageError(f"ZeRO has no stage {stage}; choose one of {', '.join(map(str, STAGES))}")
+        self.ranks, self.stage, self._store = ranks, stage, store
+        itemsize = (next(iter(values.values())).dtype if dtype is None else np.dtype(dtype)).itemsize
+        self.units, _ = cut_units(model, unit_bytes or UNIT_BYTES[stage], itemsize)
+        homes = {id(each): number for number, unit in enumerate(self.units) for each in unit.parameters}
+
+        def place(name: str, parameter: Parameter) -> str:
+            label = "default" if group is None else group(name, parameter)
+            return f"{homes.get(id(parameter), SHARED)} {label}"
+
+        self._node: NodeSum | None = None
         self._standing: dict[int, bool] = {}  # the units in their slots, and whether all of each has come
-        self._seconds, self._calls, self.sent_bytes = 0.0, 0, 0
+        self._seconds, self._calls, self._exchanged_bytes = 0.0, 0, 0
         self._gathers: list[Pending | None] = []
         self._sums: list[Pending | None] = []
         self._arrived = np.empty(0)
-        self._connected = False
-        super().__init__(*given, **options)
+        self._group: Group | None = None
+        super().__init__(parameters, values, allocate, place, dtype)
+        self.groups = [label.partition(" ")[2] for label in self.groups]
+        self.known_groups = set(self.groups)
+        self.shared = True
         self._fresh = [True] * len(self.data)  # no gradients were added since `zero_grad`
+
+    # ---- what lies where ----
+
+    def _allocate(
+        self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array]
+    ) -> tuple[list[Array], list[Array]]:
+        self._rooms: list[Array] = []  # slots and scratch
+        self._pieces: dict[int, list[int]] = {number: [] for number in (SHARED, *range(len(self.units)))}
+        for i, label in enumerate(self.groups):
+            self._pieces[int(label.partition(" ")[0])].append(i)
+        self.own = [part(length, self.ranks.size, self.ranks.rank) for length in lengths]
+        data, grads = (
+            self._lay_out(lengths, dtype, allocate, count) for count in (2 * (self.stage == 3), self.stage >= 2)
+        )
+        for whole, each, grad in zip(data, self._cuts, grads, strict=True):
+            length, mine = each.stop - each.start, whole[each]
+            if self.stage == 3:
+                mine = allocate(length, dtype) if self._store is None else StoredArray(self._store, length, whole)  # type: ignore[assignment]
+            self.data.append(mine)
+            self.grads.append(allocate(length, dtype) if self.stage >= 2 else grad[each])
+        return data, grads
+
+    @property
+    def _cuts(self) -> list[slice]:
+        return [slice(each.start, each.stop) for each in self.own]
+
+    def _lay_out(
+        self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array], slots: int
+    ) -> list[Array]:
+        """Return whole arrays: each in memory of its own, or the units' in so many slots by turns."""
+        if not slots:
+            return [allocate(length, dtype) for length in lengths]
+        totals = {number: sum(lengths[i] for i in pieces) for number, pieces in self._pieces.items()}
+        rooms = {SHARED: allocate(totals[SHARED], dtype)}
+        for slot in range(slots):
+            numbers = range(slot, len(self.units), slots)
+            rooms |= dict.fromkeys(numbers, allocate(max((totals[number] for number in numbers), default=0), dtype))
+        self._rooms += list({id(room): room for room in rooms.values()}.values())
+        found: dict[int, Array] = {}
+        for number, pieces in self._pieces.items():
+            start = 0
+            for i in pieces:
+                found[i] = rooms[number][start : start + lengths[i]]
+                start += lengths[i]
+        return [found[i] for i in range(len(lengths))]
+
+    def write(self, span: Span, value: Array) -> None:
+        """See `FlatStorage.write`; of a parameter that is shared out this rank keeps its part."""
+        if self.stage < 3:
+            super().write(span, value)
+        else:
+            own, theirs = self._part(span)
+            self.data[span.buffer][own] = value.reshape(-1)[theirs]
+
+    def _part(self, span: Span) -> tuple[slice, slice]:
+        """Return which part of a parameter is this rank's: where in its own array, and where in the flat parameter."""
+        own = self.own[span.buffer]
+        first = min(max(own.start, span.start), span.stop)
+        last = max(min(own.stop, span.stop), first)
+        at = min(max(first - own.start, 0), len(own))
+        return slice(at, at + last - first), slice(first - span.start, last - span.start)
+
+    def parts(self, span: Span, flats: Sequence[Array]) -> ShardedArray:
+        """Return a parameter's part of arrays that lie as `data` does, as what it is of the whole."""
+        own, theirs = self._part(span)
+        length = len(self._data[span.buffer])
+        ends = [max(min(each.stop, span.stop), span.start) for each in split(length, self.ranks.size)]
+        counts = [end - begin for begin, end in zip([span.start, *ends], ends, strict=False)]
+        return ShardedArray(span.parameter.declared, flats[span.buffer][own], theirs, counts, self.ranks)
+
+    def held(self) -> Iterator[tuple[Span, Array, Array | None]]:
+        """See `FlatStorage.held`: of each parameter some elements in a row, maybe none."""
+        for span in self.spans:
+            own, _ = self._part(span)
+            yield span, self.data[span.buffer][own], self.grads[span.buffer][own]
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the parameters are all here, whenever one looks."""
+        return self.stage < 3
+
+    def split(self, buffer: int, flat: Array) -> NoReturn:
+        """Refuse: no rank has all of such an array."""
+        raise UsageError("the ranks have parts of these arrays; Trainer.state() puts them together")
+
+    def move(self, data: Sequence[Array] | None = None, grads: Sequence[Array] | None = None) -> NoReturn:
+        """Refuse: other ranks count on what lies where."""
+        raise UsageError("parameters that ranks share out cannot move; leave ZeRO out")
+
+    def frozen(self) -> list[Array]:
+        """See `FlatStorage.frozen`; of this rank's parts."""
+        frozen = [span for span in self.spans if not span.parameter.requires_grad]
+        return [self.data[span.buffer][self._part(span)[0]] for span in frozen]
+
+    @property
+    def stands_once(self) -> bool:
+        """Whether the parameters stand once in memory that all ranks share."""
+        return self._node is not None
 
     def held_bytes(self) -> tuple[int, int, int]:
         """See `FlatStorage.held_bytes`; what else it takes are slots, scratch, and where sums arrive."""
-        parameters = sum(array.nbytes for array in (self.data if self.stage == 3 else self._data))
+        parameters = sum(array.nbytes for array in (self.data if self.stage == 3 or self.stands_once else self._data))
         gradients = sum(array.nbytes for array in (self._grads if self.stage == 1 else self.grads))
-        return parameters, gradients, sum(room.nbytes for room in self._rooms) + self.communication_bytes
+        return parameters, gradients, sum(room.nbytes for room in self._rooms) + int(self._arrived.nbytes)
+
+    def _settle(self, data: list[Array], grads: list[Array]) -> None:
+        """Let the parameters lie in these whole arrays, and this rank's parts be theirs where there are whole ones."""
+        self._data, self._grads = data, grads
+        if self.stage < 3 or self.stands_once:
+            self.data = [whole[each] for whole, each in zip(data, self._cuts, strict=True)]
+        if self.stage == 1:
+            self.grads = [whole[each] for whole, each in zip(grads, self._cuts, strict=True)]
+        self._views = [self._lay(span) for span in self.spans]
+        self.moves += 1
 
     # ---- gradients ----
 
@@ -98,10 +267,10 @@ class ShardedStorage(PartitionedStorage):
                     span.parameter.grad = None
             for i, end in ends.items():
                 self._grads[i][end:] = 0
-            self._wait_for_others()
+            self.wait_for_others()
             for i in ends:
                 self._sum(i)
-            self._wait_for_others()
+            self.wait_for_others()
         self._seconds += clock.now() - begin
 
     def _sum(self, i: int) -> None:
@@ -112,8 +281,9 @@ class ShardedStorage(PartitionedStorage):
         self._fresh[i] = False
         if self.ranks.size > 1 and whole.size:
             self._count(whole)
-        if self._window is not None:
-            self._window.sum(i, own, place, replaces)
+        if self._node is not None:
+            for _ in self._node.sums(i, replace=fresh):
+                pass
             return
         arrived = whole[own.start : own.stop]
         if self.ranks.size > 1 and whole.size:
@@ -124,17 +294,18 @@ class ShardedStorage(PartitionedStorage):
                 else:
                     arrived = place if fresh else self._arrived[: len(own)]
                     counts = [len(each) for each in split(whole.size, self.ranks.size)]
+                    assert self._group is not None
                     self._group.comm.reduce_scatter(whole, arrived, counts)
         if not replaces:
             namespace(place).add(place, arrived, out=place)
         elif arrived is not place:
             place[...] = arrived
 
-    def _wait_for_others(self) -> None:
+    def wait_for_others(self) -> None:
         """With arrays in shared memory, wait for the others: nobody may read too early, or write too early again."""
-        if self._window is not None:
+        if self._node is not None:
             with timeline.span("other ranks", "waiting", timeline.WAITING):
-                self._window.barrier.run()
+                self._node.barrier.run()
 
     # ---- parameters ----
 
@@ -149,7 +320,7 @@ class ShardedStorage(PartitionedStorage):
         Raises:
             UsageError: for another one, and for "shared" where there is no such memory.
         """
-        self._group, self._connected = group, True
+        self._group = group
         one_node = len(set(group.nodes())) == 1 and not any(map(is_device, self._data)) and self._store is None
         if algorithm not in (AUTO, SHARED_MEMORY, NATIVE, "ring", "tree"):
             raise UsageError(
@@ -163,36 +334,30 @@ class ShardedStorage(PartitionedStorage):
             )
         if one_node and group.size > 1 and algorithm in (AUTO, SHARED_MEMORY):
             try:
-                own = [len(place) * whole.itemsize for place, whole in zip(self.own, self._grads, strict=True)]
-                self._window = NodeArrays(group, max(own, default=0))
-                self._share(self._window)
+                self._share(SharedMemory(group))
                 return
             except DeviceError:
-                self._window = None
                 if algorithm == SHARED_MEMORY:
                     raise
         self._bind_messages(group, NATIVE if algorithm in (AUTO, SHARED_MEMORY) else algorithm)
 
-    def _share(self, window: NodeArrays) -> None:
+    def _share(self, memory: SharedMemory) -> None:
         """Move what others read to memory that the ranks share; collective."""
         lengths, dtype = [len(whole) for whole in self._data], self.data[0].dtype if self.data else np.dtype("f4")
-        self._rooms = []
-        grads = self._lay_out(lengths, dtype, window.memory.allocate, self.stage >= 2)
-        if self.stage == 3:
-            data = window.memory.common_all([(length, dtype) for length in lengths])
-            for whole, own, part_of in zip(data, self.own, self.data, strict=True):
-                whole[own.start : own.stop] = part_of
-        else:
-            data = self._lay_out(lengths, dtype, window.memory.allocate, 0)
-            for new, old in zip(data, self._data, strict=True):
-                new[...] = old
-        window.memory.barrier()
-        self.stands_once = self.stage == 3
+        rooms, self._rooms = self._rooms, []
+        try:
+            grads = self._lay_out(lengths, dtype, memory.allocate, self.stage >= 2)
+            data = memory.common_all([(length, dtype) for length in lengths])
+        except DeviceError:
+            self._rooms = rooms
+            memory.free()
+            raise
+        for whole, each, mine in zip(data, self._cuts, self.data, strict=True):
+            whole[each] = mine
+        memory.barrier()
+        self._node = NodeSum(grads, memory, owns=self._cuts, places=None if self.stage == 1 else self.grads)
         self._settle(data, grads)
-        window.everyones = (
-            ([] if self.stage == 3 else [window.memory.parts(whole) for whole in data]),
-            [window.memory.parts(whole) for whole in grads],
-        )
+        self.grads = self._node.places
 
     def _bind_messages(self, group: Group, name: str) -> None:
         bind = partial(group.bind, algorithm=name)
@@ -213,22 +378,13 @@ class ShardedStorage(PartitionedStorage):
         longest = max((len(own) for own, each in zip(self.own, called, strict=True) if each), default=0)
         self._arrived = np.empty(0 if alone else longest, self.data[0].dtype) if self.data else np.empty(0)
 
-    @property
-    def communication_bytes(self) -> int:
-        """The bytes of the array in which a sum arrives that cannot be written where it belongs."""
-        return int(self._arrived.nbytes) + (0 if self._window is None else self._window.nbytes)
-
     def finish_update(self) -> None:
         """Let every rank have all new parameters; in stage 3, forget what was gathered of the old ones."""
-        if not self._connected:
+        if self._group is None:
             raise UsageError("nothing puts the ranks' parts together; make a ShardedDataParallel of this model first")
         begin = clock.now()
         self._standing.clear()
-        self._wait_for_others()
-        if self._window is not None and self.stage < 3:
-            for i, whole in enumerate(self._data):
-                self._count(whole)
-                self._window.gather(i, whole)
+        self.wait_for_others()
         for whole, pending in zip(self._data, self._gathers, strict=False):
             if pending is not None and self.stage < 3:
                 self._count(whole)
@@ -243,7 +399,7 @@ class ShardedStorage(PartitionedStorage):
             number: the unit's.
             following: the next one's, whose slot is free; None if there is none.
         """
-        if self.stage < 3 or self._window is not None:
+        if self.stage < 3 or self._node is not None:
             return
         begin = clock.now()
         self._start(number)
@@ -300,24 +456,23 @@ class ShardedStorage(PartitionedStorage):
 
     def _count(self, whole: Array) -> None:
         self._calls += 1
-        self.sent_bytes += int(whole.nbytes)
+        self._exchanged_bytes += int(whole.nbytes)
 
     def take_traffic(self) -> Traffic:
         """Return what was exchanged since the last call: the bytes of whole arrays, of which (N - 1) / N are sent."""
-        traffic = Traffic(self._seconds, 0.0, self.sent_bytes, self._calls, nan if self._calls else 0.0)
-        self._seconds, self._calls, self.sent_bytes = 0.0, 0, 0
+        traffic = Traffic(self._seconds, 0.0, self._exchanged_bytes, self._calls, nan if self._calls else 0.0)
+        self._seconds, self._calls, self._exchanged_bytes = 0.0, 0, 0
         return traffic
 
     def disconnect(self) -> None:
         """Give back what MPI keeps, and move to memory of this rank's own. Collective."""
-        self._connected = False
         for pending in [*self._gathers, *self._sums]:
             if pending is not None:
                 pending.free()
         self._gathers, self._sums = [], []
-        window, self._window = self._window, None
-        if window is not None:
-            self._rooms, self.stands_once = [], False
+        node, self._node = self._node, None
+        if node is not None:
+            self._rooms = []
             grads = self._lay_out([len(whole) for whole in self._grads], self.data[0].dtype, np.zeros, self.stage >= 2)
             if self.stage == 3:
                 self.data = [own.copy() for own in self.data]
@@ -325,8 +480,11 @@ class ShardedStorage(PartitionedStorage):
             else:
                 data = [whole.copy() for whole in self._data]
             self._settle(data, grads)
-            window.free()
-        self._group.free()
+            node.memory.barrier()  # nobody may unmap what others still read
+            node.memory.free()
+        if self._group is not None:
+            self._group.free()
+            self._group = None
 
 
 def sharded(

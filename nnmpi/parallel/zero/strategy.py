@@ -126,6 +126,8 @@ class ShardedDataParallel(DataParallel):
     # ---- backward ----
 
     def _begin(self, last: bool) -> None:
+        if self._summed:  # another rank may still read sums that stand among this one's gradients
+            self.storage.wait_for_others()
         super()._begin(last)
         if self._at != NO_PASS:
             raise CommError(

@@ -14,7 +14,6 @@ from nnmpi.nn.chain import ChainLayer, ModelPart, Run, join_layers, open_chain
 from nnmpi.nn.module import Module
 from nnmpi.shard import buckets, part
 from nnmpi.tensor.parameter import ALIGNMENT_BYTES, Parameter
-from nnmpi.units import format_bytes
 
 SHARED = -1  # the number of the unit of parameters that several units have
 UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}  # by stage: shorter units would be messages for nothing
@@ -122,7 +121,7 @@ def predict_bytes(
         itemsize: bytes of an element.
         state_arrays: how many arrays of each parameter's size the optimizer keeps.
         unit_bytes: see `ShardedStorage`.
-        stands_once: whether the parameters of stage 3 stand once in memory that all ranks share.
+        stands_once: whether the parameters stand once in memory that all ranks share.
         away: what lies out of memory: `OPTIMIZER`'s state, or `ALL`, its state and the parameters, in stage 3; None for
             nothing.
         piece_bytes: of that what comes at a time, of each array.
@@ -140,30 +139,12 @@ def predict_bytes(
         buffers = owns if stage else [whole // itemsize]
         state = window_bytes(buffers, state_arrays + (away == ALL), itemsize, piece_bytes)
     return StateBytes(
-        (own if stage == 3 else whole) if away != ALL else 0,
+        (own if stage == 3 or stands_once else whole) if away != ALL else 0,
         own if stage >= 2 else whole,
         state,
         {0: 0, 1: 0, 2: scratch, 3: scratch + slots}[stage],
         tuple(length * itemsize for length in (*lengths, apart) if length),
         max(owns) * itemsize,
-    )
-
-
-def describe_stages(totals: Sequence[int]) -> str:
-    """Return a sentence where a lower stage of ZeRO holds no more than the last of these; else nothing.
-
-    With P elements, N ranks and a longest unit of U, stage 2 holds less than 1 where U < P (N-1)/N. Stage 3 holds less
-    than 2 where weights stand once on a node; else where A + B < P (N-1)/N, the longest units in even and odd places.
-
-    Args:
-        totals: what a rank holds in stage 0 and in each one up to the one that is asked about.
-    """
-    best = min(range(len(totals)), key=lambda stage: totals[stage])
-    if best == len(totals) - 1:
-        return ""
-    return (
-        f"ZeRO {len(totals) - 1} holds {format_bytes(totals[-1])} here, and {best} {format_bytes(totals[best])}: few "
-        "layers have most of the parameters, and a unit of them is here as a whole"
     )
 
 

@@ -1,15 +1,18 @@
-"""All-reduce inside a node without messages: every rank adds up its slice of everybody's array, in place.
+"""The sum of arrays inside a node without messages: every rank adds up its slice of everybody's arrays.
 
                   slice 0     slice 1     slice 2
     rank 0's    | a0        | a1        | a2        |       barrier: all arrays are final
-    rank 1's    | b0        | b1        | b2        |       rank r adds column r, block by block, and writes the sum
-    rank 2's    | c0        | c1        | c2        |         to all arrays, while it is in its cache
+    rank 1's    | b0        | b1        | b2        |       rank r adds column r, block by block, and uses the sum
+    rank 2's    | c0        | c1        | c2        |         while it is in its cache
                   by rank 0   by rank 1   by rank 2         barrier: all columns are done
 
-Each byte is read once and written once: 2 M bytes per rank. A ring touches 4 (N-1)/N M bytes and
-sends 2 (N-1) messages. The sum is taken in rank order whoever takes it, so all ranks have the same bits. With several
-nodes the sum of each goes into its leader's array, the leaders add theirs up with the steps of a ring, and the ranks
-copy:
+What becomes of a sum is its user's: it is copied to all arrays (`SharedSum`), the slice's owner updates the parameters
+there (`parallel.fused`), or keeps it (`parallel.zero`). The sum is taken in rank order whoever takes it, so all ranks
+have the same bits.
+
+Each byte of a shared all-reduce is read once and written once: 2 M bytes per rank. A ring touches 4 (N-1)/N M bytes and
+sends 2 (N-1) messages. With several nodes the sum of each goes into its leader's array, the leaders add theirs up with
+the steps of a ring, and the ranks copy:
 
     node sum -> leader   |   leaders: ring   |   every rank copies its leader's array
 
@@ -37,6 +40,60 @@ ALIGNMENT_BYTES = 64
 # 1222.
 CACHED_BYTES = 512 * 1024
 LEAST_BLOCK_BYTES = 128 * 1024
+
+
+class NodeSum:
+    """Adds up this rank's slices of the arrays that the ranks of a node have each for itself. Making one is collective.
+
+    Args:
+        arrays: this rank's, each (n,), in the memory.
+        memory: of the group whose ranks take part.
+        tag: of its barrier, see `SharedMemory.barrier_of`.
+        owns: the slice of each array that this rank adds up; `own_slice` by default.
+        places: where the sums go, as long as the slices; by default into the first rank's arrays.
+        block_bytes: how much of each array is added at a time, if not what suits a cache.
+
+    Attributes:
+        memory, owns: as given.
+        barrier: to be crossed when all arrays are final, and when all sums are done.
+        places: where the sums go.
+    """
+
+    def __init__(
+        self,
+        arrays: Sequence[Buffer],
+        memory: SharedMemory,
+        tag: int = 0,
+        owns: Sequence[slice] | None = None,
+        places: Sequence[Buffer] | None = None,
+        block_bytes: int | None = None,
+    ) -> None:
+        size = memory.size
+        self.memory, self.barrier = memory, memory.barrier_of(tag)
+        self.owns = [own_slice(array, size, memory.rank) for array in arrays] if owns is None else list(owns)
+        everyones = [memory.parts(array) if size > 1 else [array] for array in arrays]
+        seen = [[whole[own] for whole in wholes] for wholes, own in zip(everyones, self.owns, strict=True)]
+        self.places = [parts[0] for parts in seen] if places is None else list(places)
+        suits = max(CACHED_BYTES // size, LEAST_BLOCK_BYTES) if block_bytes is None else block_bytes
+        self._blocks = []
+        for place, parts in zip(self.places, seen, strict=True):
+            summands = parts if places is None else [place, *parts]
+            self._blocks.append(list(_blocks(summands, max(1, suits // place.itemsize))))
+
+    def sums(self, i: int, replace: bool = False) -> Iterator[tuple[Buffer, Sequence[Buffer]]]:
+        """Add up array i, onto what is in its place; yield each block's sum, and what was added, in the cache.
+
+        Args:
+            i: its number.
+            replace: whether the sum takes the place of what is there; not in the first rank's arrays.
+        """
+        add = np.add
+        for total, parts in self._blocks[i]:
+            so_far, rest = (parts[0], parts[1:]) if replace else (total, parts)
+            for part in rest:
+                add(so_far, part, total)
+                so_far = total
+            yield total, parts
 
 
 class LocalWork:
@@ -73,10 +130,9 @@ class SharedSum:
 
     def __init__(self, array: Buffer, memory: SharedMemory, tag: int = 0, block_bytes: int | None = None) -> None:
         self._array, self._memory, self._tag = check_buffer(array), memory, tag
-        suits = max(CACHED_BYTES // memory.size, LEAST_BLOCK_BYTES)
-        self._block = max(1, (suits if block_bytes is None else block_bytes) // array.itemsize)
-        parts = _find_parts(self._array, memory)
-        self._stages: tuple[Startable, ...] = tuple(self._sum(parts)) if parts else ()
+        self._stages: tuple[Startable, ...] = ()
+        if _is_to_add(self._array, memory):
+            self._stages = tuple(self._sum(NodeSum([self._array], memory, tag, block_bytes=block_bytes)))
         self._runs = tuple(stage.run for stage in self._stages)
         self._at = len(self._stages)
 
@@ -129,20 +185,30 @@ class SharedSum:
 
     # ---- what is to be done ----
 
-    def _sum(self, parts: Sequence[Buffer]) -> Iterator[Startable]:
-        """Yield the stages of the sum of arrays that all ranks of the node see."""
-        memory, nodes = self._memory, self._memory.across
-        barrier = memory.barrier_of(self._tag)
-        yield barrier
-        yield LocalWork(_sums(parts, memory.rank, self._block, everywhere=nodes is None))
-        yield barrier
-        if nodes is not None:
-            if memory.rank == 0:
-                yield Execution(ring(nodes.rank, nodes.size), parts[0], nodes, self._tag)
-            yield barrier
-            if memory.rank > 0:
-                yield LocalWork(_copies([(parts[memory.rank], parts[0])]))
-            yield barrier
+    def _sum(self, node: NodeSum) -> Iterator[Startable]:
+        """Yield the stages of the sum."""
+        across, array = self._memory.across, self._array
+        leaders = array if self._memory.size == 1 else self._memory.parts(array)[0]
+
+        def add() -> None:
+            for total, others in node.sums(0):
+                if across is None:
+                    for other in others:
+                        other[...] = total  # a third of what the call of np.copyto takes
+
+        def copy() -> None:
+            array[...] = leaders
+
+        yield node.barrier
+        yield LocalWork(add)
+        yield node.barrier
+        if across is not None:
+            if self._memory.rank == 0:
+                yield Execution(ring(across.rank, across.size), leaders, across, self._tag)
+            yield node.barrier
+            if self._memory.rank > 0:
+                yield LocalWork(copy)
+            yield node.barrier
 
 
 def own_slice(array: Buffer, size: int, rank: int) -> slice:
@@ -158,53 +224,26 @@ def own_slice(array: Buffer, size: int, rank: int) -> slice:
     return slice(min(units.start * step, array.size), min(units.stop * step, array.size))
 
 
-def blocks(parts: Sequence[Buffer], limit: int) -> Iterator[tuple[Buffer, ...]]:
-    """Yield views of the same elements of each array, `limit` at a time."""
+def _blocks(parts: Sequence[Buffer], limit: int) -> Iterator[tuple[Buffer, tuple[Buffer, ...]]]:
+    """Yield views of the same elements of each array, `limit` at a time: of the first one, and of the others."""
     for start in range(0, parts[0].size, limit):
-        yield tuple(part[start : start + limit] for part in parts)
+        yield parts[0][start : start + limit], tuple(part[start : start + limit] for part in parts[1:])
 
 
-def _sums(parts: Sequence[Buffer], rank: int, limit: int, everywhere: bool) -> Callable[[], None]:
-    """Return what adds up a rank's slice, into the first array, and copies the sum to all others if asked to."""
-    mine = own_slice(parts[0], len(parts), rank)
-    cut = [(first, others) for first, *others in blocks([part[mine] for part in parts], limit)]
-    add = np.add
-
-    def run() -> None:
-        for first, others in cut:
-            for other in others:
-                add(first, other, first)
-            if everywhere:
-                for other in others:
-                    other[...] = first  # a third of what the call of np.copyto takes
-
-    return run
-
-
-def _copies(pairs: Sequence[tuple[Buffer, Buffer]]) -> Callable[[], None]:
-    """Return what copies the second array of each pair into the first."""
-
-    def run() -> None:
-        for target, source in pairs:
-            target[...] = source
-
-    return run
-
-
-def _find_parts(array: Buffer, memory: SharedMemory) -> list[Buffer]:
-    """Return the arrays of the node's ranks, none if there is nothing to add; refuse ranks whose arrays differ."""
+def _is_to_add(array: Buffer, memory: SharedMemory) -> bool:
+    """Return whether there is anything to add; refuse ranks whose arrays differ, or lie at different places."""
     place = memory.place(array)
     where = None if place is None else [place.allocation, place.start]
     everyones = memory.group.gather([array.size, array.dtype.name, where])
     described = [[f"{size} elements of {dtype}"] for size, dtype, _ in everyones]
     refuse_different(described, "the ranks would sum different arrays", "give all the same length and dtype")
     if array.size == 0 or len(everyones) == 1:
-        return []
+        return False
     if len(set(memory.node_of)) == len(everyones):  # a rank on each node: nobody has to see another's array
-        return [array]
+        return True
     if any(other != where or other is None for _, _, other in everyones):
         raise DeviceError(
             "an array to be summed through shared memory does not lie there, at one place on all ranks; "
             "make it with group.memory().allocate(), or sum it with native"
         )
-    return memory.parts(array)
+    return True
