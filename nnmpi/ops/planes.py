@@ -98,3 +98,10 @@ class Planes:
         xp.equal(winner, self._numbers, out=masks)
         xp.copyto(out, masks)  # a product of bool and float would be converted in pieces
         xp.multiply(out, grad, out=out)
+
+
+def repeated(xp: Any, values: Array, pixels: int) -> Array:
+    """Return values (c,) once per pixel, (pixels * c,): adding these at once is faster than values to each pixel."""
+    result: Array = xp.empty((pixels, values.size), values.dtype)
+    xp.copyto(result, values)
+    return result.reshape(result.size)

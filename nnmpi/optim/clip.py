@@ -21,7 +21,6 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.recording import perform, refuse
 from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.optim.blocks import block_elements, pieces
@@ -42,28 +41,14 @@ def sum_of_squares(grads: Sequence[Array]) -> float:
 
     A float32 block's own sum is a float32 dot product: relative error about 1e-8, a quarter of the time that widening
     takes. Where that overflows or underflows, everything is done again in float64, block by block, so that gradients
-    of 1e30 or 1e-30 have their right norm. On a device all of it is added up in float64, and waited for once.
+    of 1e30 or 1e-30 have their right norm.
     """
     refuse("a gradient's norm")
-    if grads and all(kernels_for(grad, "sum_of_squares") is not None for grad in grads):
-        return _on_device(grads)
     with np.errstate(over="ignore", invalid="ignore"):  # the result says it, and the caller acts on that
         total = float(sum(_squares(grad, grad.dtype) for grad in grads))
         if not trusted(total):
             total = float(sum(_squares(grad, "float64") for grad in grads))
     return total
-
-
-def _on_device(grads: Sequence[Array]) -> float:
-    """Return the sum of squares by a device's kernels: one number comes back, at the end."""
-    total: Array = namespace(grads[0]).empty((1,), "float64")
-    for i, grad in enumerate(grads):
-        whole = grad if grad.flags.c_contiguous else namespace(grad).ascontiguousarray(grad)
-        kernels_for(grad, "sum_of_squares").sum_of_squares(whole, total, i > 0)
-    stream, host = namespace(total).cuda.get_current_stream(), np.empty(1)
-    total.get(stream=stream, out=host, blocking=False)  # type: ignore[attr-defined]
-    stream.synchronize()
-    return float(host[0])
 
 
 def trusted(total: float) -> bool:

@@ -7,6 +7,7 @@ import pytest
 
 import nnmpi
 from nnmpi import nn, ops, optim
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.kernels import jit
 from tests.device.library import device_backend, load
 from tests.nn.test_compiled import step_of, train
@@ -52,3 +53,18 @@ def test_a_replay_makes_no_more_calls_than_a_step(monkeypatch: pytest.MonkeyPatc
     with cupy._sync.no_synchronize():
         compiled(x, y)
     assert not copies and compiled.calls < 40
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_relu_stops_gradients_at_0(bias: bool) -> None:
+    """Of small whole numbers, whose products are often 0 and always exact: as on the host, to the last bit."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.integers(-1, 2, shape).astype("float32") for shape in ((9, 4), (4, 6), (6,))][: 2 + bias]
+    results = []
+    for backend in (device_backend(), numpy_backend()):
+        leaves = [nnmpi.Tensor(backend.asarray(each), requires_grad=True) for each in arrays]
+        y = ops.linear_relu(*leaves)
+        y.backward(backend.asarray(np.arange(54, dtype="float32").reshape(9, 6)))
+        results.append([backend.to_host(each) for each in (y.data, *(leaf.grad for leaf in leaves))])
+    for ours, host in zip(*results, strict=True):
+        np.testing.assert_array_equal(ours, host)

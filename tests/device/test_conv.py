@@ -10,7 +10,7 @@ import pytest
 
 from nnmpi.backend.precision import low_dtype, use_precision
 from nnmpi.errors import ShapeError
-from nnmpi.ops.conv import device_im2col
+from nnmpi.ops.conv import im2col
 from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
 from nnmpi.tensor.tensor import Tensor
 from tests.device.library import device_backend
@@ -118,8 +118,8 @@ def test_convolution(case: Case, name: str, mode: str, monkeypatch: pytest.Monke
         right = on_host(FUNCTIONS[name], case)
     except ShapeError:
         pytest.skip("too few pixels are left for the pooling")
-    for most in (device_im2col.COLUMNS_BYTES, 1):
-        monkeypatch.setattr(device_im2col, "COLUMNS_BYTES", most)
+    for most in (im2col.DEVICE_BYTES, 1):
+        monkeypatch.setattr(im2col, "DEVICE_BYTES", most)
         for ours, host in zip(on_device(FUNCTIONS[name], case, mode), right, strict=True):
             np.testing.assert_array_equal(ours, host)
 

@@ -8,7 +8,7 @@ from nnmpi import nn, optim
 from nnmpi.backend.jit import tiling
 from nnmpi.backend.kernels import compiled_kernels, jit
 from nnmpi.ops.activation import relu
-from nnmpi.ops.conv import choice
+from nnmpi.ops.conv import conv2d as choice
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
 from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
 from nnmpi.ops.loss import cross_entropy

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nnmpi.errors import DtypeError, ShapeError, UsageError
-from nnmpi.ops.conv import columns
+from nnmpi.ops.conv import im2col
 from nnmpi.ops.conv.conv2d import conv2d
 from nnmpi.tensor.tensor import Tensor
 
@@ -77,7 +77,7 @@ def test_corners(sizes, kernel, padding, groups):
 @pytest.mark.parametrize("images_each", [1, 2, 3, 100])
 def test_blocks_of_images(images_each, monkeypatch):
     """However many images' columns are made at a time, and when the last block is shorter."""
-    monkeypatch.setattr(columns, "COLUMNS_BYTES", images_each * 4 * 4 * 9 * 2 * 8)
+    monkeypatch.setattr(im2col, "COLUMNS_BYTES", images_each * 4 * 4 * 9 * 2 * 8)
     compare((5, 4, 4, 2, 2), (3, 3), (1, 1), (1, 1), (1, 1), 1)
 
 

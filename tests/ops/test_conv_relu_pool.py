@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 import nnmpi
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.activation import relu
-from nnmpi.ops.conv import columns, winograd_numpy
+from nnmpi.ops.conv import im2col, winograd_numpy
 from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
 from nnmpi.ops.pool import max_pool2d
 from nnmpi.tensor.tensor import Tensor
@@ -66,7 +66,7 @@ def test_against_the_chain(sizes, kernel, padding, dilation, pool, block, with_b
     arrays = [whole(rng, n, h, w, c), whole(rng, *kernel, c, o)] + ([whole(rng, o)] if with_bias else [])
     options = {"padding": padding, "dilation": dilation, "pool": pool}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(columns, "COLUMNS_BYTES", 1 << block)
+        patch.setattr(im2col, "COLUMNS_BYTES", 1 << block)
         try:
             compare(arrays, **options)
         except ShapeError:
@@ -111,7 +111,7 @@ def test_nan_and_infinity():
 @pytest.mark.parametrize("function", [conv2d, conv_relu, conv_relu_pool])
 def test_replayed(function, channels, monkeypatch):
     """A recorded step gives the same bits with other values; several blocks, the last one shorter."""
-    monkeypatch.setattr(columns, "COLUMNS_BYTES", 1 << 16)
+    monkeypatch.setattr(im2col, "COLUMNS_BYTES", 1 << 16)
     monkeypatch.setattr(winograd_numpy, "TILES_BYTES", 1 << 17)
     rng = np.random.default_rng(0)
     leaves = [

@@ -51,9 +51,9 @@ extern "C" __global__ void __launch_bounds__(256)
 }
 
 template <int N>
-__device__ __forceinline__ void only_sum(const T* x, P* out, A* partial, A* shared, long long rows, long long n, bool add) {
+__device__ __forceinline__ void only_sum(const T* x, P* out, A* partial, A* shared, long long rows, long long n) {
     P* const result[1] = {out};
-    sum_columns<N, 1>(rows, n, result, partial, add, shared, [&](long long i, long long, A(&sums)[1][N]) {
+    sum_columns<N, 1>(rows, n, result, partial, false, shared, [&](long long i, long long, A(&sums)[1][N]) {
         Pack<T, N> values = load<N>(x + i);
 #pragma unroll
         for (int k = 0; k < N; ++k) sums[0][k] += wide(values.at[k]);
@@ -61,12 +61,13 @@ __device__ __forceinline__ void only_sum(const T* x, P* out, A* partial, A* shar
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    column_sum(const T* x, P* out, A* partial, long long rows, long long n, long long add) {
+    column_sum(const T* x, P* out, A* partial, long long rows, long long n) {
     __shared__ A shared[256 * PACK];
-    if (aligned(x) && n % PACK == 0) only_sum<PACK>(x, out, partial, shared, rows, n, add != 0);
-    else only_sum<1>(x, out, partial, shared, rows, n, add != 0);
+    if (aligned(x) && n % PACK == 0) only_sum<PACK>(x, out, partial, shared, rows, n);
+    else only_sum<1>(x, out, partial, shared, rows, n);
 }
 
-extern "C" __global__ void __launch_bounds__(256) column_total(const A* partial, P* out, long long parts, long long n, long long add) {
+extern "C" __global__ void __launch_bounds__(256) column_total(const A* partial, P* out, long long parts, long long n) {
+    const int add = 0;
     NNMPI_COLUMN_TOTALS(1, out);
 }

@@ -1,4 +1,6 @@
-"""`Kernels` on a device: all of them, by functions in CUDA C++."""
+"""What a device computes for operations by functions in CUDA C++ (see `backend.kernels`)."""
+
+from __future__ import annotations
 
 from functools import cache
 from math import prod, sqrt
@@ -8,19 +10,9 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Residuals
-from nnmpi.backend.cuda.dense import Dense
-from nnmpi.backend.cuda.images import Images
-from nnmpi.backend.cuda.launch import NAMES, Dtype
-from nnmpi.backend.cuda.rows import Rows
-from nnmpi.backend.cuda.tables import Tables
-from nnmpi.backend.cuda.updates import Updates
+from nnmpi.backend.cuda.launch import NAMES, Dtype, KernelLauncher
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import is_low
-from nnmpi.backend.recording import perform
-
-
-class DeviceFunctions(Dense, Rows, Images, Tables, Updates):
-    """The kernels of one library (CuPy); they are queued on its current stream."""
 
 
 def works_on(dtype: Dtype) -> bool:
@@ -29,51 +21,61 @@ def works_on(dtype: Dtype) -> bool:
 
 
 class DeviceKernels:
-    """Kernels of one library (CuPy), queued on its current stream. Operations ask for them (see `backend.kernels`).
+    """Kernels of one library (CuPy), queued on its current stream. Nothing is compiled before it is first used.
 
-    The functions read and write arrays without gaps; a recorded step notes each as one call.
-
-    Attributes:
-        functions: what launches the compiled code; nothing is compiled before it is first used.
+    They read and write arrays without gaps. `xp` is the library, or a recorder's stand-in for it.
     """
 
-    __slots__ = ("functions",)
+    __slots__ = ("_launcher",)
 
     def __init__(self, xp: ModuleType) -> None:
-        self.functions = DeviceFunctions(xp)
+        self._launcher = KernelLauncher(xp)
 
-    # ---- optimizers' updates, of whole blocks
+    # ---- optimizers' updates of whole blocks; nnmpi/optim explains the letters
 
-    @property
-    def sgd(self) -> Any:
-        """See `Updates`."""
-        return self.functions.sgd
+    def sgd(self, data: Array, grad: Array, lr: float, decay: float) -> None:
+        """data -= lr * (grad + decay * data)."""
+        self._update("sgd", data, grad, float(lr), float(decay))
 
-    @property
-    def sgd_momentum(self) -> Any:
-        """See `Updates`."""
-        return self.functions.sgd_momentum
+    def sgd_momentum(
+        self, data: Array, grad: Array, momentum: Array, lr: float, keep: float, decay: float, nesterov: bool
+    ) -> None:
+        """momentum = keep * momentum + g, g = grad + decay * data; data -= lr * momentum, or what Nesterov's takes."""
+        self._update("sgd_momentum", data, grad, momentum, float(lr), float(keep), float(decay), int(nesterov))
 
-    @property
-    def adam(self) -> Any:
-        """See `Updates`."""
-        return self.functions.adam
+    def adam(
+        self,
+        data: Array,
+        grad: Array,
+        m: Array,
+        v: Array,
+        rate: float,
+        eps: float,
+        beta1: float,
+        beta2: float,
+        decay: float,
+        factor: float,
+    ) -> None:
+        """m and v move towards g and its square; data = factor * data - rate * m / (sqrt(v) + eps)."""
+        numbers = (float(rate), float(eps), 1.0 - beta1, float(beta2), 1.0 - beta2, float(decay), float(factor))
+        self._update("adam", data, grad, m, v, *numbers)
 
-    # ---- dense layers
+    def _update(self, name: str, data: Array, *args: Any) -> None:
+        self._launcher.flat(name, data.size, data.dtype.itemsize, data, *args, data.size)
+
+    # ---- dense layers: rows are all axes but the last
 
     def bias_grad(self, xp: Any, grad: Array, to_bias: Array) -> None:
         """Add up the rows."""
-        perform(self.functions.column_sum, grad, to_bias)
+        self._launcher.sums("column_sum", "column_total", (grad,), (to_bias,))
 
     def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> None:
-        """Add the bias and cut off in one pass."""
-        perform(self.functions.bias_relu, y, _shift(xp, y, bias))
+        """y = max(y + bias, 0), in place; NaN stays."""
+        self._launcher.over_columns("bias_relu", y, y.shape[-1], _shift(xp, y, bias))
 
     def relu_grad_bias(self, xp: Any, grad: Array, y: Array, to_bias: Array | None) -> Array:
-        """Compute both gradients in one pass."""
-        result: Array = xp.empty(grad.shape, grad.dtype)
-        perform(self.functions.relu_grad_bias, grad, y, result, to_bias)
-        return result
+        """Return grad where the ReLU's output y is positive, else 0, and write its sum over the rows."""
+        return self._grad_bias(xp, "relu_grad_bias", grad, y, to_bias)
 
     def gelu(self, xp: Any, x: Array, tanh: bool) -> tuple[Array, Array]:
         """Compute value and derivative in one pass, as behind a linear layer."""
@@ -84,14 +86,20 @@ class DeviceKernels:
         return y, slope
 
     def bias_gelu(self, xp: Any, y: Array, bias: Array | None, slope: Array, tanh: bool) -> None:
-        """Compute bias, GELU and its derivative in one pass."""
-        function = self.functions.bias_gelu_tanh_slope if tanh else self.functions.bias_gelu_slope
-        perform(function, y, _shift(xp, y, bias), slope)
+        """y = gelu(y + bias), in place, and its derivative."""
+        name = "bias_gelu_tanh_slope" if tanh else "bias_gelu_slope"
+        self._launcher.over_columns(name, y, y.shape[-1], _shift(xp, y, bias), slope)
 
     def slope_grad_bias(self, xp: Any, grad: Array, slope: Array, to_bias: Array | None) -> Array:
-        """Compute both gradients in one pass."""
+        """Return grad * slope, and write its sum over the rows."""
+        return self._grad_bias(xp, "slope_grad_bias", grad, slope, to_bias)
+
+    def _grad_bias(self, xp: Any, name: str, grad: Array, kept: Array, to_bias: Array | None) -> Array:
         result: Array = xp.empty(grad.shape, grad.dtype)
-        perform(self.functions.slope_grad_bias, grad, slope, result, to_bias)
+        if to_bias is not None:
+            self._launcher.sums(name, "column_total", (grad, kept, result), (to_bias,))
+        else:
+            self._launcher.over_columns(name, grad, grad.shape[-1], kept, result, None, None)
         return result
 
     # ---- attention
@@ -110,7 +118,7 @@ class DeviceKernels:
         q, k, v = inputs
         scores = xp.empty((*q.shape[:3], k.shape[2]), _accumulated(q))
         gemm(xp, q, k.swapaxes(2, 3), out=scores)
-        perform(self.functions.softmax, scores, 1 / sqrt(q.shape[3]), causal, scores)
+        self._softmax("softmax", 1 / sqrt(q.shape[3]), causal, scores, scores)
         p = scores
         if scores.dtype != q.dtype:
             p = xp.empty(scores.shape, q.dtype)
@@ -127,7 +135,7 @@ class DeviceKernels:
         gemm(xp, grad, v.swapaxes(2, 3), out=d)
         gemm(xp, self._left(xp, p, drop).swapaxes(2, 3), grad, out=to_v)
         d = self._left(xp, d, drop)
-        perform(self.functions.softmax_grad, d, p, 1 / sqrt(q.shape[3]), causal, d)
+        self._softmax("softmax_grad", 1 / sqrt(q.shape[3]), causal, d, p, d)
         gemm(xp, d, k, out=to_q)
         gemm(xp, d.swapaxes(2, 3), q, out=to_k)
 
@@ -137,12 +145,51 @@ class DeviceKernels:
 
     # ---- rows
 
+    def _softmax(self, name: str, scale: float, causal: bool, *arrays: Array) -> None:
+        """Write softmax(scale * x) along the last axis, or its gradient, given the result's and the result.
+
+        Causal scores are (..., queries, keys), and query i sees the keys up to i + keys - queries. What it does not see
+        is not read, and 0 in the result.
+        """
+        shape = arrays[0].shape
+        rows, queries = prod(shape[:-1]), shape[-2] if causal else 1
+        numbers = (float(scale), rows, shape[-1], queries, int(causal))
+        self._launcher.over_rows(name, rows, shape[-1], *arrays, *numbers)
+
+    def softmax(self, xp: Any, x: Array) -> Array:
+        """Return the softmax along the last axis."""
+        y: Array = xp.empty(x.shape, x.dtype)
+        self._softmax("softmax", 1.0, False, xp.ascontiguousarray(x), y)
+        return y
+
+    def softmax_grad(self, xp: Any, grad: Array, y: Array) -> Array:
+        """Return the gradient."""
+        to_x: Array = xp.empty(y.shape, y.dtype)
+        self._softmax("softmax_grad", 1.0, False, xp.ascontiguousarray(grad), y, to_x)
+        return to_x
+
+    def softmax_loss(
+        self, xp: Any, logits: Array, labels: Array, ignore_index: int | None, smoothing: float
+    ) -> tuple[Array, Residuals]:
+        """Compute losses and their gradients, in float32 or more, in one pass over the logits.
+
+        A label out of range gives NaN for both; nothing out of bounds is read.
+        """
+        logits, labels, wide = xp.ascontiguousarray(logits), xp.ascontiguousarray(labels), _accumulated(logits)
+        losses, gradients = xp.empty((len(logits),), wide), xp.empty(logits.shape, wide)
+        ignored = (0, 0) if ignore_index is None else (1, int(ignore_index))
+        numbers = (*logits.shape, *ignored, float(smoothing))
+        self._launcher.over_rows(
+            "softmax_loss", *logits.shape, logits, labels, _integer_bytes(labels), losses, gradients, *numbers
+        )
+        return losses, (gradients,)
+
     def layer_norm(self, xp: Any, x: Array, scale: Array, shift: Array, eps: float) -> tuple[Array, Residuals]:
         """Normalize rows in one pass; x is kept, and not what it is normalized to, which need not be written then."""
         x, scale, shift = xp.ascontiguousarray(x), xp.ascontiguousarray(scale), xp.ascontiguousarray(shift)
         y, wide = xp.empty(x.shape, x.dtype), _accumulated(x)
         inverse, mean = xp.empty((len(x),), wide), xp.empty((len(x),), wide)
-        perform(self.functions.layer_norm, x, scale, shift, eps, y, None, inverse, mean)
+        self._launcher.over_rows("layer_norm", *x.shape, x, scale, shift, float(eps), y, inverse, mean, *x.shape)
         return y, (x, inverse, mean, scale)
 
     def layer_norm_grad(
@@ -157,52 +204,26 @@ class DeviceKernels:
     ) -> None:
         """Write those gradients that are asked for."""
         x, inverse, mean, scale = residuals  # the scale here is one without gaps
-        grad, places = xp.ascontiguousarray(grad), (to_x, to_scale, to_shift)
-        perform(self.functions.layer_norm_grad, grad, x, inverse, scale, *places, mean)
+        kept = (xp.ascontiguousarray(grad), x, inverse, mean)
+        if to_x is not None:
+            self._launcher.over_rows("layer_norm_grad", *x.shape, *kept, scale, to_x, *x.shape)
+        if to_scale is not None or to_shift is not None:
+            self._launcher.sums("layer_norm_sums", "layer_norm_total", kept, (to_scale, to_shift))
 
     def column_sums(self, xp: Any, a: Array, out: Array | None) -> Array:
         """Return the columns' sums, which with few columns are several times as fast as CuPy's."""
         place: Array = xp.empty(a.shape[1:], a.dtype) if out is None else out
-        self.functions.column_sum(xp.ascontiguousarray(a), place)
+        self.bias_grad(xp, xp.ascontiguousarray(a), place)
         return place
-
-    def softmax(self, xp: Any, x: Array) -> Array:
-        """Return the softmax along the last axis, in one pass."""
-        y: Array = xp.empty(x.shape, x.dtype)
-        perform(self.functions.softmax, xp.ascontiguousarray(x), 1.0, False, y)
-        return y
-
-    def softmax_grad(self, xp: Any, grad: Array, y: Array) -> Array:
-        """Return the gradient, in one pass."""
-        to_x: Array = xp.empty(y.shape, y.dtype)
-        perform(self.functions.softmax_grad, xp.ascontiguousarray(grad), y, 1.0, False, to_x)
-        return to_x
-
-    def softmax_loss(
-        self, xp: Any, logits: Array, labels: Array, ignore_index: int | None, smoothing: float
-    ) -> tuple[Array, Residuals]:
-        """Compute losses and their gradients, in float32 or more, in one pass over the logits."""
-        logits, labels, wide = xp.ascontiguousarray(logits), xp.ascontiguousarray(labels), _accumulated(logits)
-        losses, gradients = xp.empty((len(logits),), wide), xp.empty(logits.shape, wide)
-        perform(self.functions.softmax_loss, logits, labels, losses, gradients, ignore_index, smoothing)
-        return losses, (gradients,)
-
-    def sum_of_squares(self, x: Array, out: Array, add: bool = False) -> None:
-        """Write the sum of the squares of x to `out`, (1,) float64, or add it there; nobody waits for it.
-
-        Args:
-            x: any shape, without gaps.
-            out: (1,), float64.
-            add: whether the sum is added to what `out` holds.
-        """
-        self.functions.sum_of_squares(x, out, add)
 
     # ---- tables
 
     def embedding(self, xp: Any, table: Array, indices: Array, dtype: np.dtype[Any]) -> Array:
         """Copy and convert rows; nobody waits for a look at the indices, and one out of range gives a row of NaN."""
         rows: Array = xp.empty((*indices.shape, table.shape[1]), dtype)
-        self.functions.embedding(xp.ascontiguousarray(table), xp.ascontiguousarray(indices), rows)
+        table, indices = xp.ascontiguousarray(table), xp.ascontiguousarray(indices)
+        args = (table, indices, _integer_bytes(indices), rows, indices.size, *table.shape)
+        self._launcher.flat("embedding", rows.size, dtype.itemsize, *args)
         return rows
 
     def embedding_grad(
@@ -217,37 +238,56 @@ class DeviceKernels:
     ) -> Array:
         """Add up rows in the order in which they stand, in the place itself; indices out of range are left out."""
         spread: Array = xp.empty(shape, dtype) if into is None else into
-        self.functions.embedding_grad(xp.ascontiguousarray(grad), xp.ascontiguousarray(indices), spread, add)
+        grad, indices, count = xp.ascontiguousarray(grad), xp.ascontiguousarray(indices), indices.size
+        if not add:
+            spread.fill(0)
+        if grad.size and shape[0]:
+            order = xp.argsort(indices.reshape(count)).astype("int64", copy=False)
+            args = (grad, indices, _integer_bytes(indices), order, spread, count, *shape, int(add))
+            self._launcher.run("embedding_grad", (count, min(1 + (shape[1] - 1) // 32, 65535)), (32, 8), *args)
         return spread
 
     def dropout(
         self, xp: Any, x: Array, rate: float, key: tuple[int, int], first_row: int, columns: Array | None
     ) -> Array:
-        """Draw and use the mask in one pass; of a gradient too, for which nothing is kept but the key."""
+        """Draw and use the mask in one pass; of a gradient too, for which nothing is kept but the key.
+
+        y = x where the bits of `random_bits` say so, divided by 1 - rate, and 0 times x elsewhere.
+        """
+        x, rows = xp.ascontiguousarray(x), x.shape[0] if x.ndim else 1
         result: Array = xp.empty(x.shape, x.dtype)
-        self.functions.dropout(xp.ascontiguousarray(x), rate, key, first_row, columns, result)
+        threshold = min(round(rate * 2**32), 2**32 - 1)
+        numbers = (key[0], (first_row + key[1]) & 0xFFFFFFFF, threshold, 1 / (1 - rate), rows, x.size // max(rows, 1))
+        self._launcher.flat("dropout", x.size, x.dtype.itemsize, x, result, columns, *numbers)
         return result
 
     # ---- images
 
     def max_pool(self, xp: Any, x: Array, over: Any, keep: bool) -> tuple[Array, Array | None]:
-        """Find the largest in one pass, with NumPy's winners."""
-        n, h, w, c = x.shape
-        y: Array = xp.empty((n, *over.out(h, w), c), x.dtype)
+        """Return the largest of each window, the first of equal ones, and which place in the window it has.
+
+        A NaN wins over numbers, and the border over nothing.
+        """
+        x = xp.ascontiguousarray(x)
+        y: Array = xp.empty((len(x), *over.out(*x.shape[1:3]), x.shape[3]), x.dtype)
         winner = xp.empty(y.shape, np.min_scalar_type(prod(over.kernel))) if keep else None
-        perform(self.functions.max_pool, xp.ascontiguousarray(x), y, winner, *over)
+        width = 1 if winner is None else winner.dtype.itemsize
+        numbers = (width, *x.shape, *y.shape[1:3], *over.kernel, *over.stride, *over.padding)
+        self._launcher.flat("max_pool", y.size, x.dtype.itemsize, x, y, winner, *numbers)
         return y, winner
 
     def max_pool_grad(self, xp: Any, grad: Array, winner: Array, shape: tuple[int, ...], over: Any) -> Array:
         """Gather each pixel's gradient from the windows that it has won."""
         to_x: Array = xp.empty(shape, grad.dtype)
-        perform(self.functions.max_pool_grad, xp.ascontiguousarray(grad), winner, to_x, *over)
+        numbers = (winner.dtype.itemsize, *shape, *grad.shape[1:3], *over.kernel, *over.stride, *over.padding)
+        args = (xp.ascontiguousarray(grad), winner, to_x, *numbers)
+        self._launcher.flat("max_pool_grad", to_x.size, to_x.dtype.itemsize, *args)
         return to_x
 
 
 def _shift(xp: Any, y: Array, bias: Array | None) -> Array:
     """Return a bias (n,) without gaps for y (rows, n): zeros for none."""
-    shift: Array = xp.zeros((y.shape[1],), y.dtype) if bias is None else xp.ascontiguousarray(bias)
+    shift: Array = xp.zeros((y.shape[-1],), y.dtype) if bias is None else xp.ascontiguousarray(bias)
     return shift
 
 
@@ -256,8 +296,13 @@ def _accumulated(x: Array) -> np.dtype[Any]:
     return np.dtype(np.float32) if is_low(x.dtype) else x.dtype
 
 
+def _integer_bytes(array: Array) -> int:
+    """Return how a kernel tells kinds of integers apart: their bytes, negative where they have no sign."""
+    return array.dtype.itemsize if array.dtype.kind == "i" or array.dtype.itemsize == 8 else -array.dtype.itemsize
+
+
 def device_kernels(xp: ModuleType) -> DeviceKernels | None:
-    """Return the kernels of a device's library, or None for a library that compiles none. Nothing is compiled yet."""
+    """Return the kernels of a device's library, or None for a library that compiles none."""
     return _made_once(xp) if hasattr(xp, "RawModule") else None
 
 

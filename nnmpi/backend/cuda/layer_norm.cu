@@ -2,9 +2,9 @@
 // the input and the rows' means: no array more to write.
 
 template <bool BLOCK>
-__device__ __forceinline__ void normalize(const T* x, const P* scale, const P* shift, A eps, T* y, T* normal, A* inverse, A* mean, long long rows,
-                                          long long n, A* shared) {
-    int skew = aligned(x, scale, shift, y, normal) && n % PACK == 0 ? 0 : -1;
+__device__ __forceinline__ void normalize(const T* x, const P* scale, const P* shift, A eps, T* y, A* inverse, A* mean, long long rows, long long n,
+                                          A* shared) {
+    int skew = aligned(x, scale, shift, y) && n % PACK == 0 ? 0 : -1;
     for (long long r = first_row<BLOCK>(); r < rows; r += row_step<BLOCK>()) {
         const T* from = x + r * n;
         A base = wide(from[0]);  // differences from it: a constant row gives exactly 0, and large numbers do not cancel
@@ -29,32 +29,30 @@ __device__ __forceinline__ void normalize(const T* x, const P* scale, const P* s
         A factor = root(variance) / variance;  // NaN of infinity, where 1 / root would be 0
         if (threadIdx.x == 0) {
             inverse[r] = factor;
-            if (mean) mean[r] = base + middle;
+            mean[r] = base + middle;
         }
         along(0, n, skew, [&](long long c, auto count) {
             constexpr int N = decltype(count)::value;
-            Pack<T, N> values = load<N>(from + c), centred;
+            Pack<T, N> values = load<N>(from + c);
             Pack<P, N> times = load<N>(scale + c), plus = load<N>(shift + c);
 #pragma unroll
             for (int k = 0; k < N; ++k) {
                 A unit = (wide(values.at[k]) - base - middle) * factor;
-                set(centred.at[k], unit);
                 set(values.at[k], unit * (A)widen(times.at[k]) + (A)widen(plus.at[k]));
             }
             store<N>(y + r * n + c, values);
-            if (normal) store<N>(normal + r * n + c, centred);
         });
     }
 }
 
-extern "C" __global__ void __launch_bounds__(256) layer_norm_warps(const T* x, const P* scale, const P* shift, double eps, T* y, T* normal,
+extern "C" __global__ void __launch_bounds__(256) layer_norm_warps(const T* x, const P* scale, const P* shift, double eps, T* y,
                                                                     A* inverse, A* mean, long long rows, long long n) {
-    normalize<false>(x, scale, shift, (A)eps, y, normal, inverse, mean, rows, n, nullptr);
+    normalize<false>(x, scale, shift, (A)eps, y, inverse, mean, rows, n, nullptr);
 }
-extern "C" __global__ void __launch_bounds__(1024, 1) layer_norm_blocks(const T* x, const P* scale, const P* shift, double eps, T* y, T* normal,
+extern "C" __global__ void __launch_bounds__(1024, 1) layer_norm_blocks(const T* x, const P* scale, const P* shift, double eps, T* y,
                                                                      A* inverse, A* mean, long long rows, long long n) {
     __shared__ A shared[32];
-    normalize<true>(x, scale, shift, (A)eps, y, normal, inverse, mean, rows, n, shared);
+    normalize<true>(x, scale, shift, (A)eps, y, inverse, mean, rows, n, shared);
 }
 
 // kept: normal where mean is none, else x.

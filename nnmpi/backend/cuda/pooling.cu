@@ -5,7 +5,7 @@ struct Frame {
     long long h, w, c, out_h, out_w, kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w;
 };
 
-// The numbers of winners have 1, 2 or 4 bytes; the largest stands for none.
+// The numbers of winners have 1, 2 or 4 bytes.
 template <int N> __device__ __forceinline__ void keep_winners(void* winner, int bytes, long long i, const unsigned (&places)[N]) {
     if (bytes == 1) {
         Pack<unsigned char, N> numbers;
@@ -26,9 +26,9 @@ __device__ __forceinline__ unsigned winner_at(const void* winner, int bytes, lon
     return ((const unsigned*)winner)[i];
 }
 
-// The largest of each window, the first of equal ones; a NaN wins. With cut: then bias and ReLU.
+// The largest of each window, the first of equal ones; a NaN wins.
 template <class I, int N>
-__device__ __forceinline__ void largest(const T* x, const P* bias, T* y, void* winner, int bytes, bool cut, I units, const Frame& f) {
+__device__ __forceinline__ void largest(const T* x, T* y, void* winner, int bytes, I units, const Frame& f) {
     I start = (I)first_of_grid(), step = (I)size_of_grid(), lanes = (I)f.c / N, out_h = (I)f.out_h, out_w = (I)f.out_w;
     int h = (int)f.h, w = (int)f.w, kernel_h = (int)f.kernel_h, kernel_w = (int)f.kernel_w;
     for (I u = start; u < units; u += step) {
@@ -53,11 +53,7 @@ __device__ __forceinline__ void largest(const T* x, const P* bias, T* y, void* w
         long long to = (long long)u * N;
         Pack<T, N> result;
 #pragma unroll
-        for (int k = 0; k < N; ++k) {
-            if (cut) best[k] = relu(bias ? best[k] + (A)widen(bias[(long long)lane * N + k]) : best[k]);
-            set(result.at[k], best[k]);
-            if (cut && !(best[k] > 0)) place[k] = ~0u;
-        }
+        for (int k = 0; k < N; ++k) set(result.at[k], best[k]);
         store<N>(y + to, result);
         if (winner) keep_winners<N>(winner, bytes, to, place);
     }
@@ -76,11 +72,11 @@ __device__ __forceinline__ void largest(const T* x, const P* bias, T* y, void* w
         else function<unsigned long long, 1>(__VA_ARGS__, (unsigned long long)units, f);              \
     } while (0)
 
-extern "C" __global__ void __launch_bounds__(256) max_pool(const T* x, const P* bias, T* y, void* winner, long long bytes, long long cut, long long n,
+extern "C" __global__ void __launch_bounds__(256) max_pool(const T* x, T* y, void* winner, long long bytes, long long n,
     long long h, long long w, long long c, long long out_h, long long out_w, long long kernel_h, long long kernel_w, long long stride_h,
     long long stride_w, long long pad_h, long long pad_w) {
     FRAME_OF_ARGUMENTS;
-    BY_UNITS(largest, c % PACK == 0 && aligned(x, y, winner), n * out_h * out_w * c, x, bias, y, winner, (int)bytes, cut != 0);
+    BY_UNITS(largest, c % PACK == 0 && aligned(x, y, winner), n * out_h * out_w * c, x, y, winner, (int)bytes);
 }
 
 // The first and the last window that a pixel lies in, along one axis.
@@ -90,9 +86,9 @@ __device__ __forceinline__ int last_window(int pixel, int stride, int count) {
     return last < count ? last : count - 1;
 }
 
-// MAX: the gradient of each window goes to its winner; otherwise to all of the window, times a share.
-template <class I, int N, bool MAX>
-__device__ __forceinline__ void gathered(const T* grad, const void* winner, int bytes, A share, T* result, I units, const Frame& f) {
+// The gradient of each window goes to its winner.
+template <class I, int N>
+__device__ __forceinline__ void to_winners(const T* grad, const void* winner, int bytes, T* result, I units, const Frame& f) {
     I start = (I)first_of_grid(), step = (I)size_of_grid(), lanes = (I)f.c / N, h = (I)f.h, w = (I)f.w;
     int kernel_h = (int)f.kernel_h, kernel_w = (int)f.kernel_w, out_h = (int)f.out_h, out_w = (int)f.out_w;
     for (I u = start; u < units; u += step) {
@@ -105,51 +101,24 @@ __device__ __forceinline__ void gathered(const T* grad, const void* winner, int 
                 long long from = (((long long)image * out_h + i) * out_w + j) * f.c + (long long)lane * N;
                 unsigned mine = (unsigned)((row - i * (int)f.stride_h) * kernel_w + column - j * (int)f.stride_w);
                 Pack<T, N> above = load<N>(grad + from);
-                if (MAX && bytes == 1) {
+                if (bytes == 1) {
                     Pack<unsigned char, N> places = load<N>((const unsigned char*)winner + from);
 #pragma unroll
                     for (int k = 0; k < N; ++k) sums[k] += places.at[k] == mine ? wide(above.at[k]) : (A)0;
                 } else {
 #pragma unroll
-                    for (int k = 0; k < N; ++k) sums[k] += !MAX || winner_at(winner, bytes, from + k) == mine ? wide(above.at[k]) : (A)0;
+                    for (int k = 0; k < N; ++k) sums[k] += winner_at(winner, bytes, from + k) == mine ? wide(above.at[k]) : (A)0;
                 }
             }
         Pack<T, N> values;
 #pragma unroll
-        for (int k = 0; k < N; ++k) set(values.at[k], MAX ? sums[k] : sums[k] * share);
+        for (int k = 0; k < N; ++k) set(values.at[k], sums[k]);
         store<N>(result + (long long)u * N, values);
     }
 }
-template <class I, int N>
-__device__ __forceinline__ void to_winners(const T* grad, const void* winner, int bytes, T* result, I units, const Frame& f) {
-    gathered<I, N, true>(grad, winner, bytes, (A)1, result, units, f);
-}
-
 extern "C" __global__ void __launch_bounds__(256) max_pool_grad(const T* grad, const void* winner, T* out, long long bytes, long long n,
     long long h, long long w, long long c, long long out_h, long long out_w, long long kernel_h, long long kernel_w, long long stride_h,
     long long stride_w, long long pad_h, long long pad_w) {
     FRAME_OF_ARGUMENTS;
     BY_UNITS(to_winners, c % PACK == 0 && aligned(grad, out, winner), n * h * w * c, grad, winner, (int)bytes, out);
-}
-
-// The bias's gradient: each channel's sum of the gradients that have a winner.
-template <int N>
-__device__ __forceinline__ void winners_sum(const T* grad, const void* winner, int bytes, P* to_bias, A* partial, A* shared, long long rows, long long c) {
-    P* const result[1] = {to_bias};
-    unsigned none = bytes == 1 ? 0xFFu : bytes == 2 ? 0xFFFFu : ~0u;
-    sum_columns<N, 1>(rows, c, result, partial, false, shared, [&](long long i, long long, A(&sums)[1][N]) {
-        Pack<T, N> above = load<N>(grad + i);
-#pragma unroll
-        for (int k = 0; k < N; ++k) sums[0][k] += winner_at(winner, bytes, i + k) == none ? (A)0 : wide(above.at[k]);
-    });
-}
-extern "C" __global__ void __launch_bounds__(256)
-    winner_sum(const T* grad, const void* winner, long long bytes, P* to_bias, A* partial, long long rows, long long c) {
-    __shared__ A shared[256 * PACK];
-    if (aligned(grad) && c % PACK == 0) winners_sum<PACK>(grad, winner, (int)bytes, to_bias, partial, shared, rows, c);
-    else winners_sum<1>(grad, winner, (int)bytes, to_bias, partial, shared, rows, c);
-}
-extern "C" __global__ void __launch_bounds__(256) winner_total(const A* partial, P* to_bias, long long parts, long long n) {
-    const int add = 0;
-    NNMPI_COLUMN_TOTALS(1, to_bias);
 }

@@ -8,7 +8,7 @@ The Function (see `conv2d`) allocates results and keeps what backward needs; an 
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.windows import Pair, out_size
@@ -34,16 +34,10 @@ class ConvSpec(NamedTuple):
     relu: bool = False
     pool: Pair = NO_POOL
 
-    def conv_size(self, h: int, w: int) -> Pair:
-        """Return the rows and columns of the convolution of images of h x w."""
-        return (
-            out_size(h, self.kernel[0], self.stride[0], self.padding[0], self.dilation[0]),
-            out_size(w, self.kernel[1], self.stride[1], self.padding[1], self.dilation[1]),
-        )
-
     def pooled_size(self, h: int, w: int) -> Pair:
         """Return the rows and columns of the result for images of h x w: what the pooling leaves, if there is one."""
-        rows, columns = self.conv_size(h, w)
+        axes = zip((h, w), *self[:4], strict=True)
+        rows, columns = (out_size(n, kernel, stride, border, apart) for n, kernel, stride, border, apart in axes)
         return rows // self.pool[0], columns // self.pool[1]
 
     @property
@@ -62,19 +56,17 @@ class ConvSpec(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The arrays that a backward pass fills; None where a gradient is not wanted.
+    """The arrays that a backward pass fills, C-contiguous; None where a gradient is not wanted.
 
     Attributes:
-        x: (n, h, w, c), C-contiguous.
-        weight: (kh, kw, c / groups, o), C-contiguous.
-        bias: (o,), C-contiguous.
-        add_weight: whether the weight's gradient is added to what `weight` holds. Only for an algorithm that `adds`.
+        x: (n, h, w, c).
+        weight: (kh, kw, c / groups, o).
+        bias: (o,).
     """
 
     x: Array | None
     weight: Array | None
     bias: Array | None
-    add_weight: bool = False
 
 
 class Algorithm:
@@ -86,37 +78,21 @@ class Algorithm:
 
     Args:
         spec: what is computed.
-
-    Attributes:
-        adds: whether the weight's gradient can be added to what an array holds.
     """
 
     __slots__ = ("spec",)
 
-    adds: ClassVar[bool] = False
-
     def __init__(self, spec: ConvSpec) -> None:
         self.spec = spec
-
-    def prepare(self, xp: Any, x: Array, weight: Array, bias: Array | None) -> tuple[Array, Array, Array | None]:
-        """Return the inputs in the dtype and the layout in which `forward` reads them: here as they are.
-
-        The first two are kept for `backward`. The result gets the dtype of the first.
-
-        Args:
-            xp: the array library.
-            x: images (n, h, w, c).
-            weight: (kh, kw, c / groups, o).
-            bias: (o,), or None.
-        """
-        return x, weight, bias
 
     def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> Any:
         """Write the result to y, and return what `backward` needs besides x and weight (None for nothing).
 
         Args:
             xp: the array library.
-            x, weight, bias: as `prepare` returned them.
+            x: images (n, h, w, c).
+            weight: (kh, kw, c / groups, o), C-contiguous.
+            bias: (o,), C-contiguous, or None.
             y: out, (n, out_h, out_w, o) after the pooling, C-contiguous.
             keep: whether there will be a backward pass.
         """
@@ -128,7 +104,7 @@ class Algorithm:
         Args:
             xp: the array library.
             grad: of the result, (n, out_h, out_w, o); it may have gaps, and is not written to.
-            x, weight: as `prepare` returned them.
+            x, weight: as `forward` got them.
             kept: what `forward` returned.
             out: where the gradients go.
         """

@@ -21,7 +21,7 @@ from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 
 
 class _Compiled(Algorithm):
-    """What both share: inputs without gaps, and a bias.
+    """What both share.
 
     Args:
         spec: what is computed.
@@ -34,11 +34,6 @@ class _Compiled(Algorithm):
         super().__init__(spec)
         self.functions = functions
 
-    def prepare(self, xp: Any, x: Array, weight: Array, bias: Array | None) -> tuple[Array, Array, Array | None]:
-        """Return all inputs without gaps, and zeros for a bias that is not there."""
-        bias = xp.zeros((weight.shape[3],), np.float32) if bias is None else xp.ascontiguousarray(bias)
-        return xp.ascontiguousarray(x), xp.ascontiguousarray(weight), bias
-
 
 class CompiledDirect(_Compiled):
     """max_pool2d(relu(conv2d(x, weight, bias, padding=1)), 2) of images that need no gradient; keeps the winners."""
@@ -49,6 +44,7 @@ class CompiledDirect(_Compiled):
         (_, h, w, c), o = x.shape, weight.shape[3]
         corner: Array = xp.empty((y.size,), np.uint8)  # which of the four pixels was the largest
         sums, border = xp.empty((4 * o,), x.dtype), xp.empty(((h + 2) * (w + 2) * c,), x.dtype)
+        bias = xp.zeros((o,), np.float32) if bias is None else bias
         kernel = self.functions.direct(h, w, c, o).forward
         perform(kernel, _flat(x), _flat(weight), bias, _flat(y), corner, sums, border)
         return corner
@@ -77,6 +73,7 @@ class CompiledWinograd(_Compiled):
         z = sizes(h, w, c, o)
         corner = xp.empty((y.size if self._pools else 0,), np.uint8)
         u = xp.empty((16 * c * o,), dtype)  # the kernels' places, (16, c, o)
+        bias = xp.zeros((o,), np.float32) if bias is None else bias
         kernel = self.functions.winograd(z, self._pools, self.spec.relu).forward
         perform(kernel, _flat(x), _flat(weight), bias, _flat(y), corner, u, z.scratch(xp, dtype))
         return y, corner, u

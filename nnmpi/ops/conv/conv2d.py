@@ -2,8 +2,17 @@
 
     images (n, h, w, c)  +  kernels (kh, kw, c / groups, o)  +  bias (o,)
                                    |
-                                   v  Conv2dFunction, by the algorithm that `choice` picked
+                                   v  Conv2dFunction, by the algorithm that `choose` picks
            (n, out_h, out_w, o), after ReLU and max-pooling where they are asked for
+
+arrays                                                              algorithm
+NumPy, float32, `jit` on          3 x 3, ReLU and pooling, few      CompiledDirect
+                                  channels, x needs no gradient
+                                  3 x 3, no or 2 x 2 pooling        CompiledWinograd
+NumPy                             3 x 3, many channels, even size   WinogradNumpy
+                                  ReLU, one group, stride 1         Im2colReluPool
+any library                       no ReLU                           Im2col
+                                  otherwise                         None: conv2d, max_pool2d and relu one by one
 
 In half precision a device computes with float16 or bfloat16; NumPy's arrays are rounded to it, computed in float32, and
 the result is rounded again (`in_low_precision`).
@@ -16,17 +25,27 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.kernels import FLOAT32, cast
+from nnmpi.backend.kernels import FLOAT32, cast, compiled_kernels
 from nnmpi.backend.precision import is_low
 from nnmpi.backend.windows import Pair, out_size, pair
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
-from nnmpi.ops.conv.choice import choose, choose_on_device
+from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
+from nnmpi.ops.conv.im2col import Im2col, Im2colReluPool
+from nnmpi.ops.conv.winograd_numpy import WinogradNumpy, image_bytes
 from nnmpi.ops.pool import max_pool2d
-from nnmpi.tensor.function import Elementwise, Function
+from nnmpi.tensor.function import Elementwise, Function, recording
 from nnmpi.tensor.operand import converted, read_as, require_floating
 from nnmpi.tensor.tensor import Tensor
+
+# WinogradNumpy, measured against im2col
+FEW_CHANNELS = 16  # below, the transforms cost more than the products that they save
+LARGE_BYTES = 1 << 23  # of one image's transforms: above, they would come from memory and not from a cache
+
+# compiled kernels
+DIRECT_CHANNELS = 4  # input channels, up to which the direct kernel is taken where it can be
+FEWEST_OUTPUTS = 9  # loops over fewer numbers are unrolled instead of vectorized: half as fast as the plain operations
 
 
 class Conv2dFunction(Function):
@@ -34,41 +53,73 @@ class Conv2dFunction(Function):
 
     Args:
         algorithm: computes it; what, stands in its `spec`.
+        reads: the dtype in which images are read, and of the result; None for their own. Parameters keep theirs.
     """
 
-    __slots__ = ("algorithm",)
+    __slots__ = ("algorithm", "reads")
 
     replayable = True
 
-    def __init__(self, algorithm: Algorithm) -> None:
-        self.algorithm = algorithm
+    def __init__(self, algorithm: Algorithm, reads: np.dtype[Any] | None = None) -> None:
+        self.algorithm, self.reads = algorithm, reads
 
     def forward(self, x: Array, weight: Array, bias: Array | None) -> Array:
         xp, algorithm, dtype = self.xp, self.algorithm, x.dtype
-        x, weight, bias = algorithm.prepare(xp, x, weight, bias)
-        rows, columns = algorithm.spec.pooled_size(x.shape[1], x.shape[2])
-        y: Array = xp.empty((len(x), rows, columns, weight.shape[3]), x.dtype)
+        x, weight = xp.ascontiguousarray(x), xp.ascontiguousarray(weight)
+        x = x if self.reads is None else cast(xp, x, self.reads)
+        bias = None if bias is None else xp.ascontiguousarray(bias)
+        y: Array = xp.empty((len(x), *algorithm.spec.pooled_size(*x.shape[1:3]), weight.shape[3]), x.dtype)
         kept = algorithm.forward(xp, x, weight, bias, y, True in self.needs)
         self.saved = (x, weight, kept, dtype)
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         x, weight, kept, dtype = self.saved
-        to_bias = self._place(2, self.into(2), weight.shape[3:], weight.dtype)
-        # the weight's gradient of an earlier microbatch may lie in its place: a product can be added to it there
-        place, add = self.sum_into(1) if self.algorithm.adds else (self.into(1), False)
-        to_weight = self._place(1, place, weight.shape, weight.dtype)
-        to_x = self._place(0, None, x.shape, dtype)
-        out = Gradients(to_x, to_weight, to_bias, add and to_weight is place)
+        out = Gradients(
+            self.xp.empty(x.shape, dtype) if self.needs[0] else None,
+            self._place(1, weight.shape, weight.dtype),
+            self._place(2, weight.shape[3:], weight.dtype),
+        )
         self.algorithm.backward(self.xp, grad, x, weight, kept, out)
-        return to_x, to_weight, to_bias
+        return out
 
-    def _place(self, i: int, place: Array | None, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
-        """Return where the gradient of input i goes: its own place, if it has one without gaps; None if not wanted."""
+    def _place(self, i: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
+        """Return where the gradient of a parameter goes: its own place, if it has one without gaps."""
         if not self.needs[i]:
             return None
+        place = self.into(i)
         result: Array = place if place is not None and place.flags.c_contiguous else self.xp.empty(shape, dtype)
         return result
+
+
+def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Algorithm | None:
+    """Return the algorithm for a convolution; None where none does all of it at once.
+
+    Args:
+        x: images (n, h, w, c).
+        weight: (kh, kw, c / groups, o); shapes fit one another.
+        bias: (o,), or None.
+        spec: what is computed.
+    """
+    if type(x.data) is not np.ndarray:
+        return None if spec.relu else Im2col(spec)
+    (n, h, w, c), o, compiled = x.shape, weight.shape[3], compiled_kernels()
+    # Winograd's tiles are 2 x 2 pixels of the result, and so are the pooling's windows.
+    plain = spec[:5] == ((3, 3), (1, 1), (1, 1), (1, 1), 1) and spec.pool in (NO_POOL, (2, 2))
+    if plain and not h % 2 and not w % 2 and min(h, w, c) > 0:
+        single = all(each is None or each.dtype == FLOAT32 for each in (x, weight, bias))
+        if compiled is not None and single and o >= FEWEST_OUTPUTS:
+            # the direct kernel gives no gradient of the images
+            if c <= DIRECT_CHANNELS and spec.pool != NO_POOL and not (x.requires_grad and recording()):
+                return CompiledDirect(spec, compiled.functions)
+            if compiled.functions.has_products():
+                return CompiledWinograd(spec, compiled.functions)
+        small = image_bytes(h, w, c, o, x.dtype.itemsize) <= LARGE_BYTES
+        if n > 0 and min(c, o) >= FEW_CHANNELS and x.dtype.kind == "f" and small:
+            return WinogradNumpy(spec)
+    if not spec.relu:
+        return Im2col(spec)
+    return Im2colReluPool(spec) if spec.groups == 1 and spec.reversible else None
 
 
 def conv2d(
@@ -158,19 +209,21 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> 
         DtypeError: when x, weight and bias differ in dtype, and the precision does not say that they may.
     """
     dtype = read_as("conv2d", x, weight, bias)
-    on_device = choose_on_device(x, spec, dtype)
-    if on_device is not None:
-        return Conv2dFunction(on_device)(x, weight, bias)
-    return in_low_precision(dtype, partial(_convolve, spec), x, weight, bias)
+    if type(x.data) is np.ndarray:
+        return in_low_precision(dtype, partial(_convolve, spec, None), x, weight, bias)
+    return _convolve(spec, dtype, x, weight, bias)
 
 
-def _convolve(spec: ConvSpec, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the same of float32 or float64 (or integers), by the array library or numba."""
+def _convolve(spec: ConvSpec, reads: np.dtype[Any] | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return the same, images being read in a dtype."""
     algorithm = choose(x, weight, bias, spec)
-    if algorithm is None:  # nothing computes all of it at once
-        y = relu(conv2d(x, weight, bias, *spec[1:5]))
-        return y if spec.pool == NO_POOL else max_pool2d(y, spec.pool)
-    return Conv2dFunction(algorithm)(require_floating("conv_relu_pool", x) if spec.relu else x, weight, bias)
+    if spec.relu:
+        require_floating("conv_relu_pool", x)
+    if algorithm is not None:
+        return Conv2dFunction(algorithm, reads)(x, weight, bias)
+    y = _convolve(spec._replace(relu=False, pool=NO_POOL), reads, x, weight, bias)
+    # the largest first: of the larger array nothing is kept then
+    return relu(y if spec.pool == NO_POOL else max_pool2d(y, spec.pool))
 
 
 class _Rounded(Elementwise):

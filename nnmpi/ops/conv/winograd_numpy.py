@@ -37,9 +37,8 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.backend.windows import corners
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, Gradients
-from nnmpi.ops.conv.columns import repeated
-from nnmpi.ops.conv.gradients import ProductSum
-from nnmpi.ops.planes import Planes
+from nnmpi.ops.conv.im2col import ProductSum
+from nnmpi.ops.planes import Planes, repeated
 
 TILES_BYTES = 5 << 18  # of a block of images: about a usual second-level cache
 
