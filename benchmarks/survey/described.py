@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nnmpi.parallel.pipeline.profile import LayerProfile
+from nnmpi.memory.plan import LayerCost
 from nnmpi.parallel.zero.units import StateBytes
 from nnmpi.planner.profile import Profile, Share, StepCost
 from nnmpi.planner.shapes import CutModel
@@ -195,17 +195,20 @@ def profile_of(
     """
     times = 1 + BACKWARD + recompute
 
-    def layer(number: int, one: DescribedLayer, count: int) -> LayerProfile:
+    def layer(number: int, one: DescribedLayer, count: int) -> LayerCost:
         forward_s = count * one.flops / flops_s
-        return LayerProfile(
+        return LayerCost(
             str(number),
-            times * forward_s,
-            round(one.parameters),
-            forward_s,
-            value_bytes=round(count * one.value_bytes),
+            value=round(count * one.value_bytes),
+            gradient=0,
+            kept=round(count * (one.value_bytes if recompute else one.kept_bytes)),
+            keeps_input=False,  # that is in what it keeps
+            keeps_result=False,
+            forward_s=forward_s,
+            keep_s=forward_s,
+            backward_s=(times - 1) * forward_s,
             input_s=(times - 1) * forward_s / 2,
-            weights_s=(times - 1) * forward_s / 2,
-            kept_bytes=round(count * (one.value_bytes if recompute else one.kept_bytes)),
+            elements=round(one.parameters),
         )
 
     def step(tp: int, count: int) -> StepCost:

@@ -27,13 +27,15 @@ from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import AUTO, Layout
 from nnmpi.errors import DeviceError, LayoutError
+from nnmpi.memory.layers import measure, of_chain
+from nnmpi.memory.plan import LayerCost
 from nnmpi.memory.state_offload import DEVICE_PIECE_BYTES, HOST_PIECE_BYTES, keep_state
 from nnmpi.memory.store import Store, make_store
 from nnmpi.mesh import BoundMesh, Mesh
 from nnmpi.nn.chain import ChainLayer, ModelPart, cut_chain, kept_at, open_chain
+from nnmpi.nn.mode import training
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.transformer import CausalSelfAttention
-from nnmpi.parallel.pipeline.profile import LayerProfile, profile
 from nnmpi.parallel.sequence.group import ULYSSES, SequenceGroup
 from nnmpi.parallel.sequence.ulysses import check_heads
 from nnmpi.parallel.tensor import shard
@@ -43,6 +45,7 @@ from nnmpi.schedule.partition import partition
 from nnmpi.schedule.registry import name_of
 from nnmpi.tensor.parameter import FlatStorage, Parameter
 from nnmpi.tensor.placement import REPLICATED
+from nnmpi.tensor.tensor import Tensor
 from nnmpi.units import format_bytes
 
 MOST_WITH_PIPELINE = 1  # the highest stage of ZeRO for the parts of a pipeline
@@ -94,7 +97,7 @@ class Arrangement:
     starts: dict[int, tuple[str, ...]] = field(default_factory=dict)
     cuts: tuple[range, ...] = ()
     names: tuple[str, ...] = ()
-    costs: tuple[LayerProfile, ...] = ()
+    costs: tuple[LayerCost, ...] = ()
     ties: tuple[Tie, ...] = ()
     stages_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     lower: frozenset[str] = frozenset()
@@ -266,7 +269,7 @@ def _choose(
     sample: Array | None,
     dtype: str,
     backend: Backend,
-) -> tuple[tuple[LayerProfile, ...], tuple[range, ...]]:
+) -> tuple[tuple[LayerCost, ...], tuple[range, ...]]:
     """Return the layers' costs, where they were measured, and each stage's range of layers; the same on all ranks."""
     if layout.split != AUTO:
         with agreed(mesh.world):
@@ -277,8 +280,9 @@ def _choose(
                 f"split auto measures the model's layers, for which it needs a sample; give one, or say how many of "
                 f"the {len(layers)} layers each stage has"
             )
-    measured = profile(model, layers, sample, dtype, backend)
-    costs = [LayerProfile(*each) for each in mesh.world.share([list(vars(cost).values()) for cost in measured])]
+    with training():
+        measured = measure(of_chain(model, layers, dtype, backend), Tensor(backend.asarray(sample)), backend)
+    costs = [LayerCost(*each) for each in mesh.world.share([list(vars(cost).values()) for cost in measured])]
     copies = (2 + layout.state_arrays) * np.dtype(dtype).itemsize
     with agreed(mesh.world):
         bytes_ = [cost.elements * copies for cost in costs]

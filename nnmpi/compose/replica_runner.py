@@ -43,7 +43,7 @@ from nnmpi.compose.trainer import Trainer
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
 from nnmpi.errors import UsageError
-from nnmpi.memory.chain import ShardedWeights
+from nnmpi.memory.layers import ShardedWeights
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store, make_store

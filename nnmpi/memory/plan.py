@@ -70,6 +70,8 @@ class LayerCost:
         keeps_input, keeps_result: whether what comes to it, and its result, stay for its backward, too.
         forward_s, keep_s, backward_s: seconds.
         moves: whether all that stays for its backward can be moved elsewhere and back.
+        input_s: of the first half of a backward in halves, which gives the gradient of what came in.
+        elements: of its parameters on this rank.
     """
 
     name: str
@@ -82,16 +84,32 @@ class LayerCost:
     keep_s: float
     backward_s: float
     moves: bool = False
+    input_s: float = 0.0
+    elements: int = 0
+
+    @property
+    def weights_s(self) -> float:
+        """The seconds of the second half of a backward, which gives the parameters' gradients."""
+        return self.backward_s - self.input_s
+
+    @property
+    def seconds(self) -> float:
+        """The seconds of an ordinary pass, forward and backward."""
+        return self.keep_s + self.backward_s
 
 
 Costs = Sequence[LayerCost]
 
 
+def kept_bytes(costs: Costs, layers: range) -> int:
+    """Return the bytes that stay for the backward of some layers in a row; of the chain's input none."""
+    values = {i for i in layers if costs[i].keeps_result} | {i - 1 for i in layers if i and costs[i].keeps_input}
+    return sum(costs[i].kept for i in layers) + sum(costs[i].value for i in values)
+
+
 def moved_bytes(costs: Costs, layer: int) -> int:
     """Return how many bytes go out with a layer: all that stays for its backward; 0 if it cannot move."""
-    cost = costs[layer]
-    before = costs[layer - 1].value if layer and cost.keeps_input else 0
-    return (cost.kept + before + (cost.value if cost.keeps_result else 0)) * cost.moves
+    return kept_bytes(costs, range(layer, layer + 1)) * costs[layer].moves
 
 
 @dataclass(frozen=True)

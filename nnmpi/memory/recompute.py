@@ -15,6 +15,7 @@ they do otherwise. What the operations do is the plan:
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import astuple, replace
+from functools import partial
 from math import inf
 from typing import Any, Literal
 
@@ -26,21 +27,20 @@ from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.errors import GraphError, UsageError
 from nnmpi.memory.activation_offload import KeptArrays
-from nnmpi.memory.chain import (
+from nnmpi.memory.layers import (
     GatheredLayer,
     Layer,
     LayerGraph,
+    Measured,
     ShardedWeights,
     Value,
     again,
     find_layers,
     forward,
-    layers_of,
-    parameters_of,
+    measure,
     plain,
     unwatched,
 )
-from nnmpi.memory.measure import measure
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import (
     Act,
@@ -55,6 +55,7 @@ from nnmpi.memory.plan import (
 )
 from nnmpi.memory.store import Store, measure_bandwidth
 from nnmpi.memory.swapping import swapping_plan
+from nnmpi.nn.chain import ChainLayer, Kept, ModelPart, open_chain
 from nnmpi.nn.mode import current, restore
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import Function, recording
@@ -69,7 +70,7 @@ class PlannedPass:
     """One pass through a chain by a plan: what is held between its actions.
 
     Args:
-        layers: of the chain, without the loss, whose actions in the plan are the caller's.
+        layers: of the model, without the loss, whose actions in the plan are the caller's.
         plan: for them and the loss.
         value: what comes to the first layer.
         backend: where they are.
@@ -77,7 +78,7 @@ class PlannedPass:
     """
 
     def __init__(
-        self, layers: Sequence[Layer], plan: Plan, value: Value, backend: Backend, store: Store | None = None
+        self, layers: Sequence[Module], plan: Plan, value: Value, backend: Backend, store: Store | None = None
     ) -> None:
         self._layers, self._plan, self._next = layers, plan, 0
         self._input, self._backend, self._store = value.array, backend, store
@@ -136,7 +137,7 @@ class PlannedPass:
             self._values.pop(layer, None)
         elif action.act is Act.OUT:
             assert self._store is not None
-            outside = [self._input, *(each.data for each in parameters_of([self._layers[layer]]))]
+            outside = [self._input, *(each.data for each in self._layers[layer].parameters())]
             self._kept[layer] = self._graphs[layer].take_out(outside, self._backend)
             self._kept[layer].send(self._store)
         elif action.act is Act.AWAY:
@@ -148,7 +149,7 @@ class PlannedPass:
         elif action.act is Act.FORWARD:
             self._values[layer + 1] = forward(self._layers[layer], self._values[layer])
         else:
-            with unwatched(parameters_of([self._layers[layer]])):  # the tape's own operation is heard of
+            with unwatched(self._layers[layer].parameters()):  # the tape's own operation is heard of
                 graph = self._graphs[layer] = LayerGraph(self._layers[layer], self._values[layer], self._needed[layer])
             self._values[layer + 1] = graph.take()
 
@@ -264,7 +265,7 @@ class RecomputedModel:
         run = PlannedPass(self._layers, self.plan, Value(x.data, cuts), self._backend, self.store)
         for i, layer in enumerate(self._layers):
             node = PlannedLayer(run, i, self._peak)
-            x = node(x, *parameters_of([layer]))
+            x = node(x, *layer.parameters())
         return head(Value(x.data, node.cuts).marked(x))
 
     def measure(self, value: Value, needed: bool, head: Head) -> None:
@@ -276,16 +277,23 @@ class RecomputedModel:
         group, budget = self._group, self.budget
         if "forward" in vars(self.model) and self._weights is None:
             raise UsageError("a strategy has taken over this model's forward (ZeRO 2 or 3); give it as weights, too")
-        counts = find_layers(self.model, value, self._weights)
+        runs = find_layers(self.model, value, self._weights)
         if group is not None:
-            counts = group.gather(counts)[0]  # what a rank without samples sees says nothing
-        self._layers = layers_of(self.model, counts)
+            runs = [range(*ends) for ends in group.gather([(run.start, run.stop) for run in runs])[0]]
+            # what a rank without samples sees says nothing
+        chain = open_chain(self.model)
+        layers: Sequence[Module] = [ModelPart(self.model, chain[run.start : run.stop]) for run in runs]
         if self._weights is not None:
-            self._layers = tuple(GatheredLayer(layer, self._weights) for layer in self._layers)
-        names = [*map(_name, self._layers), "result" if head is _as_it_is else "loss"]
+            layers = [GatheredLayer(layer, self._weights) for layer in layers]
+        self._layers = tuple(layers)
+        measured = [
+            Measured(_name(chain[run.start]), partial(_alone, layer), layer.parameters())
+            for run, layer in zip(runs, layers, strict=True)
+        ]
+        measured.append(Measured("result" if head is _as_it_is else "loss", partial(_alone, head), ()))
         with nullcontext() if group is None else agreed(group):
-            layers: list[Layer] = [*self._layers, head]
-            costs = measure(layers, names, value, needed, self._backend, self.accumulates, self.store)
+            x = value.marked(Tensor(value.array, requires_grad=needed))
+            costs = measure(measured, x, self._backend, self.accumulates, self.store)
             if self.store is not None:
                 most = max(moved_bytes(costs, i) for i in range(len(costs)))
                 self.bandwidth = measure_bandwidth(self.store, self._backend, most)
@@ -330,12 +338,14 @@ def _most_costs(measured: Sequence[Any]) -> list[LayerCost]:
     ]
 
 
+def _alone(layer: Layer, x: Any, kept: Kept) -> Any:
+    return layer(x)
+
+
 def _as_it_is(x: Tensor) -> Tensor:
     return x
 
 
-def _name(layer: Module) -> str:
-    """Return a layer's name: that of its first module, and of its last one."""
-    named = [(module.path, type(module).__name__) for _, module in layer.named_modules() if module.path]
-    path, kind = named[0] if named else ("model", type(layer).__name__)
-    return f"{path} {kind}"
+def _name(layer: ChainLayer) -> str:
+    kind = "" if layer.module is None else f" {type(layer.module).__name__}"
+    return (layer.name or "model") + kind

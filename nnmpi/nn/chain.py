@@ -5,8 +5,9 @@
         0: conv   |   1: open   1.body.0: a   1.body.1: b   1: close (+ 1.shortcut)   |   2: head
                       \\________________ kept as "1" _______________^
 
-Sequences within sequences and residual blocks are opened, so that a cut may go through them; any other module is one
-layer. Where a cut leaves a kept value open, it travels beside the activation. Parameters keep the names that they have
+This is the one list of where a model may be cut: stages of a pipeline, units of ZeRO, memory plans and the planner read
+it. Sequences within sequences and residual blocks are opened, transformers' blocks are two layers, and any other module
+is one. Where a cut leaves a kept value open, it travels beside the activation. Parameters keep the names that they have
 in the whole model.
 """
 
@@ -23,6 +24,7 @@ from nnmpi.nn.container import Pop, Residual, Sequential, Stash, check_empty, fe
 from nnmpi.nn.fuse import fuse
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
+from nnmpi.nn.transformer import TransformerBlock
 from nnmpi.tensor.parameter import Parameter
 
 Kept: TypeAlias = dict[str, Any]
@@ -97,6 +99,12 @@ def _layers(module: Module, path: str) -> Iterator[ChainLayer]:
         yield _keeper(path, start)
         yield from _layers(module.body, f"{inside}body")
         yield _taker(path, start, module.close, shortcut)
+    elif type(module) is TransformerBlock:
+        for number, (name, half) in enumerate((("attention", module.attend), ("mlp", module.feed)), start=1):
+            own = (f"norm{number}", name, f"drops.{number - 1}")
+            yield ChainLayer(
+                inside + name, partial(_alone, half), tuple((inside + each, module.get(each)) for each in own)
+            )
     else:
         yield ChainLayer(path, lambda x, kept: module(x), ((path, module),), module=module)
 
@@ -161,16 +169,37 @@ class ModelPart(Module):
 
 
 def join_layers(layers: Sequence[ChainLayer]) -> tuple[Run, ...]:
-    """Return the calls that run some layers: one for several of them, where `nn.fuse` computes them as one."""
+    """Return the calls that run some layers: one for several of them, where a sequence computes them as one."""
     runs: list[Run] = []
-    for plain, group in groupby(layers, lambda layer: layer.module is not None):
-        if plain:
-            runs += [
-                partial(_alone, call) for call in fuse([layer.module for layer in group if layer.module is not None])
-            ]
-        else:
-            runs += [layer.run for layer in group]
+    for parent, group in groupby(layers, _sequence_of):
+        found = list(group)
+        runs += (
+            [layer.run for layer in found]
+            if parent is None
+            else [partial(_alone, call) for call in fuse([layer.module for layer in found if layer.module is not None])]
+        )
     return tuple(runs)
+
+
+def _sequence_of(layer: ChainLayer) -> str | None:
+    """Return the name of the sequence in which a layer stands; None where it is more than a module's call."""
+    return None if layer.module is None else layer.name.rpartition(".")[0]
+
+
+def closed_runs(layers: Sequence[ChainLayer]) -> Iterator[range]:
+    """Yield the shortest runs of layers of which each passes one value on alone, and which split no joint call."""
+    start = 0
+    while start < len(layers):
+        stop, names = start, set[str | None]()
+        while stop == start or names or (stop < len(layers) and _is_joint(layers[start : stop + 1])):
+            names ^= {layers[stop].keeps, layers[stop].takes} - {None}
+            stop += 1
+        yield range(start, stop)
+        start = stop
+
+
+def _is_joint(layers: Sequence[ChainLayer]) -> bool:
+    return len({*map(_sequence_of, layers)} - {None}) == 1 == len(join_layers(layers))
 
 
 def run_layers(layers: Sequence[ChainLayer], joined: Sequence[Run], x: Any, kept: Kept) -> Any:

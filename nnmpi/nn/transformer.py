@@ -69,26 +69,6 @@ class CausalSelfAttention(Module):
         return y
 
 
-class TransformerBranch(Module):
-    """x + drop(body(norm(x))): one of the two halves of a `TransformerBlock`, made of its layers.
-
-    Args:
-        norm, body, drop: the layers.
-    """
-
-    def __init__(self, norm: LayerNorm, body: Module, drop: Dropout) -> None:
-        self.norm, self.body, self.drop = norm, body, drop
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the half's result, of the shape of x."""
-        return _add_branch(x, self.norm, self.body, self.drop)
-
-
-def _add_branch(x: Tensor, norm: Module, body: Module, drop: Module) -> Tensor:
-    y: Tensor = x + drop(body(norm(x)))
-    return y
-
-
 class TransformerBlock(Module):
     """The block of GPT-2: (batch, time, features) -> the same (Radford et al., 2019).
 
@@ -141,17 +121,18 @@ class TransformerBlock(Module):
             GELU("tanh"),
             Linear(hidden, features, bias, proj_init or init, bias_init),
         )
-        self.drops = [Dropout(dropout), Dropout(dropout)]
+        self.drops: list[Module] = [Dropout(dropout), Dropout(dropout)]
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's result, of the shape of x."""
-        x = _add_branch(x, self.norm1, self.attention, self.drops[0])
-        return _add_branch(x, self.norm2, self.mlp, self.drops[1])
+        return self.feed(self.attend(x))
 
-    @property
-    def branches(self) -> tuple[TransformerBranch, TransformerBranch]:
-        """Its halves, one after the other, made of its layers as they are now."""
-        return (
-            TransformerBranch(self.norm1, self.attention, self.drops[0]),
-            TransformerBranch(self.norm2, self.mlp, self.drops[1]),
-        )
+    def attend(self, x: Tensor) -> Tensor:
+        """Return the result of the first half, the attention."""
+        y: Tensor = x + self.drops[0](self.attention(self.norm1(x)))
+        return y
+
+    def feed(self, x: Tensor) -> Tensor:
+        """Return the result of the second half, the multilayer perceptron."""
+        y: Tensor = x + self.drops[1](self.mlp(self.norm2(x)))
+        return y

@@ -18,7 +18,8 @@ spread. Where a layer needs the activation otherwise, an exchange comes before i
                   not know what to do with a part refuses it
 
 All exchanges are in the modules that replace layers, so the model can be cut into pipeline stages afterwards, anywhere.
-An exchange before a residual block is put after the layer before the block, so that a pipeline can cut the block open.
+An exchange before a residual or a transformer's block is put after the layer before the block, so that a pipeline can
+cut the block open.
 Parameters keep their names and the values that the whole model would draw; a part knows its `region`. What is
 replicated has the same bits on every rank, and so has its gradient.
 """
@@ -35,6 +36,7 @@ from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
 from nnmpi.nn.sharding import Sharding, Table, Units, find
+from nnmpi.nn.transformer import TransformerBlock
 from nnmpi.parallel.sharded.collectives import PartExchange, gather
 from nnmpi.parallel.sharded.context import (
     LayerContext,
@@ -175,6 +177,10 @@ class ModelWalk:
         before = None if layout.placement.is_replicated else self._gather(layout)
         # a model's own result is whole, or its loss refuses it
         after = partial(whole, group=PartExchange(self.sharder.group)) if is_open and name else None
+        if type(module) is TransformerBlock and before is None and after is not None:  # a chain opens it
+            for i, drop in enumerate(module.drops):
+                module.drops[i] = Redistributed(drop, after=after)
+            after = None
         result = module if before is after is None else Redistributed(module, before, after)
         return result, ActivationLayout(REPLICATED, None)
 
@@ -201,7 +207,9 @@ class ModelWalk:
             elif isinstance(layer, Pop):
                 layout = self._join_kept(layer, inside, layout, kept)
             else:
-                if type(layer) is Residual and not self._branches_agree(layer, inside, layout):
+                if type(layer) is TransformerBlock or (
+                    type(layer) is Residual and not self._branches_agree(layer, inside, layout)
+                ):
                     layout = self._replicate_before(sequence, i, layout)
                 placed, layout = self.replace(layer, inside, layout)
                 sequence.layers[i] = placed

@@ -151,7 +151,7 @@ class Pricer:
         for rank in range(one.pp):
             stages = {s: cuts[s] for s in schedule.stages_of(rank)}
             entering = {s: self._entering(cut.start, rows) for s, cut in stages.items()}
-            inside = {s: sum(self.profile.layer(i, rows, "kept_bytes") for i in cut) for s, cut in stages.items()}
+            inside = {s: self.profile.kept(cut, rows) for s, cut in stages.items()}
             leaving = sum(self._entering(cut.stop, rows) for cut in stages.values() if cut.stop < cuts[-1].stop)
             peak = sum(entering.values()) + leaving  # a receive of each kind is posted ahead
             waiting = inside  # layers save what comes to them, too
@@ -163,8 +163,8 @@ class Pricer:
     def least_activations(self, one: Candidate) -> int:
         """Return a budget that suffices without a pipeline: values between layers, and what one layer keeps."""
         rows, layers = self._rows(one), range(self.layers)
-        values = sum(self.profile.layer(i, rows, "value_bytes") for i in layers)
-        return round((values + 2 * max(self.profile.layer(i, rows, "kept_bytes") for i in layers)) / one.tp / one.sp)
+        values = sum(self.profile.layer(i, rows, "value") for i in layers)
+        return round((values + 2 * max(self.profile.kept(range(i, i + 1), rows) for i in layers)) / one.tp / one.sp)
 
     # ---- seconds ----
 
@@ -204,7 +204,7 @@ class Pricer:
 
     def _forward_part(self) -> float:
         layers = self.profile.layers[max(self.profile.layers)]
-        return sum(layer.forward_s for layer in layers) / max(sum(layer.seconds for layer in layers), 1e-12)
+        return sum(layer.keep_s for layer in layers) / max(sum(layer.seconds for layer in layers), 1e-12)
 
     def _stage_costs(self, one: Candidate) -> InstructionCosts:
         """Return the seconds of each instruction of a pipeline, by stage."""
@@ -243,12 +243,12 @@ class Pricer:
         )
 
     def _layers(self, rows: int) -> tuple[list[float], ...]:
-        names = ("forward_s", "seconds", "input_s", "weights_s")
+        names = ("keep_s", "seconds", "input_s", "weights_s")
         return tuple([self.profile.layer(i, rows, name) for i in range(self.layers)] for name in names)
 
     def _entering(self, layer: int, rows: int) -> float:
         """Return the bytes that go over the cut before a layer."""
-        return self.profile.layer(layer - 1, rows, "value_bytes") if layer else rows * self.workload.row_bytes
+        return self.profile.layer(layer - 1, rows, "value") if layer else rows * self.workload.row_bytes
 
     def _update_s(self, one: Candidate) -> float:
         """Return the seconds of the update: in proportion to what a rank updates."""

@@ -35,17 +35,21 @@ from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Samples
 from nnmpi.data.loader import Loader
 from nnmpi.errors import NnmpiError
+from nnmpi.memory.layers import measure as measure_layers
+from nnmpi.memory.layers import of_chain
 from nnmpi.memory.ledger import ACTIVATIONS
+from nnmpi.memory.plan import LayerCost, kept_bytes
 from nnmpi.nn.chain import open_chain
+from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.pipeline.profile import LayerProfile, profile
 from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.reading import read_json
 from nnmpi.tensor.parameter import FlatStorage
+from nnmpi.tensor.tensor import Tensor
 from nnmpi.timeline import Timeline, recording
 
-FORMAT = 14
+FORMAT = 15
 MOST_SHARES = 8  # ranks of one replica's layers and positions that are measured; more are not looked at
 PARTS_PER_RANK = 8  # the smallest part of a batch that is measured is that of so many microbatches for each rank
 LONGEST_S = 0.5  # a step that would take longer is not measured, but estimated from those of fewer rows
@@ -126,7 +130,7 @@ class Profile:
 
     facts: Mapping[str, Any]
     steps: Mapping[Share, Mapping[int, StepCost]]
-    layers: Mapping[int, tuple[LayerProfile, ...]]
+    layers: Mapping[int, tuple[LayerCost, ...]]
     raced: Mapping[str, float] = field(default_factory=dict)
 
     def step(self, share: Share, rows: int, name: str) -> float:
@@ -134,8 +138,12 @@ class Profile:
         return between({known: getattr(cost, name) for known, cost in self.steps[share].items()}, rows)
 
     def layer(self, number: int, rows: int, name: str) -> float:
-        """Return one of the fields of `LayerProfile` for any number of rows."""
+        """Return one of the fields of `LayerCost` for any number of rows."""
         return between({known: getattr(costs[number], name) for known, costs in self.layers.items()}, rows)
+
+    def kept(self, layers: range, rows: int) -> float:
+        """Return the bytes that some layers in a row save for their backward, for any number of rows."""
+        return between({known: kept_bytes(costs, layers) for known, costs in self.layers.items()}, rows)
 
     def exchanges(self, share: Share, rows: int) -> tuple[tuple[str, int, int], ...]:
         """Return the messages between the ranks of a share in a step, for any number of rows."""
@@ -166,7 +174,7 @@ class Profile:
         for tp, sp, rows, one in value["steps"]:
             exchanges = tuple((str(what), int(size), int(count)) for what, size, count in one["exchanges"])
             steps.setdefault((int(tp), int(sp)), {})[int(rows)] = StepCost(**{**one, "exchanges": exchanges})
-        layers = {int(rows): tuple(LayerProfile(**each) for each in found) for rows, found in value["layers"]}
+        layers = {int(rows): tuple(LayerCost(**each) for each in found) for rows, found in value["layers"]}
         if (1, 1) not in steps or not layers:
             raise ValueError("it has no times of a whole step, or none of layers")
         raced = {str(name): float(seconds) for name, seconds in value["raced"].items()}
@@ -212,7 +220,7 @@ def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share
     for rows in few:
         measured = _measure_layers(workload, rows, backend)
         factor = steps[rows].seconds / (sum(layer.seconds for layer in measured) or 1.0)
-        names = ("seconds", "forward_s", "input_s", "weights_s")
+        names = ("forward_s", "keep_s", "backward_s", "input_s")
         layers[rows] = tuple(
             replace(layer, **{name: factor * getattr(layer, name) for name in names}) for layer in measured
         )
@@ -259,11 +267,12 @@ def _rounds(group: Group) -> Iterator[int]:
         yield number
 
 
-def _measure_layers(workload: Workload, rows: int, backend: Backend) -> tuple[LayerProfile, ...]:
+def _measure_layers(workload: Workload, rows: int, backend: Backend) -> tuple[LayerCost, ...]:
     model = workload.build()
     sample = workload.samples.rows(np.arange(rows), workload.dtype)
-    with use_precision(workload.precision):
-        return tuple(profile(model, open_chain(model), sample, workload.dtype, backend))
+    with use_precision(workload.precision), training():
+        measured = of_chain(model, open_chain(model), workload.dtype, backend)
+        return tuple(measure_layers(measured, Tensor(backend.asarray(sample)), backend))
 
 
 def _measure_share(group: Group, workload: Workload, share: Share, rows: int, backend: Backend) -> StepCost | None:

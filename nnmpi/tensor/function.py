@@ -28,7 +28,7 @@ without it: in `forward` and `backward` all arithmetic on arrays goes through th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar
@@ -382,3 +382,19 @@ def unbroadcast(xp: Any, grad: Array, shape: tuple[int, ...]) -> Array:
     extra = grad.ndim - len(shape)
     axes = tuple(range(extra)) + tuple(extra + i for i, n in enumerate(shape) if n == 1 and grad.shape[extra + i] != 1)
     return xp.reshape(sum_over(xp, grad, axes), shape)
+
+
+class CommonRoot(Function):
+    """One root for a backward pass from several tensors, whose gradients are given. Its own value means nothing."""
+
+    __slots__ = ("grads",)
+
+    def __init__(self, grads: Sequence[Array | None]) -> None:
+        self.grads = tuple(grads)
+
+    def forward(self, *inputs: Array) -> Array:
+        zero: Array = namespace(inputs[0]).zeros((), dtype=inputs[0].dtype)
+        return zero
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        return self.grads

@@ -11,10 +11,11 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, arrange, describe_stages
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import DeviceError, LayoutError, UsageError
+from nnmpi.memory.layers import measure, of_chain
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
-from nnmpi.parallel.pipeline.profile import profile
 from nnmpi.parallel.zero.units import predict_bytes
+from nnmpi.tensor.tensor import Tensor
 
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
 
@@ -120,7 +121,9 @@ def test_a_model_that_is_no_sequence_is_told_why(group: Group) -> None:
 
 def test_the_profile_sees_the_heavy_layer() -> None:
     model = nn.Sequential(nn.Flatten(), nn.Linear(64, 1500), nn.ReLU(), nn.Linear(1500, 1500), nn.Linear(1500, 10))
-    costs = profile(model, open_chain(model), np.zeros((64, 8, 8, 1), np.float32), "float32", numpy_backend())
+    backend, x = numpy_backend(), Tensor(np.zeros((64, 8, 8, 1), np.float32))
+    with nn.training():
+        costs = measure(of_chain(model, open_chain(model), "float32", backend), x, backend)
     assert max(costs, key=lambda cost: cost.seconds).name == "3"
     assert [cost.elements for cost in costs] == [0, 64 * 1500 + 1500, 0, 1500 * 1500 + 1500, 15010]
     assert not hasattr(model[3].weight, "data") or model[3].weight.grad is None

@@ -81,15 +81,15 @@ LAYOUTS = (
     Layout(sp=3),
     Layout(sp=4),
     Layout(sp=2, dp=2, sp_attention=RING),
-    Layout(sp=2, pp=2, split=(3, 3)),
+    Layout(sp=2, pp=2, split=(4, 4)),
     Layout(sp=2, tp=2),
     Layout(sp=2, tp=2, sp_attention=RING),
     Layout(sp=2, dp=3),
-    Layout(sp=3, pp=2, split=(2, 4), sp_attention=RING, activation_memory="least"),
+    Layout(sp=3, pp=2, split=(2, 6), sp_attention=RING, activation_memory="least"),
     Layout(sp=2, tp=3, sp_attention=RING),  # 5 heads over 3 ranks
     Layout(sp=8, sp_attention=RING),  # a rank has no position
-    Layout(sp=2, pp=2, tp=2, split=(3, 3), schedule="zero-bubble"),
-    Layout(sp=2, pp=2, dp=2, split=(3, 3), sp_attention=RING),
+    Layout(sp=2, pp=2, tp=2, split=(4, 4), schedule="zero-bubble"),
+    Layout(sp=2, pp=2, dp=2, split=(4, 4), sp_attention=RING),
     Layout(sp=4, tp=2, sp_attention=RING),
 )
 QUICK = (LAYOUTS[4], LAYOUTS[6], LAYOUTS[10])

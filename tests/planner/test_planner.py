@@ -21,12 +21,12 @@ from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.memory.ledger import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
+from nnmpi.memory.plan import LayerCost
 from nnmpi.models.gpt import gpt
 from nnmpi.models.mlp import mlp
 from nnmpi.nn.chain import ModelPart, open_chain
 from nnmpi.nn.module import Module
 from nnmpi.optim.updates import Adam
-from nnmpi.parallel.pipeline.profile import LayerProfile
 from nnmpi.planner import profile as profiles
 from nnmpi.planner.network import PRESETS, PlannedNetwork, find_network
 from nnmpi.planner.price import Pricer
@@ -75,8 +75,12 @@ def profile(ranks: int, batch_size: int = 16) -> Profile:
     for rows in row_counts(batch_size, ranks):
         each = [1e-6 + 1e-9 * rows * (100 + n) * (1 + i % 3) for i, n in enumerate(elements)]
         layers[rows] = tuple(
-            LayerProfile(str(i), seconds, n, seconds / 3, 64 * rows, seconds / 3, seconds / 3, 500 * rows)
-            for i, (seconds, n) in enumerate(zip(each, elements, strict=True))
+            LayerCost(
+                *(str(i), 64 * rows, 0, 500 * rows, False, False, third, third, 2 * third),
+                input_s=third,
+                elements=n,
+            )
+            for i, (third, n) in enumerate(zip([seconds / 3 for seconds in each], elements, strict=True))
         )
         seconds = sum(each)
         steps[rows] = StepCost(seconds=seconds, eager_s=seconds, update_s=1e-4, activations=500 * rows * len(each))
@@ -144,11 +148,11 @@ HALVES, SHARED = replace(STAGES, schedule="zero-bubble"), Candidate(dp=2, tp=2, 
 @pytest.mark.parametrize(
     ("field", "dearer", "unchanged"),
     [
-        ("weights_s", [HALVES], [STAGES, REPLICAS]),
+        ("keep_s", [STAGES, HALVES], [REPLICAS]),
         ("eager_s", [HALVES], [STAGES, REPLICAS, SHARED]),
         ("update_s", [STAGES, REPLICAS, HALVES, SHARED], []),
-        ("value_bytes", [STAGES, HALVES], [REPLICAS, SHARED]),
-        ("kept_bytes", [], [STAGES, REPLICAS]),
+        ("value", [STAGES, HALVES], [REPLICAS, SHARED]),
+        ("kept", [], [STAGES, REPLICAS]),
     ],
 )
 def test_each_measured_number_is_in_the_prices_that_it_belongs_to(

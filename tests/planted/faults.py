@@ -52,7 +52,7 @@ FAULTS = (
     ),
     Fault(
         "memory plan: what is computed again counts as a first time",
-        "nnmpi/memory/chain.py",
+        "nnmpi/memory/layers.py",
         "restore(mode._replace(again=True))",
         "restore(mode._replace(again=False))",
         "tests/memory/test_recompute.py",

@@ -21,7 +21,7 @@ from nnmpi.backend.recording import active
 from nnmpi.nn.chain import ChainLayer, join_layers, run_layers
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, pack, unpack
 from nnmpi.tensor.backward import Deferred
-from nnmpi.tensor.function import Function
+from nnmpi.tensor.function import CommonRoot
 from nnmpi.tensor.operand import whole_values
 from nnmpi.tensor.tensor import Tensor
 
@@ -46,22 +46,6 @@ class _InFlight:
 def as_it_stands(work: Work, arrays: Sequence[Array]) -> tuple[Sequence[Array], Any]:
     """Return what work makes of some arrays."""
     return work(*arrays)
-
-
-class CommonRoot(Function):
-    """One root for a backward pass from several tensors, whose gradients are given. Its own value means nothing."""
-
-    __slots__ = ("grads",)
-
-    def __init__(self, grads: Sequence[Array | None]) -> None:
-        self.grads = tuple(grads)
-
-    def forward(self, *inputs: Array) -> Array:
-        zero: Array = namespace(inputs[0]).zeros((), dtype=inputs[0].dtype)
-        return zero
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return self.grads
 
 
 class Stage:

@@ -1,0 +1,399 @@
+"""The layers of a chain one by one: each run alone, with a graph of its own, and measured.
+
+    Sequential(conv, relu, pool, Residual(..), Sequential(c, d))
+
+        0: conv, relu, pool     computed as one      1: Residual      2: c      3: d
+
+A memory plan's layer is a closed run of the chain's (see `nn.chain`): between two of them passes one tensor, in memory
+of its own. Stages of pipelines may begin inside of one. `measure` takes both; nobody else measures layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol
+
+from nnmpi import clock
+from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.backend import Backend
+from nnmpi.errors import UsageError
+from nnmpi.memory.activation_offload import KeptArrays, owner_id, saved_memory
+from nnmpi.memory.plan import LayerCost, moved_bytes
+from nnmpi.memory.store import BYTE_S, Store
+from nnmpi.nn.chain import ChainLayer, Kept, ModelPart, Run, closed_runs, open_chain
+from nnmpi.nn.mode import current, restore
+from nnmpi.nn.module import Module
+from nnmpi.tensor.backward import Deferred, walk_back
+from nnmpi.tensor.cut import mark
+from nnmpi.tensor.function import CommonRoot, Function, Tape, enable_grad, no_grad
+from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.placement import TensorCut
+from nnmpi.tensor.tensor import Tensor
+
+Layer = Callable[[Tensor], Any]
+REPEATS = 3
+
+
+class Value(NamedTuple):
+    """What passes between two layers: an array, and which part of a larger one it is, from the inside out."""
+
+    array: Array
+    cuts: tuple[TensorCut, ...] = ()
+
+    def tensor(self) -> Tensor:
+        """Return it as a tensor without a graph."""
+        return self.marked(Tensor(self.array))
+
+    def marked(self, x: Tensor) -> Tensor:
+        """Return a tensor of these values as the part that it is."""
+        for cut in self.cuts:
+            x = mark(x, cut)
+        return x
+
+
+def plain(x: Tensor) -> tuple[Tensor, tuple[TensorCut, ...]]:
+    """Return a tensor as this rank has it, in the same graph, and what says which part it is."""
+    cuts: list[TensorCut] = []
+    while x.cut is not None:
+        cuts.append(x.cut)
+        x = x.part()  # type: ignore[attr-defined]
+    return x, tuple(reversed(cuts))
+
+
+class _GraphInput(Function):
+    """Where a layer's graph begins: keeps no value, and takes the gradient."""
+
+    __slots__ = ("taken",)
+
+    def forward(self, x: Array) -> Array:
+        self.taken: Array | None = None
+        return x
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        self.taken = grad
+        return (None,)
+
+
+class LayerGraph:
+    """The graph of one layer, without its input and its result, for one backward.
+
+    Args:
+        layer: what is computed.
+        value: what comes to it.
+        needed: whether that needs a gradient.
+
+    Attributes:
+        result: the value; take it away with `take`.
+    """
+
+    def __init__(self, layer: Layer, value: Value, needed: bool) -> None:
+        self._input: _GraphInput | None = None
+        x = Tensor(value.array, requires_grad=needed)
+        if needed:
+            self._input = _GraphInput()
+            x = self._input(x)
+            self._input.edges = (None,)  # nothing is passed on to the leaf, which would keep the value
+        y, cuts = plain(layer(value.marked(x)))
+        self._node, self._tape = y.node, y.tape
+        self._result: Value | None = Value(y.data, cuts)
+
+    def take(self) -> Value:
+        """Return the result, which is then here no more."""
+        result, self._result = self._result, None
+        assert result is not None
+        return result
+
+    @property
+    def operations(self) -> Sequence[Function]:
+        """What is on its tape."""
+        return self._tape.find().nodes if self._tape is not None else ()
+
+    def take_out(self, outside: Iterable[Array], backend: Backend) -> KeptArrays:
+        """Return what was kept, which is then here no more, until it has come back.
+
+        Args:
+            outside: arrays that are there anyway.
+            backend: whose arrays they are.
+        """
+        return KeptArrays(self.operations, outside, backend)
+
+    def backward(self, grad: Array) -> Array | None:
+        """Return the gradient of the input; what was kept goes."""
+        end = Tensor.blank()
+        end.node, end.tape = self._node, self._tape
+        self._node, self._tape = None, Tape()
+        walk_back(end, grad, retain=False)
+        first, self._input = self._input, None
+        return None if first is None else first.taken
+
+
+def forward(layer: Layer, value: Value) -> Value:
+    """Return what a layer makes of a value, without a graph."""
+    with no_grad():
+        x, cuts = plain(layer(value.tensor()))
+    return Value(x.data, cuts)
+
+
+def parameters_of(layers: Sequence[Layer]) -> list[Parameter]:
+    """Return the parameters of some layers, each once."""
+    found = {id(p): p for layer in layers if isinstance(layer, Module) for p in layer.parameters()}
+    return list(found.values())
+
+
+@contextmanager
+def again() -> Iterator[None]:
+    """Compute once more what was computed before: running statistics are left alone."""
+    mode = current()
+    restore(mode._replace(again=True))
+    try:
+        with enable_grad():
+            yield
+    finally:
+        restore(mode)
+
+
+class ShardedWeights(Protocol):
+    """A strategy in which a module's weights are there for a while (see `parallel.zero`)."""
+
+    def gather_for(self, module: Module) -> None:
+        """Let a module's weights be in their places, until others come there."""
+
+    def begin_backward(self, module: Module) -> None:
+        """The same, before its backward; gradients of what lies behind it are final."""
+
+
+class GatheredLayer(Module):
+    """A layer whose weights come before it is computed.
+
+    Args:
+        layer: what is computed.
+        weights: who lets them come.
+    """
+
+    def __init__(self, layer: Module, weights: ShardedWeights) -> None:
+        self.layer, self._weights = layer, weights
+
+    def forward(self, x: Tensor) -> Any:
+        """Return what the layer makes of it."""
+        self._weights.gather_for(self.layer)
+        return self.layer(x)
+
+    def begin_backward(self) -> None:
+        """Let the weights be there for the backward."""
+        self._weights.begin_backward(self.layer)
+
+
+def find_layers(model: Module, value: Value, weights: ShardedWeights | None = None) -> list[range]:
+    """Return which layers of a model's chain go into each of a plan's, given what comes to it.
+
+    Args:
+        model, value: as said.
+        weights: who lets the model's weights come, if they are not there.
+
+    Raises:
+        UsageError: when the model's result is no single tensor.
+    """
+    x: Any = value.tensor()
+    starts, before = [0], x
+    chain = open_chain(model)
+    with again(), no_grad():
+        for run in closed_runs(chain):
+            part = ModelPart(model, chain[run.start : run.stop])
+            x = (part if weights is None else GatheredLayer(part, weights))(x)
+            if isinstance(x, Tensor) and not namespace(x.data).may_share_memory(before.data, x.data):
+                starts.append(run.stop)
+                before = x
+    if not isinstance(x, Tensor):
+        raise UsageError(f"recomputation needs a model that returns one tensor, not a {type(x).__name__}")
+    starts = [0, *starts[1:-1]]
+    return list(map(range, starts, [*starts[1:], len(chain)]))
+
+
+@contextmanager
+def unwatched(parameters: Sequence[Parameter]) -> Iterator[None]:
+    """Let no strategy hear of gradients in the block."""
+    watchers = [(each.hook, each.guard) for each in parameters]
+    for each in parameters:
+        each.hook = each.guard = None
+    try:
+        yield
+    finally:
+        for each, (hook, guard) in zip(parameters, watchers, strict=True):
+            each.hook, each.guard = hook, guard
+
+
+@contextmanager
+def _gradients_apart(parameters: Sequence[Parameter], accumulates: bool) -> Iterator[None]:
+    """Leave the gradients after the block as they were before."""
+    grads = [each.grad for each in parameters]
+    kept = [None if grad is None else grad.copy() for grad in grads]
+    for each in parameters:
+        each.grad = each.buffer if accumulates else None
+    try:
+        yield
+    finally:
+        for each, grad, values in zip(parameters, grads, kept, strict=True):
+            each.grad = grad
+            if grad is not None and values is not None:
+                grad[...] = values
+
+
+class Measured(NamedTuple):
+    """A layer to measure: its name, what computes it as in a chain, and its parameters."""
+
+    name: str
+    run: Run
+    parameters: Sequence[Parameter]
+
+
+def of_chain(model: Module, layers: Sequence[ChainLayer], dtype: str, backend: Backend) -> Iterator[Measured]:
+    """Yield a chain's layers to measure, each with values for so long; leave the model uninitialized.
+
+    So a model can be measured that does not fit into memory.
+    """
+    for layer in layers:
+        part = ModelPart(model, [layer])
+        part.initialize(dtype=dtype, backend=backend)
+        parameters = part.parameters()
+        yield Measured(layer.name, layer.run, parameters)
+        for each in parameters:
+            del each.data
+            each.grad = each.buffer = None
+
+
+def measure(
+    layers: Iterable[Measured], x: Tensor, backend: Backend, accumulates: bool = False, store: Store | None = None
+) -> list[LayerCost]:
+    """Return what each layer takes for this input. Collective where layers are.
+
+    No more than one layer is kept at a time, and the values around it.
+
+    Args:
+        layers: in their order.
+        x: what comes to the first one.
+        backend: where they compute.
+        accumulates: whether gradients are added to those of earlier microbatches.
+        store: where what is kept may go, which is tried; None for nowhere.
+    """
+    found: list[LayerCost] = []
+    around = _Around.of(x, {})
+    with again():
+        for layer in layers:
+            with unwatched(layer.parameters), _gradients_apart(layer.parameters, accumulates):
+                cost, after = _measure_layer(layer, around, backend)
+                cost = replace(cost, keeps_input=cost.keeps_input and bool(found))  # the caller has the chain's input
+                if store is not None:
+                    nbytes = moved_bytes([*found, replace(cost, moves=True)], len(found))
+                    cost = replace(cost, moves=_moves(layer, around, nbytes, not found, backend, store))
+            found.append(cost)
+            around = after
+    if any(clock.reproducible(cost.keep_s) for cost in found):
+        return found
+    units = [BYTE_S * (1 + cost.elements + cost.value + cost.kept) for cost in found]
+    return [
+        replace(cost, forward_s=unit, keep_s=unit, backward_s=2 * unit, input_s=unit)
+        for cost, unit in zip(found, units, strict=True)
+    ]
+
+
+class _Around(NamedTuple):
+    """What passes between two layers: arrays, which of them need gradients, and the names of kept ones, the last."""
+
+    values: tuple[Value, ...]
+    needs: tuple[bool, ...]
+    names: tuple[str, ...]
+    single: bool
+
+    @classmethod
+    def of(cls, x: Any, kept: Kept) -> _Around:
+        single = not isinstance(x, tuple | list)
+        plains = [(plain(each), each.requires_grad) for each in [*([x] if single else x), *kept.values()]]
+        values = tuple(Value(own.data, cuts) for (own, cuts), _ in plains)
+        return cls(values, tuple(needs for _, needs in plains), tuple(kept), single)
+
+    def run(self, layer: Measured) -> tuple[list[Tensor], Any, Kept]:
+        """Return leaves with these values, and what a layer makes of them."""
+        leaves = [Tensor(each.array, requires_grad=needs) for each, needs in zip(self.values, self.needs, strict=True)]
+        given = [each.marked(leaf) for each, leaf in zip(self.values, leaves, strict=True)]
+        count = len(given) - len(self.names)
+        kept = dict(zip(self.names, given[count:], strict=True))
+        return leaves, layer.run(given[0] if self.single else tuple(given[:count]), kept), kept
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all of it."""
+        return sum(each.array.nbytes for each in self.values)
+
+    @property
+    def owners(self) -> set[int]:
+        """What tells their memories from others."""
+        return {owner_id(each.array) for each in self.values}
+
+
+def _measure_layer(layer: Measured, before: _Around, backend: Backend) -> tuple[LayerCost, _Around]:
+    """Return what a layer takes, the fastest of some times, and what it makes of what comes to it."""
+
+    def time(call: Callable[[], Any]) -> tuple[float, Any]:
+        backend.synchronize()
+        begin = clock.now()
+        result = call()
+        backend.synchronize()
+        return clock.now() - begin, result
+
+    outside, rounds = [each.data for each in layer.parameters], []
+    for _ in range(1 + REPEATS):
+        with no_grad():
+            forward_s, _ = time(lambda: before.run(layer))
+        keep_s, (leaves, x, kept) = time(lambda: before.run(layer))
+        ends = [plain(each)[0] for each in [*(x if isinstance(x, tuple | list) else [x]), *kept.values()]]
+        after = _Around.of(x, kept)
+        tapes = {id(tape): tape for each in ends if each.tape and (tape := each.tape.find())}
+        saved = saved_memory((node for tape in tapes.values() for node in tape.nodes), outside)
+        needing = [each for each in ends if each.requires_grad]
+        input_s = weights_s = 0.0
+        if needing:
+            root = CommonRoot([namespace(each.data).ones_like(each.data, order="C") for each in needing])(*needing)
+            seed, rest = namespace(root.data).ones_like(root.data), Deferred()
+            input_s, _ = time(lambda: root.backward(seed, deferred=rest))  # noqa: B023
+            weights_s, _ = time(rest.finish)
+        gradient = sum(each.data.nbytes for each in leaves if each.grad is not None)
+        rounds.append((forward_s, keep_s, input_s + weights_s, input_s))
+        del leaves, x, kept, ends, tapes, needing
+    owners = before.owners, after.owners
+    forward_s, keep_s, backward_s, input_s = map(min, zip(*rounds[1:], strict=True))
+    return LayerCost(
+        layer.name,
+        after.nbytes,
+        gradient,
+        sum(nbytes for owner, nbytes in saved.items() if owner not in owners[0] | owners[1]),
+        not owners[0].isdisjoint(saved),
+        not owners[1].isdisjoint(saved),
+        forward_s,
+        keep_s,
+        backward_s,
+        input_s=input_s,
+        elements=sum(each.size for each in layer.parameters),
+    ), after
+
+
+def _moves(layer: Measured, before: _Around, nbytes: int, first: bool, backend: Backend, store: Store) -> bool:
+    """Send what a layer keeps away, and bring it back; return whether nobody else holds some of it."""
+    (value,), (needs,) = before.values, before.needs
+    outside = [each.data for each in layer.parameters]
+    if first:
+        outside.append(value.array)  # the caller has it
+    else:
+        value = value._replace(array=value.array.copy())
+    graph = LayerGraph(lambda x: layer.run(x, {}), value, needs)
+    del value
+    graph.take()
+    kept = graph.take_out(outside, backend)
+    memory = kept.watch()
+    kept.send(store)
+    kept.leave()
+    gone = all(each() is None for each in memory)
+    kept.fetch()
+    kept.arrive()
+    return gone and kept.nbytes == nbytes
