@@ -11,17 +11,15 @@ The files that OpenAI's weights are published in leave "transformer." out, and h
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import DataError, counted
-from nnmpi.models.torch_weights import save_arrays
+from nnmpi.models.torch_weights import opened, save_arrays
 from nnmpi.nn.module import Module
 from nnmpi.reading import read_json
 
@@ -37,8 +35,15 @@ BLOCK = {
 }
 OUTPUT = "lm_head.weight"  # is tied; some write it nevertheless
 IDLE = ("attn.bias", "attn.masked_bias", OUTPUT)  # constants, and the tied output
-DTYPES = ("F16", "F32", "F64")
+DTYPES = ("F16", "F32", "F64")  # that NumPy has
 DROPOUTS = {"embd_pdrop": 0.1, "resid_pdrop": 0.1, "attn_pdrop": 0.1}  # with what they are where config.json is silent
+SIZES = {
+    "vocabulary": "vocab_size",
+    "context": "n_positions",
+    "features": "n_embd",
+    "layers": "n_layer",
+    "heads": "n_head",
+}
 
 # What config.json may say of the architecture, and the one value that `models.gpt` is.
 FIXED: Mapping[str, Any] = {
@@ -69,24 +74,18 @@ def read_size(folder: Path) -> GPTSize:
         DataError: when config.json cannot be read, is of no GPT-2, or of one that `models.gpt` is not; and when the
             weights have other layers.
     """
-    file, found = _read_config(folder)
-    for name, value in FIXED.items():
-        if found.get(name, value) != value:
-            raise DataError(f"{file}: {name} is {found[name]!r}; only {value!r} can be read")
-    names = ("vocab_size", "n_positions", "n_embd", "n_layer", "n_head")
-    sizes: list[int] = []
-    for name in names:
-        size = found.get(name)
+    found = _read_config(folder)
+    sizes: dict[str, Any] = {ours: found.get(theirs) for ours, theirs in SIZES.items()}
+    for name, size in sizes.items():
         if type(size) is not int or size < 1:
-            raise DataError(f"{file}: {name} is {size!r}; it must be a whole number, 1 or more")
-        sizes.append(size)
-    inner = found.get("n_inner")
-    if inner not in (None, 4 * sizes[2]):
-        raise DataError(f"{file}: n_inner is {inner}; only 4 n_embd, {4 * sizes[2]}, can be read")
-    size = GPTSize(*sizes)
-    with _stored(folder) as (weights, stored):  # before anybody makes so many layers
-        _check_names(weights, set(stored.keys()), size.layers)
-    return size
+            raise DataError(f"{folder / CONFIG}: {SIZES[name]} is {size!r}; it must be a whole number, 1 or more")
+    fixed = FIXED if found.get("n_inner") is None else {**FIXED, "n_inner": 4 * sizes["features"]}
+    for name, value in fixed.items():
+        if found.get(name, value) != value:
+            raise DataError(f"{folder / CONFIG}: {name} is {found[name]!r}; only {value!r} can be read")
+    with opened(folder / WEIGHTS, DataError) as stored:  # before anybody makes so many layers
+        _names_in(folder, stored, sizes["layers"])
+    return GPTSize(**sizes)
 
 
 def read_dropout(folder: Path) -> float:
@@ -95,13 +94,13 @@ def read_dropout(folder: Path) -> float:
     Raises:
         DataError: when config.json cannot be read, or has several.
     """
-    file, found = _read_config(folder)
+    found = _read_config(folder)
     rates = {name: found.get(name, usual) for name, usual in DROPOUTS.items()}
     rate = rates["attn_pdrop"]
     if not isinstance(rate, int | float) or not 0 <= rate < 1 or set(rates.values()) != {rate}:
         raise DataError(
-            f"{file}: {', '.join(f'{name} is {value!r}' for name, value in rates.items())}; only one probability in "
-            "[0, 1) for all three can be read; choose a dropout for this run"
+            f"{folder / CONFIG}: dropouts are {rates}; only one probability in [0, 1) for all three can be read; "
+            "choose a dropout for this run"
         )
     return float(rate)
 
@@ -117,11 +116,10 @@ def load_pretrained(model: Module, folder: Path) -> None:
         DataError: when the file cannot be read, names or shapes differ, or the output is another matrix than the
             tokens' embedding; the sentence says which. Nothing is changed.
     """
-    layers = read_size(folder).layers
-    with _stored(folder) as (file, stored):
-        names = _check_names(file, set(stored.keys()), layers)
-        parameters = list(model.named_parameters())
-        for name, parameter in parameters:
+    layers, file = read_size(folder).layers, folder / WEIGHTS
+    with opened(file, DataError) as stored:
+        names = _names_in(folder, stored, layers)
+        for name, parameter in model.named_parameters():
             source = stored.get_slice(names[name])
             shape = tuple(source.get_shape())
             wanted = parameter.shape if parameter.region is None else parameter.region.shape
@@ -131,14 +129,15 @@ def load_pretrained(model: Module, folder: Path) -> None:
                     f"one of {', '.join(DTYPES)}"
                 )
         tokens = names["0.tokens.weight"]
-        if not _is_tied(stored, tokens):
+        if OUTPUT in stored.keys() and not (  # noqa: SIM118  it is no mapping
+            stored.get_slice(OUTPUT).get_dtype() in DTYPES
+            and np.array_equal(stored.get_tensor(OUTPUT), stored.get_tensor(tokens))
+        ):
             raise DataError(f"{file}: {OUTPUT} is not {tokens}; only a GPT-2 whose output is tied to it can be read")
-        spans = {id(span.parameter): span for span in model.storage.spans}
-        for name, parameter in parameters:
-            whole = stored.get_tensor(names[name])
+        for span in model.storage.spans:
+            parameter, whole = span.parameter, stored.get_tensor(names[span.parameter.name])
             part = whole if parameter.region is None else parameter.region.take(whole)
-            values = namespace(parameter.data).asarray(part.astype(parameter.data.dtype))
-            model.storage.write(spans[id(parameter)], values)
+            model.storage.write(span, namespace(parameter.data).asarray(part.astype(parameter.data.dtype)))
 
 
 def save_pretrained(
@@ -161,12 +160,8 @@ def save_pretrained(
     config = {
         "architectures": ["GPT2LMHeadModel"],
         "model_type": "gpt2",
-        "vocab_size": vocabulary,
-        "n_positions": context,
+        **dict(zip(SIZES.values(), (vocabulary, context, features, layers, heads), strict=True)),
         "n_ctx": context,
-        "n_embd": features,
-        "n_layer": layers,
-        "n_head": heads,
         "bos_token_id": end,
         "eos_token_id": end,
         "dtype": str(weights["0.tokens.weight"].dtype),
@@ -175,12 +170,11 @@ def save_pretrained(
     }
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n")
-    arrays = {PREFIX + theirs: np.ascontiguousarray(weights[ours]) for ours, theirs in _names(layers)}
-    save_arrays(folder / WEIGHTS, arrays)
+    save_arrays(folder / WEIGHTS, {PREFIX + theirs: weights[ours] for ours, theirs in _names(layers)})
 
 
-def _read_config(folder: Path) -> tuple[Path, dict[str, Any]]:
-    """Return where config.json is, and what it says.
+def _read_config(folder: Path) -> dict[str, Any]:
+    """Return what config.json says.
 
     Raises:
         DataError: when it cannot be read, or is of no GPT-2.
@@ -192,62 +186,36 @@ def _read_config(folder: Path) -> tuple[Path, dict[str, Any]]:
         raise DataError(
             f"{file} cannot be read ({error}); give a folder that Hugging Face's transformers wrote"
         ) from None
-    if not isinstance(found, dict) or found.get("model_type") != "gpt2":
-        kind = found.get("model_type") if isinstance(found, dict) else None
+    kind = found.get("model_type") if isinstance(found, dict) else None
+    if kind != "gpt2":
         raise DataError(f"{file} is of a model of type {kind!r}; only gpt2 can be read")
-    return file, found
-
-
-@contextmanager
-def _stored(folder: Path) -> Iterator[tuple[Path, Any]]:
-    """Give where the weights are, and the open file.
-
-    Raises:
-        DataError: when it cannot be read.
-    """
-    file = folder / WEIGHTS
-    try:
-        with safe_open(file, "numpy") as stored:
-            yield file, stored
-    except (OSError, SafetensorError) as error:
-        raise DataError(f"{file} cannot be read ({error})") from None
+    return found
 
 
 def _names(layers: int) -> Iterator[tuple[str, str]]:
     """Yield each parameter's name here, and in the file without its prefix."""
-    yield "0.tokens.weight", "wte.weight"
-    yield "0.positions.weight", "wpe.weight"
-    for number in range(layers):
-        for ours, theirs in BLOCK.items():
-            for kind in ("weight", "bias"):
-                yield f"{number + 2}.{ours}.{kind}", f"h.{number}.{theirs}.{kind}"
-    for kind in ("weight", "bias"):
-        yield f"{layers + 2}.{kind}", f"ln_f.{kind}"
+    parts = [(f"{i + 2}.{ours}", f"h.{i}.{theirs}") for i in range(layers) for ours, theirs in BLOCK.items()]
+    yield from (("0.tokens.weight", "wte.weight"), ("0.positions.weight", "wpe.weight"))
+    for ours, theirs in (*parts, (f"{layers + 2}", "ln_f")):
+        for kind in ("weight", "bias"):
+            yield f"{ours}.{kind}", f"{theirs}.{kind}"
 
 
-def _is_tied(stored: Any, tokens: str) -> bool:
-    """Return whether the output, if it is stored, is the tokens' embedding."""
-    if OUTPUT not in set(stored.keys()):
-        return True
-    is_known = stored.get_slice(OUTPUT).get_dtype() in DTYPES  # NumPy has no other ones
-    return is_known and np.array_equal(stored.get_tensor(OUTPUT), stored.get_tensor(tokens))
-
-
-def _check_names(file: Path, found: set[str], layers: int) -> dict[str, str]:
+def _names_in(folder: Path, stored: Any, layers: int) -> dict[str, str]:
     """Return the file's name of each parameter.
 
     Raises:
         DataError: for names that are missing, or unknown.
     """
+    found = set(stored.keys())
     prefix = PREFIX if any(name.startswith(PREFIX) for name in found) else ""
     there = sum(name.endswith("ln_1.weight") for name in found)  # blocks: config.json may say any number of them
     names = {ours: prefix + theirs for ours, theirs in _names(min(layers, there + 1))}
     missing = sorted(set(names.values()) - found)
     unknown = sorted(name for name in found - set(names.values()) if not name.endswith(IDLE))
     if missing or unknown:
-        lists = (
-            f"{', '.join(each[:4])}{' ...' * (len(each) > 4)}" if each else "nothing" for each in (missing, unknown)
+        raise DataError(
+            f"{folder / WEIGHTS} does not fit a GPT-2 of {counted(layers, 'layer')}: missing "
+            f"{', '.join(missing[:4]) or 'nothing'}, unknown {', '.join(unknown[:4]) or 'nothing'}"
         )
-        blocks = counted(layers, "layer")
-        raise DataError("{} does not fit a GPT-2 of {}: missing {}, unknown {}".format(file, blocks, *lists))
     return names

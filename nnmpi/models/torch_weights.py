@@ -13,32 +13,31 @@ A module's name is the path of attributes in both, so a PyTorch model of the sam
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.errors import CheckpointError
+from nnmpi.errors import CheckpointError, NnmpiError
 from nnmpi.nn.conv import Conv2d
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.mode import observed
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
-from nnmpi.reading import check_ordinary
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 
-TORCH_GATES = (0, 1, 3, 2)  # i f o g <-> i f g o
+Write: TypeAlias = Callable[[Array], tuple[Array, ...]]
+Read: TypeAlias = Callable[..., Array]
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ class NamedWeight:
 
     name: str
     theirs: tuple[str, ...]
-    write: Callable[[Array], tuple[Array, ...]]
-    read: Callable[..., Array]
+    write: Write
+    read: Read
 
 
 def torch_weights(model: Module, sample: Array) -> list[NamedWeight]:
@@ -69,10 +68,9 @@ def torch_weights(model: Module, sample: Array) -> list[NamedWeight]:
     found: dict[str, NamedWeight] = {}
     for path, module in model.named_modules():
         inside = f"{path}." if path else ""
-        for each in _of_module(module, images.get(path)):
-            if inside + each.name not in found:
-                named = (inside + each.name, tuple(inside + name for name in each.theirs))
-                found[inside + each.name] = NamedWeight(*named, each.write, each.read)
+        for name, theirs, write, read in _of_module(module, images.get(path)):
+            each = NamedWeight(inside + name, tuple(inside + name for name in theirs), write, read)
+            found.setdefault(each.name, each)
     entries = [*dict(model.named_parameters()), *dict(model.named_buffers())]
     return [found.get(name, NamedWeight(name, (name,), lambda x: (x,), lambda x: x)) for name in entries]
 
@@ -100,11 +98,11 @@ def flattened_images(model: Module, sample: Array) -> dict[str, tuple[int, ...]]
 def to_torch(model: Module, sample: Array) -> dict[str, Array]:
     """Return a model's values by PyTorch's names, in its layouts."""
     state = model.state()
-    found: dict[str, Array] = {}
-    for each in torch_weights(model, sample):
-        for name, array in zip(each.theirs, each.write(state[each.name]), strict=True):
-            found[name] = np.ascontiguousarray(array).reshape(array.shape)
-    return found
+    return {
+        name: np.ascontiguousarray(array).reshape(array.shape)
+        for each in torch_weights(model, sample)
+        for name, array in zip(each.theirs, each.write(state[each.name]), strict=True)
+    }
 
 
 def from_torch(
@@ -127,9 +125,7 @@ def from_torch(
     if missing or unknown:
         raise CheckpointError(f"{source} does not fit the model: missing {missing or 'no'}, unknown {unknown or 'no'}")
     return {
-        each.name: np.ascontiguousarray(
-            each.read(*(state[name] for name in each.theirs if not name.endswith(counted))),
-        )
+        each.name: np.ascontiguousarray(each.read(*(state[x] for x in each.theirs if not x.endswith(counted))))
         for each in weights
     }
 
@@ -143,27 +139,31 @@ def write_torch(file: Path, model: Module, sample: Array, metadata: Mapping[str,
         metadata: texts by name, which the file holds too.
 
     Raises:
-        OSError: when it cannot be written, and for a device or a pipe, in whose place a file would come.
+        OSError: when it cannot be written.
     """
     arrays = to_torch(model, sample)
     save_arrays(file, arrays, metadata)
     return len(arrays)
 
 
-def save_arrays(file: Path, arrays: dict[str, Array], metadata: Mapping[str, str] | None = None) -> None:
-    """Write arrays as a state_dict of PyTorch's: safetensors, and no pickle.
+def save_arrays(file: Path, arrays: Mapping[str, Array], metadata: Mapping[str, str] | None = None) -> None:
+    """Write arrays as a state_dict of PyTorch's: safetensors, and no pickle."""
+    in_order = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
+    file.write_bytes(save(in_order, {**(metadata or {}), "format": "pt"}))
+
+
+@contextmanager
+def opened(file: Path, error: type[NnmpiError]) -> Iterator[Any]:
+    """Give the arrays of a file of safetensors.
 
     Raises:
-        OSError: when it cannot be written, and for a device or a pipe, in whose place a file would come.
+        NnmpiError: of this kind, when it cannot be read.
     """
-    check_ordinary(file)
     try:
-        save_file(arrays, file, {**(metadata or {}), "format": "pt"})
-    except SafetensorError as error:  # which is no OSError, and names a temporary file
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
-            raise OSError(str(error)) from None
-        raise OSError(int(number[1]), os.strerror(int(number[1]))) from None
+        with safe_open(file, "numpy") as stored:
+            yield stored
+    except (OSError, SafetensorError, TypeError) as caught:
+        raise error(f"{file} cannot be read as safetensors: {caught}") from None
 
 
 def read_torch(file: Path) -> dict[str, Array]:
@@ -172,34 +172,27 @@ def read_torch(file: Path) -> dict[str, Array]:
     Raises:
         CheckpointError: when it cannot be read.
     """
-    try:
-        with safe_open(file, "numpy") as stored:
-            return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  it is no mapping
-    except (OSError, SafetensorError, TypeError) as error:
-        raise CheckpointError(f"{file} cannot be read as safetensors: {error}") from None
+    with opened(file, CheckpointError) as stored:
+        return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  it is no mapping
 
 
-def _of_module(module: Module, image: tuple[int, ...] | None) -> Iterator[NamedWeight]:
-    """Yield the arrays of a module that stand otherwise in PyTorch, by their names in the module."""
+def _of_module(module: Module, image: tuple[int, ...] | None) -> Iterator[tuple[str, tuple[str, ...], Write, Read]]:
+    """Yield what stands otherwise in PyTorch of a module: as `NamedWeight`, by names in the module."""
     if isinstance(module, Linear):
-        yield NamedWeight("weight", ("weight",), partial(_linear, image), partial(_linear_back, image))
+        yield "weight", ("weight",), partial(_linear, image), partial(_linear_back, image)
     elif isinstance(module, Conv2d):
-        yield NamedWeight(
-            "weight", ("weight",), lambda x: (x.transpose(3, 2, 0, 1),), lambda x: x.transpose(2, 3, 1, 0)
-        )
+        yield "weight", ("weight",), lambda x: (x.transpose(3, 2, 0, 1),), lambda x: x.transpose(2, 3, 1, 0)
     elif isinstance(module, BatchNorm):
         names = ("running_var", "num_batches_tracked")
-        yield NamedWeight("running_variance", names, lambda x: (x, np.zeros((), np.int64)), lambda x: x)
+        yield "running_variance", names, lambda x: (x, np.zeros((), np.int64)), lambda x: x
     elif isinstance(module, LSTM):
         for number in range(len(module.layers)):
             layer, reverse = divmod(number, module.directions)
             end, ours = f"_l{layer}{'_reverse' * reverse}", f"layers.{number}."
             for name, theirs in (("weight", "weight_ih"), ("recurrent", "weight_hh")):
-                yield NamedWeight(ours + name, (theirs + end,), lambda x: (_gates(x.T),), lambda x: _gates(x).T)
+                yield ours + name, (theirs + end,), lambda x: (_gates(x.T),), lambda x: _gates(x).T
             names = (f"bias_ih{end}", f"bias_hh{end}")
-            yield NamedWeight(
-                ours + "bias", names, lambda x: (_gates(x), np.zeros_like(x)), lambda x, more: _gates(x + more)
-            )
+            yield ours + "bias", names, lambda x: (_gates(x), np.zeros_like(x)), lambda x, more: _gates(x + more)
 
 
 def _linear(image: tuple[int, ...] | None, x: Array) -> tuple[Array, ...]:
@@ -216,6 +209,6 @@ def _linear_back(image: tuple[int, ...] | None, x: Array) -> Array:
 
 
 def _gates(x: Array) -> Array:
-    """Return rows (4 * features, ...) with the last two gates exchanged, which undoes itself."""
-    parts = np.split(x, 4)
-    return np.concatenate([parts[number] for number in TORCH_GATES])
+    """Return rows (4 * features, ...) with the last two gates exchanged, which undoes itself: i f o g, i f g o."""
+    i, f, o, g = np.split(x, 4)
+    return np.concatenate((i, f, g, o))

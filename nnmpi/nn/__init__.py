@@ -1,18 +1,33 @@
 """Layers, and the module tree that they form.
 
-To read, in this order: module (attributes, names, initialization), linear or any other layer, container (sequences and
-residual blocks), mode (training and evaluation), sharding (the tables that say how layers are shared out over ranks),
-chain (how a model is cut into stages), fuse (which layers are computed as one operation), compiled (recorded steps).
+To read, in this order: module (attributes, names, initialization), linear or any other layer, container (sequences,
+residual blocks, and which layers are computed as one operation), mode (training and evaluation), sharding (the tables
+that say how layers are shared out over ranks), chain (how a model is cut into stages), compiled (recorded steps).
 
 To add a layer: a `Module` in a file of its own, its name here; where it mixes features, a rule in `parallel/sharded`.
 """
 
-from nnmpi.nn.activation import GELU, Dropout, Flatten, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh, activation
+from nnmpi.nn.activation import (
+    GELU,
+    BCEWithLogitsLoss,
+    CrossEntropyLoss,
+    Dropout,
+    Flatten,
+    HuberLoss,
+    L1Loss,
+    LeakyReLU,
+    MSELoss,
+    ReLU,
+    Sigmoid,
+    SiLU,
+    Softmax,
+    Tanh,
+    activation,
+)
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
 from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
 from nnmpi.nn.init import Constant, Normal, Uniform, fan_in, kaiming
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
-from nnmpi.nn.loss import BCEWithLogitsLoss, CrossEntropyLoss, HuberLoss, L1Loss, MSELoss
 from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.mode import continued, current, evaluation, observed, training, unfused
 from nnmpi.nn.module import Buffer, Module, Parameter

@@ -1,6 +1,9 @@
-"""Layers without parameters: activations, softmax, dropout, and the flattening of images."""
+"""Layers without parameters: activations, softmax, dropout, the flattening of images, and losses."""
 
+from collections.abc import Callable, Mapping
 from functools import partial
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 from nnmpi.backend.random import key_pair
 from nnmpi.errors import UsageError
@@ -8,15 +11,14 @@ from nnmpi.nn.mode import current, warn_later
 from nnmpi.nn.module import Module
 from nnmpi.ops.activation import gelu, leaky_relu, relu, sigmoid, silu, softmax, tanh
 from nnmpi.ops.dropout import dropout
+from nnmpi.ops.loss import binary_cross_entropy, check_reduction, cross_entropy, huber, mae, mse
 from nnmpi.tensor.tensor import Tensor
 
 
 class ReLU(Module):
     """max(x, 0)"""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return max(x, 0)."""
-        return relu(x)
+    forward = staticmethod(relu)
 
 
 class LeakyReLU(Module):
@@ -44,25 +46,19 @@ class GELU(Module):
 class SiLU(Module):
     """x * sigmoid(x)"""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x * sigmoid(x)."""
-        return silu(x)
+    forward = staticmethod(silu)
 
 
 class Tanh(Module):
     """The hyperbolic tangent."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return tanh x."""
-        return tanh(x)
+    forward = staticmethod(tanh)
 
 
 class Sigmoid(Module):
     """1 / (1 + e^-x)"""
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the sigmoid."""
-        return sigmoid(x)
+    forward = staticmethod(sigmoid)
 
 
 class Softmax(Module):
@@ -84,23 +80,20 @@ class Flatten(Module):
         return x.flatten()
 
 
+ACTIVATIONS: Mapping[str, type[Module]] = MappingProxyType(
+    {"relu": ReLU, "leaky-relu": LeakyReLU, "gelu": GELU, "silu": SiLU, "tanh": Tanh, "sigmoid": Sigmoid}
+)
+
+
 def activation(name: str) -> Module:
-    """Return the activation layer of that name: relu, leaky-relu, gelu, silu, tanh or sigmoid.
+    """Return the activation layer of that name, one of `ACTIVATIONS`.
 
     Raises:
         UsageError: for another name.
     """
-    layers: dict[str, type[Module]] = {
-        "relu": ReLU,
-        "leaky-relu": LeakyReLU,
-        "gelu": GELU,
-        "silu": SiLU,
-        "tanh": Tanh,
-        "sigmoid": Sigmoid,
-    }
-    if name not in layers:
-        raise UsageError(f"activation {name!r} is unknown; choose one of {', '.join(layers)}")
-    return layers[name]()
+    if name not in ACTIVATIONS:
+        raise UsageError(f"activation {name!r} is unknown; choose one of {', '.join(ACTIVATIONS)}")
+    return ACTIVATIONS[name]()
 
 
 class Dropout(Module):
@@ -132,3 +125,47 @@ def mask_place(path: str) -> tuple[tuple[int, int], int]:
     """Return what the mask of a layer depends on, given its full name: asked anew in each pass of a compiled step."""
     mode = current()
     return key_pair("dropout", mode.seed, mode.step, path), mode.first_row
+
+
+class MSELoss(Module):
+    """Called with outputs and targets; see `ops.mse`, also for the reduction. Losses have PyTorch's names."""
+
+    function: ClassVar[Callable[..., Tensor]] = staticmethod(mse)
+
+    def __init__(self, reduction: str = "mean", **options: Any) -> None:
+        check_reduction(reduction)
+        self.options = {"reduction": reduction, **options}
+
+    def forward(self, x: Tensor, target: Any) -> Tensor:
+        """Return the loss."""
+        return self.function(x, target, **self.options)
+
+
+class L1Loss(MSELoss):
+    """Called with outputs and targets; see `ops.mae`."""
+
+    function = staticmethod(mae)
+
+
+class BCEWithLogitsLoss(MSELoss):
+    """Called with logits and targets in [0, 1]; see `ops.binary_cross_entropy`."""
+
+    function = staticmethod(binary_cross_entropy)
+
+
+class CrossEntropyLoss(MSELoss):
+    """Called with logits and labels; see `ops.cross_entropy`, also for the arguments."""
+
+    function = staticmethod(cross_entropy)
+
+    def __init__(self, reduction: str = "mean", ignore_index: int | None = None, label_smoothing: float = 0.0) -> None:
+        super().__init__(reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
+
+
+class HuberLoss(MSELoss):
+    """Called with outputs and targets; see `ops.huber`, also for the arguments."""
+
+    function = staticmethod(huber)
+
+    def __init__(self, reduction: str = "mean", delta: float = 1.0) -> None:
+        super().__init__(reduction, delta=delta)

@@ -20,8 +20,7 @@ from itertools import groupby
 from typing import Any, TypeAlias
 
 from nnmpi.errors import UsageError
-from nnmpi.nn.container import Pop, Residual, Sequential, Stash, check_empty, fetch, keep
-from nnmpi.nn.fuse import fuse
+from nnmpi.nn.container import Pop, Residual, Sequential, Stash, check_empty, fetch, fuse, keep
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
 from nnmpi.nn.transformer import TransformerBlock

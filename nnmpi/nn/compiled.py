@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import update_wrapper
-from inspect import signature
 from threading import RLock
 from types import MethodType
 from typing import Any
@@ -70,14 +69,13 @@ class Compiled:
         """The number of kinds of calls that are held."""
         return len(self._held)
 
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
+    def __call__(self, *inputs: Any) -> Any:
         """Do one step. Of several threads one does so at a time.
 
         Args:
             inputs: arrays or Tensors, which the step gets as Tensors and which are read before this returns; and
                 numbers, words and tuples of these, of which each value is recorded for itself, as is any other object
                 that can be a dictionary's key (what is changed in it later is not noticed).
-            named: the same, by the names of the step's parameters.
 
         Returns:
             What the step returns: None, a Tensor, or tuples, lists and dictionaries of these. The Tensors are copies,
@@ -85,12 +83,10 @@ class Compiled:
 
         Raises:
             UsageError: when the step asks a tensor for a number, returns something else, or is called by a compiled
-                step; for an input that cannot be compared, or needs a gradient, and for names that the step lacks.
+                step; for an input that cannot be compared, or needs a gradient.
         """
         if active() is not None:
             raise UsageError("a compiled step was called while another one is recorded; compile the outer one alone")
-        if named:
-            inputs = self._by_place(inputs, named)
         mode = current()
         if mode.observe is not None:
             return self.as_it_stands(inputs)  # who looks at modules wants them to run
@@ -111,18 +107,6 @@ class Compiled:
     def as_it_stands(self, inputs: tuple[Any, ...]) -> Any:
         """Do one step without recording or replaying anything."""
         return self._step(*map(_tensor, inputs))
-
-    def _by_place(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, ...]:
-        try:
-            bound = signature(self._step).bind(*inputs, **named)
-        except (TypeError, ValueError) as error:
-            raise UsageError(f"a compiled step cannot be called like this: {error}") from None
-        if bound.kwargs:
-            raise UsageError(
-                f"a compiled step knows its arguments by their places, and {', '.join(bound.kwargs)} can be given by "
-                "name only; let the step take it by place"
-            )
-        return bound.args
 
     def _record(self, key: Any, inputs: tuple[Any, ...], mode: Mode) -> Any:
         self._held.pop(key, None)

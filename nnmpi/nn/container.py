@@ -1,5 +1,13 @@
 """Modules made of modules: one after another, around a shortcut, and beside one another.
 
+Runs of layers in a sequence are computed as one operation. The layers stay what they are, with their names and
+parameters; only the calls are fewer, and `nn.unfused()` runs them one by one:
+
+    Linear, ReLU                  one GEMM and two passes in place          bit for bit the same as one by one
+    Linear, GELU                  the same, in blocks that stay in cache    bit for bit the same
+    Conv2d, ReLU                  the same                                  within rounding
+    Conv2d, ReLU, MaxPool2d       bias and ReLU on what pooling left        within rounding
+
 A connection may skip some modules of a sequence, wherever the sequence is cut:
 
     Sequential(conv1, Stash("a"), conv2, conv3, Pop("a"), head)
@@ -14,19 +22,68 @@ Giving the two ends a name, so that a pipeline can carry the value from one stag
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from operator import add
 from types import MappingProxyType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 from nnmpi.errors import ShapeError, UsageError
-from nnmpi.nn.fuse import fuse
+from nnmpi.nn.activation import GELU, ReLU
+from nnmpi.nn.conv import Conv2d, MaxPool2d
+from nnmpi.nn.linear import Linear
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
-from nnmpi.ops.activation import relu
+from nnmpi.ops.activation import linear_gelu, relu
+from nnmpi.ops.conv.conv2d import conv_relu, conv_relu_pool
+from nnmpi.ops.linear import linear_relu
 from nnmpi.tensor.tensor import Tensor, concatenate
+
+M = TypeVar("M", bound=Module)
+
+
+def fuse(layers: Sequence[Module]) -> list[Callable[..., Any]]:
+    """Return the calls that compute these layers one after another: the layers, or one call for several of them.
+
+    Only layers that compute as these classes do are put together: a subclass may have a forward of its own.
+    """
+    calls: list[Callable[..., Any]] = []
+    rest = list(layers)
+    while rest:
+        layer, after = rest.pop(0), [type(each) for each in rest[:2]]
+        if _is(layer, Linear) and after[:1] == [ReLU]:
+            del rest[0]
+            calls.append(partial(_linear_relu, layer))
+        elif _is(layer, Linear) and after[:1] == [GELU]:
+            calls.append(partial(_linear_gelu, layer, rest.pop(0)))
+        elif _is(layer, Conv2d) and after[:1] == [ReLU]:
+            del rest[0]
+            pool = rest[0] if after == [ReLU, MaxPool2d] else None
+            is_simple = (
+                isinstance(pool, MaxPool2d) and pool.over.stride == pool.over.kernel and not any(pool.over.padding)
+            )
+            calls.append(partial(_conv_relu, layer, rest.pop(0) if is_simple else None))
+        else:
+            calls.append(layer)
+    return calls
+
+
+def _is(layer: Module, kind: type[M]) -> TypeGuard[M]:
+    """Return whether a layer is of this class, or of one that changes nothing but what comes before (`enter`)."""
+    return isinstance(layer, kind) and type(layer).forward is kind.forward
+
+
+def _linear_relu(linear: Linear, x: Tensor) -> Tensor:
+    return linear_relu(linear.enter(x), linear.weight, linear.bias)
+
+
+def _linear_gelu(linear: Linear, gelu: Any, x: Tensor) -> Tensor:
+    return linear_gelu(linear.enter(x), linear.weight, linear.bias, gelu.approximate)
+
+
+def _conv_relu(conv: Conv2d, pool: Any, x: Tensor) -> Tensor:
+    given = (conv.enter(x), conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups)
+    return conv_relu(*given) if pool is None else conv_relu_pool(*given, pool=pool.over.kernel)
 
 
 class Stash(Module):
@@ -57,14 +114,6 @@ class Pop(Module):
         return x + (kept if self.shortcut is None else self.shortcut(kept))
 
 
-@dataclass(frozen=True)
-class _Fused:
-    """What a sequence calls for these modules."""
-
-    layers: list[Module]
-    steps: list[Callable[..., Any]]
-
-
 class Sequential(Module):
     """Modules one after another, each fed the result of the one before: x -> [0] -> [1] -> ... -> y.
 
@@ -79,7 +128,7 @@ class Sequential(Module):
             if not isinstance(layer, Module):
                 raise UsageError(f"Sequential takes modules, such as nn.ReLU(), not {layer!r}")
         self.layers = list(layers)
-        self._fused: _Fused | None = None
+        self._fused: tuple[list[Module], list[Callable[..., Any]]] | None = None
 
     def children(self) -> Iterator[tuple[str, Module]]:
         """Yield the modules with their numbers."""
@@ -108,9 +157,9 @@ class Sequential(Module):
         """
         if not current().joins:
             return self.layers
-        if self._fused is None or self._fused.layers != self.layers:
-            self._fused = _Fused(list(self.layers), fuse(self.layers))
-        return self._fused.steps
+        if self._fused is None or self._fused[0] != self.layers:
+            self._fused = list(self.layers), fuse(self.layers)
+        return self._fused[1]
 
     def __len__(self) -> int:
         return len(self.layers)
@@ -128,11 +177,9 @@ class Sequential(Module):
             raise UsageError(f"slice {start}..{stop} does not lie within a sequence of {len(self.layers)} modules")
         return Sequential(*self.layers[start:stop])
 
-    def set_child(self, name: str, module: Module) -> None:
+    def set_child(self, name: str, part: Any) -> None:
         """Put a module in the place of the one with that number. See `Module.set_child`."""
-        if not name.isdigit() or int(name) >= len(self.layers):
-            raise UsageError(f"a sequence of {len(self.layers)} modules has no module {name!r}")
-        self.layers[int(name)] = module
+        super().set_child(f"layers.{name}", part)
 
 
 class Residual(Module):

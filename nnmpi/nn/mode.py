@@ -28,7 +28,7 @@ class Mode(NamedTuple):
         again: whether this pass repeats one that has been, whose results were not kept: what a layer updates on its way
             (running statistics) is left alone then.
         observe: called as observe(module, result) after every module's forward, or None.
-        fused: whether layers that can be computed as one operation are (see `nn.fuse`).
+        fused: whether layers that can be computed as one operation are (see `nn.container.fuse`).
         memory: what layers keep of the tokens that came in earlier passes, by their full names; None where each pass
             is for itself.
     """

@@ -38,21 +38,15 @@ from nnmpi.tensor.parameter import Parameter as Parameter
 from nnmpi.tensor.tensor import Tensor
 
 
-class _Draws(Mapping[str, Array]):
+class _Draws(dict[str, Array]):
     """Parameters' first values, each drawn when it is asked for: of a sharded model nobody has more than one whole."""
 
     def __init__(self, parameters: Mapping[str, Parameter], seed: int, dtype: np.dtype[Any], backend: Backend) -> None:
         self._parameters, self._seed, self.dtype, self._backend = parameters, seed, dtype, backend
 
-    def __getitem__(self, name: str) -> Array:
+    def __missing__(self, name: str) -> Array:
         drawn = self._parameters[name].draw(stream(self._seed, "init", name))
         return self._backend.asarray(np.asarray(drawn, dtype=self.dtype))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._parameters)
-
-    def __len__(self) -> int:
-        return len(self._parameters)
 
 
 class Buffer:
@@ -242,14 +236,12 @@ class Module:
             if recorder is None:
                 parameter.grad = None
             else:
-                recorder.perform(parameter.set_grad, None)
+                recorder.perform(setattr, parameter, "grad", None)
                 recorder.cleared.add(id(parameter))
 
     def state(self) -> dict[str, Array]:
         """Return copies, in host memory, of all parameters and buffers by full name."""
-        self._check_whole()
-        entries: dict[str, Any] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
-        return {name: np.array(Tensor(entry.data).numpy()) for name, entry in entries.items()}
+        return {name: np.array(Tensor(entry.data).numpy()) for name, entry in self._state_entries().items()}
 
     def load_state(self, state: Mapping[str, Array]) -> None:
         """Overwrite all parameters and buffers by the arrays of the same names, which must fit exactly.
@@ -258,13 +250,12 @@ class Module:
             CheckpointError: when a name is missing or unknown, a value is no array, or a shape or dtype differs.
                 Nothing is changed then.
         """
-        self._check_whole()
-        if "storage" not in vars(self) and isinstance(state, Mapping) and state:
-            dtypes = {str(getattr(values, "dtype", "")) for values in state.values()}
-            self.initialize(dtype="float64" if dtypes == {"float64"} else "float32")  # the state brings all values
         if not isinstance(state, Mapping):
             raise CheckpointError(f"the state is a {type(state).__name__}; give arrays by name, as state() does")
-        entries: dict[str, Any] = {**dict(self.named_parameters()), **dict(self.named_buffers())}
+        if "storage" not in vars(self) and state:
+            dtypes = {str(getattr(values, "dtype", "")) for values in state.values()}
+            self.initialize(dtype="float64" if dtypes == {"float64"} else "float32")  # the state brings all values
+        entries = self._state_entries()
         missing, unknown = sorted(entries.keys() - state.keys()), sorted(state.keys() - entries.keys(), key=str)
         if missing or unknown:
             raise CheckpointError(
@@ -272,28 +263,27 @@ class Module:
             )
         for name, entry in entries.items():
             ours, theirs = entry.data, state[name]
-            if not (hasattr(theirs, "shape") and hasattr(theirs, "dtype")):
+            wanted = f"{ours.dtype} {ours.shape}"
+            found = f"{theirs.dtype} {theirs.shape}" if hasattr(theirs, "dtype") else f"a {type(theirs).__name__}"
+            if found != wanted:
                 raise CheckpointError(
-                    f"{name} is a {type(theirs).__name__} in the state; give an array of {ours.dtype} {ours.shape}"
-                )
-            if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
-                torch = sorted(ours.shape) == sorted(theirs.shape) and ours.shape != theirs.shape
-                raise CheckpointError(
-                    f"{name} is {theirs.dtype} {theirs.shape} in the state, but {ours.dtype} {ours.shape} in the model"
-                    + "; PyTorch's order is another, see nnmpi.models.torch_weights" * torch
+                    f"{name} is {found} in the state, but {wanted} in the model; for PyTorch's order of axes see "
+                    "nnmpi.models.torch_weights"
                 )
         for name, entry in entries.items():
-            entry.data[...] = _like(entry.data, state[name])
+            entry.data[...] = namespace(entry.data).asarray(state[name])
 
     state_dict, load_state_dict = state, load_state  # PyTorch's names
 
-    def _check_whole(self) -> None:
+    def _state_entries(self) -> dict[str, Any]:
+        """Return all parameters and buffers by name, if the values are here."""
         storage = vars(self).get("storage")
         if storage is not None and not storage.is_whole:
             raise UsageError(
                 "the ranks have parts of this model's parameters; Worker.state() or ShardedDataParallel.gather_model() "
                 "puts them together"
             )
+        return {**dict(self.named_parameters()), **dict(self.named_buffers())}
 
     def get(self, path: str) -> Module:
         """Return the module of that full name.
@@ -320,20 +310,20 @@ class Module:
                     return
         raise UsageError("the model itself cannot be replaced; name a module in it")
 
-    def set_child(self, name: str, module: Module) -> None:
-        """Put a module in the place of the child with that name ("body", or "rest.1" for an item of a list).
+    def set_child(self, name: str, part: Module | Parameter | Buffer) -> None:
+        """Put a part in the place of the one with that name here ("body", or "rest.1" for an item of a list or tuple).
 
         Raises:
-            UsageError: when there is no such child, or it stands in a tuple.
+            UsageError: when there is none.
         """
         attribute, _, number = name.partition(".")
-        value = vars(self).get(attribute)
-        if isinstance(value, Module) and not number:
-            setattr(self, attribute, module)
-        elif isinstance(value, list) and number.isdigit() and int(number) < len(value):
-            value[int(number)] = module
+        value: Any = vars(self).get(attribute)
+        if number.isdigit() and isinstance(value, list | tuple) and int(number) < len(value):
+            setattr(self, attribute, type(value)(part if i == int(number) else item for i, item in enumerate(value)))
+        elif not number and isinstance(value, Module | Parameter | Buffer):
+            setattr(self, attribute, part)
         else:
-            raise UsageError(f"{type(self).__name__} has no child {name!r} that can be replaced")
+            raise UsageError(f"{type(self).__name__} has no part {name!r} that can be replaced")
 
 
 def _within(value: Any) -> Iterator[tuple[Module | Parameter, list[Parameter]]]:
@@ -384,9 +374,3 @@ def _input(x: Any) -> Any:
     if first is not x and isinstance(first, int | float):
         raise DtypeError("a model works on arrays and Tensors, not on lists of numbers; convert with numpy.asarray")
     return x
-
-
-def _like(target: Array, values: Array) -> Array:
-    """Return host values as an array that can be assigned to the target, wherever it lives."""
-    array: Array = namespace(target).asarray(values)
-    return array

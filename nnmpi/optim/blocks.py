@@ -4,11 +4,10 @@ An Adam update is twelve array operations. Done on whole buffers that do not fit
 main memory; done block by block, only the first and the last touch do. All views and scratch arrays are made once.
 """
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from types import EllipsisType, ModuleType
-from typing import Any, TypeAlias
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
@@ -21,12 +20,10 @@ HOST_BLOCK_BYTES = 256 * 1024
 # A device starts one kernel per operation and block: blocks are there to bound the scratch memory, not for a cache.
 DEVICE_BLOCK_BYTES = 16 * 1024 * 1024
 
-Index: TypeAlias = tuple[slice | EllipsisType, ...]
-
 
 @dataclass(frozen=True, eq=False, slots=True)
 class BufferBlock:
-    """Views of the same elements of one buffer, its gradient and its state; all have one shape.
+    """Views of the same elements of one buffer, its gradient and its state: one run of memory each.
 
     Attributes:
         xp: the library of the arrays.
@@ -34,7 +31,6 @@ class BufferBlock:
         decay: the weight decay of the buffer's group.
         scratch: two arrays, shared by all blocks, whose values mean nothing between two blocks.
         is_spent: whether nobody needs the gradient after the update, so that its memory may be used in it.
-        is_flat: whether all views are one run of memory each, as compiled kernels want them.
     """
 
     xp: ModuleType
@@ -44,16 +40,11 @@ class BufferBlock:
     decay: float
     scratch: tuple[Array, Array]
     is_spent: bool = False
-    is_flat: bool = field(init=False)
-
-    def __post_init__(self) -> None:
-        arrays = (self.data, self.grad, *self.slots)
-        object.__setattr__(self, "is_flat", all(array.ndim == 1 and array.flags.c_contiguous for array in arrays))
 
 
 def compiled_update(block: BufferBlock, name: str) -> Any:
     """Return the update of this name that works on this block in one pass, or None."""
-    kernels = kernels_for(block.data, name) if block.is_flat else None
+    kernels = kernels_for(block.data, name)
     return None if kernels is None else getattr(kernels, name)
 
 
@@ -63,39 +54,11 @@ def block_elements(array: Array) -> int:
     return limit_bytes // array.dtype.itemsize
 
 
-def cut(shape: tuple[int, ...], limit: int) -> Iterator[Index]:
-    """Yield indices that cover an array of this shape exactly once, in pieces of at most `limit` >= 1 elements.
-
-    The pieces are boxes, cut along the first dims, so that basic slicing gives views whatever the strides are:
-
-        cut((5,), 2)     ->  [0:2]  [2:4]  [4:5]
-        cut((2, 4), 3)   ->  [0:1, 0:3]  [0:1, 3:4]  [1:2, 0:3]  [1:2, 3:4]
-
-    Every index ends in an ellipsis (not shown above), so that it gives a view and not a number, for 0-d arrays too.
-    """
-    if math.prod(shape) <= limit:
-        if math.prod(shape) > 0:
-            yield (...,)
-        return
-    rows = limit // math.prod(shape[1:])
-    if rows > 0:
-        for start in range(0, shape[0], rows):
-            yield (slice(start, min(start + rows, shape[0])), ...)
-        return
-    for i in range(shape[0]):
-        for rest in cut(shape[1:], limit):
-            yield (slice(i, i + 1), *rest)
-
-
 def pieces(arrays: Sequence[Array], limit: int) -> Iterator[tuple[Array, ...]]:
-    """Yield views of the same elements of each array, at most `limit` at a time; the arrays have one shape.
-
-    C-contiguous arrays are seen as flat ones, because long runs are fastest.
-    """
-    if all(array.flags.c_contiguous for array in arrays):
-        arrays = [array.reshape(-1) for array in arrays]
-    for index in cut(arrays[0].shape, limit):
-        yield tuple(array[index] for array in arrays)
+    """Yield flat views of the same elements of each array, at most `limit` at a time; the arrays are contiguous."""
+    flat = [array.reshape(-1) for array in arrays]
+    for start in range(0, flat[0].size, limit):
+        yield tuple(array[start : start + limit] for array in flat)
 
 
 class ScratchArrays:
@@ -104,20 +67,15 @@ class ScratchArrays:
     def __init__(self, buffers: Sequence[Array]) -> None:
         self._pairs: dict[tuple[str, str], tuple[Array, Array]] = {}
         for buffer in buffers:
-            size = min(buffer.size, block_elements(buffer))
-            if size > self._size(buffer):
-                xp = namespace(buffer)
-                self._pairs[self._key(buffer)] = (xp.zeros(size, buffer.dtype), xp.zeros(size, buffer.dtype))
+            xp, size, pair = namespace(buffer), min(buffer.size, block_elements(buffer)), self._pairs.get(_kind(buffer))
+            if pair is None or size > pair[0].size:
+                self._pairs[_kind(buffer)] = (xp.zeros(size, buffer.dtype), xp.zeros(size, buffer.dtype))
 
     def like(self, block: Array) -> tuple[Array, Array]:
-        """Return two arrays of the block's shape and dtype; they lie in the memory that every block gets."""
-        first, second = self._pairs[self._key(block)]
-        return first[: block.size].reshape(block.shape), second[: block.size].reshape(block.shape)
+        """Return two arrays of the block's length and dtype; they lie in the memory that every block gets."""
+        first, second = self._pairs[_kind(block)]
+        return first[: block.size], second[: block.size]
 
-    def _size(self, buffer: Array) -> int:
-        pair = self._pairs.get(self._key(buffer))
-        return 0 if pair is None else pair[0].size
 
-    @staticmethod
-    def _key(array: Array) -> tuple[str, str]:
-        return namespace(array).__name__, str(array.dtype)
+def _kind(array: Array) -> tuple[str, str]:
+    return namespace(array).__name__, str(array.dtype)

@@ -111,13 +111,11 @@ def _clip(grads: Sequence[Array], max_norm: float) -> float:
 def _squares(grad: Array, dtype: DTypeLike) -> Array | float:
     """Return the sum of one gradient's squares, blocks in `dtype`: a float64 0-d array where the gradient lies."""
     xp = namespace(grad)
-    if xp is np and grad.ndim == 1 and grad.dtype == dtype:  # the same sum, in half the calls
-        step = block_elements(grad)
-        blocks = [grad[start : start + step] for start in range(0, grad.size, step)]
-        return sum(float(block.dot(block)) for block in blocks)
+    if xp is np and grad.dtype == dtype:  # the same sum, in half the calls
+        return sum(float(block.dot(block)) for (block,) in pieces([grad], block_elements(grad)))
     total: Array = xp.zeros((), "float64")
     for (block,) in pieces([grad], block_elements(grad)):
-        flat = block.reshape(-1).astype(dtype, copy=False)  # copies one block at most
+        flat = block.astype(dtype, copy=False)  # copies one block at most
         xp.add(total, xp.dot(flat, flat), out=total)
     return total
 

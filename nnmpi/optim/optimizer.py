@@ -83,7 +83,7 @@ class Arrays:
         optimizer = SGD(Arrays([weight, bias], [weight_grad, bias_grad]), lr=0.1)
 
     Args:
-        data: arrays of any shape and strides, float32 or float64.
+        data: contiguous arrays of any shape, float32 or float64.
         grads: one per array of `data`, same shape, dtype and library.
         groups: one name per array; "default" for all when left out.
     """
@@ -400,7 +400,7 @@ def _check(storage: Storage) -> None:
     """Raise unless every buffer can be updated in place from its gradient.
 
     Raises:
-        UsageError: when the three lists differ in length, or a buffer cannot be written element by element.
+        UsageError: when the three lists differ in length, or a buffer is read-only or not contiguous.
         ShapeError: when a gradient's shape differs from its buffer's.
         DtypeError: when their dtypes or array libraries differ, or the dtype is neither float32 nor float64.
     """
@@ -416,5 +416,5 @@ def _check(storage: Storage) -> None:
         if ours != theirs:
             raise DtypeError(f"buffer {i} is {ours} and its gradient {theirs}; they must be alike")
         fixed = not getattr(data.flags, "writeable", True)  # CuPy's flags have no such entry: its arrays are writable
-        if fixed or any(step == 0 and length > 1 for step, length in zip(data.strides, data.shape, strict=True)):
-            raise UsageError(f"buffer {i} is read-only or broadcast and cannot be updated in place; give a copy of it")
+        if fixed or not (data.flags.c_contiguous and grad.flags.c_contiguous):
+            raise UsageError(f"buffer {i} is read-only, or it or its gradient is not contiguous; give a copy")

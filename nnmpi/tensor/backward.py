@@ -21,7 +21,7 @@ import numpy as np
 from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.backend.recording import active, perform
 from nnmpi.errors import DtypeError, GraphError, ShapeError
-from nnmpi.tensor.function import Function, Variable, unbroadcast
+from nnmpi.tensor.function import Function, Grads, Variable, unbroadcast
 from nnmpi.tensor.recorded import record_whole
 
 watching: ContextVar[Callable[[Sequence[Function]], None] | None] = ContextVar("nnmpi_watching", default=None)
@@ -43,7 +43,7 @@ class Deferred:
     def __init__(self) -> None:
         self._waiting: list[tuple[Function, Array, tuple[bool, ...]]] = []
 
-    def backward(self, node: Function, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, node: Function, grad: Array) -> Grads:
         """Return the gradients of those inputs of an operation that are no parameters; the others' wait."""
         assert node.edges is not None  # used-up operations are taken off the tape
         kept = tuple(isinstance(edge, Variable) and edge.buffer is not None for edge in node.edges)
@@ -64,7 +64,7 @@ class Deferred:
         return bool(self._waiting) and self._waiting[-1][0] is node
 
 
-def _backward_of(node: Function, grad: Array, wanted: tuple[bool, ...]) -> tuple[Array | None, ...]:
+def _backward_of(node: Function, grad: Array, wanted: tuple[bool, ...]) -> Grads:
     """Return an operation's gradients for some of its inputs, None for the others."""
     needs = node.needs
     now = tuple(need and want for need, want in zip(needs, wanted, strict=True))
@@ -196,7 +196,7 @@ def _final_uses(nodes: list[Function]) -> dict[Function, list[Variable]]:
     return finals
 
 
-def _pass_on(node: Function, grads: tuple[Array | None, ...], xp: Any) -> None:
+def _pass_on(node: Function, grads: Grads, xp: Any) -> None:
     """Add what an operation's backward returned to its inputs' gradients."""
     edges = node.edges
     assert edges is not None  # used-up operations are taken off the tape

@@ -57,33 +57,23 @@ def check_gradients(
         got = tensors[i].grad
         got = np.zeros_like(x) if got is None else got
         for place in np.ndindex(x.shape):
-            _compare(value, inputs, i, place, float(got[place]), step, rtol, atol)
-
-
-def _compare(
-    value: Callable[[Sequence[Array]], float],
-    inputs: Sequence[Array],
-    i: int,
-    place: tuple[int, ...],
-    got: float,
-    step: float,
-    rtol: float,
-    atol: float,
-) -> None:
-    moved = [np.array(a, copy=True) for a in inputs]
-    at = float(moved[i][place])
-    h = step * max(1.0, abs(at))
-    samples = []
-    for x in (at - h, at, at + h):
-        moved[i][place] = x
-        samples.append(value(moved))
-    below, here, above = samples
-    difference = (above - below) / (2 * h)
-    tolerance = atol + rtol * max(abs(difference), abs(got)) + 1e-15 * abs(here) / h
-    where = f"input {i} element {place} (value {at!r})"
-    sampled = f"sampled {below!r}, {here!r}, {above!r} at steps of {h:g}"
-    left, right = (here - below) / h, (above - here) / h
-    if abs(left - right) > 1e-2 * max(1.0, abs(left), abs(right)):
-        raise GradientError(f"no derivative at {where}: {left:.8g} from below, {right:.8g} from above; {sampled}")
-    if not abs(got - difference) <= tolerance:
-        raise GradientError(f"backward gives {got:.10g} for {where}, central differences {difference:.10g}; {sampled}")
+            moved = [np.array(a, copy=True) for a in inputs]
+            at, found = float(x[place]), float(got[place])
+            h = step * max(1.0, abs(at))
+            samples = []
+            for moved[i][place] in (at - h, at, at + h):
+                samples.append(value(moved))
+            below, here, above = samples
+            difference = (above - below) / (2 * h)
+            tolerance = atol + rtol * max(abs(difference), abs(found)) + 1e-15 * abs(here) / h
+            where = f"input {i} element {place} (value {at!r})"
+            sampled = f"sampled {below!r}, {here!r}, {above!r} at steps of {h:g}"
+            left, right = (here - below) / h, (above - here) / h
+            if abs(left - right) > 1e-2 * max(1.0, abs(left), abs(right)):
+                raise GradientError(
+                    f"no derivative at {where}: {left:.8g} from below, {right:.8g} from above; {sampled}"
+                )
+            if not abs(found - difference) <= tolerance:
+                raise GradientError(
+                    f"backward gives {found:.10g} for {where}, central differences {difference:.10g}; {sampled}"
+                )

@@ -3,64 +3,77 @@
 Of inputs that are broadcast the tape sums the gradients (see `Function.broadcasts`).
 """
 
-from typing import Any, ClassVar
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array
-from nnmpi.tensor.function import Elementwise
+from nnmpi.tensor.function import Elementwise, Grads
 
 
-class Add(Elementwise):
-    """a + b"""
+class Rule(NamedTuple):
+    """How a function of the array library is differentiated.
+
+    Attributes:
+        kept: what the derivatives need: inputs by number, and -1 for the result.
+        to_first, to_second: (xp, gradient, *kept) -> the gradient of an input.
+    """
+
+    kept: tuple[int, ...]
+    to_first: Callable[..., Array]
+    to_second: Callable[..., Array] | None = None
+
+
+def _same(_xp: Any, grad: Array) -> Array:
+    return grad
+
+
+RULES: Mapping[str, Rule] = MappingProxyType(
+    {
+        "add": Rule((), _same, _same),
+        "subtract": Rule((), _same, lambda xp, grad: xp.negative(grad)),
+        "multiply": Rule(
+            (0, 1), lambda xp, grad, a, b: xp.multiply(grad, b), lambda xp, grad, a, b: xp.multiply(grad, a)
+        ),
+        "divide": Rule(
+            (1, -1),
+            lambda xp, grad, b, y: xp.divide(grad, b),
+            lambda xp, grad, b, y: xp.multiply(xp.negative(xp.divide(grad, b)), y),
+        ),
+        "negative": Rule((), lambda xp, grad: xp.negative(grad)),
+        "exp": Rule((-1,), lambda xp, grad, y: xp.multiply(grad, y)),
+        "log": Rule((0,), lambda xp, grad, x: xp.divide(grad, x)),
+        "sqrt": Rule((-1,), lambda xp, grad, y: xp.divide(grad, xp.multiply(2, y))),
+        "absolute": Rule((0,), lambda xp, grad, x: xp.multiply(grad, xp.sign(x))),  # 0 at 0
+        "sin": Rule((0,), lambda xp, grad, x: xp.multiply(grad, xp.cos(x))),
+        "cos": Rule((0,), lambda xp, grad, x: xp.multiply(xp.negative(grad), xp.sin(x))),
+        "tanh": Rule((-1,), lambda xp, grad, y: xp.multiply(grad, xp.subtract(1, xp.multiply(y, y)))),
+    }
+)
+
+
+class Pointwise(Elementwise):
+    """The array library's function of a name in `RULES`."""
+
+    __slots__ = ("name",)
 
     replayable = True
 
-    def forward(self, a: Any, b: Any) -> Array:
-        return self.xp.add(a, b)
+    def __init__(self, name: str) -> None:
+        self.name = name
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return grad, grad
+    def forward(self, *inputs: Any) -> Array:
+        y = getattr(self.xp, self.name)(*inputs)
+        values = (*inputs, y)
+        self.saved = tuple(values[i] for i in RULES[self.name].kept)
+        return y
 
-
-class Subtract(Elementwise):
-    """a - b"""
-
-    replayable = True
-
-    def forward(self, a: Any, b: Any) -> Array:
-        return self.xp.subtract(a, b)
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return grad, self.xp.negative(grad) if self.needs[1] else None
-
-
-class Multiply(Elementwise):
-    """a * b"""
-
-    replayable = True
-
-    def forward(self, a: Any, b: Any) -> Array:
-        self.saved = (a, b)
-        return self.xp.multiply(a, b)
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        (a, b), needs, xp = self.saved, self.needs, self.xp
-        return xp.multiply(grad, b) if needs[0] else None, xp.multiply(grad, a) if needs[1] else None
-
-
-class Divide(Elementwise):
-    """a / b"""
-
-    replayable = True
-
-    def forward(self, a: Any, b: Any) -> Array:
-        quotient = self.xp.divide(a, b)
-        self.saved = (quotient, b)
-        return quotient
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        (quotient, b), xp = self.saved, self.xp
-        share = xp.divide(grad, b)
-        return share, xp.multiply(xp.negative(share), quotient) if self.needs[1] else None
+    def backward(self, grad: Array) -> Grads:
+        _, *rules = RULES[self.name]
+        return tuple(
+            rule(self.xp, grad, *self.saved) if rule is not None and needed else None
+            for rule, needed in zip(rules, self.needs, strict=False)
+        )
 
 
 class Power(Elementwise):
@@ -71,7 +84,7 @@ class Power(Elementwise):
         self.saved = (a, b, result)
         return result
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         (a, b, result), xp = self.saved, self.xp
         to_a = to_b = None
         if self.needs[0]:
@@ -106,7 +119,7 @@ class Extremum(Elementwise):
         self.saved = (a, b)
         return self.xp.maximum(a, b) if self.largest else self.xp.minimum(a, b)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         (a, b), xp = self.saved, self.xp
         first = xp.greater(a, b) if self.largest else xp.less(a, b)
         share = xp.add(first, xp.multiply(xp.equal(a, b), grad.dtype.type(0.5)))
@@ -122,98 +135,9 @@ class Where(Elementwise):
         self.saved = (condition,)
         return self.xp.where(condition, a, b)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         (condition,), xp = self.saved, self.xp
         return None, xp.where(condition, grad, 0), xp.where(condition, 0, grad)  # no product: 0 * inf would be NaN
-
-
-class Negate(Elementwise):
-    """-x"""
-
-    replayable = True
-
-    def forward(self, x: Array) -> Array:
-        return self.xp.negative(x)
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (self.xp.negative(grad),)
-
-
-class _Named(Elementwise):
-    """The array library's function of this name. The derivative is in terms of the result, or of x."""
-
-    name: ClassVar[str]
-    of_result: ClassVar[bool] = False
-    replayable = True
-
-    def forward(self, x: Array) -> Array:
-        y = getattr(self.xp, self.name)(x)
-        self.saved = (y if self.of_result else x,)
-        return y
-
-
-class Exp(_Named):
-    """e ** x"""
-
-    name, of_result = "exp", True
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (self.xp.multiply(grad, self.saved[0]),)
-
-
-class Log(_Named):
-    """The natural logarithm."""
-
-    name = "log"
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (self.xp.divide(grad, self.saved[0]),)
-
-
-class Sqrt(_Named):
-    """The square root."""
-
-    name, of_result = "sqrt", True
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (self.xp.divide(grad, self.xp.multiply(2, self.saved[0])),)
-
-
-class Absolute(_Named):
-    """|x|; the derivative at 0 is taken as 0."""
-
-    name = "absolute"
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (self.xp.multiply(grad, self.xp.sign(self.saved[0])),)
-
-
-class Sin(_Named):
-    """sin x"""
-
-    name = "sin"
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (self.xp.multiply(grad, self.xp.cos(self.saved[0])),)
-
-
-class Cos(_Named):
-    """cos x"""
-
-    name = "cos"
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (self.xp.multiply(self.xp.negative(grad), self.xp.sin(self.saved[0])),)
-
-
-class TanhFunction(_Named):
-    """tanh x"""
-
-    name, of_result = "tanh", True
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        (y,), xp = self.saved, self.xp
-        return (xp.multiply(grad, xp.subtract(1, xp.multiply(y, y))),)
 
 
 class Clip(Elementwise):
@@ -231,5 +155,5 @@ class Clip(Elementwise):
         self.saved = (self.xp.equal(x, y),) if self.needs[0] else ()
         return y
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         return (self.xp.multiply(grad, self.saved[0]),)

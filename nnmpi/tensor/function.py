@@ -31,7 +31,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -43,6 +43,8 @@ from nnmpi.backend.sums import sum_over
 from nnmpi.errors import DtypeError, GraphError
 from nnmpi.tensor.placement import Placement, TensorCut, aligned, is_cut
 from nnmpi.tensor.recorded import record_whole
+
+Grads: TypeAlias = tuple[Array | None, ...]  # one for each input, None where there is none
 
 _SCALAR: type = np.generic  # what NumPy returns in place of an array without axes
 _recording: ContextVar[bool] = ContextVar("nnmpi_recording", default=True)
@@ -195,7 +197,7 @@ class Function:
         """Return the result for the inputs' arrays (or plain values, for inputs that are no tensors)."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         """Return one gradient per input, None where there is none. Do not write to `grad`, which may be shared."""
         raise NotImplementedError(f"{type(self).__name__} defines no backward")
 

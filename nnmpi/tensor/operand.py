@@ -8,7 +8,7 @@ from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.backend.kernels import FLOAT32, cast, kernels_for, to_float32
 from nnmpi.backend.precision import is_floating, is_low, low_dtype, precision
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
-from nnmpi.tensor.function import Elementwise, Function, Variable
+from nnmpi.tensor.function import Elementwise, Function, Grads, Variable
 from nnmpi.tensor.placement import is_cut
 
 
@@ -26,7 +26,7 @@ class AsType(Elementwise):
         self.saved = (x.dtype,)
         return cast(self.xp, x, self.wanted)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         return (cast(self.xp, grad, self.saved[0]),)
 
 

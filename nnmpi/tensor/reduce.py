@@ -9,18 +9,8 @@ from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import is_floating
 from nnmpi.backend.sums import sum_over
 from nnmpi.errors import ShapeError
-from nnmpi.tensor.function import Function, unbroadcast
+from nnmpi.tensor.function import Function, Grads, unbroadcast
 from nnmpi.tensor.placement import Placement, aligned, is_cut, moved, uncut
-
-
-def _mean(xp: Any, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
-    """Return the mean; that of half precision is the array library's, which adds up in float32."""
-    wide = x.dtype.kind == "f" and x.dtype.itemsize >= 4
-    return (
-        xp.divide(sum_over(xp, x, axes, keepdims), prod(x.shape[i] for i in axes))
-        if wide
-        else xp.mean(x, axis=axes, keepdims=keepdims)
-    )
 
 
 def _kept(shape: tuple[int, ...], axes: tuple[int, ...]) -> tuple[int, ...]:
@@ -44,34 +34,30 @@ class _Reduction(Function):
 
 
 class Sum(_Reduction):
-    """The sum over axes."""
+    """The sum over axes, or the mean, where it `averages`."""
+
+    __slots__ = ("averages",)
 
     replayable = True
 
-    def forward(self, x: Array) -> Array:
-        self.saved = (x.shape,)
-        return sum_over(self.xp, x, self.axes, self.keepdims)
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        (shape,), xp = self.saved, self.xp
-        return (xp.broadcast_to(xp.reshape(grad, _kept(shape, self.axes)), shape),)
-
-
-class Mean(_Reduction):
-    """The mean over axes."""
-
-    replayable = True
+    def __init__(self, axes: tuple[int, ...], keepdims: bool, averages: bool = False) -> None:
+        super().__init__(axes, keepdims)
+        self.averages = averages
 
     def forward(self, x: Array) -> Array:
         count = prod(x.shape[i] for i in self.axes)
+        self.saved = (x.shape, count)
+        total = sum_over(self.xp, x, self.axes, self.keepdims)
+        if not self.averages:
+            return total
         if count == 0:
             raise ShapeError(f"the mean over axes {self.axes} of an array of shape {x.shape} has no elements")
-        self.saved = (x.shape, count)
-        return _mean(self.xp, x, self.axes, self.keepdims)
+        return self.xp.divide(total, count)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         (shape, count), xp = self.saved, self.xp
-        return (xp.broadcast_to(xp.divide(xp.reshape(grad, _kept(shape, self.axes)), count), shape),)
+        each = xp.reshape(grad, _kept(shape, self.axes))
+        return (xp.broadcast_to(xp.divide(each, count) if self.averages else each, shape),)
 
 
 class Variance(_Reduction):
@@ -86,19 +72,20 @@ class Variance(_Reduction):
         self.correction = correction
 
     def forward(self, x: Array) -> Array:
-        divisor = prod(x.shape[i] for i in self.axes) - self.correction
+        count = prod(x.shape[i] for i in self.axes)
+        divisor = count - self.correction
         if divisor <= 0:
             raise ShapeError(
                 f"the variance over axes {self.axes} of an array of shape {x.shape} has too few elements "
                 f"for correction {self.correction}"
             )
         xp = self.xp
-        centred = xp.subtract(x, _mean(xp, x, self.axes, keepdims=True))
+        centred = xp.subtract(x, xp.divide(sum_over(xp, x, self.axes, True), count))
         self.saved = (centred, divisor)
         squares = sum_over(xp, xp.multiply(centred, centred), self.axes, self.keepdims)
         return xp.divide(squares, divisor)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         (centred, divisor), xp = self.saved, self.xp
         share = xp.multiply(xp.reshape(grad, _kept(centred.shape, self.axes)), 2 / divisor)
         return (xp.multiply(centred, share),)
@@ -123,7 +110,7 @@ class Largest(_Reduction):
         self.saved = (x, result)
         return result
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         (x, result), xp = self.saved, self.xp
         kept = _kept(x.shape, self.axes)
         ties = xp.empty(x.shape, grad.dtype)
@@ -160,7 +147,7 @@ class MatMul(Function):
         y = y[..., 0, :] if a.ndim == 1 else y
         return y[..., 0] if b.ndim == 1 else y
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         (a, b), xp = self.saved, self.xp
         # a vector on the left is a row, on the right a column: give everything two dimensions, take them away again
         rows = a[None, :] if a.ndim == 1 else a

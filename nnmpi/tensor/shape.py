@@ -5,8 +5,8 @@ from math import prod
 from typing import Any
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.tensor.function import Function
-from nnmpi.tensor.placement import Placement, aligned, is_cut, moved, uncut
+from nnmpi.tensor.function import Function, Grads
+from nnmpi.tensor.placement import Placement, is_cut, moved, uncut
 
 
 class Reshape(Function):
@@ -34,7 +34,7 @@ class Reshape(Function):
         self.saved = (x.shape,)
         return self.xp.reshape(x, self.wanted)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         return (self.xp.reshape(grad, self.saved[0]),)
 
 
@@ -56,7 +56,7 @@ class Transpose(Function):
     def forward(self, x: Array) -> Array:
         return x.transpose(self.axes)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         inverse = [0] * len(self.axes)
         for i, axis in enumerate(self.axes):
             inverse[axis] = i
@@ -73,19 +73,10 @@ class BroadcastTo(Function):
     def __init__(self, wanted: tuple[int, ...]) -> None:
         self.wanted = wanted
 
-    def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: the cut axis stays as long as it is."""
-        (x,) = inputs
-        cut, axis = x.cut, x.cut.axis + len(self.wanted) - x.ndim
-        if self.wanted[axis] != cut.whole:
-            raise cut.refuse(self, f"repeats axis {cut.axis}")
-        self.wanted = (*self.wanted[:axis], cut.own(), *self.wanted[axis + 1 :])
-        return moved(x, axis)
-
     def forward(self, x: Array) -> Array:
         return self.xp.broadcast_to(x, self.wanted)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         return (grad,)
 
 
@@ -110,7 +101,7 @@ class Concatenate(Function):
         self.saved = tuple(x.shape[self.axis] for x in inputs)
         return self.xp.concatenate(inputs, axis=self.axis)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         before: tuple[slice, ...] = (slice(None),) * self.axis
         pieces, start = [], 0
         for size in self.saved:
@@ -129,39 +120,13 @@ class Pad(Function):
     def __init__(self, widths: tuple[tuple[int, int], ...], value: float) -> None:
         self.widths, self.value = widths, value
 
-    def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: as before, where the border is along other axes."""
-        padded = [axis for axis, widths in enumerate(self.widths) if widths != (0, 0)]
-        return uncut(self, inputs[0], padded, "puts a border around the whole")
-
     def forward(self, x: Array) -> Array:
         self.saved = (x.shape,)
         return self.xp.pad(x, self.widths, mode="constant", constant_values=self.value)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         (shape,) = self.saved
         return (grad[tuple(slice(a, a + n) for (a, _), n in zip(self.widths, shape, strict=True))],)
-
-
-class FlipFunction(Function):
-    """x reversed along axes."""
-
-    __slots__ = ("axes",)
-
-    replayable = True
-
-    def __init__(self, axes: tuple[int, ...]) -> None:
-        self.axes = axes
-
-    def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: as before, where other axes are reversed."""
-        return uncut(self, inputs[0], self.axes, "reverses the whole axis")
-
-    def forward(self, x: Array) -> Array:
-        return self.xp.flip(x, self.axes)
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (self.xp.flip(grad, self.axes),)
 
 
 class GetItem(Function):
@@ -205,7 +170,7 @@ class GetItem(Function):
         self.saved = (x.shape, x.dtype)
         return x[self.key]
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         shape, dtype = self.saved
         xp = namespace(grad)
         spread = xp.zeros(shape, dtype=dtype)
@@ -224,12 +189,6 @@ class TakeAlongAxis(Function):
     def __init__(self, axis: int) -> None:
         self.axis = axis
 
-    def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: as before, where the indices are the same all along the cut axis."""
-        x, _ = inputs
-        uncut(self, x, (self.axis,), "picks from all of that axis")
-        return aligned(self, inputs)
-
     def forward(self, x: Array, indices: Array) -> Array:
         self.saved = (x.shape, x.dtype, self._places(x, indices))
         return x[self.saved[2]]
@@ -241,7 +200,7 @@ class TakeAlongAxis(Function):
         places[self.axis] = indices
         return tuple(places)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         shape, dtype, places = self.saved
         xp = namespace(grad)
         spread = xp.zeros(shape, dtype=dtype)

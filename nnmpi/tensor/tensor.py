@@ -27,9 +27,9 @@ from nnmpi.backend.precision import dtype_named, is_floating, is_low, precision
 from nnmpi.backend.recording import refuse
 from nnmpi.errors import DtypeError, GraphError, LayoutError, ShapeError, UsageError
 from nnmpi.launcher import read_launch
-from nnmpi.tensor import elementwise, reduce
+from nnmpi.tensor import reduce
 from nnmpi.tensor.backward import Deferred, walk_back
-from nnmpi.tensor.elementwise import Extremum, Where
+from nnmpi.tensor.elementwise import Clip, Extremum, Pointwise, Power, Where
 from nnmpi.tensor.function import Function, Variable
 from nnmpi.tensor.operand import (
     AsType,
@@ -48,7 +48,6 @@ from nnmpi.tensor.placement import is_cut
 from nnmpi.tensor.shape import (
     BroadcastTo,
     Concatenate,
-    FlipFunction,
     GetItem,
     Pad,
     Reshape,
@@ -213,7 +212,7 @@ class Tensor(Variable):
         return np.array(self.numpy(), dtype, copy=copy)
 
     def __add__(self, other: Any) -> Tensor:
-        return _sum(elementwise.Add(), *operands("add", self, other))
+        return _sum(Pointwise("add"), *operands("add", self, other))
 
     __radd__ = __add__
 
@@ -224,21 +223,21 @@ class Tensor(Variable):
         return _difference(other, self)
 
     def __mul__(self, other: Any) -> Tensor:
-        return _sum(elementwise.Multiply(), *operands("multiply", self, other))
+        return _sum(Pointwise("multiply"), *operands("multiply", self, other))
 
     __rmul__ = __mul__
 
     def __truediv__(self, other: Any) -> Tensor:
-        return _floating_pair("divide", elementwise.Divide(), self, other)
+        return _pointwise("divide", self, other)
 
     def __rtruediv__(self, other: Any) -> Tensor:
-        return _floating_pair("divide", elementwise.Divide(), other, self)
+        return _pointwise("divide", other, self)
 
     def __pow__(self, other: Any) -> Tensor:
-        return _floating_pair("power", elementwise.Power(), self, other)
+        return _pointwise("power", self, other, function=Power())
 
     def __rpow__(self, other: Any) -> Tensor:
-        return _floating_pair("power", elementwise.Power(), other, self)
+        return _pointwise("power", other, self, function=Power())
 
     def __matmul__(self, other: Any) -> Tensor:
         return _product(self, other)
@@ -249,10 +248,10 @@ class Tensor(Variable):
     def __neg__(self) -> Tensor:
         if self.data.dtype.kind == "b":
             raise DtypeError("negate of a bool tensor means nothing; convert with astype('float32')")
-        return in_float32(elementwise.Negate(), self)
+        return in_float32(Pointwise("negative"), self)
 
     def __abs__(self) -> Tensor:
-        return in_float32(elementwise.Absolute(), self)
+        return in_float32(Pointwise("absolute"), self)
 
     def __getitem__(self, key: Any) -> Tensor:
         parts = tuple(map(_index, key)) if isinstance(key, tuple) else _index(key)
@@ -298,7 +297,7 @@ class Tensor(Variable):
         Raises:
             ShapeError: when there is nothing to average.
         """
-        function = reduce.Mean(_axes(self, axis, keepdims), keepdims)
+        function = reduce.Sum(_axes(self, axis, keepdims), keepdims, averages=True)
         return in_float32(function, require_floating("mean", self), narrow=_narrow())
 
     def var(self, axis: Axis = None, keepdims: bool = False, correction: int = 0) -> Tensor:
@@ -329,27 +328,27 @@ class Tensor(Variable):
 
     def exp(self) -> Tensor:
         """Return e to the power of the elements."""
-        return in_float32(elementwise.Exp(), require_floating("exp", self))
+        return _pointwise("exp", self)
 
     def log(self) -> Tensor:
         """Return the natural logarithm of the elements."""
-        return in_float32(elementwise.Log(), require_floating("log", self))
+        return _pointwise("log", self)
 
     def sqrt(self) -> Tensor:
         """Return the square root of the elements."""
-        return in_float32(elementwise.Sqrt(), require_floating("sqrt", self))
+        return _pointwise("sqrt", self)
 
     def sin(self) -> Tensor:
         """Return the sine of the elements."""
-        return in_float32(elementwise.Sin(), require_floating("sin", self))
+        return _pointwise("sin", self)
 
     def cos(self) -> Tensor:
         """Return the cosine of the elements."""
-        return in_float32(elementwise.Cos(), require_floating("cos", self))
+        return _pointwise("cos", self)
 
     def tanh(self) -> Tensor:
         """Return the hyperbolic tangent of the elements."""
-        return in_float32(elementwise.TanhFunction(), require_floating("tanh", self))
+        return _pointwise("tanh", self)
 
     def clip(self, low: float | None = None, high: float | None = None) -> Tensor:
         """Return the elements kept between two bounds; None is no bound.
@@ -363,7 +362,7 @@ class Tensor(Variable):
         if low is not None and high is not None and low > high:
             raise UsageError(f"clip with low {low} above high {high} leaves nothing")
         bounds = [None if bound is None else operands("clip", self, bound)[1] for bound in (low, high)]
-        return in_float32(elementwise.Clip(*bounds), self)
+        return in_float32(Clip(*bounds), self)
 
     def astype(self, dtype: Any) -> Tensor:
         """Return the tensor in another dtype; itself when it has that dtype already.
@@ -478,16 +477,6 @@ class Tensor(Variable):
             )
         return Pad(pairs, value)(self) if pairs else self  # nothing goes around a single number
 
-    def flip(self, axis: int | tuple[int, ...]) -> Tensor:
-        """Return the tensor reversed along an axis or several.
-
-        Raises:
-            ShapeError: when it has no such axis.
-        """
-        axes = axis if isinstance(axis, tuple) else (axis,)
-        _own_axes(self, *axes)
-        return FlipFunction(axes)(self)
-
     def take_along_axis(self, indices: Any, axis: int) -> Tensor:
         """Return elements picked along one axis: result[i, j] = x[i, indices[i, j]] for axis 1 of two.
 
@@ -575,15 +564,16 @@ def _difference(a: Any, b: Any) -> Tensor:
     a, b = operands("subtract", a, b)
     if all(isinstance(x, bool) or getattr(values_of(x), "dtype", None) == "bool" for x in (a, b)):
         raise DtypeError("subtract of bool and bool means nothing; convert one with astype('float32')")
-    return _sum(elementwise.Subtract(), a, b)
+    return _sum(Pointwise("subtract"), a, b)
 
 
-def _floating_pair(name: str, function: Function, a: Any, b: Any) -> Tensor:
+def _pointwise(name: str, *inputs: Any, function: Function | None = None) -> Tensor:
     """Apply an operation that integers have none of: their result would be of another dtype."""
-    for x in (a, b):
-        if isinstance(x, Variable):
+    for x in inputs:
+        if isinstance(x, Variable) or len(inputs) == 1:
             require_floating(name, x)
-    return in_float32(function, *operands(name, a, b))
+    given = inputs if len(inputs) == 1 else operands(name, *inputs)
+    return in_float32(function or Pointwise(name), *given)
 
 
 def _product(a: Any, b: Any) -> Tensor:

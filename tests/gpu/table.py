@@ -219,7 +219,6 @@ TENSOR: list[Check] = [
     unary("tensor.expand_dims", lambda x: x.expand_dims(1)),
     unary("tensor.squeeze", lambda x: x.expand_dims(1).squeeze(1)),
     unary("tensor.flatten", lambda x: x.flatten(0)),
-    unary("tensor.flip", lambda x: x.flip(1)),
     unary("tensor.pad", lambda x: x.pad([(2, 1), (0, 3)], 0.5)),
     check(
         "tensor.concatenate", "plain", lambda x, y: tensor.concatenate([x, y], 1), [anywhere(9, 130), anywhere(9, 3)]

@@ -1,4 +1,8 @@
-"""Compiled steps: replayed, they give bit for bit what the eager ones give, and record again when they must."""
+"""Compiled steps: replayed, they give bit for bit what the eager ones give; what they record anew, and refuse."""
+
+import gc
+import threading
+import weakref
 
 import numpy as np
 import pytest
@@ -7,8 +11,9 @@ from hypothesis import given, settings
 import nnmpi
 from nnmpi import nn, ops, optim
 from nnmpi.backend.backend import numpy_backend
-from nnmpi.errors import UsageError
+from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.compiled import MOST_RECORDINGS
+from nnmpi.optim.clip import clip_by_global_norm, global_norm
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 from tests.ops.rows import OPS
@@ -285,3 +290,173 @@ def test_old_recordings_go(monkeypatch):
         assert step(X, n).data[1, 2] == 5 * n
     assert step.recordings == MOST_RECORDINGS
     assert len(looked) == 2 * MOST_RECORDINGS
+
+
+def test_one_within_another_is_refused_when_it_was_called_before():
+    """Its replay would not be noted by the outer one."""
+    inner = nnmpi.compile(lambda x: x * 2)
+    inner(np.ones(3))
+    outer = nnmpi.compile(lambda x: inner(x) + 1)
+    with pytest.raises(UsageError, match="compile the outer one alone"):
+        outer(np.ones(3))
+
+
+def test_threads_take_turns():
+    """One step has one set of places and results."""
+    model = nn.Sequential(nn.Linear(3, 2)).initialize(seed=0, dtype="float64")
+    step = nnmpi.compile(lambda x: model(x).sum())
+    wrong: list[int] = []
+
+    def work(number: int) -> None:
+        x = np.full((40, 3), float(number))
+        right = model(Tensor(x)).sum().item()
+        wrong.extend(i for i in range(300) if step(x).item() != right)
+
+    step(np.zeros((40, 3)))
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_numbers_of_numpys_and_in_tuples_are_values():
+    step = nnmpi.compile(lambda x, factors: x * factors[0])
+    ones = np.ones(2)
+    for factors, right in (((2.0,), 2), ((2,), 2), ((0.0,), 0.0), ((-0.0,), -0.0), ((np.float64(5),), 5)):
+        result = step(ones, factors).data
+        np.testing.assert_array_equal(result, [right, right])
+        assert np.signbit(result[0]) == np.signbit(right)
+    assert step.recordings == 5
+    scaled = nnmpi.compile(lambda x, factor: x * factor)
+    for factor in (np.float32(2), np.float32(3), np.float64(2)):
+        result = scaled(np.ones(2, "float32"), factor)
+        assert (result.data == factor).all() and result.dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    "size", [3, 4000]
+)  # short arrays have memory of their own in a recording, long ones the pool's
+def test_gradients_of_loose_leaves_are_the_callers(size):
+    """What is no parameter has no place of its own for its gradient: each step gives another array."""
+    leaf = Tensor(np.arange(float(size)), requires_grad=True)
+
+    def step(x: Tensor) -> None:
+        (leaf * x).sum().backward()
+
+    compiled, kept = nnmpi.compile(step), []
+    for value in (1.0, 2.0, 3.0):
+        leaf.grad = None
+        compiled(np.full(size, value))
+        kept.append(leaf.grad)
+    assert [set(each.tolist()) for each in kept] == [{1.0}, {2.0}, {3.0}]
+    for total in (7.0, 11.0, 15.0):  # now it adds up
+        compiled(np.full(size, 4.0))
+        assert set(leaf.grad.tolist()) == {total}
+
+
+def test_a_hook_that_is_set_later_is_called():
+    model = nn.Sequential(nn.Linear(3, 2)).initialize(seed=0, dtype="float64")
+    weight = model[0].weight
+
+    def step(x: Tensor) -> Tensor:
+        model.zero_grad()
+        loss = ops.mse(model(x), np.zeros((4, 2)))
+        loss.backward()
+        return loss
+
+    compiled, seen = nnmpi.compile(step), []
+    compiled(np.ones((4, 3)))
+    weight.hook = seen.append
+    compiled(np.ones((4, 3)))
+    compiled(np.ones((4, 3)))
+    assert seen == [weight, weight]
+    weight.hook = None
+    compiled(np.ones((4, 3)))
+    assert len(seen) == 2
+
+
+def eager(step):
+    """Return a step that is called like a compiled one."""
+    return lambda *inputs: step(*map(Tensor, inputs))
+
+
+@pytest.mark.host_only("labels and indices that are looked at; a device's kernels answer with NaN")
+def test_bad_indices_are_found_in_a_replay():
+    """A negative index would pick a row from the end."""
+    table = Tensor(np.ones((5, 2), "float32"))
+    step = nnmpi.compile(lambda places: ops.embedding(table, places))
+    step(np.array([0, 1]))
+    for wrong in (-1, 5):
+        with pytest.raises(ShapeError, match=f"index {wrong} is outside"):
+            step(np.array([0, wrong]))
+
+
+def test_indices_that_are_numbers_are_refused():
+    """x[i] would pick the first step's row for ever; an array of one index may change."""
+    with pytest.raises(UsageError, match="index"):
+        nnmpi.compile(lambda x, i: x[i])(X, np.array(0))
+    step = nnmpi.compile(lambda x, i: x[i])
+    for i in (0, 1):
+        np.testing.assert_array_equal(step(X, np.array([i])).data, X[[i]])
+
+
+def test_shapes_that_depend_on_values_are_found():
+    """One row in the place of two would be spread over both."""
+    step = nnmpi.compile(lambda x, mask: x[mask])
+    step(X, np.array([True, True]))
+    with pytest.raises(ShapeError, match="cannot be compiled"):
+        step(X, np.array([False, True]))
+
+
+def test_a_mode_inside_leads_back_to_that_of_the_time():
+    """After a block in evaluation, masks are those of the step that runs now."""
+    model, ones = nn.Sequential(nn.Dropout(0.5)).initialize(), np.ones((8, 8), "float32")
+
+    def both(x):
+        with nn.evaluation():
+            kept = model(x)
+        return kept, model(x)
+
+    step = nnmpi.compile(both)
+    for number in range(3):
+        with nn.training(seed=1, step=number):
+            for ours, plain in zip(step(ones), both(Tensor(ones)), strict=True):
+                np.testing.assert_array_equal(ours.data, plain.data)
+
+
+def test_gradients_are_clipped_each_time():
+    """As is everything that the step does to them; the norm itself is a number, which is refused."""
+    results = []
+    for wrap in (eager, nnmpi.compile):
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)).initialize()
+
+        def step(x, model=model):
+            model.zero_grad()
+            model[0](x).sum().backward()
+            model.storage.finish_gradients()  # zeros for the second layer
+            clip_by_global_norm(model.storage.grads, 1.0)
+
+        wrapped = wrap(step)
+        for number in range(3):
+            wrapped(X + number)
+            model.storage.grads[0][-1] += 1  # what finishing clears
+        results.append(model.storage.grads[0].copy())
+        with pytest.raises(UsageError, match="norm"):
+            nnmpi.compile(lambda x, model=model: global_norm(model.storage.grads))(X)
+    np.testing.assert_array_equal(*results)
+
+
+def test_memory_goes_with_its_recording():
+    """At once, not when Python looks for cycles: there are few objects, and they are large."""
+    step = nnmpi.compile(lambda x: ops.linear(x, Tensor(np.eye(3, dtype="float32"))).sum())
+    step(X)
+    (held,) = step._held.values()
+    recorder = weakref.ref(held.recorder)
+    gc.disable()
+    try:
+        del held, step
+        assert recorder() is None
+    finally:
+        gc.enable()

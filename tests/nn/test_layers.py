@@ -9,7 +9,7 @@ import nnmpi.nn
 from nnmpi import nn, ops
 from nnmpi.backend.random import key_pair
 from nnmpi.errors import ShapeError
-from nnmpi.nn.fuse import fuse
+from nnmpi.nn.container import fuse
 from nnmpi.nn.mode import Mode, current
 from nnmpi.tensor.tensor import Tensor
 from tests.device.here import here

@@ -98,12 +98,10 @@ def test_sgd_follows_the_formulas(weights, grads, lr, momentum, nesterov, decay)
         np.testing.assert_allclose(momenta, [velocity for _, velocity in expected], rtol=1e-12, atol=1e-14)
 
 
-def train(make, dtype, shape, contiguous=True):
+def train(make, dtype, shape):
     """Return the weights and the state after some updates."""
     rng = np.random.default_rng(0)
     data, grad = (rng.standard_normal(shape).astype(dtype) for _ in range(2))
-    if not contiguous:
-        data, grad = data[:, ::2], grad[:, ::2]
     optimizer = make(Arrays([data], [grad]))
     for _ in range(3):
         grad[...] = rng.standard_normal(grad.shape)
@@ -119,18 +117,9 @@ def test_compiled_as_the_plain_update(name):
     with jit():
         found = train(CASES[name], np.float32, (70001,))
     plain = train(CASES[name], np.float32, (70001,))
+    with jit():  # float64 is left to NumPy
+        np.testing.assert_array_equal(train(CASES[name], np.float64, (70001,))[0], expected[0])
     for mine, theirs, wide in zip(found, plain, expected, strict=True):
         bound = 1e-5 * abs(wide).max()  # Adam's first updates divide numbers near 0 by one another
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=bound)
         assert abs(mine - wide).max() <= 2 * abs(theirs - wide).max() + 1e-7
-
-
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kind", [(np.float64, (30,), True), (np.float32, (5, 8), False)])
-def test_other_arrays_as_before(name, kind):
-    """float64, and arrays with gaps, inside `jit`: bit for bit."""
-    pytest.importorskip("numba")
-    with jit():
-        found = train(CASES[name], *kind)
-    for mine, theirs in zip(found, train(CASES[name], *kind), strict=True):
-        np.testing.assert_array_equal(mine, theirs)

@@ -182,15 +182,15 @@ FAULTS = (
     Fault(
         "mean: the gradient is not divided",
         "nnmpi/tensor/reduce.py",
-        "xp.broadcast_to(xp.divide(xp.reshape(grad, _kept(shape, self.axes)), count), shape)",
-        "xp.broadcast_to(xp.reshape(grad, _kept(shape, self.axes)), shape)",
+        "xp.broadcast_to(xp.divide(each, count) if self.averages else each, shape)",
+        "xp.broadcast_to(each, shape)",
         "tests/tensor",
     ),
     Fault(
         "variance: the correction is left out",
         "nnmpi/tensor/reduce.py",
-        "for i in self.axes) - self.correction",
-        "for i in self.axes)",
+        "divisor = count - self.correction",
+        "divisor = count",
         "tests/tensor",
     ),
     Fault(

@@ -170,14 +170,6 @@ def pad(draw: Draw) -> Case:
     return Case(lambda t: t.pad(widths, 0.5), [x])
 
 
-def flip(draw: Draw) -> Case:
-    """One axis or several reversed."""
-    x = array(draw, anywhere, draw_shape(draw, least=1))
-    axes = draw(st.lists(st.integers(0, x.ndim - 1), min_size=1, unique=True))
-    axis = axes[0] - x.ndim if len(axes) == 1 else tuple(axes)
-    return Case(lambda t: t.flip(axis), [x])
-
-
 def sliced(draw: Draw) -> Case:
     """Slices of any step, integers, new axes and an ellipsis."""
     x = array(draw, anywhere, draw_shape(draw, least=1, side=1))
@@ -288,7 +280,6 @@ TENSOR: list[Row] = [
     *rows("tensor.concatenate", any=concatenate),
     *rows("tensor.stack", any=stack),
     *rows("tensor.pad", any=pad),
-    *rows("tensor.flip", any=flip),
     *rows("tensor.getitem", sliced=sliced, picked=picked, masked=masked),
     *rows("tensor.take_along_axis", any=take_along_axis),
 ]

@@ -15,6 +15,7 @@ from nnmpi.errors import DtypeError
 from nnmpi.ops.conv.conv2d import Conv2dFunction
 from nnmpi.ops.conv.im2col import Im2col, Im2colReluPool
 from nnmpi.tensor.check import check_gradients
+from nnmpi.tensor.elementwise import RULES, Pointwise
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 from tests.ops.rows import OPS
@@ -142,6 +143,7 @@ def test_every_function_class_is_run_by_the_table():
             if y.tape is not None:
                 nodes = y.tape.find().nodes
                 seen.update(type(node) for node in nodes)
+                rules.update(node.name for node in nodes if isinstance(node, Pointwise))
                 seen.update(type(node.algorithm) for node in nodes if isinstance(node, Conv2dFunction))
 
         collect()
@@ -150,11 +152,12 @@ def test_every_function_class_is_run_by_the_table():
     # and tests/device; Elementwise and Pool2dFunction are what others are built on
     elsewhere = {"Product", "Elementwise", "Pool2dFunction"}
     mine = {kind for kind in subclasses(Function) if kind.__module__.startswith(("nnmpi.tensor.", "nnmpi.ops."))}
-    seen = set()
+    seen, rules = set(), set()
     for row in TABLE:
         run(row)
     public = {kind for kind in mine if not kind.__name__.startswith("_") and kind.__name__ not in elsewhere}
     assert public | {Im2col, Im2colReluPool} == seen
+    assert rules == RULES.keys()
 
 
 def test_the_names_in_the_table_are_unique():

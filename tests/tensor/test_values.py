@@ -95,7 +95,7 @@ def test_moves_that_copy_nothing():
         x[1:],
         x.expand_dims(0),
         x.broadcast_to((4, 2, 3)),
-        x.flip(0),
+        x[::-1],
     ):
         assert np.shares_memory(x.data, y.data)
 
@@ -125,7 +125,6 @@ SHAPES = [
     (lambda: zeros(2, 3, 4).permute(3, 4, 5), r"\(3, 4, 5\) is no permutation"),
     (lambda: zeros(2, 3).permute(0), r"\(0,\) is no permutation"),
     (lambda: zeros(2, 3).transpose(0, 2), "axis 2 does not fit an array of 2"),
-    (lambda: zeros(2, 3).flip(-3), "axis -3 does not fit an array of 2"),
     (lambda: zeros(2).broadcast_to((3,)), r"\(2,\) does not broadcast to \(3,\)"),
     (lambda: zeros(1, 2).broadcast_to((2,)), r"\(1, 2\) does not broadcast to \(2,\)"),
     (lambda: zeros(2).broadcast_to((-1, 2)), r"to \(-1, 2\)"),

@@ -146,9 +146,9 @@ class Redistributed(Module):
         """Yield the inner module's children."""
         yield from self.inner.children()
 
-    def set_child(self, name: str, module: Module) -> None:
-        """Put a module in the place of the inner module's child with that name."""
-        self.inner.set_child(name, module)
+    def set_child(self, name: str, part: Any) -> None:
+        """Put a part in the place of the inner module's one with that name."""
+        self.inner.set_child(name, part)
 
     def forward(self, x: Any) -> Any:
         """Return the inner module's result, exchanged."""

@@ -51,9 +51,9 @@ class ParameterSharder:
                 if entry.region == region:
                     continue  # met already: two modules of the branch share it
                 if isinstance(entry, Parameter):
-                    _put(each, name, self._part(entry, region))
+                    each.set_child(name, self._part(entry, region))
                 elif entry.region is None:
-                    _put(each, name, Buffer(region.local_shape, entry.value, region))
+                    each.set_child(name, Buffer(region.local_shape, entry.value, region))
                 else:
                     raise LayoutError(f"{path}.{name} stands in branches of two ranks; make a layer for each branch")
 
@@ -94,12 +94,3 @@ class ParameterSharder:
 
     def _region(self, shape: tuple[int, ...], placement: Placement, axis: int) -> Region:
         return placement.region(shape, axis, self.group.size, self.group.rank)
-
-
-def _put(module: Module, name: str, leaf: Parameter | Buffer) -> None:
-    """Put a leaf in the place of the one that `Module._members` calls so."""
-    attribute, _, number = name.partition(".")
-    if number:
-        items = vars(module)[attribute]
-        leaf = type(items)(leaf if i == int(number) else item for i, item in enumerate(items))
-    setattr(module, attribute, leaf)
