@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from nnmpi.parallel.data import DataParallel
     from nnmpi.parallel.zero.strategy import ShardedDataParallel
     from nnmpi.synchrony.sync import Sync
-    from nnmpi.trained.run import load
+    from nnmpi.train.run import load
 
 __version__ = VERSION
 
@@ -94,7 +94,7 @@ _WHEN_USED = {
     "Sync": "nnmpi.synchrony.sync",
     "Worker": "nnmpi.compose.worker",
     "arrange": "nnmpi.compose.arrange",
-    "load": "nnmpi.trained.run",
+    "load": "nnmpi.train.run",
     "simulate": "nnmpi.comm.simulated.simulated_world",
     "start": "nnmpi.comm.mpi.start",
 }

@@ -41,8 +41,7 @@ from nnmpi.launcher import read_launch
 from nnmpi.reading import parse_json, read_json, read_text
 from nnmpi.threads import usable_cores
 from nnmpi.train.checkpoint import MODEL_FILE, STATE_FILE, load_checkpoint, steps
-from nnmpi.train.cli import read_run
-from nnmpi.train.folder import FAULTS_FILE, RunFolder
+from nnmpi.train.folder import FAULTS_FILE, RunFolder, read_run
 from nnmpi.train.log import describe_measures
 from nnmpi.units import format_bytes
 from nnmpi.version import VERSION

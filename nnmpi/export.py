@@ -13,11 +13,10 @@ from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
 from nnmpi.models.torch_weights import write_torch
-from nnmpi.train.cli import ask
+from nnmpi.train.cli import ask, launch_use, read_command
 from nnmpi.train.config import to_json
+from nnmpi.train.run import load
 from nnmpi.train.signature import to_metadata
-from nnmpi.trained.options import launch, read_command
-from nnmpi.trained.run import load
 
 PROGRAM = "python -m nnmpi.export"
 DESCRIPTION = """Write a run's weights for other programs: python -m nnmpi.export RUN [options].
@@ -78,4 +77,4 @@ def export(folder: Path, options: ExportConfig) -> str:
 
 
 if __name__ == "__main__":
-    launch(sys.argv[1:], parse, main)
+    launch_use(sys.argv[1:], parse, main)

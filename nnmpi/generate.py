@@ -16,7 +16,7 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.generation import TokenGenerator, choose_token, generate
 from nnmpi.data.tokenizer import Tokenizer
 from nnmpi.errors import UsageError
-from nnmpi.train.cli import ask
+from nnmpi.train.cli import PlaceConfig, ask, launch_use, read_command
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
     Config,
@@ -24,7 +24,6 @@ from nnmpi.train.config import (
     not_negative,
     require,
 )
-from nnmpi.trained.options import PlaceConfig, launch, read_command
 
 PROGRAM = "python -m nnmpi.generate"
 DESCRIPTION = """Write on with a language model of nnmpi.train's: python -m nnmpi.generate RUN --prompt TEXT.
@@ -132,4 +131,4 @@ def _tokens(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[
 
 
 if __name__ == "__main__":
-    launch(sys.argv[1:], parse, main)
+    launch_use(sys.argv[1:], parse, main)

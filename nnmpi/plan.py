@@ -28,7 +28,7 @@ from nnmpi.planner.shapes import ModelShapes
 from nnmpi.train.auto_layout import take_network, take_profile, workload_of
 from nnmpi.train.build import build_whole
 from nnmpi.train.cli import ask, start_ranks
-from nnmpi.train.computing import choose_computing
+from nnmpi.train.computing import check_backend, choose_computing, take_backend
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
     Config,
@@ -40,7 +40,6 @@ from nnmpi.train.config import (
     at_least_one,
     require,
 )
-from nnmpi.train.device import check_compiled, take_backend
 from nnmpi.train.inputs import load_samples, match_loss
 from nnmpi.train.log import Console
 from nnmpi.units import format_bytes, format_seconds, parse_bytes
@@ -181,7 +180,7 @@ def _measure_and_plan(asked: _Asked, group: Group, console: Console) -> None:
     backend = take_backend(config.run.backend, group, local_rank)
     samples = _samples(asked, group, local_rank, console)
     with agreed(group):
-        check_compiled(config.run.jit == "on", backend)
+        check_backend(config.run, backend)
     model = build_whole(config, samples, backend, group)
     config, computing = choose_computing(config, model, samples, backend, group)
     with computing.in_use():
@@ -283,4 +282,6 @@ def train_command(asked: _Asked, ranks: int, layout: Any) -> str:
 
 if __name__ == "__main__":
     keep_freed_memory()  # as the train command does, whose steps are predicted
-    start_ranks(sys.argv[1:], main, dict)
+    group = start_ranks(sys.argv[1:], main, dict)
+    if group is not None:
+        main(sys.argv[1:], group)

@@ -21,11 +21,10 @@ from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.data.tables import read_csv, read_samples
 from nnmpi.errors import DataError, UsageError
-from nnmpi.train.cli import ask
+from nnmpi.train.cli import PlaceConfig, ask, launch_use, read_command
 from nnmpi.train.config import SEQUENCE_MODELS, Config
+from nnmpi.train.run import Run
 from nnmpi.train.signature import BYTES, ModelSignature
-from nnmpi.trained.options import PlaceConfig, launch, read_command
-from nnmpi.trained.run import TrainedRun
 
 FULL = 255.0
 
@@ -145,32 +144,32 @@ def _check_model(config: Config) -> None:
         raise UsageError(f"a run of model {config.model.model} says what comes next: see python -m nnmpi.generate")
 
 
-def format_predictions(run: TrainedRun, answers: Array, kind: str) -> str:
+def format_predictions(run: Run, answers: Array, kind: str) -> str:
     """Return what a model says as text: classes and their probabilities, or quantities.
 
     Args:
         run: whose answers they are.
-        answers: what `TrainedRun.predict` gives.
+        answers: what `Run.predict` gives.
         kind: "csv" or "json".
     """
     if run.signature.predicts != "quantities" and not run.signature.target_shape:
         return _format_classes(run, answers, kind)
     if kind == "json":
-        return json.dumps({"run": str(run.folder), "samples": [{"values": row.tolist()} for row in answers]})
+        return json.dumps({"run": str(run.folder.path), "samples": [{"values": row.tolist()} for row in answers]})
     rows = answers.reshape(len(answers), -1)
     count = rows.shape[1]
     header = ["value"] if count == 1 else [f"value_{number}" for number in range(1, count + 1)]
     return _table([header, *([f"{each:.6g}" for each in row] for row in rows)])
 
 
-def _format_classes(run: TrainedRun, probabilities: Array, kind: str) -> str:
+def _format_classes(run: Run, probabilities: Array, kind: str) -> str:
     names, best = run.class_names, probabilities.argmax(axis=-1)
     if kind == "json":
         rows = [
             {"class": names[number], "probabilities": list(map(float, row))}
             for number, row in zip(best, probabilities, strict=True)
         ]
-        return json.dumps({"run": str(run.folder), "classes": names, "samples": rows})
+        return json.dumps({"run": str(run.folder.path), "classes": names, "samples": rows})
     lines = ([names[number], *(f"{each:.6g}" for each in row)] for number, row in zip(best, probabilities, strict=True))
     return _table([["class", *names], *lines])
 
@@ -182,4 +181,4 @@ def _table(rows: Iterable[Sequence[str]]) -> str:
 
 
 if __name__ == "__main__":
-    launch(sys.argv[1:], parse, main)
+    launch_use(sys.argv[1:], parse, main)

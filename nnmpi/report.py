@@ -23,9 +23,9 @@ from nnmpi.pages.page import write_page
 from nnmpi.reading import check_ordinary, parse_json
 from nnmpi.synchrony.staleness import Staleness
 from nnmpi.timeline import COMPUTE, WAITING
-from nnmpi.train.cli import read_given, read_run
+from nnmpi.train.cli import read_given
 from nnmpi.train.config import all_options
-from nnmpi.train.folder import RunFolder
+from nnmpi.train.folder import RunFolder, read_run
 from nnmpi.train.metrics import read_metrics, sum_staleness
 
 MOST_POINTS = 500  # of a line

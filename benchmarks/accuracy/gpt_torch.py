@@ -22,8 +22,8 @@ from nnmpi.data.dataset import IGNORED
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.models.pretrained import save_pretrained
 from nnmpi.train.build import build_extent, build_model, build_schedule, dropout_of
-from nnmpi.train.cli import read_run
 from nnmpi.train.config import Config, assemble, flatten
+from nnmpi.train.folder import read_run
 from nnmpi.train.inputs import Inputs, load_inputs
 
 LOG_EVERY = 10

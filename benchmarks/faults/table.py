@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 
 from benchmarks.faults.victim import ACTS, GUILTY
-from nnmpi.run.launching import kill
+from nnmpi.launching import kill
 
 FAULTS = [*ACTS, "stop at start-up", "asleep in build", "other data", "slow by 20x"]
 WAYS = {

@@ -13,7 +13,7 @@ from benchmarks.harness.launch import ROOT
 from benchmarks.harness.launch import run_job as run_here
 from benchmarks.netlab.lab import Lab, LabError
 from nnmpi.errors import UsageError
-from nnmpi.run.launching import find_mpirun
+from nnmpi.launching import find_mpirun
 
 # Settings of the caller's that would mix with the lab's.
 _FOREIGN = ("OMPI_", "OPAL_", "PRTE_", "PMIX_", "MPIR_", "MPICH_", "HYDRA_", "UCX_", "FI_")

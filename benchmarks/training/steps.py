@@ -24,7 +24,7 @@ from nnmpi.comm.group import Group  # noqa: E402
 from nnmpi.data.loader import Loader  # noqa: E402
 from nnmpi.train.cli import parse  # noqa: E402
 from nnmpi.train.log import Console  # noqa: E402
-from nnmpi.train.session import run  # noqa: E402
+from nnmpi.train.session import begin  # noqa: E402
 
 BLOCKS = 5
 CASES = {"iris": ("mlp", 64, (50,)), "digits": ("cnn", 32, ())}  # model, batch, hidden layers
@@ -48,7 +48,8 @@ def train(name: str, epochs: int, group: Group, folder: str) -> float:
     words += [*(("--hidden", *map(str, hidden)) if hidden else ()), "--out", f"{folder}/run"]
     console = EpochClock(quiet=True)
     console.ends = []
-    run(parse(words), group, console, words)
+    with begin(parse(words), group, console, words) as trained:
+        trained.run()
     length = max((epochs - 2) // BLOCKS, 1)
     blocks = zip(console.ends[1::length], console.ends[1 + length :: length], strict=False)
     steps = length * len(Loader(data.load(name)[0], batch))

@@ -26,7 +26,7 @@ import numpy as np  # noqa: E402
 from benchmarks.harness.launch import environment  # noqa: E402
 from benchmarks.harness.machine import machine_facts  # noqa: E402
 from nnmpi import data  # noqa: E402
-from nnmpi.run.launching import find_mpirun  # noqa: E402
+from nnmpi.launching import find_mpirun  # noqa: E402
 
 LIMIT_S = 1200.0
 

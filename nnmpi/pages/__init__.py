@@ -1,9 +1,8 @@
 """Pages that run in a browser: one file each, with its numbers inside; no network and no build step.
 
-    page       puts a page together out of the files here and the numbers that it shows
+    page       puts a page together out of the files here and the numbers that it shows; pictures for slides
     frame      what all pages have: head, and colours for light and dark (HTML, CSS)
     common     elements, sliders, stepping by buttons and keys, charts (JavaScript), and a script for each kind of page
-    svg        pictures for slides
 
 The numbers come from the package: a page draws them, and puts bytes and seconds into formulas that it was given.
 """

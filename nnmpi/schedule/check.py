@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, NoReturn, TypeAlias
 
 from nnmpi.errors import ScheduleError
-from nnmpi.schedule.engine import RankProgress, Run
+from nnmpi.schedule.engine import RankProgress, ScheduleRun
 from nnmpi.schedule.instruction import (
     BACKWARD,
     SENDS,
@@ -288,7 +288,7 @@ def _reads(schedule: Schedule, one: Instruction) -> Iterator[Instruction]:
 
 def _check_progress(schedule: Schedule, positions: Positions, rendezvous: bool) -> None:
     """Refuse ranks that wait for one another for ever."""
-    run = Run(schedule, lambda one: 0.0, rendezvous)
+    run = ScheduleRun(schedule, lambda one: 0.0, rendezvous)
     if not run.stuck:
         return
     circle: list[RankProgress] = []
@@ -303,7 +303,7 @@ def _check_progress(schedule: Schedule, positions: Positions, rendezvous: bool) 
     positions.fail(f"deadlock {how}: {', '.join(told)}: each waits for the next, the last for the first", marked)
 
 
-def _partner(run: Run, progress: RankProgress, ranks: int) -> int:
+def _partner(run: ScheduleRun, progress: RankProgress, ranks: int) -> int:
     """Return the rank that a stuck rank waits for first."""
     waiting = run.waiting(progress)[0]
     sender, receiver, _ = message_of(waiting).channel(ranks)

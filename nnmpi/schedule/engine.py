@@ -73,7 +73,7 @@ class RankProgress:
         return TimedInstruction(self.rank, one, begin_s, begin_s + takes_s)
 
 
-class Run:
+class ScheduleRun:
     """One run of a schedule, from the beginning as far as it comes.
 
     Attributes:

@@ -16,7 +16,7 @@ posts each receive when its message is sent.
 
 from collections.abc import Iterator
 
-from nnmpi.schedule.engine import Run
+from nnmpi.schedule.engine import ScheduleRun
 from nnmpi.schedule.instruction import (
     BACKWARD,
     PAPER_UNITS,
@@ -60,7 +60,7 @@ def receive_early(schedule: Schedule) -> Schedule:
         schedule: with transfers that are not fused yet. One that cannot be played is returned as it is; `check` says
             why.
     """
-    run = Run(schedule, lambda one: float(PAPER_UNITS.get(one.kind, 0)), rendezvous=False)
+    run = ScheduleRun(schedule, lambda one: float(PAPER_UNITS.get(one.kind, 0)), rendezvous=False)
     if run.stuck:
         return schedule
     begin_s = {span.instruction: span.begin_s for span in run.spans}
@@ -86,7 +86,9 @@ def _is_met(schedule: Schedule) -> bool:
     It does not if all ranks are through as early as when no send waits: receives need not be posted earlier then. The
     times are sums and maxima of whole numbers, which floats hold exactly, so they may be compared by ==.
     """
-    eager, held = (Run(schedule, lambda one: float(PAPER_UNITS.get(one.kind, 0)), each) for each in (False, True))
+    eager, held = (
+        ScheduleRun(schedule, lambda one: float(PAPER_UNITS.get(one.kind, 0)), each) for each in (False, True)
+    )
     return not held.stuck and max(p.clock_s for p in held.ranks) == max(p.clock_s for p in eager.ranks)
 
 

@@ -21,9 +21,9 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nnmpi.errors import ScheduleError, UsageError
-from nnmpi.pages import svg
+from nnmpi.pages import page as svg
 from nnmpi.schedule.check import check
-from nnmpi.schedule.engine import Run, TimedInstruction
+from nnmpi.schedule.engine import ScheduleRun, TimedInstruction
 from nnmpi.schedule.instruction import COMPUTE, PAPER_UNITS, RECEIVES, SENDS, Instruction, Kind, message_of
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.registry import Generator, make
@@ -59,7 +59,7 @@ def render(schedule: Schedule, units: Mapping[Kind, int] = PAPER_UNITS) -> str:
     Raises:
         ScheduleError: when the ranks wait for one another for ever; `check` says where.
     """
-    run = Run(schedule, lambda one: float(units.get(one.kind, 0)), rendezvous=False)
+    run = ScheduleRun(schedule, lambda one: float(units.get(one.kind, 0)), rendezvous=False)
     if run.stuck:
         raise ScheduleError(f"rank {run.stuck[0].rank} waits for ever; check the schedule before it is drawn")
     columns = int(max(progress.clock_s for progress in run.ranks))

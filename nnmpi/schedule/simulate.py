@@ -11,7 +11,7 @@ from statistics import median
 from typing import Any
 
 from nnmpi.errors import ScheduleError, UsageError
-from nnmpi.schedule.engine import Run, TimedInstruction
+from nnmpi.schedule.engine import ScheduleRun, TimedInstruction
 from nnmpi.schedule.instruction import COMPUTE, SENDS, Instruction, Kind
 from nnmpi.schedule.schedule import Schedule, peak_activations, staleness, weight_versions
 
@@ -164,7 +164,7 @@ def simulate_schedule(schedule: Schedule, costs: InstructionCosts) -> Simulation
     counts = {len(times) for times in costs.seconds.values()}
     if counts and counts != {schedule.stages}:
         raise UsageError(f"the costs are of {counts.pop()} stages, but {schedule.name} has {schedule.stages}")
-    run = Run(schedule, costs.of, costs.rendezvous)
+    run = ScheduleRun(schedule, costs.of, costs.rendezvous)
     if run.stuck:
         progress = run.stuck[0]
         raise ScheduleError(f"rank {progress.rank} waits for ever in its item {progress.at}; check the schedule first")

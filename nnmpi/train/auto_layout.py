@@ -47,9 +47,8 @@ from nnmpi.train.build import (
     find_layout,
     needs_arrangement,
 )
-from nnmpi.train.computing import Computing, choose_computing
+from nnmpi.train.computing import Computing, choose_computing, explained
 from nnmpi.train.config import Config, ParallelConfig, to_json
-from nnmpi.train.device import explained
 from nnmpi.train.inputs import load_inputs, load_samples
 from nnmpi.train.signature import ModelSignature
 from nnmpi.units import format_seconds

@@ -1,10 +1,10 @@
-"""From a configuration to what a run works with: data, model, optimizer, schedule and trainer.
+"""From a configuration to what a run works with: model, optimizer, schedule, layout and trainer.
 
-`set_up` does it all, in the order in which things depend on one another; the other functions are its steps.
+`train.run.set_up` calls these in the order in which things depend on one another.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,10 +15,8 @@ from nnmpi.comm.agreement import agreed
 from nnmpi.comm.algorithms.registry import AUTO, How
 from nnmpi.comm.gradients import bucket_limit, overlaps, plan_buckets
 from nnmpi.comm.group import Group
-from nnmpi.comm.measure import find_fit
 from nnmpi.compose.arrange import Arrangement, arrange, find_mesh
 from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.layout import AUTO as MEASURED
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.losses import ERRORS
 from nnmpi.compose.options import GradientExchange, Numerics
@@ -42,8 +40,8 @@ from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.schedule import ConstantRate, Cosine, Schedule, StepDecay, Warmup
 from nnmpi.parallel.sequence.group import RING, ULYSSES
 from nnmpi.tensor.parameter import FlatStorage
-from nnmpi.train.checkpoint import Extent, LastCheckpoint
-from nnmpi.train.computing import Computing, choose_computing
+from nnmpi.train.checkpoint import Extent
+from nnmpi.train.computing import explained
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
     Config,
@@ -52,39 +50,10 @@ from nnmpi.train.config import (
     ParallelConfig,
     require,
 )
-from nnmpi.train.device import explained
-from nnmpi.train.folder import RunFolder
-from nnmpi.train.inputs import Inputs, load_inputs, text_source
+from nnmpi.train.inputs import Inputs
 from nnmpi.train.signature import ModelSignature
 
 TOO_LARGE = "the model does not fit into memory ({}); make it smaller"
-
-
-@dataclass(frozen=True)
-class RunContext:
-    """What a run works with on one rank: what `set_up` has made of the options. Only the weights change later.
-
-    Attributes:
-        config: every option.
-        group: all ranks of the run.
-        backend: where this rank computes.
-        inputs: the data sets, and the loaders of this rank's part of every batch.
-        trainer: what does the steps, with the model and its optimizer.
-        schedule: the learning rate as a function of the step.
-        extent: how long the run is.
-        folder: where it writes.
-        computing: what computes on the host.
-    """
-
-    config: Config
-    group: Group
-    backend: Backend
-    inputs: Inputs
-    trainer: Trainer
-    schedule: Schedule
-    extent: Extent
-    folder: RunFolder
-    computing: Computing
 
 
 def build_model(config: ModelConfig, sample_shape: tuple[int, ...], classes: int) -> Module:
@@ -426,63 +395,3 @@ def needs_arrangement(layout: Layout, mesh: Mesh) -> bool:
     limits = (layout.memory_limit, layout.activation_memory)
     is_split = max(mesh.pp, mesh.tp, mesh.sp) > 1 or layout.zero > 0
     return is_split or layout.fixed or limits != (None, None) or layout.offload is not None
-
-
-def settle(context: RunContext) -> Config:
-    """Return the configuration with the number of microbatches that was derived from the layout.
-
-    It goes into config.json, since a run that goes on in another layout must cut its batches as before. So does the
-    tokenizer of a text.
-    """
-    config, where, tokenizer = context.config, context.trainer.arrangement, context.inputs.tokenizer
-    source = text_source(config)
-    if tokenizer is not None and source is not None:
-        config = replace(config, data=replace(config.data, tokenizer=source.tokenizer))
-    if where is None or not where.stages:
-        return config
-    microbatches = context.inputs.train_loader.microbatches
-    return replace(config, parallel=replace(config.parallel, microbatches=microbatches))
-
-
-def set_up(
-    config: Config,
-    group: Group,
-    backend: Backend,
-    folder: RunFolder,
-    last: LastCheckpoint | None,
-    say: Callable[[str], None],
-    local_rank: int,
-    computing: Computing | None,
-) -> RunContext:
-    """Load the data, build everything, and return it. Collective.
-
-    Args:
-        folder: where the run will write; it is not touched here.
-        last: the checkpoint that the run goes on from: its choices of algorithms and cuts hold again.
-        say: called with a sentence when a download begins.
-        local_rank: this rank's number on its node.
-        computing: what computes, where that has been chosen; None to choose it.
-
-    Raises:
-        UsageError: on all ranks, for options that do not fit the data or the number of ranks.
-        DataError, DeviceError: on all ranks, for data that cannot be had, and a device that cannot do it.
-    """
-    layout, mesh = find_layout(config, group)
-    check_sync(config, group)
-    replica = (mesh.coordinates(group.rank).d, mesh.dp)
-    inputs = load_inputs(config, group, local_rank, say, replica, mesh.pp)
-    with agreed(group):
-        extent = build_extent(config.optimization, inputs)
-        schedule = build_schedule(config.optimization, extent)
-    if group.size > 1 and not config.sync.rule.asynchronous:
-        group.fit = find_fit(group)
-    algorithms = None if last is None else last.algorithms(mesh, group.rank)
-    cuts = None if last is None else last.cuts(mesh, layout.virtual_stages)
-    if cuts is not None and layout.split == MEASURED:  # measured again, they might fall elsewhere
-        layout = replace(layout, split=cuts)
-    wanted = layout if needs_arrangement(layout, mesh) else None
-    model = build_whole(config, inputs.train, backend, group)
-    if computing is None:
-        config, computing = choose_computing(config, model, inputs.train, backend, group)
-    trainer = build_trainer(config, model, group, inputs, backend, algorithms, wanted)
-    return RunContext(config, group, backend, inputs, trainer, schedule, extent, folder, computing)

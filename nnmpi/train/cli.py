@@ -11,53 +11,42 @@ import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.shutdown import exit_refused
 from nnmpi.comm.mpi.start import start, watch_alone
 from nnmpi.comm.world import LIMIT_S, WARNING_S
-from nnmpi.command import HelpAsked, read_words
+from nnmpi.command import HelpAsked, options_of, read_words
+from nnmpi.compose.layout import Layout
 from nnmpi.data.catalogue import NAMES
-from nnmpi.errors import UsageError, shortened
+from nnmpi.errors import UsageError
 from nnmpi.launcher import read_launch
-from nnmpi.reading import read_json, read_text
-from nnmpi.train.config import Config, all_options, assemble, check, flatten
-from nnmpi.train.folder import CONFIG_FILE, default_folder, find_model
+from nnmpi.reading import read_text
+from nnmpi.train.computing import take_backend
+from nnmpi.train.config import (
+    Config,
+    all_options,
+    assemble,
+    at_least_one,
+    check,
+    check_positions,
+    flatten,
+    not_negative,
+)
+from nnmpi.train.folder import default_folder, find_model, read_run
 from nnmpi.train.log import Console
 from nnmpi.train.loop import StopSignals
-from nnmpi.train.session import run
+from nnmpi.train.run import Run, open_run
+from nnmpi.train.session import begin
 
 T = TypeVar("T")
 
-# Options that left nnmpi, with their defaults: a run that has another value cannot be resumed.
-REMOVED: Mapping[str, Any] = {
-    **dict.fromkeys(("split", "overlap", "fused_update", "convolution", "tied"), "auto"),
-    **dict.fromkeys(("bucket_mb", "pace", "shift_pixels", "loader_threads")),
-    **dict.fromkeys(("check_weights", "dedicated_servers", "staleness_lr", "nesterov", "plot"), False),
-    **dict.fromkeys(("backup", "sync_warmup_epochs", "pace_ms", "simulation_seed", "eval_steps", "save_steps"), 0),
-    "sp_attention": "ulysses",
-    "recompute": "never",
-    "fit": "kept",
-    "neighbours": "ring",
-    "servers": None,
-    "straggler": "",
-    "only_classes": "",
-    "normalize": True,
-    "lr_scaling": "none",
-    "base_batch": 32,
-    "grad_accum": 1,
-    "step_epochs": 10.0,
-    "step_factor": 0.1,
-    "print_every": 5.0,
-    "trace_steps": 20,
-    "keep": 3,
-    "stall_warning": 10.0,
-}
+EXIT_LIMIT_S = 60.0  # all ranks of a command end together: a rank that has left alone has failed
 
 PROGRAM = "python -m nnmpi.train"
 DESCRIPTION = """Train a network on MPI ranks: mpirun -n 4 python -m nnmpi.train [options].
@@ -65,35 +54,10 @@ DESCRIPTION = """Train a network on MPI ranks: mpirun -n 4 python -m nnmpi.train
 Without options: a small convolutional network on the bundled digits."""
 
 # What a run cannot change when it goes on: its weights, its data and its order of samples hang on these.
-FIXED = (
-    *(
-        "model",
-        "hidden",
-        "activation",
-        "dropout",
-        "layers",
-        "features",
-        "heads",
-        "context",
-        "dataset",
-        "target",
-        "tokenizer",
-        "text_columns",
-        "text_samples",
-        "test_fraction",
-        "normalize",
-        "partition",
-    ),
-    *("batch_size", "optimizer", "loss", "dtype", "seed"),
-)
-
-# In which world a run goes on is said anew: it may begin in one and go on in the other.
-SIMULATION = ("simulate", "network")
-
-# What belongs to another option, and is left out when a run goes on with another value of that one.
-DETAILS = {
-    "sync": (*("staleness", "local_steps"),),
-}
+FIXED = """
+model hidden activation dropout layers features heads context dataset target tokenizer text_columns text_samples
+test_fraction normalize partition batch_size optimizer loss dtype seed
+"""
 
 
 def launch(words: Sequence[str]) -> None:
@@ -114,7 +78,10 @@ def launch(words: Sequence[str]) -> None:
             "cpu_factor": cpu_factor,
         }
 
-    start_ranks(words, main, simulation, StopSignals)
+    group = start_ranks(words, main, simulation, StopSignals)
+    if group is not None:
+        with exit_refused():
+            main(words, group)
 
 
 def ask(words: Sequence[str], parse: Callable[[Sequence[str]], T], group: Group) -> tuple[Console, T | None]:
@@ -137,8 +104,8 @@ def start_ranks(
     program: Callable[[Sequence[str], Group], None],
     simulation: Callable[[], dict[str, Any]],
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> None:
-    """Call a command's program on the ranks that MPI has started, or with --simulate on simulated ones.
+) -> Group | None:
+    """Return the ranks that MPI has started; or call the program on simulated ones, with --simulate, and return None.
 
     Args:
         words: of the command line.
@@ -147,7 +114,7 @@ def start_ranks(
         around: entered while ranks are simulated.
 
     Raises:
-        LaunchError, UsageError: as `comm.mpi.start.start`, and for --simulate under a launcher of several processes.
+        LaunchError, UsageError: as `comm.mpi.start.start` does, and for --simulate under a launcher of processes.
     """
     if any(word.partition("=")[0] == "--simulate" for word in words):
         watch_alone()
@@ -155,7 +122,8 @@ def start_ranks(
         try:
             options = simulation()
         except HelpAsked as asked:
-            return Console(quiet=started is not None and started.rank > 0).say(str(asked))
+            Console(quiet=started is not None and started.rank > 0).say(str(asked))
+            return None
         if options["ranks"]:
             if started is not None and started.size > 1:
                 raise UsageError(
@@ -166,10 +134,9 @@ def start_ranks(
             with around(), exit_refused():
                 simulate(partial(program, words), **options)
             return None
-    group = start()
+    group = start(None if "NNMPI_EXIT_LIMIT_S" in os.environ else EXIT_LIMIT_S)
     group.comm.world.watch(WARNING_S, LIMIT_S)  # none waits for ever from now on
-    with exit_refused():
-        return program(words, group)
+    return group
 
 
 def main(words: Sequence[str], group: Group) -> None:
@@ -181,14 +148,15 @@ def main(words: Sequence[str], group: Group) -> None:
 
     Raises:
         UsageError: on all ranks, for wrong options, data that does not fit the model, or a folder that is taken.
-        NnmpiError: for everything else that has a sentence; see `session.run`.
+        NnmpiError: for everything else that has a sentence; see `session.begin` and `Loop.run`.
     """
     console = Console(quiet=not group.is_root)
     config = read_options(words, group, console)
     if config is not None:
         if config.run.quiet:
             console.silence()
-        run(config, group, console, words)
+        with begin(config, group, console, words) as loop:
+            loop.run()
 
 
 def read_options(words: Sequence[str], group: Group, console: Console) -> Config | None:
@@ -232,7 +200,7 @@ def parse(words: Sequence[str]) -> Config:
     """
     given = read_given(words)
     resumed = read_run(given["resume"], f"--resume {given['resume']}") if given.get("resume") else {}
-    outdated = {detail for name, details in DETAILS.items() if name in given for detail in details}
+    outdated = {"staleness", "local_steps"} if "sync" in given else set()  # they belong to the run's own
     kept = {name: value for name, value in resumed.items() if name not in outdated}
     config = assemble(kept | given)
     _refuse_changes(config, resumed)
@@ -250,40 +218,6 @@ def read_given(words: Sequence[str], folder: Path = Path()) -> dict[str, Any]:
     """
     given = read_words(words, list(all_options().values()), PROGRAM, DESCRIPTION)
     return (read_file(folder / given["config"]) if given.get("config") else {}) | given
-
-
-def read_run(folder: Path, named: str) -> dict[str, Any]:
-    """Return the options that a run was started with, from its folder.
-
-    Raises:
-        UsageError: when the folder holds no run, or its config.json cannot be read.
-    """
-    file = folder / CONFIG_FILE
-    try:
-        there = file.is_file()
-    except OSError as error:  # in a folder that may not be entered
-        reason = error.strerror or error
-        raise UsageError(f"{named} cannot be read ({reason}); give the folder of a run that can") from None
-    if not there:
-        raise UsageError(f"{named}: there is no run ({file} is missing); give the folder of a run")
-    try:
-        flat = read_json(file)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read: {error}") from None
-    if not isinstance(flat, dict):
-        raise UsageError(f"{file} cannot be read: it holds no options by name")
-    for name in ("blas", "blas_threads"):  # were written as the run had chosen them
-        flat.pop(name, None)
-    gone = {name: flat.pop(name) for name in REMOVED if name in flat and name not in all_options()}
-    for name, value in gone.items():
-        if value != REMOVED[name]:
-            raise UsageError(
-                f"{file} has {name} {shortened(str(value))}, an option that left nnmpi (CHANGELOG.md says what is "
-                "written instead); go on with the version of nnmpi that began the run"
-            )
-    values = check(flat, str(file))
-    left_out = {"out", "resume", "config", "quiet", *SIMULATION}
-    return {name: value for name, value in values.items() if name not in left_out}
 
 
 def read_file(file: Path) -> dict[str, Any]:
@@ -309,7 +243,7 @@ def read_file(file: Path) -> dict[str, Any]:
 def _refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
     """Refuse options that a resumed run cannot change."""
     given = flatten(config)
-    for name in FIXED:
+    for name in FIXED.split():
         before = resumed.get(name, given[name])
         before = list(before) if isinstance(before, tuple) else before
         if before != given[name] and not (name == "dataset" and _is_moved(str(before), given[name])):
@@ -328,3 +262,111 @@ def _is_moved(before: str, now: str) -> bool:
 def _show(value: Any) -> str:
     """Return a value as it is written on the command line."""
     return " ".join(map(str, value)) if isinstance(value, list) else str(value) or "unset"
+
+
+# ---- commands that use a run ----
+
+
+@dataclass(frozen=True)
+class PlaceConfig:
+    """Which weights, and where they compute."""
+
+    best: bool = False
+    """Take the weights with the best evaluation, which --keep-best has kept, and not the last ones."""
+    weights: Path | None = None
+    """Take the weights of a state_dict of PyTorch's, a .safetensors with the names of python -m nnmpi.export, and not
+    the run's (default: the run's)."""
+    dp: int | None = None
+    """Replicas that share the samples (default: what is missing to the number of ranks)."""
+    pp: int = 1
+    """Ranks in each pipeline, which have the layers one after the other."""
+    tp: int = 1
+    """Ranks that share out each layer."""
+    sp: int = 1
+    """Ranks that share out the positions of each sequence (of gpt)."""
+    backend: Literal["auto", "numpy", "cupy"] = "auto"
+    """Array library; auto: CuPy where a CUDA device can be used, NumPy elsewhere."""
+    simulate: int = 0
+    """Run so many ranks in this process, without MPI."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        at_least_one("--pp", self.pp)
+        at_least_one("--tp", self.tp)
+        at_least_one("--sp", self.sp)
+        if self.dp is not None:
+            at_least_one("--dp", self.dp)
+        not_negative("--simulate", self.simulate)
+
+    def open(self, folder: Path, group: Group, check: Callable[[Config], None] = lambda config: None) -> Run:
+        """Return the run, with its model on the ranks. Collective.
+
+        Raises:
+            NnmpiError: on all ranks; see `open_run`.
+        """
+        backend = take_backend(self.backend, group, group.local_rank())
+        layout = Layout(self.dp, self.pp, self.tp, sp=self.sp)
+
+        def fits(config: Config) -> None:
+            check_positions(config.model.model, self.sp)
+            check(config)
+
+        return open_run(folder, group, layout, backend, self.best, self.weights, fits)
+
+
+def launch_use(
+    words: Sequence[str],
+    parse: Callable[[Sequence[str]], tuple[Any, ...]],
+    main: Callable[[Sequence[str], Group], None],
+) -> None:
+    """Do a command that uses a run on the ranks that MPI has started, or with --simulate on simulated ones.
+
+    Args:
+        words: of the command line.
+        parse: returns what they ask for; see `read_command`.
+        main: does it.
+
+    Raises:
+        NnmpiError: see `start_ranks` and `main`.
+    """
+
+    def simulation() -> dict[str, Any]:
+        return {"ranks": next((each.simulate for each in parse(words) if isinstance(each, PlaceConfig)), 0)}
+
+    group = start_ranks(words, main, simulation)
+    if group is not None:
+        with exit_refused():
+            main(words, group)
+
+
+def read_command(
+    names: str, program: str, description: str, sections: Sequence[type[Any]], words: Sequence[str]
+) -> tuple[Any, ...]:
+    """Return the paths that a command was given, and after them its sections of options.
+
+    Args:
+        names: what the paths are, such as "RUN FILE".
+        program, description: for --help.
+        sections: dataclasses of options, of which no two have one of a name.
+        words: of the command line.
+
+    Raises:
+        HelpAsked: for -h or --help.
+        UsageError: for wrong names or values, and another number of paths.
+    """
+    options = [options_of(section) for section in sections]
+    known = [each for part in options for each in part]
+    read_words([word for word in words if word in ("-h", "--help")], known, program, description)
+    paths, rest = _take_paths(words, names)
+    given = read_words(rest, known, program, description)
+    values = ({each.name: given[each.name] for each in part if each.name in given} for part in options)
+    return *paths, *(section(**own) for section, own in zip(sections, values, strict=True))
+
+
+def _take_paths(words: Sequence[str], names: str) -> tuple[list[Path], list[str]]:
+    """Return the paths that stand before the options, and the other words."""
+    count = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    wanted = len(names.split())
+    if count != wanted:
+        raise UsageError(f"give {names} first and then the options, not {' '.join(words[:count]) or 'options alone'}")
+    return [Path(word) for word in words[:count]], list(words[count:])

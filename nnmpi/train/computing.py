@@ -1,23 +1,29 @@
-"""What computes on the host: one BLAS thread for each rank unless the environment says otherwise; numba in long runs.
+"""What computes: the backend of a run, shared by the ranks of a device, and its errors in sentences; BLAS and numba.
 
-Nothing is timed, so a repeated command has the same bits. Whether numba's kernels compute what is around the products
-depends on how much the whole run multiplies.
+On the host each rank has one BLAS thread unless the environment says otherwise, and numba computes in long runs.
+Nothing is timed, so a repeated command has the same bits.
 """
 
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from math import prod
 
-from nnmpi.backend.backend import Backend
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.blas import one_blas_thread
+from nnmpi.backend.device import select
+from nnmpi.backend.device_errors import REMEDY, expects_device
 from nnmpi.backend.kernels import jit, load
+from nnmpi.comm.agreement import agreed
+from nnmpi.comm.buffers import cuda_aware
 from nnmpi.comm.group import Group
 from nnmpi.command import Switch
 from nnmpi.data.dataset import Samples
-from nnmpi.errors import UsageError
+from nnmpi.errors import DeviceError, NnmpiError, UsageError, counted
 from nnmpi.nn.module import Module
-from nnmpi.train.config import Config, OptimizationConfig
+from nnmpi.train.config import Config, OptimizationConfig, RunConfig
+from nnmpi.units import format_bytes
 
 # Multiplications of a whole run's ways forward from which on numba's kernels compute: training then takes some seconds,
 # beside which the 0.2 s that loading numba takes are little. A CNN on digits gains as much at 4e10, on MNIST
@@ -104,3 +110,122 @@ def multiplications(options: OptimizationConfig, model: Module, train: Samples) 
         batch = len(train) if options.batch_size == "full" else options.batch_size
         samples = min(samples, options.max_steps * batch)
     return float(of_one * samples)
+
+
+# ---- the backend ----
+
+# The options that do what REMEDY says.
+REMEDY_OPTIONS = (
+    "lower --batch-size, raise --microbatches, use --activation-memory least or --precision bf16, or "
+    "spread the model over more ranks with --tp or --pp"
+)
+
+
+def take_backend(name: str, group: Group, local_rank: int, limit_bytes: int | None = None) -> Backend:
+    """Return the backend of this name, with a fair part of its device's memory. Collective.
+
+    Where "auto" finds a device on some nodes alone, all ranks take NumPy.
+
+    Args:
+        name: auto, numpy or cupy.
+        group: all ranks of the run.
+        local_rank: this rank's number on its node.
+        limit_bytes: what a rank's arrays may take of a device's memory, if less than that.
+
+    Raises:
+        DeviceError: on all ranks, when one cannot use the device that it should.
+    """
+    with agreed(group):
+        backend = select(name, local_rank)
+    names = group.gather(backend.name)
+    if len(set(names)) > 1:
+        without = [rank for rank, each in enumerate(names) if each == "numpy"]
+        reason = f"auto chose numpy on all ranks: rank {without[0]} ({len(without)} of {group.size}) has no device"
+        backend = replace(numpy_backend(), reason=reason)
+    ranks = group.gather([platform.node(), backend.card]).count([platform.node(), backend.card])
+    with agreed(group):
+        backend.share(ranks)
+        if limit_bytes is not None:
+            backend.limit_memory(limit_bytes)
+    return backend
+
+
+def check_backend(options: RunConfig, backend: Backend) -> None:
+    """Refuse kernels that are compiled for the CPU where there is a device, and products that only a device rounds.
+
+    Raises:
+        UsageError: saying so; also where there is no numba, and --jit on.
+    """
+    if options.jit == "on":
+        load()
+        if backend.is_device:
+            raise UsageError(
+                f"--jit compiles for the CPU, and this run is on {backend.device}, which has kernels of its own; leave "
+                "it out, or give --backend numpy"
+            )
+    if options.precision != "float32" and not backend.is_device:
+        raise UsageError(
+            f"--precision {options.precision} needs a CUDA device, and this run is on the CPU ({backend.reason}); "
+            "leave it out"
+        )
+
+
+def describe_device(backend: Backend, group: Group, verbose: bool = False) -> list[str]:
+    """Return lines on how ranks share devices and memory, and why this backend. Collective.
+
+    That no rank has a device is said where one could be meant to be used.
+
+    Args:
+        backend: where this rank computes.
+        group: all ranks of the run.
+        verbose: say why this backend anyway.
+    """
+    found = group.gather([platform.node(), backend.card, verbose or bool(backend.reason) and expects_device()])
+    places = [each[:2] for each in found]
+    lines = [f"chosen: {backend.reason}"] if backend.reason and any(each[2] for each in found) else []
+    if not backend.is_device:
+        return lines
+    cards = {tuple(place) for place in places}
+    most = max(places.count(list(card)) for card in cards)
+    use = backend.memory()
+    limit = "no limit of memory"
+    if use.limit_bytes is not None:
+        limit = f"{format_bytes(use.limit_bytes)} of memory for each rank"
+    shared = f", up to {most} ranks on one" if most > 1 else ""
+    way = "given to MPI" if cuda_aware() else "staged through the host's memory"
+    return [
+        f"devices: {len(cards)} for {counted(group.size, 'rank')}{shared}; {limit} ({use.note})",
+        *([f"device arrays: {way}"] if group.size > 1 else []),
+        *lines,
+    ]
+
+
+def device_use(backend: Backend) -> dict[str, float]:
+    """Return what a record of training says about a device's memory, as this rank sees it; nothing on the host."""
+    return {"device_peak_bytes": backend.memory().peak_bytes} if backend.is_device else {}
+
+
+@contextmanager
+def explained(
+    backend: Backend, words: str = "out of memory ({}); give a smaller --batch-size, or --microbatches 2 or more"
+) -> Iterator[None]:
+    """Turn an error of the device, or of memory, into a sentence.
+
+    Args:
+        backend: knows its library's errors.
+        words: the sentence where the host's memory was too little.
+
+    Raises:
+        DeviceError: in the error's place.
+    """
+    try:
+        yield
+    except NnmpiError:
+        raise
+    except Exception as error:
+        explanation = backend.explain(error)
+        if explanation is None and isinstance(error, MemoryError):
+            explanation = DeviceError(words.format(error))
+        if explanation is None:
+            raise
+        raise DeviceError(str(explanation).replace(REMEDY, REMEDY_OPTIONS)) from error

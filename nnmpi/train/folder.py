@@ -26,6 +26,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
+from typing import Any
 
 from numpy import __version__ as numpy_version
 
@@ -34,8 +35,8 @@ from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.files import LOCK_FILE, folder_atomically, sync_folder, write_atomically
 from nnmpi.models.pretrained import CONFIG
-from nnmpi.reading import parse_json, read_text
-from nnmpi.train.config import Config, flatten
+from nnmpi.reading import parse_json, read_json, read_text
+from nnmpi.train.config import Config, all_options, check, flatten
 from nnmpi.version import VERSION
 
 CONFIG_FILE = "config.json"
@@ -216,6 +217,38 @@ class RunFolder:
             if error.errno in PASSING:
                 raise CheckpointError(f"--out {self.path} cannot be written ({reason}); make room there") from None
             raise UsageError(f"--out {self.path} cannot be written ({reason}); give a folder that can") from None
+
+
+def read_run(folder: Path, named: str) -> dict[str, Any]:
+    """Return the options that a run was started with, from its folder.
+
+    Raises:
+        UsageError: when the folder holds no run, or its config.json cannot be read.
+    """
+    file = folder / CONFIG_FILE
+    try:
+        there = file.is_file()
+    except OSError as error:  # in a folder that may not be entered
+        reason = error.strerror or error
+        raise UsageError(f"{named} cannot be read ({reason}); give the folder of a run that can") from None
+    if not there:
+        raise UsageError(f"{named}: there is no run ({file} is missing); give the folder of a run")
+    try:
+        flat = read_json(file)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{file} cannot be read: {error}") from None
+    if not isinstance(flat, dict):
+        raise UsageError(f"{file} cannot be read: it holds no options by name")
+    for name in flat:
+        if name not in all_options():
+            raise UsageError(
+                f"{file} has {name}, an option that left nnmpi (CHANGELOG.md says what is written instead); go on with "
+                "the version of nnmpi that began the run"
+            )
+    values = check(flat, str(file))
+    # In which world a run goes on is said anew: it may begin in one and go on in the other.
+    left_out = {"out", "resume", "config", "quiet", "simulate", "network"}
+    return {name: value for name, value in values.items() if name not in left_out}
 
 
 def find_model(pretrained: Path) -> Path:

@@ -14,22 +14,18 @@ from nnmpi.data.text import Text
 from nnmpi.errors import counted
 from nnmpi.nn.norm import BatchNorm
 from nnmpi.schedule.registry import name_of
-from nnmpi.train.build import RunContext, warmup_steps
+from nnmpi.train.build import warmup_steps
 from nnmpi.train.checkpoint import Extent
-from nnmpi.train.computing import installed_numba
+from nnmpi.train.computing import describe_device, installed_numba
 from nnmpi.train.config import Config, OptimizationConfig
-from nnmpi.train.device import describe_device
 from nnmpi.train.inputs import Inputs
+from nnmpi.train.run import TrainingRun
 
 
-def header(context: RunContext) -> list[tuple[str, str]]:
-    """Return facts of the run, each a name and words. Collective: the ranks tell their nodes.
-
-    Args:
-        context: what the run works with.
-    """
-    config, group, backend, trainer = context.config, context.group, context.backend, context.trainer
-    inputs, extent = context.inputs, context.extent
+def header(run: TrainingRun) -> list[tuple[str, str]]:
+    """Return facts of the run, each a name and words, as starts.jsonl keeps them. Collective."""
+    config, group, backend, trainer = run.config, run.group, run.backend, run.trainer
+    inputs, extent = run.inputs, run.extent
     options = config.optimization
     nodes = sorted(set(group.gather(platform.node())))
     train, test = inputs.train, inputs.test
@@ -41,7 +37,7 @@ def header(context: RunContext) -> list[tuple[str, str]]:
         f"MPI: {group.comm.world.library}",
         f"backend: {backend.name} on {backend.device}, {_numbers(config)}{_kernels(config)}; "
         f"{'kernels of its own' if backend.is_device else blas()}",
-        *filter(None, [context.computing.line]),
+        *filter(None, [run.kernels]),
         *describe_device(backend, group, config.run.verbose),
         f"data: {train.name}, {len(train)} training and {len(test)} test {_samples(train)}{_partition(config)}",
         f"batches: {extent.train_batches} of {inputs.batch_size} in each of "

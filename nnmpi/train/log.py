@@ -9,7 +9,7 @@ write it in `Reporter.steps` and explain it in metrics.py.
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any, TextIO
@@ -19,8 +19,9 @@ from nnmpi.command import discard, not_written, printable
 from nnmpi.compose.losses import perplexity, r2
 from nnmpi.compose.stats import PARTS, EvalReport, Totals
 from nnmpi.compose.trainer import SegmentReport
-from nnmpi.train.checkpoint import Extent, RunState
+from nnmpi.train.checkpoint import RunState
 from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
+from nnmpi.train.run import TrainingRun
 
 PRINT_EVERY_S = 5.0  # between two printed lines of progress inside an epoch
 
@@ -85,31 +86,6 @@ class Console:
             raise not_written(self._lost)
 
 
-class PrintTimer:
-    """Says when the next line of progress is due.
-
-    Args:
-        seconds: least time between two lines; the first is due so long after this call.
-        clock: returns the time in seconds.
-    """
-
-    def __init__(self, seconds: float, clock: Callable[[], float] = clock.now) -> None:
-        self._seconds, self._clock = seconds, clock
-        self._last = clock()
-
-    def due(self) -> bool:
-        """Return whether it is time, and start again if so."""
-        now = self._clock()
-        if now - self._last < self._seconds:
-            return False
-        self._last = now
-        return True
-
-    def restart(self) -> None:
-        """Start again: a line of another kind was just printed."""
-        self._last = self._clock()
-
-
 def percent(share: float) -> str:
     """Return a share as per cent with two digits: 0.98056 -> 98.06 %."""
     return f"{100 * share:.2f} %"
@@ -126,24 +102,21 @@ class Reporter:
     """Prints lines and writes records.
 
     Args:
-        extent: how long the run is.
+        run: what trains.
         console: prints the lines.
         recorder: writes the records.
-        tokens: whether tokens are predicted: then perplexities and tokens per second are told as well.
     """
 
     def __init__(
         self,
-        extent: Extent,
+        run: TrainingRun,
         console: Console,
         recorder: MetricsRecorder,
-        tokens: bool = False,
-        variances: tuple[float, float] | None = None,
-        verbose: bool = False,
     ) -> None:
-        self._extent, self._console, self._recorder, self._tokens = extent, console, recorder, tokens
-        self._variances, self._verbose = variances, verbose
-        self._timer = PrintTimer(PRINT_EVERY_S)
+        self._extent, self._console, self._recorder = run.extent, console, recorder
+        self._tokens = run.inputs.train.is_tokens  # then perplexities and tokens per second are told as well
+        self._variances, self._verbose = run.inputs.variances, run.config.run.verbose
+        self._due_s = clock.now() + PRINT_EVERY_S  # when the next line of progress may come
         self._below: Sequence[str] = ()
 
     def steps(self, state: RunState, norm: float, lr: float, more: Mapping[str, Any]) -> None:
@@ -176,8 +149,13 @@ class Reporter:
                 **more,
             }
         )
-        if self._timer.due():
-            self._console.say(f"{self._place(state)}: {self.result(window)}, {self._rate(window)}")
+        if clock.now() >= self._due_s:
+            self._progress(f"{self._place(state)}: {self.result(window)}, {self._rate(window)}")
+
+    def _progress(self, *lines: str) -> None:
+        """Print lines, and none of progress for some seconds."""
+        self._console.say(*lines)
+        self._due_s = clock.now() + PRINT_EVERY_S
 
     def result(self, found: Totals, prefix: str = "") -> str:
         """Return the loss and how good it is in words; of tokens the perplexity, too."""
@@ -226,12 +204,11 @@ class Reporter:
             self._console.say(f"  {totals.breakdown()}")
             self._console.say(*([f"  {totals.communication()}"] if totals.comm_calls else []))
         self.say(more)
-        self._timer.restart()
+        self._progress()
 
     def between(self, state: RunState, report: EvalReport) -> None:
         """Print an evaluation within an epoch."""
-        self._console.say(f"{self._place(state)}: {self.result(report, 'test ')}, in {report.wall_s:.2f} s")
-        self._timer.restart()
+        self._progress(f"{self._place(state)}: {self.result(report, 'test ')}, in {report.wall_s:.2f} s")
 
     def best(self, state: RunState, report: EvalReport) -> str:
         """Return the best evaluation in words, of those in the run and the last one; nothing if there was but one."""

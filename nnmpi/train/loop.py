@@ -27,12 +27,12 @@ from nnmpi.compose.stats import PARTS, EvalReport, Totals
 from nnmpi.compose.trainer import Progress
 from nnmpi.data.loader import Batch
 from nnmpi.errors import NnmpiError
-from nnmpi.train.build import RunContext
 from nnmpi.train.checkpoint import RunState, Saver
+from nnmpi.train.computing import device_use
 from nnmpi.train.config import to_json
-from nnmpi.train.device import device_use
 from nnmpi.train.log import Reporter
 from nnmpi.train.metrics import MetricsRecorder
+from nnmpi.train.run import TrainingRun
 from nnmpi.train.signature import to_metadata
 from nnmpi.train.trace import Tracer
 
@@ -124,98 +124,93 @@ class Loop:
     """Trains from a state to the end.
 
     Args:
-        context: what the run works with.
+        run: what trains.
         state: where it begins.
         reporter: prints and records.
         recorder: the files with the records; a checkpoint is published after they are on the disk.
 
     Attributes:
         state: where the run stands, at the last point where the ranks met.
+        report: the evaluation of the final weights, once they are there.
     """
 
-    def __init__(self, context: RunContext, state: RunState, reporter: Reporter, recorder: MetricsRecorder) -> None:
+    def __init__(self, run: TrainingRun, state: RunState, reporter: Reporter, recorder: MetricsRecorder) -> None:
         self.state = state
-        self._context, self._trainer, self._reporter = context, context.trainer, reporter
+        self._run, self._trainer, self.reporter = run, run.trainer, reporter
+        self.report = EvalReport()
         self._signals = StopSignals()
         self._saved_step = state.step
         self._started = clock.now()
         self._began = self._started - state.elapsed_s
-        self._saver = Saver(context.folder, recorder, context.group)
-        self._between_faults_s = context.folder.between_faults_s() if context.group.is_root else inf
+        self._saver = Saver(run.folder, recorder, run.group)
+        self._between_faults_s = run.folder.between_faults_s() if run.group.is_root else inf
         self._test: list[Batch] | None = None  # what is kept of the test data
         self._evaluated: tuple[int, EvalReport] | None = None
-        self._tracer = Tracer(context, reporter.say)
+        self._tracer = Tracer(run, reporter.say)
         self._window = state.window  # sums since the last line of metrics
         self._told = 0  # how often, in this segment
         self._last = Progress(0, 0, Totals(), 0.0, 0.0)  # what was told
 
-    def run(self) -> EvalReport:
-        """Train until the last step, save, and return the evaluation of the final weights on the test data.
+    def run(self) -> None:
+        """Train until the last step, save, and evaluate the final weights on the test data.
+
+        Each turn trains up to where something is due, reports that, and does what is due.
 
         Raises:
             DivergenceError: for a loss or gradient that is not finite; older checkpoints are intact.
             CheckpointError: when a checkpoint cannot be written.
             Stopped: after a signal, with a checkpoint of the last whole step.
         """
+        trainer, run = self._trainer, self._run
         with self._signals, self._saver:
             try:
                 while not self._finished:
-                    self._train()
+                    before, stop = self.state, self._stop_at()
+                    with self._tracer.steps(stop - before.batch):
+                        report = trainer.run(
+                            run.inputs.train_loader,
+                            before.epoch,
+                            before.batch,
+                            stop,
+                            before.step,
+                            run.schedule,
+                            progress=self._note,
+                            poll_signal=self._signals.noted,
+                        )
+                    if not trainer.in_step or before.step + report.batches == run.extent.steps:
+                        self._log()
+                    self.state = before.after(report.totals, self._window)
+                    self._told = 0
+                    if report.batches and not trainer.in_step:
+                        self.reporter.segment(self.state, report)
+                    self._do_what_is_due(report.signal)
                 self._tracer.finish()
                 # A run may end within an epoch.
-                self._reporter.say([*self._trainer.summary(), *self._trainer.memory()])
-                report = self._evaluate()
-                if self._context.config.run.keep_best:
-                    before, self.state = self.state, self._with_best(report)
+                self.reporter.say([*trainer.summary(), *trainer.memory()])
+                self.report = self._evaluate()
+                if run.config.run.keep_best:
+                    before, self.state = self.state, self._with_best(self.report)
                     self._saved_step = self._saved_step if self.state == before else -1  # it is not known as the best
                 self._save()
                 self._saver.wait()
             except KeyboardInterrupt:  # the second one: this rank does not wait for the others
                 raise Stopped(f"interrupted in step {self._step + 1}; {self._how_to_resume()}", signal.SIGINT) from None
-        self._reporter.evaluation("test", self._on_time(), report)
-        if not self._trainer.in_step:
-            self._reporter.whole_run(self.state)
-        return report
+        self.reporter.evaluation("test", self._on_time(), self.report)
+        if not trainer.in_step:
+            self.reporter.whole_run(self.state)
 
     @property
     def _finished(self) -> bool:
-        return self.state.step >= self._context.extent.steps
+        return self.state.step >= self._run.extent.steps
 
     @property
     def _step(self) -> int:
         """The steps that are done, with those of the present segment."""
         return self.state.step + self._told // self._trainer.reporters
 
-    def _train(self) -> None:
-        """Train up to where something is due, report that, and do what is due. Collective.
-
-        Raises:
-            Stopped: after a signal.
-        """
-        before, trainer = self.state, self._trainer
-        stop = self._stop_at()
-        with self._tracer.steps(stop - before.batch):
-            report = trainer.run(
-                self._context.inputs.train_loader,
-                before.epoch,
-                before.batch,
-                stop,
-                before.step,
-                self._context.schedule,
-                progress=self._note,
-                poll_signal=self._signals.noted,
-            )
-        if not trainer.in_step or before.step + report.batches == self._context.extent.steps:
-            self._log()
-        self.state = before.after(report.totals, self._window)
-        self._told = 0
-        if report.batches and not trainer.in_step:
-            self._reporter.segment(self.state, report)
-        self._do_what_is_due(report.signal)
-
     def _stop_at(self) -> int:
         """Return the batch of this epoch up to which nothing is due."""
-        options, extent, state = self._context.config.run, self._context.extent, self.state
+        options, extent, state = self._run.config.run, self._run.extent, self.state
         steps = [extent.train_batches - state.batch, extent.steps - state.step]
         due = [each.steps for each in (options.evaluates, options.saves) if each is not None and each.steps]
         steps += [every - state.step % every for every in due]
@@ -226,12 +221,12 @@ class Loop:
     def _note(self, one: Progress) -> None:
         """Count a step, or one of the gradients that make it up; report the steps so far when it is due."""
         self._told, self._last = self._told + 1, one
-        if not self._context.group.is_root:
+        if not self._run.group.is_root:
             return
         workers = self._trainer.reporters
         is_whole = self._told % workers == 0
         self._window = self._window.plus(one.totals.mean_over(workers, int(is_whole)))
-        if is_whole and is_due(self._step, self._context.config.run.log_every):
+        if is_whole and is_due(self._step, self._run.config.run.log_every):
             self._log()
 
     def _log(self) -> None:
@@ -240,10 +235,10 @@ class Loop:
         if self._window.samples:
             window = replace(self._window, steps=max(self._window.steps, 1))
             state = replace(self._on_time(), step=step, batch=self.state.batch + step - self.state.step, window=window)
-            more = {**last.more, **device_use(self._context.backend)}
+            more = {**last.more, **device_use(self._run.backend)}
             if not self._trainer.in_step:
                 more |= {"comm_bytes": None, "comm_calls": None}  # they are in the segment's record
-            self._reporter.steps(state, last.norm, self._context.schedule(max(step - 1, 0)), more)
+            self.reporter.steps(state, last.norm, self._run.schedule(max(step - 1, 0)), more)
         self._window = Totals()
 
     def _do_what_is_due(self, number: int) -> None:
@@ -252,18 +247,18 @@ class Loop:
         Raises:
             Stopped: with a checkpoint of the last whole step.
         """
-        options, ended = self._context.config.run, self.state.batch == self._context.extent.train_batches
+        options, ended = self._run.config.run, self.state.batch == self._run.extent.train_batches
         report = None
         if is_due(self.state.step, options.evaluates.steps) or (
             ended and is_due(self.state.epoch + 1, options.evaluates.epochs)
         ):
             report = self._evaluate()
-            self._reporter.evaluation("eval", self._on_time(), report)
+            self.reporter.evaluation("eval", self._on_time(), report)
             self.state = self._with_best(report)
         if ended:
             self._end_epoch(report)
         elif report:
-            self._reporter.between(self.state, report)
+            self.reporter.between(self.state, report)
         best = options.keep_best and report is not None and self.state.best_step == self.state.step
         if best or self._is_saving_due(ended):
             self._save()
@@ -281,11 +276,11 @@ class Loop:
         """Report the epoch, with the evaluation after it if there was one, and go on to the next. Collective."""
         totals = self._over_ranks(self.state.in_epoch)
         self.state = self.state.after_epoch()
-        self._reporter.epoch(self.state.epoch, totals, report, self._trainer.summary())
+        self.reporter.epoch(self.state.epoch, totals, report, self._trainer.summary())
 
     def _over_ranks(self, totals: Totals) -> Totals:
         """Return the totals with the ranks' mean in the place of each time. Collective."""
-        group = self._context.group
+        group = self._run.group
         names = (*PARTS, "wall_s", "hidden_s")
         sums = group.sum_floats([getattr(totals, name) for name in names])
         means: dict[str, Any] = {name: each / group.size for name, each in zip(names, sums, strict=True)}
@@ -293,7 +288,7 @@ class Loop:
 
     def _with_best(self, report: EvalReport) -> RunState:
         """Return the state with this evaluation as the best, if it is better."""
-        return self.state.after_evaluation(report, self._context.inputs.best_by_loss)
+        return self.state.after_evaluation(report, self._run.inputs.best_by_loss)
 
     def _evaluate(self) -> EvalReport:
         """Return the evaluation of the weights as they are on the test data, without doing it twice. Collective."""
@@ -304,7 +299,7 @@ class Loop:
 
     def _test_batches(self) -> AbstractContextManager[Iterable[Batch]]:
         """Return the test data's batches, of a small set the same each time."""
-        inputs, backend = self._context.inputs, self._context.backend
+        inputs, backend = self._run.inputs, self._run.backend
         if self._test is not None:
             return nullcontext(self._test)
         made = inputs.test_loader.epoch(0, backend=backend)
@@ -316,23 +311,23 @@ class Loop:
 
     def _is_saving_due(self, ended: bool) -> bool:
         """Return whether it is time for a checkpoint after this epoch, if one has ended. Collective."""
-        every = self._context.config.run.saves
+        every = self._run.config.run.saves
         if every is not None:
             return is_due(self.state.step, every.steps) or (ended and is_due(self.state.epoch, every.epochs))
         if not ended:
             return False
         elapsed_s = clock.now() - self._started
         share = partial(saving_share, self._between_faults_s)
-        return bool(on_root(self._context.group, lambda: self._saver.is_affordable(share, elapsed_s)))
+        return bool(on_root(self._run.group, lambda: self._saver.is_affordable(share, elapsed_s)))
 
     def _save(self) -> None:
         """Write a checkpoint, unless this step has one; what waits for the disk is done beside training. Collective."""
         if self._saved_step == self.state.step:
             return
-        context, self.state = self._context, self._on_time()
-        best = context.config.run.keep_best and self.state.best_step == self.state.step
-        metadata = to_metadata(context.inputs.signature, to_json(context.config.model))
-        self._saver.save(context.trainer, self.state, metadata, best)
+        run, self.state = self._run, self._on_time()
+        best = run.config.run.keep_best and self.state.best_step == self.state.step
+        metadata = to_metadata(run.signature, to_json(run.config.model))
+        self._saver.save(run.trainer, self.state, metadata, best)
         self._saved_step = self.state.step
 
     def _on_time(self) -> RunState:
@@ -340,7 +335,7 @@ class Loop:
         return replace(self.state, elapsed_s=clock.now() - self._began)
 
     def _how_to_resume(self) -> str:
-        return f"go on with: python -m nnmpi.train --resume {quote(str(self._context.folder.path))}"
+        return f"go on with: python -m nnmpi.train --resume {quote(str(self._run.folder.path))}"
 
 
 def saving_share(between_faults_s: float, save_s: float) -> float:

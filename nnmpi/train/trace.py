@@ -25,7 +25,7 @@ from nnmpi.comm.point_to_point import rendezvous
 from nnmpi.comm.world import Comm
 from nnmpi.errors import CommError, NnmpiError, UsageError
 from nnmpi.timeline import Timeline, TraceEvent, recording, to_chrome, write_chrome
-from nnmpi.train.build import RunContext
+from nnmpi.train.run import TrainingRun
 
 ROUNDS = 20
 _TAG = 0
@@ -140,13 +140,13 @@ class Tracer:
     """Records the first steps of this start of a run if `--trace` asks for it; else it does nothing.
 
     Args:
-        context: what the run works with; its options say whether.
+        run: whose options say whether.
         say: prints lines. A trace that cannot be written is reported so, and the run goes on.
     """
 
-    def __init__(self, context: RunContext, say: Callable[[Sequence[str]], None]) -> None:
-        self._context, self._say = context, say
-        self._timeline = Timeline() if context.config.run.trace else None
+    def __init__(self, run: TrainingRun, say: Callable[[Sequence[str]], None]) -> None:
+        self._run, self._say = run, say
+        self._timeline = Timeline() if run.config.run.trace else None
         self._left = TRACED
 
     @property
@@ -170,12 +170,12 @@ class Tracer:
         """Write the file, unless it is written. Collective."""
         if self._timeline is None:
             return
-        where, group = self._context.trainer.arrangement, self._context.group
+        where, group = self._run.arrangement, self._run.group
         mesh = None if where is None else where.mesh.mesh
         names = [f"d{rank}" if mesh is None else str(mesh.coordinates(rank)) for rank in range(group.size)]
         timeline, self._timeline = self._timeline, None
         try:
-            write_trace(self._context.folder.path / TRACE_FILE, timeline, group, names)
+            write_trace(self._run.folder.path / TRACE_FILE, timeline, group, names)
         except (UsageError, CommError):
             raise
         except NnmpiError as error:

@@ -12,7 +12,7 @@ from nnmpi.command import HelpAsked
 from nnmpi.compose.layout import Layout
 from nnmpi.data.dataset import Dataset
 from nnmpi.train.build import build_layout
-from nnmpi.train.device import explained, take_backend
+from nnmpi.train.computing import explained, take_backend
 from nnmpi.train.log import Console
 from nnmpi.verify.compare import Finding, compare
 from nnmpi.verify.options import Options, parse

@@ -44,7 +44,7 @@ class Ending:
 
 def mpirun(ranks: int) -> list[str]:
     """Return the beginning of a command that starts `ranks` ranks, as the supervisor's does."""
-    from nnmpi.run.launching import find_mpirun  # here: the harness's help needs nothing but Python
+    from nnmpi.launching import find_mpirun  # here: the harness's help needs nothing but Python
 
     return [find_mpirun(), "-n", str(ranks)]
 
@@ -72,7 +72,7 @@ def run(
         is_lost: asked while the job runs; true means that it is to be killed now.
         cwd: the working directory.
     """
-    from nnmpi.run.launching import NOT_STARTED  # late: see `mpirun`
+    from nnmpi.launching import NOT_STARTED  # late: see `mpirun`
 
     ending = _run(command, output, limit_s, environ, on_output, is_lost, cwd)
     if NOT_STARTED in ending.output:
@@ -121,6 +121,6 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-    from nnmpi.run.launching import kill  # late: see `mpirun`
+    from nnmpi.launching import kill  # late: see `mpirun`
 
     kill(process.pid)

@@ -37,14 +37,14 @@ from typing import Any
 import pytest
 import threadpoolctl
 
+from nnmpi import run as supervisor
 from nnmpi.backend import blas
 from nnmpi.comm.mpi.shutdown import STALLED
 from nnmpi.comm.simulated.scheduler import Faults
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CheckpointError, NnmpiError
-from nnmpi.run import supervisor
-from nnmpi.run.launching import Launcher
-from nnmpi.run.supervisor import GaveUp, SupervisedRun, Supervisor
+from nnmpi.launching import Launcher
+from nnmpi.run import GaveUp, SupervisedRun, Supervisor
 from nnmpi.threads import usable_cores
 from nnmpi.train import checkpoint, inputs
 from nnmpi.train.cli import main

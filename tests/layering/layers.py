@@ -9,6 +9,7 @@ LAYERS: tuple[frozenset[str], ...] = (
             "shard",
             "threads",
             "launcher",
+            "launching",
             "clock",
             "timeline",
             "command",
@@ -29,7 +30,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"compose"}),
     frozenset({"planner"}),
     frozenset({"train"}),
-    frozenset({"trained", "verify"}),
+    frozenset({"verify"}),
     frozenset({"generate", "evaluate", "plan", "predict", "export", "doctor", "exercise", "report", "__main__"}),
     frozenset({"run"}),
 )
@@ -76,6 +77,7 @@ LATE_IMPORTS = {
         "nnmpi.comm.mpi.mpi_world",
     ): "it imports mpi4py.MPI, which must have been loaded by then",
     ("nnmpi/train/cli.py", "nnmpi.comm.simulated.simulated_world"): "of use with --simulate alone: 2 % of each start",
+    ("nnmpi/train/run.py", "nnmpi.comm.simulated.simulated_world"): "of use to nnmpi.load alone",
     ("nnmpi/train/computing.py", "importlib.metadata"): "it imports Python's email; a run that goes on needs neither",
     ("nnmpi/train/session.py", "nnmpi.train.auto_layout"): "the planner, of use with --layout auto alone",
 }
@@ -89,12 +91,12 @@ TALKERS = frozenset(
         "exercise",
         "export",
         "generate",
+        "launching",
         "plan",
         "predict",
         "report",
         "run",
         "train",
-        "trained",
         "verify",
     }
 )

@@ -9,7 +9,7 @@ from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.device_errors import REMEDY
 from nnmpi.comm.group import Group
 from nnmpi.errors import DeviceError
-from nnmpi.train.device import describe_device, explained
+from nnmpi.train.computing import describe_device, explained
 
 pytestmark = [pytest.mark.mpi, pytest.mark.host_only("it asks for the host's backend and the device's by itself")]
 
@@ -20,7 +20,7 @@ def test_the_host_has_nothing_to_say(group: Group, monkeypatch: pytest.MonkeyPat
     chosen = replace(numpy_backend(), reason="auto chose numpy: why")
     for there in (False, True):
         last = there and group.rank == group.size - 1
-        monkeypatch.setattr("nnmpi.train.device.expects_device", lambda last=last: last)
+        monkeypatch.setattr("nnmpi.train.computing.expects_device", lambda last=last: last)
         assert describe_device(chosen, group) == (["chosen: auto chose numpy: why"] if there else [])
         assert describe_device(chosen, group, verbose=True) == ["chosen: auto chose numpy: why"]
 

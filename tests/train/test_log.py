@@ -8,7 +8,7 @@ import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.train import header
-from nnmpi.train.log import Console, PrintTimer, percent
+from nnmpi.train.log import Console, percent
 
 
 def test_a_quiet_console_prints_nothing() -> None:
@@ -39,19 +39,6 @@ def test_a_stream_without_all_letters_gets_the_others() -> None:
     console.say("é 😀")
     console.say("b")
     assert bytes_.getvalue() == b"\xe9 \\U0001f600\nb\n"
-
-
-def test_a_line_is_due_after_its_seconds() -> None:
-    now = [0.0]
-    timer = PrintTimer(5.0, clock=lambda: now[0])
-    answers = []
-    for now[0] in (1.0, 5.0, 6.0, 9.9, 10.0):
-        answers.append(timer.due())
-    assert answers == [False, True, False, False, True]
-
-
-def test_no_seconds_mean_always() -> None:
-    assert all(PrintTimer(0.0).due() for _ in range(3))
 
 
 def test_percent() -> None:

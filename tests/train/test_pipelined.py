@@ -29,7 +29,9 @@ def train(group: Group, tmp_path_factory: pytest.TempPathFactory) -> Train:
         text = io.StringIO()
         values = {"out": str(base / f"run{len(list(base.iterdir()))}"), "epochs": 1, "dataset": "digits", **options}
         folder = Path(group.share(values["out"]))
-        session.run(assemble({**values, "out": str(folder)}), group, Console(quiet=not group.is_root, stream=text))
+        console = Console(quiet=not group.is_root, stream=text)
+        with session.begin(assemble({**values, "out": str(folder)}), group, console) as loop:
+            loop.run()
         group.barrier()
         return folder, text.getvalue().splitlines()
 

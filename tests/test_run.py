@@ -15,12 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from nnmpi import run as supervisor
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import UsageError
-from nnmpi.run import supervisor
-from nnmpi.run.__main__ import main
-from nnmpi.run.launching import Launcher, find_launcher, given_hosts
-from nnmpi.run.supervisor import USAGE, GaveUp, SupervisedRun, Supervisor, without
+from nnmpi.launching import Launcher, find_launcher, given_hosts
+from nnmpi.run import USAGE, GaveUp, SupervisedRun, Supervisor, main, without
 from nnmpi.train.cli import main as train_command
 from tests.harness.job import run
 from tests.train.jobs import LIMIT_S, lines, send
@@ -79,20 +78,6 @@ def test_it_starts_again_until_the_run_has_proved_its_end(play: Callable[..., tu
     assert "tells of success, but it has not come to its end" in said[5]
     assert said[-1].startswith("finished after 4 starts; 0% of ")
     assert lines(Path(folder) / "faults.jsonl") == 2  # the first one left no folder
-
-
-def test_bytecode_is_kept_from_the_first_start_on(
-    play: Callable[..., tuple[list[str], list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where Python is told to keep none, half of a start is compiling; afterwards it is gone again."""
-    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
-    monkeypatch.delenv("PYTHONPYCACHEPREFIX", raising=False)
-    tell = f"""echo "$PYTHONDONTWRITEBYTECODE:$PYTHONPYCACHEPREFIX" >> {tmp_path}/told;"""
-    there = """echo 1 > "$PYTHONPYCACHEPREFIX/some";"""
-    play(f"{tell} {there} exit 1", f"{tell} cat $PYTHONPYCACHEPREFIX/some && finish")
-    first, second = (tmp_path / "told").read_text().splitlines()
-    assert first == second and first.startswith(":/")
-    assert not Path(first[1:]).exists()
 
 
 def test_it_gives_up_where_nothing_goes_on(play: Callable[..., tuple[list[str], list[str]]]) -> None:

@@ -130,7 +130,7 @@ def test_a_loaded_run_predicts_what_the_command_says(tmp_path: Path, capfd: pyte
     assert [line.partition(",")[0] for line in lines[1:]] == [found.class_names[i] for i in logits.argmax(1)]
     values = json.loads(said(predict, f"{folder} {data} --format json --pp 2", 2, capfd))
     assert np.allclose([row["probabilities"] for row in values["samples"]], probabilities, atol=1e-6)
-    assert repr(found) == f"TrainedRun({str(folder)!r}: mlp on table, after {found.step} steps)"
+    assert repr(found) == f"Run({str(folder)!r}: mlp on table, after {found.step} steps)"
 
 
 def test_an_image_file_is_read_as_the_data_was(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

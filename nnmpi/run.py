@@ -1,4 +1,4 @@
-"""Starting a training again after each fault, until it is finished or nothing goes on.
+"""`python -m nnmpi.run -n 4 -- --dataset mnist`: a training, started again after each fault, until it is finished.
 
     start 1   ---- checkpoint ---- checkpoint --x          rank 2 is killed
     start 2                        checkpoint ---- x       at once: there was progress
@@ -10,19 +10,20 @@ damaged or a loss is not finite, as that comes again. Between those it waits,
 twice as long each time, and after every second one it leaves out a replica, as far as the layout allows: the machine
 may no longer have room for all. Hosts are asked before each start whether they answer; who does not is left out, and
 its ranks with it. What runs is the train command with --resume, which takes any number of ranks.
+It needs no MPI: a supervisor that took part in the job would end with it.
 """
 
+import argparse
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from math import inf, prod
 from os import EX_DATAERR
 from pathlib import Path
 from shlex import quote
@@ -30,11 +31,13 @@ from types import FrameType
 from typing import Any
 
 from nnmpi.comm.mpi.shutdown import STALLED
-from nnmpi.errors import LaunchError, NnmpiError, counted
+from nnmpi.command import HelpAsked, Parser, printable, say
+from nnmpi.errors import LaunchError, NnmpiError, UsageError, counted
+from nnmpi.launching import Launcher, find_launcher, given_hosts, kill, ranks_of
 from nnmpi.reading import read_json
-from nnmpi.run.launching import Launcher, kill, ranks_of
 from nnmpi.train.checkpoint import STATE_FILE, steps
-from nnmpi.train.folder import FAULTS_FILE, RunFolder
+from nnmpi.train.cli import parse
+from nnmpi.train.folder import FAULTS_FILE, RunFolder, default_folder
 from nnmpi.train.loop import STOPPING, catch, give_back
 
 POLL_S = 0.05
@@ -109,7 +112,6 @@ class Supervisor:
         self._files = RunFolder(plan.folder)
         self._asked = 0  # the signal that this process got
         self._insists = False
-        self._bytecode = ""  # the folder that has it
         self._ranks = plan.ranks
         self._slots = -(-plan.ranks // len(plan.hosts)) if plan.hosts else 0
         self._fewest = max(plan.replica, -(-plan.fewest // plan.replica) * plan.replica)
@@ -128,8 +130,6 @@ class Supervisor:
             starts = self._go_through()
         finally:
             give_back(before)
-            if self._bytecode:
-                shutil.rmtree(self._bytecode, ignore_errors=True)
         seconds, progress_s = time.monotonic() - began_s, self._trained_s() - trained_s
         return (
             f"finished after {counted(starts, 'start')}; {progress_s / seconds:.0%} of {seconds:.0f} s was progress "
@@ -202,7 +202,7 @@ class Supervisor:
         self._say(f"start {number}: {counted(ranks, 'rank')}{without}, into {folder}")
         begin_s, step = time.monotonic(), self._step()
         try:
-            job = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True, env=self._environ())
+            job = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         except OSError as error:
             raise LaunchError(f"{command[0]} cannot be started: {error.strerror or error}") from None
         try:
@@ -211,17 +211,6 @@ class Supervisor:
             kill(job.pid)  # what a launcher that was killed has left, or this program's own end
             job.wait()
         return StartEnd(status, words_of_end, max(step, self._step()), time.monotonic() - begin_s)
-
-    def _environ(self) -> dict[str, str]:
-        """Return a start's environment. Where Python is told to keep no bytecode, a start is half compiling.
-
-        So the first start keeps it for all that may follow, in a folder that this process removes.
-        """
-        if os.environ.get("PYTHONDONTWRITEBYTECODE") and not self._bytecode:
-            with suppress(OSError):
-                self._bytecode = tempfile.mkdtemp(prefix="nnmpi-")
-        kept = {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": self._bytecode} if self._bytecode else {}
-        return {**os.environ, **kept}
 
     def _words(self, ranks: int) -> list[str]:
         """Return the train command's words: those that were given until a start has written them down."""
@@ -337,7 +326,7 @@ def describe_status(status: int, launcher: Launcher) -> str:
     if status in (USAGE, EX_DATAERR):
         return f"it met what another start meets again (status {status})"
     if status == 0:
-        return "its launcher tells of success, but it has not come to its end (there is no new finished.json)"
+        return "it ended with status 0, but has not come to its end (there is no new finished.json)"
     number = status - 128 if status > 128 else status if launcher.kind == "MPICH" and status > 2 else 0
     with suppress(ValueError):
         if number:
@@ -368,3 +357,100 @@ def _count_lines(file: Path) -> int:
     with suppress(OSError):
         return file.read_bytes().count(b"\n")
     return 0
+
+
+# ---- the command ----
+
+PROGRAM = "python -m nnmpi.run"
+DESCRIPTION = """Train, and start again from the last checkpoint after each fault: a rank that is killed, a job that
+stands still, a host that is lost. What follows -- are the options of python -m nnmpi.train. Inside a job of Slurm's the
+ranks are started by srun, elsewhere by mpirun."""
+
+
+def main(words: Sequence[str]) -> str:
+    """Supervise a training, and return what there is to say at its end.
+
+    Raises:
+        UsageError: for wrong options, of this command or of the train command.
+        GaveUp: see `Supervisor.run`.
+    """
+    own, train = _split(words)
+    options = _read_own(own)
+    try:
+        config = parse(train)
+    except HelpAsked as asked:
+        return str(asked)
+    if config.sync.simulate:
+        raise UsageError("--simulate trains in one process, which needs no supervisor; leave it out")
+    layout = config.parallel
+    folder = config.run.resume or config.run.out or default_folder(config)
+    replica = prod(ranks for ranks in (layout.pp, layout.tp, layout.sp) if isinstance(ranks, int))
+    if options.ranks % replica:
+        raise UsageError(f"-n {options.ranks} is no multiple of the {replica} ranks that hold the model once")
+    hosts = tuple(filter(None, options.hosts.split(","))) or tuple(given_hosts())
+    plan = SupervisedRun(
+        words=tuple(without(("--out", "--resume"), train)),
+        folder=Path(folder),
+        resumes=config.run.resume is not None,
+        ranks=options.ranks,
+        replica=replica,
+        fewest=2 if config.sync.sync == "gossip" else 1,
+        hosts=hosts,
+        restarts=options.restarts,
+        start_limit_s=options.start_limit,
+    )
+    return "nnmpi.run: " + Supervisor(plan, find_launcher(options.ranks, hosts), _say).run()
+
+
+def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the words before and behind the first --."""
+    listed = list(words)
+    at = listed.index("--") if "--" in listed else len(listed)
+    return listed[:at], listed[at + 1 :]
+
+
+def _read_own(words: Sequence[str]) -> argparse.Namespace:
+    """Return the options of this command, checked."""
+    options, unknown = _parser().parse_known_args(words)
+    if unknown:
+        raise UsageError(f"{unknown[0]} is not an option of {PROGRAM}; those of the train command stand behind --")
+    if options.ranks < 1:
+        raise UsageError(f"-n {options.ranks} is less than 1 rank")
+    if options.restarts < 0:
+        raise UsageError(f"--restarts is {options.restarts}; give 0 or more")
+    if not 0 <= options.start_limit < inf:
+        raise UsageError(f"--start-limit is {options.start_limit}; give a number of seconds, or 0 for no limit")
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(PROGRAM, description=DESCRIPTION, allow_abbrev=False, usage=f"{PROGRAM} [options] -- TRAIN OPTIONS")
+    parser.add_argument("-n", "--ranks", type=int, default=1, help="how many ranks train (default: 1)")
+    parser.add_argument(
+        "--restarts",
+        type=int,
+        default=10,
+        help="how many starts in a row may bring no new checkpoint before it gives up (default: 10)",
+    )
+    parser.add_argument(
+        "--hosts",
+        default="",
+        help="host names with commas between them; before each start they are asked whether they answer, and those "
+        "that do not are left out with their ranks (default: the launcher's choice; in a job of Slurm's all of its)",
+    )
+    parser.add_argument(
+        "--start-limit",
+        type=float,
+        default=600.0,
+        help="seconds in which ranks must have come up and read their data, or they are started again; 0: no limit "
+        "(default: 600)",
+    )
+    return parser
+
+
+def _say(text: str) -> None:
+    print(f"nnmpi.run: {printable(text)}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(say(main))

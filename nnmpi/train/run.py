@@ -1,4 +1,7 @@
-"""A run, opened: its model with values, wherever a layout puts them, and what is done to samples before.
+"""One run as a value: configuration, data, model, optimizer, trainer and folder.
+
+    set_up      a run that trains: all that the options ask for; the loop works with it
+    open_run    a run, opened: its model with values, wherever a layout puts them, and what is done to samples before
 
 RUN/checkpoints/latest -> step-00000900/model.safetensors     weights, and in their metadata: options, signature
 RUN with config.json and model.safetensors                     a GPT-2 in Hugging Face's files
@@ -7,6 +10,7 @@ RUN with config.json and model.safetensors                     a GPT-2 in Huggin
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,54 +22,73 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.comm.measure import find_fit
 from nnmpi.compose.arrange import Arrangement, arrange
 from nnmpi.compose.inference import Inference
+from nnmpi.compose.layout import AUTO as MEASURED
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.state import model_state
+from nnmpi.compose.trainer import Trainer
 from nnmpi.data.tokenizer import Tokenizer, find_tokenizer, load_tokenizer
 from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.models.pretrained import WEIGHTS, load_pretrained, read_size
 from nnmpi.models.torch_weights import from_torch, read_torch, torch_weights
 from nnmpi.nn.module import Module
+from nnmpi.optim.schedule import Schedule
 from nnmpi.parallel.shard_map import ArraySpec
-from nnmpi.train.build import TOO_LARGE, build_model, choose_attention
-from nnmpi.train.checkpoint import LastCheckpoint, find, load_weights
-from nnmpi.train.cli import read_run
+from nnmpi.train.build import (
+    TOO_LARGE,
+    build_extent,
+    build_model,
+    build_schedule,
+    build_trainer,
+    build_whole,
+    check_sync,
+    choose_attention,
+    find_layout,
+    needs_arrangement,
+)
+from nnmpi.train.checkpoint import Extent, LastCheckpoint, find, load_weights
+from nnmpi.train.computing import Computing, choose_computing, explained
 from nnmpi.train.config import Config, ModelConfig, assemble, flatten
-from nnmpi.train.device import explained
-from nnmpi.train.folder import RunFolder
+from nnmpi.train.folder import RunFolder, read_run
+from nnmpi.train.inputs import Inputs, load_inputs, text_source
 from nnmpi.train.signature import TOKENS, ModelSignature, read_metadata
 
 ONE_RANK = Layout(1, 1, 1)
 
 
 @dataclass(frozen=True, eq=False)
-class TrainedRun:
-    """What a run has come to.
+class Run:
+    """A run on one rank, opened after its training or while it trains.
 
     Attributes:
-        folder: of the run.
-        config: its options.
+        config: every option.
+        group: all ranks.
+        backend: where this rank computes.
+        folder: what it has left, and leaves.
         signature: what samples the model takes, what is done to them, and what its outputs stand for.
-        step: how many updates the weights have seen; None for a model in Hugging Face's files.
-        where: how the model lies on the ranks.
-        backend: where it computes.
-        tokenizer: of a text, on rank 0; else None.
+        tokenizer: of a text; of an opened run on rank 0 alone.
+        model: with its values; in a pipeline this rank's part of it.
+        arrangement: how the model lies on the ranks; None for all of it on each rank that trains.
+        step: how many updates the weights had seen at first; None for a model in Hugging Face's files.
     """
 
-    folder: Path
     config: Config
-    signature: ModelSignature
-    step: int | None
-    where: Arrangement
+    group: Group
     backend: Backend
+    folder: RunFolder
+    signature: ModelSignature
     tokenizer: Tokenizer | None
+    model: Module
+    arrangement: Arrangement | None
+    step: int | None
 
     @property
-    def model(self) -> Module:
-        """The model with its values; in a pipeline this rank's part of it."""
-        return self.where.model
+    def where(self) -> Arrangement:
+        """How the model lies on the ranks of an opened run."""
+        assert self.arrangement is not None
+        return self.arrangement
 
     @property
     def classes(self) -> int:
@@ -126,10 +149,107 @@ class TrainedRun:
     def __repr__(self) -> str:
         """Say which run it is, and what it knows."""
         after = "" if self.step is None else f", after {self.step} steps"
-        return f"TrainedRun({str(self.folder)!r}: {self.config.model.model} on {self.signature.data}{after})"
+        return f"Run({str(self.folder.path)!r}: {self.config.model.model} on {self.signature.data}{after})"
 
 
-def load(run: str | Path, best: bool = False, weights: str | Path | None = None) -> TrainedRun:
+@dataclass(frozen=True, eq=False)
+class TrainingRun(Run):
+    """A run that trains. Only the weights change later.
+
+    Attributes:
+        inputs: the data sets, and the loaders of this rank's part of every batch.
+        trainer: what does the steps, with the model and its optimizer.
+        schedule: the learning rate as a function of the step.
+        extent: how long the run is.
+        kernels: a line on what computes on the host; empty where there was nothing to choose.
+    """
+
+    inputs: Inputs
+    trainer: Trainer
+    schedule: Schedule
+    extent: Extent
+    kernels: str
+
+    def settled(self) -> Config:
+        """Return the options with the number of microbatches that was derived from the layout, and the tokenizer.
+
+        They go into config.json, since a run that goes on in another layout must cut its batches as before.
+        """
+        config, source = self.config, text_source(self.config)
+        if self.tokenizer is not None and source is not None:
+            config = replace(config, data=replace(config.data, tokenizer=source.tokenizer))
+        if self.arrangement is None or not self.arrangement.stages:
+            return config
+        microbatches = self.inputs.train_loader.microbatches
+        return replace(config, parallel=replace(config.parallel, microbatches=microbatches))
+
+
+def set_up(
+    config: Config,
+    group: Group,
+    backend: Backend,
+    folder: RunFolder,
+    last: LastCheckpoint | None,
+    say: Callable[[str], None],
+    local_rank: int,
+    computing: Computing | None,
+    stack: ExitStack,
+) -> TrainingRun:
+    """Load the data, build everything, and return it. Collective.
+
+    Args:
+        folder: where the run will write; it is not touched here.
+        last: the checkpoint that the run goes on from: its choices of algorithms and cuts hold again.
+        say: called with a sentence when a download begins.
+        local_rank: this rank's number on its node.
+        computing: what computes, where that has been chosen; None to choose it.
+        stack: gets what must be left at the end of the run: what computes.
+
+    Raises:
+        UsageError: on all ranks, for options that do not fit the data or the number of ranks.
+        DataError, DeviceError: on all ranks, for data that cannot be had, and a device that cannot do it.
+    """
+    layout, mesh = find_layout(config, group)
+    check_sync(config, group)
+    replica = (mesh.coordinates(group.rank).d, mesh.dp)
+    inputs = load_inputs(config, group, local_rank, say, replica, mesh.pp)
+    with agreed(group):
+        extent = build_extent(config.optimization, inputs)
+        schedule = build_schedule(config.optimization, extent)
+    if group.size > 1 and not config.sync.rule.asynchronous:
+        group.fit = find_fit(group)
+    algorithms = None if last is None else last.algorithms(mesh, group.rank)
+    cuts = None if last is None else last.cuts(mesh, layout.virtual_stages)
+    if cuts is not None and layout.split == MEASURED:  # measured again, they might fall elsewhere
+        layout = replace(layout, split=cuts)
+    wanted = layout if needs_arrangement(layout, mesh) else None
+    model = build_whole(config, inputs.train, backend, group)
+    if computing is None:
+        config, computing = choose_computing(config, model, inputs.train, backend, group)
+    stack.enter_context(computing.in_use())
+    trainer = build_trainer(config, model, group, inputs, backend, algorithms, wanted)
+    return TrainingRun(
+        config=config,
+        group=group,
+        backend=backend,
+        folder=folder,
+        signature=inputs.signature,
+        tokenizer=inputs.tokenizer,
+        model=trainer.model,
+        arrangement=trainer.arrangement,
+        step=0 if last is None else last.values["step"],
+        inputs=inputs,
+        trainer=trainer,
+        schedule=schedule,
+        extent=extent,
+        kernels=computing.line,
+    )
+
+
+# ---- opening one ----
+
+
+def load(run: str | Path, best: bool = False, weights: str | Path | None = None) -> Run:
     """Return a run's model with its values, its classes, and what is done to samples before, on this process alone.
 
     Args:
@@ -143,6 +263,8 @@ def load(run: str | Path, best: bool = False, weights: str | Path | None = None)
     """
     # one simulated rank needs no MPI, and what several ranks do is then written once
     file = None if weights is None else Path(weights)
+    from nnmpi.comm.simulated.simulated_world import simulate  # of no use to ranks of MPI
+
     (found,) = simulate(lambda group: open_run(Path(run), group, best=best, weights=file), 1)
     return found
 
@@ -155,7 +277,7 @@ def open_run(
     best: bool = False,
     weights: Path | None = None,
     check: Callable[[Config], None] = lambda config: None,
-) -> TrainedRun:
+) -> Run:
     """Return a run whose model lies on the ranks of a group as a layout says. Collective.
 
     Args:
@@ -203,7 +325,8 @@ def open_run(
     found: list[Tokenizer | None] = []  # on rank 0
     on_root(group, lambda: found.append(_read_tokenizer(folder)))
     step = None if last is None else last.values["step"]
-    return TrainedRun(folder, config, signature, step, where, backend, found[0] if found else None)
+    tokenizer, files = found[0] if found else None, RunFolder(folder)
+    return Run(config, group, backend, files, signature, tokenizer, where.model, where, step)
 
 
 def _load_torch(file: Path, build: Callable[[], Module], sample: Array, group: Group, where: Arrangement) -> None:
