@@ -247,6 +247,44 @@ def counted(sample_shape: tuple[int, ...], classes: int) -> Sequential:
     return Sequential(Flatten(), Linear(prod(sample_shape), 8), Tanh(), Linear(8, classes), Counter())
 
 
+def halves(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+    """Return a model whose outputs, the logits of classes, may stand on several ranks."""
+    model = Sequential(Flatten(), Linear(prod(sample_shape), 23), ReLU(), Linear(23, classes))
+    model.sharding = {"1": Sharding.REPLICATED, "3": Sharding.VOCAB}
+    return model
+
+
+def numeric(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+    """Return a model of two quantities, whatever the classes."""
+    model = Sequential(Flatten(), Linear(prod(sample_shape), 11), Tanh(), Linear(11, 7), Tanh(), Linear(7, 2))
+    model.sharding = {"1": COLUMN, "3": ROW}
+    return model
+
+
+def perceiving(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+    """Return a model of tokens with a tower for each position, and its output's table cut."""
+    model = Sequential(Embedding(classes, 6), Linear(6, 5), Tanh(), Linear(5, classes))
+    model.sharding = {"1": COLUMN, "3": Sharding.VOCAB}
+    return model
+
+
+class Free(Module):
+    """A model that is no chain, as users write them."""
+
+    def __init__(self, features: int, classes: int) -> None:
+        self.flat, self.first, self.last = Flatten(), Linear(features, 7), Linear(7, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits."""
+        result: Tensor = self.last(self.first(self.flat(x)))
+        return result
+
+
+def free(sample_shape: tuple[int, ...], classes: int) -> Module:
+    """Return a model that is one link."""
+    return Free(prod(sample_shape), classes)
+
+
 def integers(x: Any) -> Any:
     """Return the digits' brightness as integers."""
     return np.rint(x).astype(np.int64)

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from nnmpi.comm.group import Group
-from nnmpi.compose.layout import Layout
 from tests.equivalence.cover import MODELS, SETUPS, cases
 from tests.equivalence.reference import assert_same, run, serial_run
 
@@ -42,12 +41,3 @@ def test_every_kind_of_layout_gives_the_serial_run_in_float32(group: Group, alon
         case = replace(case, model=model)
         serial = serial_run(setup, alone) if group.is_root else None
         assert_same(group, run(setup, group, case.layout, synchronous_sends=True), serial, setup, str(case))
-
-
-@pytest.mark.both_worlds
-def test_measured_cuts_give_the_serial_run(group: Group, alone: Group) -> None:
-    """Wherever the measured times put the cuts."""
-    setup = SETUPS["resnet"]
-    serial = serial_run(setup, alone) if group.is_root else None
-    parallel = run(setup, group, Layout(pp=group.size, split="auto"), synchronous_sends=True)
-    assert_same(group, parallel, serial, setup, "split auto")

@@ -66,15 +66,11 @@ def check_equal(found: Path, expected: Path) -> None:
 @pytest.mark.parametrize(
     ("model", "layouts"),
     [
-        (GPT, {3: "", 2: "--pp 2 --pipeline gpipe", 4: "--pp 2 --dp 2 --microbatches 3"}),
-        (GPT, {2: "--tp 2", 8: "--dp 2 --pp 2 --tp 2"}),
-        (
-            GPT,
-            {2: "--sp 2", 6: "--sp 3 --dp 2 --sp-attention ring --microbatches 2", 4: "--sp 2 --pp 2 --pipeline gpipe"},
-        ),
-        (LSTM, {3: "--allreduce ring", 2: "--pp 2", 4: "--sync ssp --staleness 0", 6: ""}),
+        (GPT, {8: "--dp 2 --pp 2 --tp 2 --microbatches 3"}),
+        (GPT, {4: "--sp 2 --pp 2 --pipeline gpipe"}),
+        (LSTM, {3: "--allreduce ring", 4: "--sync ssp --staleness 0"}),
     ],
-    ids=["gpt", "gpt sharded", "gpt shared", "lstm"],
+    ids=["gpt", "gpt shared", "lstm"],
 )
 def test_every_layout_gives_the_serial_run(model: str, layouts: dict[int, str]) -> None:
     words = f"{model} {SHORT} --dataset words.txt"
@@ -89,31 +85,17 @@ def test_every_layout_gives_the_serial_run(model: str, layouts: dict[int, str]) 
             check_equal(found, serial[""])
 
 
-def test_a_fixed_order_gives_the_same_bits() -> None:
-    words = f"{LSTM} {SHORT} --dataset words.txt --reduction fixed --microbatches 4"
-    serial, apart = run(words, "serial"), run(words, "apart", 2)
-    theirs = weights(serial)
-    assert all(np.array_equal(x, theirs[name]) for name, x in weights(apart).items())
-
-
-def test_a_job_under_mpirun_gives_the_serial_run(place: Path) -> None:
-    words = f"{GPT} {SHORT} --dataset sums.csv --text-columns problem,solution"
-    job = train(place, f"{words} --pp 2 --out job", 2)
-    assert job.status == 0, job.output
-    assert "blocks of 13 tokens, of a vocabulary of" in job.output and "tokens/s" in job.output
-    check_equal(Path("job"), run(words, "serial"))
-
-
 def test_ranks_that_share_sequences_under_mpirun_give_the_serial_run(place: Path) -> None:
     """Keys and values go round in MPI's messages, and the run goes on with whole sequences."""
-    words = f"{GPT} {SHORT} --dataset words.txt --save-every 2steps"
-    job = train(place, f"{words} --sp 2 --sp-attention ring --out job", 2)
+    words = f"{GPT} {SHORT} --dataset sums.csv --text-columns problem,solution --save-every 2steps"
+    job = train(place, f"{words} --sp 2 --out job", 2)
     assert job.status == 0, job.output
-    assert "dp 1 x pp 1 x tp 1 x sp 2 (ring)" in job.output
+    assert "dp 1 x pp 1 x tp 1 x sp 2 (ulysses)" in job.output
+    assert "blocks of 13 tokens, of a vocabulary of" in job.output and "tokens/s" in job.output
     whole = run(words, "whole")
     check_equal(Path("job"), whole)
     shutil.rmtree(max(Path("job/checkpoints").glob("step-*")))
-    simulate(partial(main, ["--resume", "job", "--sp", "1", "--sp-attention", "ulysses", "--pp", "2"]), 2)
+    simulate(partial(main, ["--resume", "job", "--sp", "1", "--pp", "2"]), 2)
     check_equal(Path("job"), whole)
 
 
@@ -185,15 +167,11 @@ def test_perplexities_and_tokens_are_reported() -> None:
         ("--model gpt --dataset bad.txt", "not UTF-8 text"),
         (
             f"{GPT} --dataset words.txt --sp 3",
-            "sp 3 with sp attention ulysses .* of 2 heads; sp up to 2 fits, or sp att",
+            "sp 3 with sp attention ulysses .* of 2 heads; sp up to 2 fits",
         ),
         (
             f"{LSTM} --dataset words.txt --sp 3",
             "--model lstm takes one after the other; leave --sp out, or use --model",
-        ),
-        (
-            f"{GPT} --dataset words.txt --sp-attention ring",
-            "belongs to ranks that share sequences; give --sp 2 or more",
         ),
     ],
 )

@@ -1,0 +1,264 @@
+"""What is trained in the suite of equivalence: a row for each model, option and kind of data; `test_rows.py` runs them.
+
+A new layer, option or strategy that must not change a run becomes a row here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nnmpi import models
+from nnmpi.backend.array import Array
+from nnmpi.compose.layout import Layout
+from nnmpi.data.dataset import IGNORED, Dataset, Samples
+from nnmpi.nn.module import Module
+from tests.equivalence import own
+from tests.equivalence.cover import MEMORIES, SCHEDULES, SETUPS, kinds, layers, meshes, spread
+from tests.equivalence.reference import Setup, digits
+
+TOKENS, TIME, COUNT = 13, 7, 17  # nothing divides anything
+Layouts = Callable[[int, Setup], list[Layout | None]]
+
+
+class Sentences(Samples):
+    """Sentences of tokens that end anywhere, one of them without a target; a batch is as long as its longest."""
+
+    name, classes, identity, sample_shape = "sentences", TOKENS, "sentences", (TIME,)
+
+    def __init__(self) -> None:
+        draw = np.random.default_rng(5)
+        self.x, self.y = draw.integers(0, TOKENS, (2, COUNT, TIME))
+        self.ends = draw.integers(1, TIME + 1, COUNT)
+        self.y[np.arange(TIME) >= self.ends[:, None]] = IGNORED
+        self.y[3] = IGNORED
+
+    @property
+    def targets(self) -> NDArray[np.int64]:
+        """How many tokens of each are to be predicted."""
+        return (self.y >= 0).sum(1)
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """How many tokens each has."""
+        return self.ends
+
+    def __len__(self) -> int:
+        return COUNT
+
+    def stored(self, indices: NDArray[np.int64], length: int | None = None) -> Array:
+        """Return tokens."""
+        return self.x[indices, :length]
+
+    def labels(self, indices: NDArray[np.int64], length: int | None = None) -> NDArray[Any]:
+        """Return those that come next."""
+        return self.y[indices, :length]
+
+
+sentences = cache(Sentences)
+
+
+@cache
+def tokens() -> Dataset:
+    """Return the sentences with their padding: all have the same length."""
+    return Dataset("tokens", sentences().x.astype(np.uint16), sentences().y, TOKENS)
+
+
+@cache
+def numbers() -> Dataset:
+    """Return the digits with two quantities to predict: the brightness of each half."""
+    y = digits().rows(np.arange(len(digits())))[..., 0].reshape(-1, 2, 32).mean(-1)
+    return replace(digits(), y=y.astype(np.float32), classes=0)
+
+
+def gpt(*_: Any, heads: int = 5, features: int = 10) -> Module:
+    """Return a small language model of attention."""
+    return models.gpt(TOKENS, TIME + 2, features=features, layers=2, heads=heads, dropout=0.1)
+
+
+def lstm(*_: Any, tied: bool = True) -> Module:
+    """Return one of long short-term memory."""
+    return models.lstm(TOKENS, features=9 + tied, layers=2 + tied, dropout=0.1, tied=tied)
+
+
+def replicas(ranks: int, _: Setup) -> list[Layout | None]:
+    """Return data parallelism, said and not said."""
+    return [None, Layout(dp=ranks)]
+
+
+def everything(ranks: int, setup: Setup) -> list[Layout | None]:
+    """Return a layout for each (dp, pp, tp), with the schedules in turn, and recomputation in every second one."""
+    found: list[Layout | None] = []
+    for number, mesh in enumerate(meshes(ranks, layers(setup))):
+        schedule = SCHEDULES[(number + ranks) % len(SCHEDULES)]
+        memory = MEMORIES[(number + ranks) % 2] if mesh[1] > 1 else None
+        found.append(spread(setup, mesh, schedule, activation_memory=memory))
+    return found
+
+
+def recomputed(ranks: int, setup: Setup) -> list[Layout | None]:
+    """Return pipelines that keep as little as possible."""
+    return [layout for layout in kinds(ranks, setup, activation_memory="least") if layout.pp != 1]
+
+
+def classes_apart(ranks: int, _: Setup) -> list[Layout | None]:
+    """Return layers that all ranks, or those of a stage, share."""
+    return [Layout(dp=1, pp=pp, tp=ranks // pp) for pp in (1, 2) if ranks % pp == 0]
+
+
+def each_layer(ranks: int, setup: Setup) -> list[Layout | None]:
+    """Return pipelines whose cuts stand at every layer, so that all but one or two are cut before."""
+    count = layers(setup)
+    firsts = range(1, min(count - ranks + 1, 9), 2) if ranks > 1 else ()
+    return [Layout(pp=ranks, split=(n, *[1] * (ranks - 2), count - n - (ranks - 2))) for n in firsts]
+
+
+def single_layers(ranks: int, setup: Setup) -> list[Layout | None]:
+    """Return pipelines of one layer a stage: the first flattens, another is an activation alone."""
+    found = [mesh for mesh in meshes(ranks, layers(setup)) if mesh[1] > 1 and mesh[2] == 1]
+    return [Layout(dp, pp, 1, split=(*[1] * (pp - 1), layers(setup) - pp + 1)) for dp, pp, _ in found]
+
+
+def stages_of_zero(ranks: int, _: Setup) -> list[Layout | None]:
+    """Return each stage of ZeRO, in units as small as may be."""
+    return [Layout(dp=ranks, zero=stage, unit_bytes=1) for stage in (1, 2, 3)]
+
+
+def gpipes(ranks: int, setup: Setup) -> list[Layout | None]:
+    """Return GPipe for each (dp, pp, tp)."""
+    return [spread(setup, mesh, "gpipe") for mesh in meshes(ranks, layers(setup))]
+
+
+def fixed(ranks: int, _: Setup) -> list[Layout | None]:
+    """Return replicas whose sums have a fixed order."""
+    return [Layout(dp=ranks, reduction="fixed")]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A setup, and how it is spread: the layouts for a number of ranks, and what workers are told beside them.
+
+    Attributes:
+        serial: the layout of the run of one rank; with one, the runs must have its bits.
+        alone: the setup of the run of one rank where it is another.
+    """
+
+    setup: Setup
+    layouts: Layouts = kinds  # type: ignore[assignment]
+    options: dict[str, Any] = field(default_factory=dict)
+    serial: Layout | None = None
+    alone: Setup | None = None
+
+
+QUICK = (
+    Layout(sp=2),
+    Layout(sp=3, sp_attention="ring"),
+    Layout(sp=2, pp=2, split=(4, 4)),
+    Layout(sp=2, tp=2, sp_attention="ring"),
+    Layout(sp=8, sp_attention="ring"),  # a rank has no position
+)
+SHARED = (
+    Layout(sp=2, sp_attention="ring"),
+    Layout(sp=3),
+    Layout(sp=4),
+    Layout(sp=2, dp=2, sp_attention="ring"),
+    Layout(sp=2, tp=2),
+    Layout(sp=2, dp=3),
+    Layout(sp=3, pp=2, split=(2, 6), sp_attention="ring", activation_memory="least"),
+    Layout(sp=2, tp=3, sp_attention="ring"),  # 5 heads over 3 ranks
+    Layout(sp=2, pp=2, tp=2, split=(4, 4), schedule="zero-bubble"),
+    Layout(sp=2, pp=2, dp=2, split=(4, 4), sp_attention="ring"),
+    Layout(sp=4, tp=2, sp_attention="ring"),
+)
+BUCKETS = {"bucket_bytes": 20_000}
+FIXED = Layout(reduction="fixed")
+DECAY: dict[str, Any] = {"optimizer": "adamw", "optimizer_options": {"weight_decay": 0.1}}
+MOMENTUM: dict[str, Any] = {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}
+TEXT: dict[str, Any] = {"microbatches": 3, "batch_size": 6, "worker": {"clip": 0.5}, **MOMENTUM}
+NOISY = Setup(own.noisy, microbatches=3)
+HALVES = Setup(own.halves, microbatches=3)
+CLIPPED = {"width": 2}, "sgd", {"weight_decay": 0.1, "momentum": 0.9}
+MLP, CNN = Setup(models.mlp), Setup(models.cnn)
+GPT, LSTM = (Setup(model, data=sentences, **TEXT) for model in (gpt, lstm))
+WAYS = ("native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical")
+ZERO = {
+    "mlp": Setup(models.mlp, {"hidden": (37, 7, 41), "dropout": 0.2}, microbatches=2, worker={"clip": 0.5}, **MOMENTUM),
+    "nested": Setup(own.nested, microbatches=2, **MOMENTUM),
+    "free": Setup(own.free, microbatches=2, **DECAY),
+    "gpt": GPT,
+    "lstm": LSTM,
+}
+
+ROWS = {
+    # models whose layers are no plain chain, cut anywhere
+    "skipping": Row(Setup(own.skipping, microbatches=4)),
+    "nested": Row(Setup(own.nested, microbatches=4)),
+    "nested, cut at each layer": Row(Setup(own.nested, microbatches=3), each_layer),
+    "tied": Row(Setup(own.tied, microbatches=4)),
+    "tied, clipped and decayed": Row(Setup(own.tied, microbatches=4, worker={"clip": 0.05}, **DECAY)),
+    "tuples": Row(Setup(own.tupled, microbatches=4)),
+    "integers": Row(Setup(own.words, microbatches=4, prepare=own.integers)),
+    "stages without parameters": Row(replace(NOISY, worker={"clip": 0.3}), single_layers),
+    "measured cuts": Row(SETUPS["resnet"], lambda ranks, _: [Layout(pp=ranks, split="auto")]),
+    # what layers do differently in training, and what the global batch decides
+    "recomputed": Row(NOISY, recomputed),
+    "clipped": Row(Setup(own.noisy, microbatches=2, worker={"clip": 0.05})),
+    "decayed": Row(Setup(own.noisy, microbatches=2, **DECAY)),
+    "clipped and decayed": Row(Setup(models.resnet, *CLIPPED, worker={"clip": 0.3}, microbatches=2)),
+    "batch statistics": Row(Setup(own.nested, microbatches=3), gpipes),
+    "batch statistics in a fixed order": Row(Setup(own.nested, microbatches=3), fixed, serial=FIXED),
+    "full batch": Row(replace(CNN, batch_size=90), replicas),
+    "fewer samples than ranks": Row(replace(MLP, batch_size=2, **MOMENTUM), replicas),
+    "microbatches and none": Row(replace(CNN, microbatches=3), replicas, alone=CNN),
+    "dropout": Row(Setup(models.mlp, {"dropout": 0.4}, microbatches=2), replicas),
+    "float32": Row(replace(SETUPS["cnn"], dtype="float32", **MOMENTUM)),
+    # losses, labels and texts
+    "quantities": Row(Setup(own.numeric, data=numbers, microbatches=2, worker={"loss": "mse"})),
+    "classes apart": Row(HALVES, classes_apart),
+    "smoothed classes apart": Row(replace(HALVES, smoothing=0.1), classes_apart),
+    "tokens": Row(Setup(own.perceiving, data=tokens, **TEXT), everything),
+    "gpt": Row(GPT, everything),
+    "lstm": Row(LSTM, everything),
+    "lstm, untied": Row(replace(LSTM, model_options={"tied": False}), everything),
+    # the ways of gradients
+    **{
+        f"{way}": Row((MLP, CNN, SETUPS["resnet"])[i % 3], replicas, BUCKETS | {"allreduce": way})
+        for i, way in enumerate(WAYS)
+    },
+    "overlapped": Row(MLP, replicas, BUCKETS | {"allreduce": "ring", "overlap": True}),
+    **{f"zero, {name}": Row(setup, stages_of_zero) for name, setup in ZERO.items()},
+    # to the last bit
+    **{
+        f"{count} microbatches of a fixed order": Row(
+            replace(SETUPS[model], microbatches=count, worker={"clip": 0.5}), fixed, serial=FIXED
+        )
+        for model, count in (("mlp", 2), ("cnn", 4), ("resnet", 11))
+    },
+    # Adam's divisions by small gradients bring the last bit of any sum to light
+    **{
+        f"float32 in a fixed order, {model}": Row(
+            replace(SETUPS[model], dtype="float32", microbatches=5, optimizer_options={"lr": 0.1}), fixed, serial=FIXED
+        )
+        for model in SETUPS
+    },
+    "lstm in a fixed order": Row(replace(LSTM, microbatches=4), fixed, serial=FIXED),
+}
+
+# Layouts of a number of ranks of their own: branches, shared sequences, ZeRO beside other axes.
+TOWERS = Setup(own.branched, microbatches=3, worker={"clip": 0.05})
+SINGLE: list[tuple[Setup, Layout]] = [
+    *((TOWERS, Layout(**layout)) for layout in ({"tp": 2}, {"tp": 2, "dp": 2}, {"tp": 2, "pp": 2})),
+    *((GPT, layout) for layout in QUICK),
+    (GPT, Layout(dp=2, tp=2, zero=3, unit_bytes=1)),
+    (GPT, Layout(dp=2, sp=2, zero=3, unit_bytes=1)),
+    (GPT, Layout(dp=3, pp=2, split=(4, 4), zero=1)),  # the embedding's table stands in both stages
+    (ZERO["nested"], Layout(dp=2, pp=2, zero=1)),
+]
+REST: list[tuple[Setup, Layout]] = [
+    (TOWERS, Layout(tp=2, dp=2, pp=2)),
+    *((GPT, layout) for layout in SHARED),
+    (GPT, Layout(dp=3, tp=2, zero=2)),
+]
