@@ -166,10 +166,6 @@ def test_perplexities_and_tokens_are_reported() -> None:
         (f"{GPT} --dataset words.txt --partition label", "have several labels each; take iid"),
         ("--model gpt --dataset bad.txt", "not UTF-8 text"),
         (
-            f"{GPT} --dataset words.txt --sp 3",
-            "sp 3 with sp attention ulysses .* of 2 heads; sp up to 2 fits",
-        ),
-        (
             f"{LSTM} --dataset words.txt --sp 3",
             "--model lstm takes one after the other; leave --sp out, or use --model",
         ),
