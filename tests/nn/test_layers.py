@@ -166,13 +166,10 @@ def test_running_statistics_are_those_of_all_ranks():
         np.testing.assert_allclose(layer.running_variance.data, serial.running_variance.data)
 
 
-@pytest.mark.parametrize("shape", [(2, 1), (2, 5), (4, 4, 3), (4,)])
+@pytest.mark.parametrize("shape", [(2, 1), (4, 4, 3)])
 def test_other_channels_are_refused(shape):
     """Also in evaluation, where broadcasting would hide them."""
     layer = nn.BatchNorm(4).initialize()
-    if shape == (4,):
-        assert layer(np.ones(4, np.float32)).shape == (4,)
-        return
     with pytest.raises(ShapeError, match="4 channels does not fit"):
         layer(np.ones(shape, np.float32))
     with nn.training(), pytest.raises(ShapeError, match="4 channels"):
@@ -201,10 +198,8 @@ class Entered(nn.Linear):
     [
         ([nn.Linear(2, 2), nn.ReLU()], 1),
         ([nn.Linear(2, 2), nn.GELU("tanh"), nn.Linear(2, 2)], 2),
-        ([nn.Linear(2, 2), nn.Tanh()], 2),
         ([Entered(2, 2), nn.ReLU()], 1),
         ([Doubled(2, 2), nn.ReLU()], 2),
-        ([nn.Conv2d(1, 1, 3), nn.ReLU(), nn.MaxPool2d(2)], 1),
         ([nn.Conv2d(1, 1, 3), nn.ReLU(), nn.MaxPool2d(2, 2)], 1),
         ([nn.Conv2d(1, 1, 3), nn.ReLU(), nn.MaxPool2d(2, 1)], 2),
         ([nn.Conv2d(1, 1, 3), nn.ReLU(), nn.MaxPool2d(2, 2, 1)], 2),

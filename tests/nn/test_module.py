@@ -140,11 +140,9 @@ def test_replace():
     ("use", "words"),
     [
         (lambda m: m.get("body.second"), "no module 'body.second'; there are '', 'body', 'body.first'"),
-        (lambda m: m.replace("body.second", ReLU()), "no module 'body.second'"),
         (lambda m: m.replace("", ReLU()), "model itself cannot be replaced"),
         (lambda m: m.set_child("size", ReLU()), "Everything has no part 'size' that can be replaced"),
         (lambda m: Sequential(ReLU()).set_child("1", ReLU()), r"no part 'layers\.1'"),
-        (lambda m: Sequential(ReLU()).set_child("a", ReLU()), r"no part 'layers\.a'"),
     ],
 )
 def test_modules_that_are_not_there(use, words):
@@ -153,7 +151,7 @@ def test_modules_that_are_not_there(use, words):
         use(Everything())
 
 
-@pytest.mark.parametrize("within", [lambda x: {"a": x}, lambda x: [[x]], lambda x: {x}, lambda x: ({"a": [x]},)])
+@pytest.mark.parametrize("within", [lambda x: {"a": x}, lambda x: [[x]]])
 @pytest.mark.parametrize("make", [lambda: Linear(2, 2).initialize(), lambda: Linear(2, 2), lambda: Parameter((2,))])
 def test_a_part_that_is_not_found_is_refused(within, make):
     """One with values of its own would compute, and not be trained; one that is found elsewhere, too, is."""
@@ -189,7 +187,7 @@ def test_an_initialized_model_is_not_copied():
         copy.deepcopy(Linear(2, 2).initialize())
 
 
-@pytest.mark.parametrize("numbers", [[[1.0, 2.0]], ((1, 2), (3, 4)), [True, False]])
+@pytest.mark.parametrize("numbers", [[[1.0, 2.0]], ((1, 2), (3, 4))])
 def test_lists_of_numbers_are_refused(numbers):
     """Their dtype would have to be guessed."""
     with pytest.raises(DtypeError, match=r"lists of numbers; convert with numpy\.asarray"):

@@ -59,7 +59,7 @@ def test_known_values_stay_the_same():
     np.testing.assert_allclose(state["0.weight"], expected, rtol=1e-15)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "int32", "bfloat16", "nonsense", float, None, object])
+@pytest.mark.parametrize("dtype", ["float16", "nonsense", float, None])
 def test_dtypes_that_are_not_supported(dtype):
     """One sentence that says which are."""
     with pytest.raises(UsageError, match="is not supported; choose float32 or float64"):
@@ -150,11 +150,9 @@ def test_there_and_back():
     [
         ({"0.weight": None}, r"missing \['0.weight'\], unknown nothing"),
         ({"4.weight": np.zeros(1)}, r"missing nothing, unknown \['4.weight'\]"),
-        ({"1.running_mean": None, "x": np.zeros(1)}, r"missing \['1.running_mean'\], unknown \['x'\]"),
         ({"3.weight": np.zeros((2, 4), "float32")}, r"3.weight is float32 \(2, 4\) in the state, but float32 \(4, 2\)"),
         ({"3.weight": np.zeros((2, 4), "float32")}, "for PyTorch's order of axes see nnmpi.models.torch"),
         ({"3.bias": np.zeros(2)}, r"3.bias is float64 \(2,\) in the state, but float32 \(2,\) in the model"),
-        ({"1.running_variance": np.zeros((1, 4), "float32")}, r"1.running_variance is float32 \(1, 4\)"),
         ({"3.bias": [0.0, 0.0]}, r"3.bias is a list in the state, but float32 \(2,\)"),
         ({"x": 1, 2: 3}, r"missing nothing, unknown \[2, 'x'\]"),
     ],

@@ -45,11 +45,6 @@ def test_cosine_ends_at_the_floor_and_stays(schedule, beyond):
     assert schedule(beyond) >= floor
 
 
-@given(st.floats(0.1, 10), st.integers(1, 1000), st.floats(0, 1))
-def test_cosine_is_half_way_in_the_middle(lr, half, final):
-    assert Cosine(lr, 2 * half, final)(half) == pytest.approx(lr * (1 + final) / 2)
-
-
 def test_cosine_by_hand():
     """A quarter of the way: (1 + cos 45 degrees) / 2."""
     assert Cosine(0.1, 8)(2) == pytest.approx(0.1 * (1 + math.sqrt(0.5)) / 2)

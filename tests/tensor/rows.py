@@ -53,13 +53,6 @@ def where(draw: Draw) -> Case:
     return Case(lambda x, y: tensor.where(mask, x, y), arrays(draw, anywhere, (a, b)))
 
 
-def where_number(draw: Draw) -> Case:
-    """A tensor and a number on either side."""
-    x = array(draw, anywhere, draw_shape(draw))
-    mask, left = np.asarray(x > 0.5), draw(st.booleans())
-    return Case(lambda t: tensor.where(mask, 1.5, t) if left else tensor.where(mask, t, 1.5), [x])
-
-
 def power_number(draw: Draw) -> Case:
     """A tensor to the power of a number."""
     exponent = draw(st.sampled_from((2, 3, 0, 1, -1, 0.5, 2.5, -1.5)))
@@ -87,34 +80,39 @@ def reduction(function, domain=anywhere, side=0, **options):
     return build
 
 
-def variance_unbiased(draw: Draw) -> Case:
-    """The variance with n - 1 over an axis of at least two elements."""
-    x = array(draw, anywhere, (draw(st.integers(2, 4)), *draw_shape(draw, most=2)))
-    return Case(lambda t: t.var(0, correction=1), [x])
+def method(name, arguments, **sizes):
+    """Return a builder for a method of one tensor, whose arguments are drawn for it."""
+
+    def build(draw: Draw) -> Case:
+        x = array(draw, anywhere, draw_shape(draw, **sizes))
+        given = arguments(draw, x)
+        return Case(lambda t: getattr(t, name)(*given), [x])
+
+    return build
 
 
-def reshape(draw: Draw) -> Case:
+def another_shape(draw: Draw, x: np.ndarray) -> tuple[list[int]]:
     """Another shape of the same number of elements, one size left open where it can be."""
-    x = array(draw, anywhere, draw_shape(draw, least=1))
     wanted = list(draw(st.permutations(x.shape))) + [1] * draw(st.integers(0, 1))
     i = draw(st.integers(0, len(wanted) - 1))
     if all(n for j, n in enumerate(wanted) if j != i) and draw(st.booleans()):
         wanted[i] = -1
-    return Case(lambda t: t.reshape(wanted), [x])
+    return (wanted,)
 
 
-def transpose(draw: Draw) -> Case:
+def an_order(draw: Draw, x: np.ndarray) -> list[int]:
     """Any order of the axes, counted from either end."""
-    x = array(draw, anywhere, draw_shape(draw))
-    order = [i - x.ndim if draw(st.booleans()) else i for i in draw(st.permutations(range(x.ndim)))]
-    return Case(lambda t: t.transpose(order), [x])
+    return [i - x.ndim if draw(st.booleans()) else i for i in draw(st.permutations(range(x.ndim)))]
 
 
-def swapaxes(draw: Draw) -> Case:
+def two_axes(draw: Draw, x: np.ndarray) -> list[int]:
     """Two axes, which may be the same."""
-    x = array(draw, anywhere, draw_shape(draw, least=1))
-    a, b = (draw(st.integers(-x.ndim, x.ndim - 1)) for _ in range(2))
-    return Case(lambda t: t.transpose(a, b), [x])
+    return [draw(st.integers(-x.ndim, x.ndim - 1)) for _ in range(2)]
+
+
+def borders(draw: Draw, x: np.ndarray) -> tuple[list[tuple[int, int]], float]:
+    """Borders of different widths."""
+    return [(draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in range(x.ndim)], 0.5
 
 
 def broadcast_to(draw: Draw) -> Case:
@@ -125,25 +123,11 @@ def broadcast_to(draw: Draw) -> Case:
     return Case(lambda t: t.broadcast_to(whole), [x])
 
 
-def expand_dims(draw: Draw) -> Case:
-    """A new axis anywhere."""
-    x = array(draw, anywhere, draw_shape(draw))
-    axis = draw(st.integers(-x.ndim - 1, x.ndim))
-    return Case(lambda t: t.expand_dims(axis), [x])
-
-
 def squeeze(draw: Draw) -> Case:
     """An axis of length 1 taken away."""
     before, after = draw_shape(draw, most=2), draw_shape(draw, most=1)
     x = array(draw, anywhere, (*before, 1, *after))
     return Case(lambda t: t.squeeze(len(before)), [x])
-
-
-def flatten(draw: Draw) -> Case:
-    """The last axes made into one."""
-    x = array(draw, anywhere, draw_shape(draw, least=1))
-    start = draw(st.integers(0, x.ndim))
-    return Case(lambda t: t.flatten(start), [x])
 
 
 def concatenate(draw: Draw) -> Case:
@@ -161,13 +145,6 @@ def stack(draw: Draw) -> Case:
     axis = draw(st.integers(-len(each) - 1, len(each)))
     inputs = arrays(draw, anywhere, [each] * draw(st.integers(1, 3)))
     return Case(lambda *tensors: tensor.stack(tensors, axis), inputs)
-
-
-def pad(draw: Draw) -> Case:
-    """Borders of different widths."""
-    x = array(draw, anywhere, draw_shape(draw))
-    widths = [(draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in range(x.ndim)]
-    return Case(lambda t: t.pad(widths, 0.5), [x])
 
 
 def sliced(draw: Draw) -> Case:
@@ -249,7 +226,12 @@ TENSOR: list[Row] = [
     *rows("tensor.maximum", both=extremum(tensor.maximum), number=unary(lambda x: tensor.maximum(x, 0.0), nonzero)),
     *rows("tensor.minimum", both=extremum(tensor.minimum), number=unary(lambda x: tensor.minimum(0, x), nonzero)),
     *rows("tensor.whole", of_a_whole_one=unary(lambda x: whole(x) * 2)),
-    *rows("tensor.where", both=where, number=where_number),
+    *rows(
+        "tensor.where",
+        both=where,
+        left=unary(lambda x: tensor.where(x.data > 0.5, 1.5, x)),
+        right=unary(lambda x: tensor.where(x.data > 0.5, x, 1.5)),
+    ),
     *rows("tensor.negate", one=unary(operator.neg)),
     *rows("tensor.exp", one=unary(Tensor.exp)),
     *rows("tensor.log", one=unary(Tensor.log, positive)),
@@ -268,18 +250,22 @@ TENSOR: list[Row] = [
     *rows("tensor.matmul", all=matmul, square=lambda draw: Case(lambda x: x @ x, [array(draw, anywhere, (3, 3))])),
     *rows("tensor.sum", axes=reduction(Tensor.sum)),
     *rows("tensor.mean", axes=reduction(Tensor.mean, side=1)),
-    *rows("tensor.var", axes=reduction(Tensor.var, side=1), unbiased=variance_unbiased),
+    *rows(
+        "tensor.var",
+        axes=reduction(Tensor.var, side=1),
+        unbiased=method("var", lambda draw, x: [0, False, 1], least=1, side=2),
+    ),
     *rows("tensor.max", axes=reduction(Tensor.max, distinct, side=1)),
     *rows("tensor.min", axes=reduction(Tensor.min, distinct, side=1)),
-    *rows("tensor.reshape", any=reshape),
-    *rows("tensor.transpose", any=transpose, two=swapaxes, reversed=unary(Tensor.transpose)),
+    *rows("tensor.reshape", any=method("reshape", another_shape, least=1)),
+    *rows("tensor.transpose", any=method("permute", an_order), two=method("transpose", two_axes, least=1)),
     *rows("tensor.broadcast_to", any=broadcast_to),
-    *rows("tensor.expand_dims", any=expand_dims),
+    *rows("tensor.expand_dims", any=method("expand_dims", lambda draw, x: [draw(st.integers(-x.ndim - 1, x.ndim))])),
     *rows("tensor.squeeze", any=squeeze),
-    *rows("tensor.flatten", any=flatten),
+    *rows("tensor.flatten", any=method("flatten", lambda draw, x: [draw(st.integers(0, x.ndim))], least=1)),
     *rows("tensor.concatenate", any=concatenate),
     *rows("tensor.stack", any=stack),
-    *rows("tensor.pad", any=pad),
+    *rows("tensor.pad", any=method("pad", borders)),
     *rows("tensor.getitem", sliced=sliced, picked=picked, masked=masked),
     *rows("tensor.take_along_axis", any=take_along_axis),
 ]

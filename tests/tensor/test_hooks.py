@@ -55,13 +55,6 @@ def test_used_twice(leaves, log):
     assert log == ["above", ("b", 12), "below", ("a", 5)]
 
 
-def test_used_twice_by_one_operation(leaves, log):
-    """Both operands of one multiplication."""
-    a, _, _ = leaves
-    (a * a).sum().backward()
-    assert log == [("a", 2)]
-
-
 def test_where_no_gradient_comes_at_all(leaves, log):
     """A leaf without a gradient has nothing to report; what its buffer holds is not this pass's."""
     a, b, _ = leaves

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nnmpi import tensor
-from nnmpi.errors import DtypeError, GraphError, NnmpiError, ShapeError, UsageError
+from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -79,13 +79,6 @@ def test_sums_of_nothing():
         assert function(empty, 1).shape == (0,)
 
 
-def test_astype_to_its_own_dtype_is_itself():
-    """Nothing is recorded."""
-    x = Tensor([1.0], requires_grad=True)
-    assert x.astype("float32") is x
-    assert x.astype(np.float32) is x
-
-
 def test_moves_that_copy_nothing():
     """Reshape, transpose and slices are views of the same memory."""
     x = Tensor(np.arange(6.0).reshape(2, 3))
@@ -106,59 +99,39 @@ SHAPES = [
     (lambda: zeros(2, 3) + zeros(4), r"add of shapes \(2, 3\) and \(4,\)"),
     (lambda: zeros(2) * np.ones(3), r"multiply of shapes \(2,\) and \(3,\)"),
     (lambda: tensor.where(np.ones(4, bool), zeros(2), 1.0), r"where of shapes \(4,\) and \(2,\)"),
-    (lambda: tensor.where(np.ones(2, bool), zeros(2), zeros(3)), r"where of shapes \(2,\) and \(3,\)"),
     (lambda: operator.matmul(zeros(2, 3), zeros(2, 3)), "the inner sizes 3 and 2 differ"),
-    (lambda: operator.matmul(zeros(3), zeros(2)), "the inner sizes 3 and 2 differ"),
     (lambda: operator.matmul(zeros(), zeros(2)), "at least one dimension"),
-    (lambda: zeros(2) @ 3.0, "use \\* for numbers"),
     (lambda: operator.matmul(zeros(2, 1, 3), zeros(3, 3, 1)), r"\(2, 1, 3\) and \(3, 3, 1\)"),
     (lambda: zeros(2).sum(1), "axis 1 does not fit an array of 1 dimensions"),
     (lambda: zeros(2, 2).mean((0, -2)), r"axis \(0, -2\)"),
     (lambda: zeros(1).var(correction=1), "too few elements for correction 1"),
     (lambda: zeros(2, 3).reshape(4), r"\(2, 3\) \(6 elements\) to \(4,\)"),
     (lambda: zeros(2, 3).reshape(-1, -1), r"to \(-1, -1\)"),
-    (lambda: zeros(2, 3).reshape(-1, 4), r"to \(-1, 4\)"),
-    (lambda: zeros(6).reshape(-2, -3), r"to \(-2, -3\)"),
-    (lambda: zeros(0).reshape(-1, 0), r"to \(-1, 0\)"),
     (lambda: zeros(2, 3).permute(0, 0), r"\(0, 0\) is no permutation"),
-    (lambda: zeros(2, 3).permute(0, 3), r"\(0, 3\) is no permutation"),
-    (lambda: zeros(2, 3, 4).permute(3, 4, 5), r"\(3, 4, 5\) is no permutation"),
     (lambda: zeros(2, 3).permute(0), r"\(0,\) is no permutation"),
     (lambda: zeros(2, 3).transpose(0, 2), "axis 2 does not fit an array of 2"),
     (lambda: zeros(2).broadcast_to((3,)), r"\(2,\) does not broadcast to \(3,\)"),
-    (lambda: zeros(1, 2).broadcast_to((2,)), r"\(1, 2\) does not broadcast to \(2,\)"),
     (lambda: zeros(2).broadcast_to((-1, 2)), r"to \(-1, 2\)"),
     (lambda: zeros(2).expand_dims(2), "axis 2 does not fit"),
     (lambda: zeros(2, 1).squeeze(0), r"axis 0 of shape \(2, 1\)"),
-    (lambda: zeros(2, 1).squeeze(2), "axis 2"),
     (lambda: tensor.concatenate([]), "no tensors"),
     (lambda: tensor.concatenate([zeros(2, 3), zeros(2, 2)]), r"\(2, 3\), \(2, 2\)"),
-    (lambda: tensor.concatenate([zeros(2, 3), zeros(2)]), r"\(2, 3\), \(2,\)"),
     (lambda: tensor.concatenate([zeros(2)], 1), "along axis 1"),
-    (lambda: tensor.concatenate([zeros()]), "along axis 0"),
     (lambda: tensor.stack([zeros(2), zeros(3)]), "along axis 0"),
     (lambda: zeros(2).pad([(0, -1)]), r"\(0, -1\)"),
     (lambda: zeros(2, 2).pad([(0, 1)]), r"shape \(2, 2\)"),
     (lambda: zeros(2)[2], r"index 2 does not fit shape \(2,\)"),
-    (lambda: zeros(2)[0, 0], "does not fit"),
     (lambda: zeros(2)[np.array([0, 5])], "5"),
-    (lambda: zeros(2)[np.ones(3, bool)], "does not fit"),
-    (lambda: zeros(2)[0.5], "does not fit"),
     (lambda: zeros(2, 2).take_along_axis(np.zeros(2, int), 0), r"\(2, 2\) by \(2,\)"),
-    (lambda: zeros(2, 2).take_along_axis(np.zeros((2, 2), int), 2), "along axis 2"),
     (lambda: zeros(2, 2).take_along_axis(np.full((2, 1), 7), 1), "7"),
-    (lambda: zeros(2, 2).take_along_axis(np.zeros((3, 1), int), 1), "along axis 1"),
 ]
 
 
 @pytest.mark.parametrize(("make", "words"), SHAPES)
 def test_shapes_that_do_not_fit(make, words):
-    """One sentence with the shapes, of the project's own class and of Python's."""
-    with pytest.raises(ShapeError, match=words) as caught:
+    """One sentence with the shapes."""
+    with pytest.raises(ShapeError, match=words):
         make()
-    assert isinstance(caught.value, NnmpiError)
-    assert isinstance(caught.value, ValueError)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -167,12 +140,9 @@ def test_shapes_that_do_not_fit(make, words):
         (lambda: zeros(2).clip(), UsageError, "at least one of low and high"),
         (lambda: zeros(2).clip(2, 1), UsageError, "low 2 above high 1"),
         (lambda: tensor.where(ONES, zeros(3), 0.0), DtypeError, "boolean condition, not float64"),
-        (lambda: tensor.where(True, zeros(3), 0.0), DtypeError, "boolean condition, not bool"),
         (lambda: Tensor(np.zeros(2, "uint8")) + 300, DtypeError, "tensor and 300, which uint8 cannot hold; convert"),
-        (lambda: Tensor(np.zeros(2, "uint8")) * -1, DtypeError, "tensor and -1, which uint8 cannot hold; convert"),
         (lambda: -Tensor(ONES > 0), DtypeError, "negate of a bool tensor means nothing; convert with astype"),
         (lambda: Tensor(ONES > 0) - (ONES > 0), DtypeError, "subtract of bool and bool means nothing; convert one"),
-        (lambda: True - Tensor(ONES > 0), DtypeError, "subtract of bool and bool means nothing; convert one"),
         (lambda: zeros(2).__setitem__(0, 1), UsageError, "cannot be assigned; write to its array, x.data, or use"),
         (lambda: operator.matmul(zeros(2), np.ones(2, "float32")), DtypeError, "matmul of float64, float32"),
         (lambda: tensor.concatenate([zeros(2), Tensor([1.0])]), DtypeError, r"concatenate of \['float32', 'float64'\]"),
