@@ -36,8 +36,8 @@ from nnmpi.nn.chain import ChainLayer, ModelPart, cut_chain, kept_at, open_chain
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.transformer import CausalSelfAttention
+from nnmpi.parallel.sequence.attention import check_heads
 from nnmpi.parallel.sequence.group import ULYSSES, SequenceGroup
-from nnmpi.parallel.sequence.ulysses import check_heads
 from nnmpi.parallel.tensor import shard
 from nnmpi.parallel.zero.storage import sharded
 from nnmpi.parallel.zero.units import ALL, OPTIMIZER, STAGES, predict_bytes

@@ -49,7 +49,7 @@ from nnmpi.errors import CheckpointError, DataError, counted
 from nnmpi.files import sha256, sync_folder, write_atomically, write_synced
 from nnmpi.mesh import AXES, Coordinates, Mesh
 from nnmpi.nn.module import Module
-from nnmpi.parallel.shard_map import ArraySpec
+from nnmpi.parallel.model_state import ArraySpec
 from nnmpi.reading import read_json
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder

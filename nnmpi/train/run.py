@@ -35,7 +35,7 @@ from nnmpi.models.pretrained import WEIGHTS, load_pretrained, read_size
 from nnmpi.models.torch_weights import from_torch, read_torch, torch_weights
 from nnmpi.nn.module import Module
 from nnmpi.optim.schedule import Schedule
-from nnmpi.parallel.shard_map import ArraySpec
+from nnmpi.parallel.model_state import ArraySpec
 from nnmpi.train.build import (
     TOO_LARGE,
     build_extent,

@@ -10,8 +10,7 @@ import pytest
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.errors import CheckpointError, CommError, LayoutError, NnmpiError
-from nnmpi.parallel.model_state import ModelState, StateEntry
-from nnmpi.parallel.shard_map import ArraySpec
+from nnmpi.parallel.model_state import ArraySpec, ModelState, StateEntry
 from nnmpi.shard import Region, part
 
 SHAPES: dict[str, tuple[int, ...]] = {

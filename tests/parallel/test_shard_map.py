@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from nnmpi.errors import CheckpointError, LayoutError
-from nnmpi.parallel.shard_map import ArraySpec, check_fit, describe, shard_maps
+from nnmpi.parallel.model_state import ArraySpec, check_fit, describe, shard_maps
 from nnmpi.shard import Region
 
 OUTLINE = ArraySpec((4, 6), "float32")

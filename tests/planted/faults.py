@@ -252,8 +252,8 @@ FAULTS = (
     ),
     Fault(
         "batch norm of image rows: the statistics of this rank's rows",
-        "nnmpi/parallel/sharded/norm.py",
-        "ours = all_sum(self._group, array)",
+        "nnmpi/parallel/sharded/elementwise.py",
+        "ours = all_sum(self.group, array)",
         "ours = array",
         "tests/parallel/sharded/test_layers.py",
     ),

@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from nnmpi.backend.array import Array
 from nnmpi.errors import CheckpointError
 from nnmpi.files import sha256
-from nnmpi.parallel.shard_map import ArraySpec
+from nnmpi.parallel.model_state import ArraySpec
 from nnmpi.train import checkpoint as module
 from nnmpi.train.checkpoint import (
     MODEL_FILE,

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from nnmpi.backend.array import Array
 from nnmpi.errors import CheckpointError
 from nnmpi.files import sha256
-from nnmpi.parallel.shard_map import ArraySpec
+from nnmpi.parallel.model_state import ArraySpec
 from nnmpi.train.checkpoint import DTYPES, TensorFile, TensorWriter
 
 ARRAYS: dict[str, Array] = {

@@ -10,7 +10,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.pipeline_runner import PipelineRunner
 from nnmpi.errors import LayoutError, UsageError
-from nnmpi.parallel.sequence.ring import RingAttention
+from nnmpi.parallel.sequence.attention import RingAttention
 from nnmpi.verify.__main__ import main
 
 pytestmark = pytest.mark.mpi

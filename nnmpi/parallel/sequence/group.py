@@ -11,12 +11,8 @@ on positions by themselves, or knows how to meet those of the other ranks, or is
 
 To its parameters the ranks of a group are replicas: each computes the gradient of its positions' losses, and these
 are summed over dp x sp as data parallelism sums them. So, unlike in a tensor group, the gradient of anything whole is
-here each rank's share of it, until that sum. All of the strategy follows from it:
-
-    forward                         backward
-    x          -> x x x             each rank's share          copy          whole -> each rank's own
-    abc        -> a b c             a.. .b. ..c                scatter       whole -> parts
-    a b c      -> abc abc abc       sums of a, of b, of c      gather        parts -> whole
+here each rank's share of it, until that sum. All of the strategy follows from it: copying needs no exchange, what is
+scattered is taken by `sharded.collectives.take_part`, and gathered by `gather_summing_grads`.
 """
 
 from dataclasses import dataclass, replace
@@ -26,9 +22,8 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.group import Group
 from nnmpi.data.loader import Batch
 from nnmpi.errors import LayoutError, UsageError
-from nnmpi.parallel.sequence.ring import RingAttention
-from nnmpi.parallel.sequence.ulysses import UlyssesAttention
-from nnmpi.parallel.sharded.collectives import gather_summing_grads
+from nnmpi.parallel.sequence.attention import RingAttention, UlyssesAttention
+from nnmpi.parallel.sharded.collectives import gather_summing_grads, take_part
 from nnmpi.tensor.cut import CutTensor, mark
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.placement import PairPlacement, Placement, TensorCut, is_cut
@@ -37,27 +32,6 @@ from nnmpi.tensor.tensor import Tensor
 POSITIONS = 1  # the axis
 RING, ULYSSES = "ring", "ulysses"
 WAYS = (ULYSSES, RING)
-
-
-class TakePart(Function):
-    """This rank's part of a tensor that all ranks have; its gradient is this rank's share of the whole one's."""
-
-    __slots__ = ("group", "placement")
-
-    def __init__(self, group: Group, placement: Placement) -> None:
-        self.group, self.placement = group, placement
-
-    def forward(self, x: Array) -> Array:
-        region = self.placement.region(x.shape, self.placement.axis, self.group.size, self.group.rank)
-        self.saved = (region,)
-        part: Array = namespace(x).ascontiguousarray(region.take(x))
-        return part
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        (region,), xp = self.saved, namespace(grad)
-        whole = xp.zeros(region.shape, grad.dtype)
-        region.put(whole, xp.ascontiguousarray(grad))
-        return (whole,)
 
 
 class Enter(Function):
@@ -161,7 +135,7 @@ class SequenceGroup:
 
     def scatter(self, x: Any, placement: Placement) -> Tensor:
         """Return what belongs to this rank's positions."""
-        return TakePart(self.group, placement)(x if isinstance(x, Tensor) else Tensor(x))
+        return take_part(x if isinstance(x, Tensor) else Tensor(x), self.group, placement)
 
     def attention(self, kernels: Any, placement: Placement) -> Any:
         """Return what attends over all ranks' positions, in the way of this group."""

@@ -20,8 +20,7 @@ from nnmpi.errors import UsageError
 from nnmpi.nn.container import Branches
 from nnmpi.nn.sharding import Sharding
 from nnmpi.parallel.sharded.collectives import CATEGORY, copy
-from nnmpi.parallel.sharded.context import LayerContext, Placed
-from nnmpi.parallel.sharded.parameters import ParameterSharder
+from nnmpi.parallel.sharded.context import LayerContext, ParameterSharder, Placed
 from nnmpi.shard import split
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor

@@ -10,6 +10,7 @@ activation counts as one vector that every rank has a copy of, and its gradient 
     abc        -> a b c           abc on every rank             scatter          whole -> parts
     a b c      -> abc             a b c                         gather           parts -> whole
     a b c      -> abc abc abc     sums of a, of b, of c         gather_summing_grads   parts -> each rank's own
+    abc        -> a b c           a.. .b. ..c                   take_part        each rank's own -> parts
 
 `gather_summing_grads` is `copy` after `gather`, in one message. Every rank records the same operations in the same
 order, so the collectives of a backward pass match as those of the forward pass do. On a group of one rank all of them
@@ -98,7 +99,13 @@ class _Regions:
         part: Array = namespace(whole).ascontiguousarray(self.own.take(whole))
         return part
 
-    def reduce_scatter_v(self, whole: Array) -> Array:
+    def put(self, part: Array) -> Array:
+        """Return a whole array of zeros but for this rank's part."""
+        whole: Array = namespace(part).zeros(self.whole, part.dtype)
+        self.own.put(whole, namespace(part).ascontiguousarray(part))
+        return whole
+
+    def reduce_scatter(self, whole: Array) -> Array:
         """Return this rank's part of the sum over the ranks."""
         flat = namespace(whole).concatenate([region.take(whole).reshape(-1) for region in self.parts])
         with span("reduce-scatter", CATEGORY, REDUCE, {"bytes": flat.nbytes}):
@@ -159,49 +166,36 @@ class SumOverRanks(Function):
         return grad if self.needs[0] else None, row_sum(namespace(grad), rows, self.into(1))
 
 
-class _Exchange(Function):
-    """What the others share: how the activation is cut."""
+# What becomes of an activation, and of its gradient: methods of `_Regions`.
+ADJOINTS = {
+    "scatter": ("take", "gather"),
+    "gather": ("gather", "take"),
+    "gather_summing_grads": ("gather", "reduce_scatter"),
+    "take_part": ("take", "put"),
+}
 
-    __slots__ = ("group", "placement")
 
-    def __init__(self, group: Group, placement: Placement) -> None:
-        self.group, self.placement = group, placement
+class Exchange(Function):
+    """Parts and wholes of an activation that is cut: what a row of `ADJOINTS` says."""
+
+    __slots__ = ("group", "placement", "way")
+
+    def __init__(self, way: str, group: Group, placement: Placement) -> None:
+        self.way, self.group, self.placement = way, group, placement
 
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on ranks of another group: as before, where they share another axis."""
         return uncut(self, inputs[0], (self.placement.axis,), "exchanges parts of that axis")
 
-    def _regions(self, x: Array, is_whole: bool) -> _Regions:
-        regions = _Regions(self.group, self.placement, x.shape, is_whole)
+    def forward(self, x: Array) -> Array:
+        there, _ = ADJOINTS[self.way]
+        regions = _Regions(self.group, self.placement, x.shape, is_whole=there == "take")
         self.saved = (regions,)
-        return regions
-
-
-class Scatter(_Exchange):
-    """This rank's part."""
-
-    def forward(self, x: Array) -> Array:
-        return self._regions(x, is_whole=True).take(x)
+        y: Array = getattr(regions, there)(x)
+        return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (self.saved[0].gather(grad),)
-
-
-class Gather(_Exchange):
-    """All parts together."""
-
-    def forward(self, x: Array) -> Array:
-        return self._regions(x, is_whole=False).gather(x)
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (self.saved[0].take(grad),)
-
-
-class GatherSummingGrads(Gather):
-    """All parts together, on each rank for a use of its own."""
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (self.saved[0].reduce_scatter_v(grad),)
+        return (getattr(self.saved[0], ADJOINTS[self.way][1])(grad),)
 
 
 def copy(x: Tensor, group: Group) -> Tensor:
@@ -256,41 +250,30 @@ class PartExchange:
 
 
 def scatter(x: Tensor, group: Group, placement: Placement) -> Tensor:
-    """Return this rank's part of x, which is replicated.
-
-    Args:
-        x: the whole activation.
-        group: the ranks.
-        placement: which part each rank gets.
-    """
-    return x if group.size == 1 or placement.is_replicated else Scatter(group, placement)(x)
+    """Return this rank's part of x, which is replicated."""
+    return x if group.size == 1 or placement.is_replicated else Exchange("scatter", group, placement)(x)
 
 
 def gather(x: Tensor, group: Group, placement: Placement) -> Tensor:
     """Return all ranks' parts together, on every rank, for a computation that is the same on all of them.
 
-    Args:
-        x: this rank's part.
-        group: the ranks.
-        placement: which part each rank has.
-
     Raises:
         ShapeError: when x is not the part that the placement says.
     """
-    return x if group.size == 1 or placement.is_replicated else Gather(group, placement)(x)
+    return x if group.size == 1 or placement.is_replicated else Exchange("gather", group, placement)(x)
 
 
 def gather_summing_grads(x: Tensor, group: Group, placement: Placement) -> Tensor:
     """Return all ranks' parts together, for a computation that differs from rank to rank: its gradients are summed.
-
-    Args:
-        x: this rank's part.
-        group: the ranks.
-        placement: which part each rank has.
 
     Raises:
         ShapeError: when x is not the part that the placement says.
     """
     if group.size == 1:
         return x
-    return copy(x, group) if placement.is_replicated else GatherSummingGrads(group, placement)(x)
+    return copy(x, group) if placement.is_replicated else Exchange("gather_summing_grads", group, placement)(x)
+
+
+def take_part(x: Tensor, group: Group, placement: Placement) -> Tensor:
+    """Return this rank's part of x, which all ranks have; its gradient is this rank's share of the whole one's."""
+    return Exchange("take_part", group, placement)(x)

@@ -1,4 +1,4 @@
-"""What a layer's rule gets (`LayerContext`) and what it may put around a layer (`Redistributed`).
+"""What a layer's rule gets: where the layer stands (`LayerContext`), and what cuts its parameters (`ParameterSharder`).
 
 A rule decides how its layer needs the activation. If it comes otherwise, the rule puts an exchange before the layer:
 
@@ -17,10 +17,100 @@ from nnmpi.errors import LayoutError
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.sharding import Sharding, Units
 from nnmpi.parallel.sharded.collectives import PartExchange, gather, gather_summing_grads, scatter
-from nnmpi.parallel.sharded.parameters import ParameterSharder
+from nnmpi.shard import Region
 from nnmpi.tensor.cut import mark, whole
+from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.placement import REPLICATED, Placement, TensorCut, features, is_cut
 from nnmpi.tensor.tensor import Tensor
+
+
+class ParameterSharder:
+    """Cuts a model's parameters and buffers for one rank, each once, so that tied parameters stay tied.
+
+    Attributes:
+        group: the ranks that share each layer.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
+        # By the id of the whole parameter, which is kept here, so that no other object gets its id: (whole, part).
+        self._cut: dict[int, tuple[Parameter, Parameter]] = {}
+
+    def cut(self, whole: Parameter | None, placement: Placement, axis: int) -> Parameter | None:
+        """Return this rank's part of a parameter that is cut along with an activation.
+
+        Args:
+            whole: the parameter; there may be none.
+            placement: of the activation.
+            axis: the axis of the parameter that corresponds to the activation's cut axis.
+
+        Raises:
+            LayoutError: when the axis cannot be cut so, or another layer has the same parameter cut in another way.
+        """
+        return None if whole is None else self._part(whole, self._region(whole.shape, placement, axis))
+
+    def deal(self, module: Module, mine: bool) -> None:
+        """Leave a module all of its parameters and buffers if it is this rank's, and nothing of them if it is not.
+
+        Raises:
+            LayoutError: when a module of another rank has one of them, too, or one has no axis.
+        """
+        for path, each in module.named_modules():
+            for name, entry in [*each._members(Parameter), *each._members(Buffer)]:
+                shape = entry.shape if entry.region is None else entry.region.shape
+                if not shape:
+                    raise LayoutError(
+                        f"{path}.{name} in a branch is a single number; give it the shape (1,), so that a rank that "
+                        "computes another branch can have none of it"
+                    )
+                region = Region(shape, 0, 0, shape[0] if mine else 0)
+                if entry.region == region:
+                    continue  # met already: two modules of the branch share it
+                if isinstance(entry, Parameter):
+                    each.set_child(name, self._part(entry, region))
+                elif entry.region is None:
+                    each.set_child(name, Buffer(region.local_shape, entry.value, region))
+                else:
+                    raise LayoutError(f"{path}.{name} stands in branches of two ranks; make a layer for each branch")
+
+    def cut_buffer(self, whole: Buffer, placement: Placement) -> Buffer:
+        """Return this rank's part of a buffer (channels,) that is cut along with an activation.
+
+        Raises:
+            LayoutError: when it cannot be cut so.
+        """
+        region = self._region(whole.shape, placement, 0)
+        return Buffer(region.local_shape, whole.value, region)
+
+    def _part(self, whole: Parameter, region: Region) -> Parameter:
+        if id(whole) not in self._cut and whole.region is None:
+            part = Parameter(region.local_shape, whole.init, region)
+            part.requires_grad = whole.requires_grad
+            self._cut[id(whole)] = (whole, part)
+        part = whole if whole.region is not None else self._cut[id(whole)][1]
+        if part.region != region:
+            raise LayoutError(
+                f"two layers share a parameter of shape {whole.shape} and would cut it in two ways; let the table give "
+                "them shardings that cut the same axis, or Sharding.REPLICATED"
+            )
+        return part
+
+    def check(self, model: Module) -> None:
+        """Refuse a model that uses a parameter whole in one place and cut in another.
+
+        Raises:
+            LayoutError: naming it.
+        """
+        for name, parameter in model.named_parameters():
+            if id(parameter) in self._cut:
+                raise LayoutError(
+                    f"parameter {name!r} is whole there and cut in another place of the model; let the table give both "
+                    "places shardings that cut the same axis, or Sharding.REPLICATED"
+                )
+
+    def _region(self, shape: tuple[int, ...], placement: Placement, axis: int) -> Region:
+        return placement.region(shape, axis, self.group.size, self.group.rank)
+
 
 Redistribute: TypeAlias = Callable[[Tensor], Tensor]
 Placed: TypeAlias = tuple[Module, Placement]
@@ -120,6 +210,24 @@ class LayerContext:
     def refuse(self, why: str) -> LayoutError:
         """Return the error that says which layer cannot be sharded so, and why."""
         return LayoutError(f"layer {self.name!r} {why}")
+
+
+class Part(Module):
+    """What takes a layer's place: a layer with some other attributes, and an exchange before it.
+
+    Args:
+        layer: the whole layer.
+        enter: gives it the input that this rank needs; None where that comes.
+        attributes: what is not the whole layer's.
+    """
+
+    def __init__(self, layer: Module, enter: Redistribute | None = None, **attributes: Any) -> None:
+        vars(self).update(vars(layer), **attributes)
+        self._enter = enter
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return the input that this rank needs."""
+        return x if self._enter is None else self._enter(x)
 
 
 class Redistributed(Module):

@@ -1,6 +1,14 @@
-"""Layers without parameters, on activations that are cut: activations, softmax, flatten and dropout.
+"""Other layers on activations that are cut: activations, softmax, flatten, dropout, normalization.
 
-Most work on any part as they are. Softmax needs its axis whole; dropout must drop what the whole layer would drop.
+Most without parameters work on any part as they are. Softmax needs its axis whole; dropout must drop what the whole
+layer would drop.
+
+batch norm    channels cut      each rank normalizes its own channels, and has their parameters and running
+                                statistics; no exchange
+              image rows cut    the statistics are those of all rows: summed over the ranks of the tensor group, then
+                                over those of data parallelism; parameters and running statistics are replicated
+layer norm    features cut      gets whole activations, by an exchange before it
+              image rows cut    every pixel is whole, so only the parameters' gradients are summed
 """
 
 from dataclasses import replace
@@ -15,9 +23,12 @@ from nnmpi.comm.group import Group
 from nnmpi.nn.activation import Dropout, Flatten, Softmax
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
+from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.dropout import dropout
-from nnmpi.parallel.sharded.context import LayerContext, Placed
+from nnmpi.ops.norm import layer_norm
+from nnmpi.parallel.sharded.collectives import all_sum, copy
+from nnmpi.parallel.sharded.context import LayerContext, Part, Placed
 from nnmpi.tensor.placement import FEATURES, ROWS, Placement
 from nnmpi.tensor.tensor import Tensor
 
@@ -114,3 +125,61 @@ def place_dropout(layer: Dropout, context: LayerContext) -> Placed:
     if context.placement.is_replicated or context.sharding is Sharding.REPLICATED:
         return context.on_replicated(layer)
     return PartDropout(layer, context.group, context.placement), context.placement
+
+
+class PartBatchNorm(Part, BatchNorm):
+    """Some channels of a batch normalization: (..., this rank's channels) -> the same."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's channels, normalized."""
+        if self.weight.size == 0:  # more ranks than channels
+            nothing: Tensor = (x * self.weight + self.bias).astype(x.dtype)
+            return nothing
+        return super().forward(x)
+
+
+class RowsBatchNorm(Part, BatchNorm):
+    """A batch normalization of some rows of each image: (batch, this rank's rows, w, channels) -> the same."""
+
+    group: Group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's rows, normalized by the statistics of all."""
+        return self.normalize(x, copy(self.weight, self.group), copy(self.bias, self.group), self._sum)
+
+    def _sum(self, array: Array) -> Array:
+        ours = all_sum(self.group, array)
+        return ours if self.all_reduce is None else self.all_reduce(ours)
+
+
+def place_batch_norm(layer: BatchNorm, context: LayerContext) -> Placed:
+    """Return the layer for what lies before it."""
+    channels = layer.weight.size
+    if context.placement.is_replicated or context.sharding is Sharding.REPLICATED:
+        return context.on_replicated(layer, channels)
+    if context.placement.has_rows:
+        return RowsBatchNorm(layer, group=context.group), context.placement
+    placement = context.placement.resolve(channels)
+    sharder = context.sharder
+    own: dict[str, Any] = {name: sharder.cut(getattr(layer, name), placement, 0) for name in ("weight", "bias")}
+    own |= {name: sharder.cut_buffer(getattr(layer, name), placement) for name in ("running_mean", "running_variance")}
+    return PartBatchNorm(layer, **own), placement
+
+
+class RowsLayerNorm(Part, LayerNorm):
+    """A layer normalization of the pixels in some rows of each image, over the channels, or columns and channels."""
+
+    group: Group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this rank's rows, normalized."""
+        return layer_norm(x, copy(self.weight, self.group), copy(self.bias, self.group), self.eps)
+
+
+def place_layer_norm(layer: LayerNorm, context: LayerContext) -> Placed:
+    """Return the layer for what lies before it; over axes that are cut and others, it gets whole activations."""
+    shape = layer.weight.shape
+    whole = context.placement.is_replicated or context.sharding is Sharding.REPLICATED
+    if not whole and context.placement.has_rows and len(shape) < 3:
+        return RowsLayerNorm(layer, group=context.group), context.placement
+    return context.on_replicated(layer, shape[0] if len(shape) == 1 else None)

@@ -8,7 +8,7 @@ import pytest
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.parallel.sharded import collectives as exchange
-from nnmpi.parallel.sharded.halo import RowWindows, halo
+from nnmpi.parallel.sharded.conv import RowWindows, halo
 from nnmpi.shard import part
 from nnmpi.tensor.placement import Placement, features, rows
 from nnmpi.tensor.tensor import Tensor

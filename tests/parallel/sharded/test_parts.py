@@ -114,7 +114,7 @@ def test_equal(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Any, Tensor], Any], str]] = {
-    "softmax": (lambda m, x: m.narrow(ops.softmax(m.wide(x))), "Softmax adds up all of its axis, but layer '1.wide'"),
+    "softmax": (lambda m, x: m.narrow(ops.softmax(m.wide(x))), "Softmax .* layer '1.wide'"),
     "layer norm": (lambda m, x: m.narrow(m.norm(m.wide(x))), "LayerNorm takes the mean over whole rows"),
     "a sum": (lambda m, x: m.wide(x).sum(-1, keepdims=True) + x, "Sum needs all elements"),
     "torn": (lambda m, x: m.wide(x).reshape(-1, 2, 9), "Reshape of .* tears"),
@@ -169,7 +169,7 @@ def test_a_model_of_its_own() -> None:
         shard(model, group, {"head": C})
         model.initialize(seed=0, dtype="float64")
         x, y = images(5, (4,), "float64")
-        with pytest.raises(LayoutError, match="CrossEntropy works on whole tensors, but layer 'head' leaves"):
+        with pytest.raises(LayoutError, match="CrossEntropy .* layer 'head' leaves"):
             ops.cross_entropy(model(x), y)
         serial = Head().initialize(seed=0, dtype="float64")
         assert ops.cross_entropy(whole(model(x)), y).item() == pytest.approx(ops.cross_entropy(serial(x), y).item())
