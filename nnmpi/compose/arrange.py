@@ -29,8 +29,7 @@ from nnmpi.compose.layout import AUTO, Layout
 from nnmpi.errors import DeviceError, LayoutError
 from nnmpi.memory.layers import measure, of_chain
 from nnmpi.memory.plan import LayerCost
-from nnmpi.memory.state_offload import DEVICE_PIECE_BYTES, HOST_PIECE_BYTES, keep_state
-from nnmpi.memory.store import Store, make_store
+from nnmpi.memory.store import Store
 from nnmpi.mesh import BoundMesh, Mesh
 from nnmpi.nn.chain import ChainLayer, ModelPart, cut_chain, kept_at, open_chain
 from nnmpi.nn.mode import training
@@ -113,26 +112,23 @@ class Arrangement:
     @property
     def storage(self) -> Callable[..., FlatStorage]:
         """What makes the model's storage, for `Module.initialize`."""
-        return self._storage if self.layout.offload_state is None else self._stored
+        return self._storage
 
-    @property
-    def piece_bytes(self) -> int:
-        """What comes of an array at a time that lies out of memory."""
-        return DEVICE_PIECE_BYTES if self.backend.is_device else HOST_PIECE_BYTES
-
-    def _stored(self, *given: Any) -> FlatStorage:
-        """Return storage of which some lies out of memory."""
-        layout = self.layout
-        assert layout.offload is not None
-        what = "optimizer states" if layout.offload_state == OPTIMIZER else "weights and optimizer states"
-        store = make_store(layout.offload, self.backend, what)
-        return keep_state(self._storage(*given, store=store if layout.offload_state == ALL else None), store)
-
-    def _storage(self, *given: Any, store: Store | None = None) -> FlatStorage:
-        layout = self.layout
-        if not layout.zero:
-            return FlatStorage(*given)
-        return sharded(self.model, self.mesh.replicas, layout.zero, layout.unit_bytes, store)(*given)
+    def _storage(self, *given: Any) -> FlatStorage:
+        layout, store = self.layout, None
+        if layout.offload_state is not None:
+            assert layout.offload is not None
+            what = "optimizer states" if layout.offload_state == OPTIMIZER else "weights and optimizer states"
+            store = Store(layout.offload, self.backend, what)
+        weights = store if layout.offload_state == ALL else None
+        make = (
+            sharded(self.model, self.mesh.replicas, layout.zero, layout.unit_bytes, weights)
+            if layout.zero
+            else FlatStorage
+        )
+        storage = make(*given)
+        storage.state_store = store
+        return storage
 
     @property
     def data_rank(self) -> int:
@@ -384,7 +380,6 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
         found = predict_bytes(
             *(arrangement.model, stage, ranks.rank, ranks.size, itemsize, layout.state_arrays, layout.unit_bytes),
             away=layout.offload_state if away is None else away,
-            piece_bytes=arrangement.piece_bytes,
         )
         return found.total + found.parameters * stashed
 

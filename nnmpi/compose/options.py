@@ -191,7 +191,7 @@ def check_pairs(
     if arrangement is not None:
         mesh = arrangement.mesh.mesh
         given = replace(arrangement.layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp).features()
-    given |= {refusals.STATE_OUT: "state out of memory"} if model.storage.state_keeper is not None else {}
+    given |= {refusals.STATE_OUT: "state out of memory"} if model.storage.state_store is not None else {}
     given |= {refusals.FUSED: "the fused update"} if fused_update else {}
     given |= {refusals.DEVICE: str(backend.device)} if backend.is_device else {}
     given |= {refusals.FP16: "fp16"} if scaled else {}

@@ -46,7 +46,7 @@ from nnmpi.errors import UsageError
 from nnmpi.memory.layers import ShardedWeights
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.recompute import RecomputedModel
-from nnmpi.memory.store import Store, make_store
+from nnmpi.memory.store import Store
 from nnmpi.nn.mode import evaluation, training
 from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.parallel.data import DataParallel
@@ -141,7 +141,7 @@ class ForwardBackward:
         self._store: Store | None = None
         if where is not None and where.layout.offload is not None and self._budget is not None:
             with agreed(where.mesh.world):
-                self._store = make_store(where.layout.offload, backend)
+                self._store = Store(where.layout.offload, backend)
         self.now: Microbatch
         self._begin_s = 0.0
         self._score_now: Array | float = 0.0

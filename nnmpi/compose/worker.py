@@ -162,7 +162,7 @@ class Worker(Trainer):
         self.fused: FusedUpdate | None = None
         self.notice = ""
         if fused_update is None:
-            free = exchange.leaves_choice and has_whole_model(arrangement) and model.storage.state_keeper is None
+            free = exchange.leaves_choice and has_whole_model(arrangement) and model.storage.state_store is None
             fused_update = free and fusing_pays(model, group)
         if fused_update:
             try:
@@ -322,7 +322,6 @@ class Worker(Trainer):
             *(self.model, layout.zero, ranks.rank, ranks.size, storage.data[0].dtype.itemsize),
             *(len(self.optimizer.slots()), layout.unit_bytes, once),
             away=layout.offload_state,
-            piece_bytes=0 if where is None else where.piece_bytes,
         )
         return {PARAMETERS: found.parameters, GRADIENTS: found.gradients, STATE: found.optimizer}
 

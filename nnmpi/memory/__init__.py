@@ -4,12 +4,9 @@ plan                 a plan is a list of actions: forward, keep, backward, drop,
 optimal              the plan of least time under a budget of bytes, by dynamic programming
 swapping             the plan in which layers also leave memory and come back, by search
 animation            plans for a page and for slides
-chain                a model as layers that run one by one
-measure              what each one takes
-recompute            a model that runs by a plan
-store                where things go that leave memory: a file, or from a device the host
-activation_offload   what a layer keeps, taken out and brought back
-state_offload        an optimizer's state and weights that lie in a store, brought piece by piece to each update
+layers       the layers of a chain one by one: run alone, with a graph of their own, and measured
+recompute    a model that runs by a plan
+store        where arrays lie that leave memory: activations for a while, an optimizer's state and weights for good
 ledger               what of a rank's memory is for what: `nnmpi.memory.report()`
 
     forward = nnmpi.memory.RecomputedModel(model, budget=64 * 2**20)

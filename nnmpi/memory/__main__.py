@@ -17,14 +17,13 @@ from pathlib import Path
 
 import numpy as np
 
-from nnmpi.backend.backend import numpy_backend
 from nnmpi.command import Parser, positive_count, say
 from nnmpi.errors import UsageError
 from nnmpi.memory.animation import compare
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import LayerCost, costs_from_json, costs_to_json, draw_plan, keep_all, price_plan
 from nnmpi.memory.recompute import RecomputedModel
-from nnmpi.memory.store import Store, make_store
+from nnmpi.memory.store import Store
 from nnmpi.memory.swapping import swapping_plan
 from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt
@@ -53,7 +52,7 @@ def main(words: Sequence[str]) -> str:
         UsageError: for words that make none, a budget below the least, or a file that cannot be read or written.
     """
     given = _parser().parse_args(words)
-    store = None if given.offload is None else make_store(given.offload, numpy_backend())
+    store = None if given.offload is None else Store(given.offload)
     costs, bandwidth = _costs(given, store)
     plans = OptimalPlans(costs)
     budget = _budget(given.budget, plans)

@@ -19,9 +19,8 @@ from nnmpi import clock
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend
 from nnmpi.errors import UsageError
-from nnmpi.memory.activation_offload import KeptArrays, owner_id, saved_memory
 from nnmpi.memory.plan import LayerCost, moved_bytes
-from nnmpi.memory.store import BYTE_S, Store
+from nnmpi.memory.store import BYTE_S, KeptArrays, Store, owner_id, saved_memory
 from nnmpi.nn.chain import ChainLayer, Kept, ModelPart, Run, closed_runs, open_chain
 from nnmpi.nn.mode import current, restore
 from nnmpi.nn.module import Module

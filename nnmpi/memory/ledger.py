@@ -22,7 +22,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 
 from nnmpi.errors import UsageError
-from nnmpi.memory.activation_offload import saved_memory
+from nnmpi.memory.store import saved_memory
 from nnmpi.tensor.backward import watching
 from nnmpi.tensor.function import Function, Variable
 

@@ -26,7 +26,6 @@ from nnmpi.backend.recording import refuse_inside
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.errors import GraphError, UsageError
-from nnmpi.memory.activation_offload import KeptArrays
 from nnmpi.memory.layers import (
     GatheredLayer,
     Layer,
@@ -53,7 +52,7 @@ from nnmpi.memory.plan import (
     moved_bytes,
     price_plan,
 )
-from nnmpi.memory.store import Store, measure_bandwidth
+from nnmpi.memory.store import KeptArrays, Store, measure_bandwidth
 from nnmpi.memory.swapping import swapping_plan
 from nnmpi.nn.chain import ChainLayer, Kept, ModelPart, open_chain
 from nnmpi.nn.mode import current, restore

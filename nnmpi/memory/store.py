@@ -1,8 +1,16 @@
-"""Where arrays go that leave memory: a file, by a thread of its own; or, from a device, the host's page-locked memory.
+"""Where arrays lie that leave memory: a file that is mapped into it; or, from a device, the host's page-locked memory.
 
-    send(arrays)  -->  a handle  -->  fetch(arrays), any number of times         the handle goes, and its place is free
+    states, weights     store.zeros(length, dtype)          an array like any other, which lies there for good
+    activations         send(arrays) --> fetch(arrays)      copied out and back, one by one, beside what is computed
 
-Transfers go one by one, in the order in which they were begun. Nobody waits for one but in `StoredBytes.wait`.
+Of a mapped file the operating system has in memory what there is room for, and reads ahead; it gives that up before
+anything else. Kernels of a device reach the host's memory over the bus.
+
+    operations' saved      x [:, 3:]   mask   y        views of arrays, and what else there is
+                             |        |     |
+    KeptArrays            | memory 0 | memory 1 |      each memory once, as bytes; the operations hold places in them
+                                |  send     ^  fetch
+    Store
 """
 
 from __future__ import annotations
@@ -10,17 +18,21 @@ from __future__ import annotations
 import os
 import tempfile
 import weakref
-from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from mmap import ALLOCATIONGRANULARITY, mmap
 from pathlib import Path
 from statistics import median
-from typing import Any, Protocol
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from nnmpi import clock
-from nnmpi.backend.array import Array
-from nnmpi.backend.backend import Backend
+from nnmpi.backend.array import Array, is_array
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.device import pinned
-from nnmpi.errors import DataError, UsageError
+from nnmpi.errors import UsageError
+from nnmpi.tensor.function import Function
 from nnmpi.units import format_bytes
 
 HOST = "host"
@@ -28,239 +40,156 @@ ACTIVATIONS = "activations"
 ROUNDS = 3
 BYTE_S = 1e-9  # what a byte costs where things take no time, or none that may decide about plans
 TRIAL_BYTES = 16 << 20  # that are moved to measure how quick that is, at most
+LEAST_BYTES = 16  # a single number is not worth an account
+
+Pairs = list[tuple[Any, Any]]  # to what is copied, and from what
 
 
-class StoredBytes(Protocol):
-    """Some memory that has gone to a store, or is on its way."""
+class Store:
+    """Where arrays go. A file has no name, so it goes when it is closed or the process ends, however that happens.
 
-    def fetch(self, memory: Sequence[Array]) -> None:
-        """Begin to bring the bytes back, into other memory of the same lengths."""
-
-    def wait(self) -> None:
-        """Return when the last transfer that was begun is over (on a device: let what is computed next wait)."""
-
-
-class Store(Protocol):
-    """Where arrays go."""
-
-    def reserve(self, nbytes: int) -> None:
-        """Make sure that there is room for so much at once."""
-
-    def send(self, memory: Sequence[Array]) -> StoredBytes:
-        """Begin to write some memory, each piece of it bytes in a row, which stays as it is until that is over."""
-
-    def close(self) -> None:
-        """Forget everything."""
-
-
-class FileStore:
-    """A file without a name, which goes when it is closed or the process ends, however that happens.
+    What is computed on a device and what is moved go on two streams, which wait for one another's events.
 
     Args:
-        folder: where it is made.
-        what: goes there, for messages.
+        where: a folder, for a file, for the host; "host", the host's memory, for a device.
+        backend: whose arrays go there; NumPy by default.
+        what: they are, for messages.
 
     Raises:
-        UsageError: when it cannot be.
+        UsageError: for the other one of the two, and when no file can be made.
     """
 
-    def __init__(self, folder: Path, what: str = ACTIVATIONS) -> None:
-        self.folder, self.what = folder, what
+    def __init__(self, where: str | Path, backend: Backend | None = None, what: str = ACTIVATIONS) -> None:
+        self.where, self.what, self._end = where, what, 0
+        self._free: dict[int, list[Array]] = {}
+        self._backend = backend = numpy_backend() if backend is None else backend
+        if backend.is_device != (str(where) == HOST):
+            raise UsageError(
+                f"{what} on {backend.device} go out to the host's memory, not to {where}; give offload {HOST}"
+                if backend.is_device
+                else f"{what} are in the host's memory already, so they cannot go out to it; give offload a folder"
+            )
+        if backend.is_device:
+            self._stream = backend.xp.cuda.Stream(non_blocking=True)
+            return
         try:
-            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115
+            self._file = tempfile.TemporaryFile(dir=where, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise UsageError(
-                f"no file for {what} can be made in {folder} ({error.strerror}); give offload another folder"
+                f"no file for {what} can be made in {where} ({error.strerror}); give offload another folder"
             ) from None
         weakref.finalize(self, self._file.close)
         self._thread = ThreadPoolExecutor(1, "nnmpi-offload")
-        self._free: dict[int, list[int]] = {}  # places in the file by their size
-        self._end = self._reserved = 0
 
     def reserve(self, nbytes: int) -> None:
-        """Make sure that there is room for so much at once.
+        """Make sure that a file has room for so much at once.
 
         Raises:
-            UsageError: when there is not.
+            UsageError: when it has not.
         """
         try:
-            if nbytes:
+            if nbytes and not self._backend.is_device:
                 os.posix_fallocate(self._file.fileno(), 0, nbytes)
-                self._reserved = max(self._reserved, nbytes)
         except OSError as error:
             raise UsageError(
-                f"{self.what} need a file of {format_bytes(nbytes)} in {self.folder}, and there is no room for it "
+                f"{self.what} need a file of {format_bytes(nbytes)} in {self.where}, and there is no room for it "
                 f"({error.strerror}); make room, give offload another folder, or "
                 f"{'a larger activation_memory' if self.what == ACTIVATIONS else 'leave them in memory'}"
             ) from None
 
-    def send(self, memory: Sequence[Array]) -> BytesInFile:
-        """Begin to write some memory to the file.
+    def zeros(self, length: int, dtype: Any) -> Array:
+        """Return an array of the backend's that lies here.
 
         Raises:
-            UsageError: when the file would have to grow, and cannot.
+            UsageError: when there is no room for it.
+        """
+        xp, nbytes = self._backend.xp, length * np.dtype(dtype).itemsize
+        if not nbytes:
+            return xp.zeros(length, dtype)
+        place = self._take(nbytes)
+        if not self._backend.is_device:
+            return place.view(dtype)
+        place[...] = 0
+        memory = xp.cuda.UnownedMemory(place.ctypes.data, nbytes, place)
+        found: Array = xp.ndarray((length,), dtype, xp.cuda.MemoryPointer(memory, 0))
+        return found
+
+    def _take(self, nbytes: int) -> Array:
+        """Return new bytes; of a file they are 0."""
+        if not nbytes:  # of a rank without samples
+            return np.empty(0, "uint8")
+        if self._backend.is_device:
+            return pinned(self._backend.xp.cuda, nbytes, "uint8")
+        room = -(-nbytes // ALLOCATIONGRANULARITY) * ALLOCATIONGRANULARITY
+        self.reserve(self._end + room)
+        self._end += room
+        mapped = mmap(self._file.fileno(), room, offset=self._end - room)
+        return np.frombuffer(mapped, np.uint8, nbytes)
+
+    def send(self, memory: Sequence[Array]) -> StoredBytes:
+        """Begin to write some memory, each piece of it bytes in a row, which stays as it is until that is over.
+
+        Raises:
+            UsageError: when there is no room for it.
         """
         size = sum(map(len, memory))
         places = self._free.setdefault(size, [])
-        if not places:
-            self.reserve(self._end + size)
-            places.append(self._end)
-            self._end += size
-        return BytesInFile(self, places.pop(), memory)
-
-    def close(self) -> None:
-        """Let the file go."""
-        self._thread.shutdown()
-        self._file.close()
-
-    def submit(self, work: Callable[..., None], *args: Any) -> Future[None]:
-        """Let the thread do something after all that it was given before."""
-        return self._thread.submit(work, *args)
-
-    def give_back(self, place: int, size: int) -> None:
-        """Let others have a place."""
-        self._free[size].append(place)
-
-    def write(self, place: int, memory: Sequence[Array]) -> None:
-        """Write memory from a place of the file on.
-
-        Raises:
-            DataError: naming the file's folder.
-        """
-        for each in memory:
-            self._move(os.pwrite, each.data, place, "written")
-            place += len(each)
-
-    def read(self, place: int, memory: Sequence[Array]) -> None:
-        """Read memory from a place of the file on.
-
-        Raises:
-            DataError: naming the file's folder.
-        """
-        for each in memory:
-            self._move(lambda file, into, start: os.preadv(file, [into], start), each.data, place, "read back")
-            place += len(each)
-
-    def _move(self, call: Callable[[int, memoryview, int], int], part: memoryview, place: int, what: str) -> None:
-        problem = "it ends too early"
-        try:
-            # What somebody has cut off reads as zeros once something is written behind it.
-            reserved = self._reserved  # read first: the file may grow meanwhile
-            is_whole = os.fstat(self._file.fileno()).st_size >= reserved
-            while is_whole and len(part) and (done := call(self._file.fileno(), part, place)):
-                part, place = part[done:], place + done
-        except OSError as error:
-            problem = str(error.strerror)
-        if len(part):
-            raise DataError(
-                f"the file of {self.what} in {self.folder} cannot be {what}: {problem}; the run ends with the last "
-                "checkpoint; look after that disk, or give offload another folder"
-            )
-
-
-class BytesInFile:
-    """Some memory's bytes in a place of a file."""
-
-    def __init__(self, store: FileStore, place: int, memory: Sequence[Array]) -> None:
-        self._store, self._place, self._size = store, place, sum(map(len, memory))
-        self._job = store.submit(store.write, place, memory)
-
-    def fetch(self, memory: Sequence[Array]) -> None:
-        """Begin to read the bytes."""
-        self._job = self._store.submit(self._store.read, self._place, memory)
-
-    def wait(self) -> None:
-        """Return when the last transfer is over."""
-        self._job.result()
-
-    def __del__(self) -> None:
-        """Give the place back; what others write there comes after all that was begun before."""
-        self._store.give_back(self._place, self._size)
-
-
-class HostStore:
-    """The host's page-locked memory, for a device's arrays.
-
-    What is computed and what is moved go on two streams, which wait for one another's events; the processor waits for
-    neither. Memory that has come back is used again for transfers alone, as those are in order.
-
-    Args:
-        backend: the device's.
-    """
-
-    def __init__(self, backend: Backend) -> None:
-        self.cuda, self.stream = backend.xp.cuda, backend.xp.cuda.Stream(non_blocking=True)
-        self._free: dict[int, list[Array]] = {}
-
-    def reserve(self, nbytes: int) -> None:
-        """Do nothing: memory is taken when it is needed, and then kept."""
-
-    def send(self, memory: Sequence[Array]) -> BytesOnHost:
-        """Begin to copy some memory to the host."""
-        size = sum(map(len, memory))
-        places = self._free.setdefault(size, [])
-        place = places.pop() if places else pinned(self.cuda, size, "uint8")
-        return BytesOnHost(self, place, memory)
+        return StoredBytes(self, places.pop() if places else self._take(size), memory)
 
     def give_back(self, place: Array) -> None:
-        """Let later transfers have a place."""
-        self._free.setdefault(len(place), []).append(place)
+        """Let others have a place; what they write there comes after all that was begun before."""
+        self._free[len(place)].append(place)
+
+    def copy(self, pairs: Pairs) -> Callable[[], Any]:
+        """Begin to copy behind all that was begun before; return what waits for it (on a device, lets kernels wait)."""
+        if not self._backend.is_device:
+            return self._thread.submit(self.move, pairs).result
+        cuda, stream = self._backend.xp.cuda, self._stream
+        stream.wait_event(cuda.get_current_stream().record())
+        for to, origin in pairs:
+            if isinstance(to, np.ndarray):
+                origin.get(stream=stream, out=to, blocking=False)
+            else:
+                to.set(origin, stream=stream)
+        over = stream.record()
+        return lambda: cuda.get_current_stream().wait_event(over)
+
+    def move(self, pairs: Pairs) -> None:
+        """Copy now, and forget the pairs: memory that has gone goes while the thread may have the list yet."""
+        while pairs:
+            to, origin = pairs.pop()
+            to[...] = origin
 
     def close(self) -> None:
-        """Let the memory go."""
-        self.stream.synchronize()
+        """Let go of what was sent; arrays that lie here stay as long as somebody has them."""
+        if self._backend.is_device:
+            self._stream.synchronize()
+        else:
+            self._thread.shutdown()
+            self._file.close()
         self._free.clear()
 
 
-class BytesOnHost:
-    """Some memory's bytes on the host."""
+class StoredBytes:
+    """Some memory that has gone to a store, or is on its way."""
 
-    def __init__(self, store: HostStore, place: Array, memory: Sequence[Array]) -> None:
+    def __init__(self, store: Store, place: Array, memory: Sequence[Array]) -> None:
         self._store, self._place = store, place
-        self._done = self._move(memory, is_back=False)
+        self.wait = store.copy([(there, here) for here, there in self._beside(memory)])
+
+    def _beside(self, memory: Sequence[Array]) -> Iterable[tuple[Array, Array]]:
+        start = 0
+        for each in memory:
+            yield each, self._place[start : start + len(each)]
+            start += len(each)
 
     def fetch(self, memory: Sequence[Array]) -> None:
-        """Begin to copy the bytes back."""
-        self._done = self._move(memory, is_back=True)
-
-    def _move(self, memory: Sequence[Any], is_back: bool) -> Any:
-        """Let the stream copy behind all that was given to be computed; return the event behind that."""
-        stream, start = self._store.stream, 0
-        stream.wait_event(self._store.cuda.get_current_stream().record())
-        for each in memory:
-            host = self._place[start : start + len(each)]
-            if is_back:
-                each.set(host, stream=stream)
-            else:
-                each.get(stream=stream, out=host, blocking=False)
-            start += len(each)
-        return stream.record()
-
-    def wait(self) -> None:
-        """Let what is computed next wait for the last transfer."""
-        self._store.cuda.get_current_stream().wait_event(self._done)
+        """Begin to bring the bytes back, into other memory of the same lengths; `wait` then waits for that."""
+        self.wait = self._store.copy(list(self._beside(memory)))
 
     def __del__(self) -> None:
         """Give the place back."""
         self._store.give_back(self._place)
-
-
-def make_store(where: str | Path, backend: Backend, what: str = ACTIVATIONS) -> Store:
-    """Return where a backend's arrays go.
-
-    Args:
-        where: "host", the host's memory, for a device; or a folder, for a file, for the host.
-        backend: whose arrays go there.
-        what: they are, for messages.
-
-    Raises:
-        UsageError: for the other one of the two, and when no file can be made in a folder.
-    """
-    if str(where) == HOST and not backend.is_device:
-        raise UsageError(f"{what} are in the host's memory already, so they cannot go out to it; give offload a folder")
-    if str(where) != HOST and backend.is_device:
-        raise UsageError(f"{what} on {backend.device} go out to the host's memory, not to {where}; give offload {HOST}")
-    return HostStore(backend) if backend.is_device else FileStore(Path(where), what)
 
 
 def measure_bandwidth(store: Store, backend: Backend, nbytes: int) -> float:
@@ -277,3 +206,170 @@ def measure_bandwidth(store: Store, backend: Backend, nbytes: int) -> float:
         seconds.append(clock.reproducible(clock.now() - begin))
     moved = 2 * len(memory[0])
     return moved / (median(seconds[1:]) or moved * BYTE_S)
+
+
+class _Place(NamedTuple):
+    """What stands in an operation for an array that is away: in which memory it lies, where there, and how."""
+
+    memory: int
+    offset: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: Any
+
+
+class _Extent(NamedTuple):
+    """The part of an allocation in which arrays lie: from and to which address."""
+
+    owner: Any
+    low: int
+    high: int
+
+
+class KeptArrays:
+    """The arrays that some operations keep for their backward, to be sent away and to come back.
+
+    Args:
+        operations: those of a layer.
+        outside: arrays that are there anyway, such as weights, and all that looks into their memory.
+        backend: whose arrays they are.
+    """
+
+    def __init__(self, operations: Iterable[Function], outside: Iterable[Array], backend: Backend) -> None:
+        self._backend, self._operations = backend, [each for each in operations if hasattr(each, "saved")]
+        found = {key: each for key, each in _extents(self._operations, outside).items() if _is_whole(each.owner)}
+        numbers, extents = {key: i for i, key in enumerate(found)}, list(found.values())
+
+        def place(array: Any) -> Any:
+            number = numbers.get(owner_id(array))
+            if number is None:
+                return array
+            return _Place(number, _address(array) - extents[number].low, array.shape, array.strides, array.dtype)
+
+        for each in self._operations:
+            each.saved = _mapped(each.saved, place)
+        self._lengths = [each.high - each.low for each in extents]
+        self._memory = [_as_bytes(each, backend) for each in extents]
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes go."""
+        return sum(self._lengths)
+
+    def watch(self) -> list[weakref.ref[Any]]:
+        """Return what tells whether their memory is there yet; of a device's nothing does."""
+        return [weakref.ref(_owner(each)) for each in self._memory if isinstance(each, np.ndarray)]
+
+    def send(self, store: Store) -> None:
+        """Begin to write them."""
+        self._stored = store.send(self._memory)
+
+    def leave(self) -> None:
+        """Wait until they are written, and let their memory go."""
+        self._stored.wait()
+        self._memory.clear()
+
+    def fetch(self) -> None:
+        """Take memory, let the operations have their arrays in it, and begin to fill it."""
+        xp = self._backend.xp
+        self._memory = memory = [xp.empty(length, "uint8") for length in self._lengths]
+
+        def array(place: Any) -> Any:
+            return _view(memory[place.memory], place) if isinstance(place, _Place) else place
+
+        for each in self._operations:
+            each.saved = _mapped(each.saved, array)
+        self._operations.clear()
+        self._stored.fetch(memory)
+
+    def arrive(self) -> None:
+        """Wait until they are there."""
+        self._stored.wait()
+        self._memory.clear()
+        del self._stored
+
+
+def saved_memory(operations: Iterable[Function], outside: Iterable[Array] = ()) -> dict[int, int]:
+    """Return the bytes that some operations save for their backward, by the owner of each memory.
+
+    Args:
+        outside: arrays that are there anyway, such as weights, and all that looks into their memory.
+    """
+    return {owner: each.high - each.low for owner, each in _extents(operations, outside).items()}
+
+
+def _extents(operations: Iterable[Function], outside: Iterable[Array]) -> dict[int, _Extent]:
+    found: dict[int, _Extent] = {}
+    known = set(map(owner_id, outside))
+
+    def note(array: Any) -> Any:
+        owner = _owner(array)
+        if id(owner) not in known:
+            low, high = _bounds(array)
+            before = found.get(id(owner), _Extent(owner, low, high))
+            found[id(owner)] = _Extent(owner, min(low, before.low), max(high, before.high))
+        return array
+
+    for each in operations:
+        _mapped(getattr(each, "saved", None), note)
+    return found
+
+
+def _mapped(value: Any, work: Callable[[Any], Any]) -> Any:
+    """Return what an operation saves with something else in the place of each array."""
+    if isinstance(value, _Place) or (is_array(value) and value.nbytes >= LEAST_BYTES):
+        return work(value)
+    if isinstance(value, tuple | list):
+        items = [_mapped(each, work) for each in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return value
+
+
+def owner_id(array: Array) -> int:
+    """Return what tells one memory from another."""
+    return id(_owner(array))
+
+
+def _owner(array: Any) -> Any:
+    """Return what has an array's memory: for NumPy an array, on a device an allocation."""
+    if not isinstance(array, np.ndarray):
+        return array.data.mem
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return array
+
+
+def _is_whole(owner: Any) -> bool:
+    """Return whether memory goes when nobody has it any more; a file's or a window's does not."""
+    return bool(owner.flags.owndata) if isinstance(owner, np.ndarray) else True
+
+
+def _address(array: Any) -> int:
+    return int(array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr)
+
+
+def _bounds(array: Any) -> tuple[int, int]:
+    """Return where an array begins in memory, and where it ends."""
+    low = high = _address(array)
+    for length, stride in zip(array.shape, array.strides, strict=True):
+        low, high = low + min(0, (length - 1) * stride), high + max(0, (length - 1) * stride)
+    return low, high + array.itemsize
+
+
+def _as_bytes(extent: _Extent, backend: Backend) -> Array:
+    """Return an extent as bytes in a row."""
+    owner, low, high = extent
+    if isinstance(owner, np.ndarray):
+        axes = sorted(range(owner.ndim), key=lambda axis: -owner.strides[axis])  # in the order of memory
+        start = _address(owner)
+        return owner.transpose(axes).reshape(-1).view(np.uint8)[low - start : high - start]
+    result: Array = backend.xp.ndarray((high - low,), "uint8", backend.xp.cuda.MemoryPointer(owner, low - owner.ptr))
+    return result
+
+
+def _view(memory: Any, place: _Place) -> Array:
+    _, offset, shape, strides, dtype = place
+    if isinstance(memory, np.ndarray):
+        return np.ndarray(shape, dtype, memory, offset, strides)
+    result: Array = type(memory)(shape, dtype, memory.data + offset, strides)
+    return result

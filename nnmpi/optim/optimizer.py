@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from operator import is_
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any, Protocol, Self
 
 import numpy as np
 
@@ -38,7 +38,7 @@ class Storage(Protocol):
     moves: int
     common: bool
     shared: bool
-    state_keeper: Callable[..., Any] | None
+    state_store: Any
 
     @property
     def known_groups(self) -> Collection[str]:
@@ -61,22 +61,6 @@ class Storage(Protocol):
         """Return the parts of `data` that updates must leave as they are."""
 
 
-class LoadedPiece(NamedTuple):
-    """What is updated at a time of what somebody else keeps: memory in which it is for so long.
-
-    Attributes:
-        buffer: its number in the storage.
-        part: which elements of it.
-        rows: of the buffer itself, if that is not in memory either, and of each slot.
-        number: of the piece in its buffer.
-    """
-
-    buffer: int
-    part: slice
-    rows: tuple[Array, ...]
-    number: int
-
-
 class Arrays:
     """A storage made of plain lists of arrays.
 
@@ -93,7 +77,7 @@ class Arrays:
         self.grads = list(grads)
         self.groups = ["default"] * len(self.data) if groups is None else list(groups)
         self.known_groups: Collection[str] = self.groups
-        self.state_keeper: Callable[..., Any] | None = None
+        self.state_store: Any = None
         self.moves = 0
         self.common, self.shared = False, True
 
@@ -175,16 +159,10 @@ class Optimizer(ABC):
         self.steps = 0
         self.storage = storage
         self.weight_decay = _decay_by_buffer(weight_decay, storage.groups, storage.known_groups)
-        keeper = storage.state_keeper
-        self._keeper: Any = None if keeper is None else keeper(storage.data, storage.grads, slots)
-        self._slots = (
-            {name: [namespace(data).zeros(data.shape, data.dtype) for data in storage.data] for name in slots}
-            if self._keeper is None
-            else self._keeper.slots
-        )
+        self._slots = {name: list(map(self._zeros_like, storage.data)) for name in slots}
         self._data, self._grads = tuple(storage.data), tuple(storage.grads)
         self._moves = storage.moves
-        self._blocks = self.cut() if self._keeper is None else ()
+        self._blocks = self.cut()
 
     def __repr__(self) -> str:
         """Say which rule it is, with which rate, over how many numbers."""
@@ -215,7 +193,7 @@ class Optimizer(ABC):
         if self.storage.moves != self._moves:
             self.move()
         self._require_same_arrays()
-        self._go(lr, self._blocks if self._keeper is None else self._coming(), self.storage.frozen())
+        self._go(lr, self._blocks, self.storage.frozen())
         self.storage.finish_update()
 
     def _warn_alone(self) -> None:
@@ -251,18 +229,21 @@ class Optimizer(ABC):
         for part, values in kept:  # decay and momentum move also what has no gradient
             part[...] = values
 
-    def slots(self) -> dict[str, list[Array]]:
-        """Return the live state arrays by name: one per buffer, of its shape and dtype, in the storage's order.
+    def _zeros_like(self, data: Array) -> Array:
+        store = self.storage.state_store
+        if store is None:
+            return namespace(data).zeros(data.shape, data.dtype)
+        return store.zeros(data.size, data.dtype).reshape(data.shape)
 
-        Those that somebody else keeps (see `StateKeeper`) can be sliced, reshaped, copied and written to.
-        """
+    def slots(self) -> dict[str, list[Array]]:
+        """Return the live state arrays by name: one per buffer, of its shape and dtype, in the storage's order."""
         return {name: list(arrays) for name, arrays in self._slots.items()}
 
     @property
     def state_bytes(self) -> int:
-        """The bytes of memory that the state takes; fewer than its arrays have where these lie elsewhere."""
-        if self._keeper is not None:
-            return self._keeper.nbytes
+        """The bytes of memory that the state takes; none where it lies in a store."""
+        if self.storage.state_store is not None:
+            return 0
         return sum(array.nbytes for arrays in self._slots.values() for array in arrays)
 
     def move(self, allocate: Callable[[int, Any], Array] | None = None) -> None:
@@ -290,7 +271,7 @@ class Optimizer(ABC):
             self._slots = places
         self._data, self._grads = tuple(self.storage.data), tuple(self.storage.grads)
         self._moves = self.storage.moves
-        self._blocks = self.cut() if self._keeper is None else ()
+        self._blocks = self.cut()
 
     def zero_grad(self) -> None:
         """Forget all gradients, as the model's `zero_grad` does."""
@@ -324,15 +305,7 @@ class Optimizer(ABC):
             parts: the part of each buffer that is meant; all of it by default.
             grads: arrays of the buffers' shapes for the blocks' gradients; the storage's by default.
             limit_bytes: the longest block, if not what suits an ordinary update.
-
-        Raises:
-            UsageError: where somebody else keeps the state.
         """
-        if self._keeper is not None:
-            raise UsageError(
-                "the optimizer's state lies out of memory and comes to its own updates alone; leave it in memory where "
-                "a fused update or servers share the update out"
-            )
         scratch = ScratchArrays(self._grads)
         grads = self._grads if grads is None else grads
         blocks: list[BufferBlock] = []
@@ -350,15 +323,6 @@ class Optimizer(ABC):
         for part, grad, *state in pieces(arrays, elements):
             decay = self.weight_decay[buffer]
             yield BufferBlock(namespace(part), part, grad, tuple(state), decay, scratch.like(part))
-
-    def _coming(self) -> Iterator[BufferBlock]:
-        """Yield the blocks of a state that somebody else keeps, while they are here."""
-        assert self._keeper is not None
-        scratch = ScratchArrays(self._grads)
-        for piece in self._keeper.coming():
-            i, grad = piece.buffer, self._grads[piece.buffer][piece.part]
-            here = piece.rows if len(piece.rows) > len(self._slots) else (self._data[i][piece.part], *piece.rows)
-            yield from self._blocks_of(i, (here[0], grad, *here[1:]), block_elements(grad), scratch)
 
     def _require_same_arrays(self) -> None:
         """Raise if a buffer was replaced: the blocks would still update the old one, and training would stand still."""

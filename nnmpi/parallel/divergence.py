@@ -12,7 +12,6 @@ from nnmpi.backend.kernels import to_float32
 from nnmpi.backend.precision import precision
 from nnmpi.comm.group import Group
 from nnmpi.errors import DivergenceError
-from nnmpi.memory.state_offload import in_memory
 from nnmpi.nn.mode import observed
 from nnmpi.nn.module import Module
 from nnmpi.tensor.tensor import Tensor
@@ -101,7 +100,7 @@ def explain_gradients(group: Group, model: Module, step: int, value: float, sour
     """
     held = list(model.storage.held())
     wrong = [span.parameter.name for span, _, grad in held if grad is not None and not finite(grad)]
-    weights = [span.parameter.name for span, data, _ in held if not finite(in_memory(data))]
+    weights = [span.parameter.name for span, data, _ in held if not finite(data)]
     found = f"the weights {weights[0]!r}" if weights else f"the gradient of {wrong[-1]!r}" if wrong else None
     for rank, place in enumerate(group.gather(found)):
         if place is not None:

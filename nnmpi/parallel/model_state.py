@@ -34,7 +34,6 @@ from nnmpi.comm.algorithms.tree import tree_broadcast
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Rendezvous, rendezvous
 from nnmpi.errors import CheckpointError, LayoutError, ShapeError
-from nnmpi.memory.state_offload import in_memory
 from nnmpi.shard import Region
 
 
@@ -229,7 +228,7 @@ class ShardedArray:
     def gather(self) -> Array:
         """Return the whole array, on every rank. Collective."""
         xp = namespace(self.own)
-        own = xp.ascontiguousarray(in_memory(self.own))
+        own = xp.ascontiguousarray(self.own)
         whole: Array = xp.concatenate(self.ranks.all_gather_v(own, self.counts)).reshape(self.shape)
         return whole
 
@@ -317,7 +316,7 @@ class ModelState:
         with rendezvous(self._group) as channel:
             for name, shards in maps.items():
                 own = self._own.get(name)
-                own = own.gather() if isinstance(own, ShardedArray) else in_memory(own)
+                own = own.gather() if isinstance(own, ShardedArray) else own
                 if self._group.is_root:
                     whole = _gather_array(shards, own, channel, phase)
                     phase.attempt(write, name, whole)

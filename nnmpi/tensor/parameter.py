@@ -130,8 +130,7 @@ class FlatStorage:
         moves: how often the arrays were replaced by others.
         common: whether `data` is memory that other ranks write too (see `parallel.fused`).
         shared: whether a strategy has given these values to several ranks, or each a part; else a rank's are its own.
-        state_keeper: (data, grads, slots) -> what keeps the state of optimizers over it (`memory.state_offload`); None
-            where they keep it themselves.
+        state_store: where the state of optimizers over it lies out of memory (`memory.store`); None for in memory.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class FlatStorage:
         self.moves = 0
         self.common = False
         self.shared = any(parameter.region is not None for parameter in parameters.values())
-        self.state_keeper: Callable[..., Any] | None = None
+        self.state_store: Any = None
         self._views: list[tuple[Parameter, Array, Array]] = []  # with data and buffer as they were bound
         lengths: list[int] = []
         if dtype is None and values:

@@ -16,12 +16,12 @@ from nnmpi import nn
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.device import cupy_backend
 from nnmpi.compose.layout import Layout
-from nnmpi.errors import DataError, UsageError
+from nnmpi.errors import UsageError
 from nnmpi.memory import swapping
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import Act, Action, PlanState, draw_plan, parse_plan, price_plan
 from nnmpi.memory.recompute import RecomputedModel
-from nnmpi.memory.store import FileStore, make_store
+from nnmpi.memory.store import Store
 from nnmpi.memory.swapping import swapping_plan
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
@@ -37,7 +37,7 @@ def backend_here():
 
 def store_here(folder):
     """Return where activations of this run's arrays go, and their backend."""
-    return make_store("host" if on_device() else folder, backend_here()), backend_here()
+    return Store("host" if on_device() else folder, backend_here()), backend_here()
 
 
 def movable(costs):
@@ -246,12 +246,12 @@ def test_where_activations_cannot_go(tmp_path, monkeypatch):
     backend = backend_here()
     if on_device():
         with pytest.raises(UsageError, match="give offload host"):
-            make_store(tmp_path, backend)
+            Store(tmp_path, backend)
         return
     with pytest.raises(UsageError, match=rf"can be made in {re.escape(str(tmp_path))}/none \(No such file"):
-        make_store(tmp_path / "none", backend)
+        Store(tmp_path / "none", backend)
     with pytest.raises(UsageError, match="in the host's memory already"):
-        make_store("host", backend)
+        Store("host", backend)
     with pytest.raises(UsageError, match="give activation_memory, too"):
         Layout(offload="/tmp")
 
@@ -259,48 +259,8 @@ def test_where_activations_cannot_go(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    monkeypatch.setattr(os, "pwrite", full)  # layers are measured, and the rate, before the plan is
     make, x, y = case("gpt")
-    forward = RecomputedModel(make().initialize(seed=0), 62000, store=FileStore(tmp_path))
+    forward = RecomputedModel(make().initialize(seed=0), 62000, store=Store(tmp_path))
     with pytest.raises(UsageError, match=r"there is no room for it \(No space left on device\)"):
         one_pass(forward, x, y, forward.model)
     forward.release()
-
-
-@pytest.mark.usefixtures("brief")
-@pytest.mark.host_only("the device's go to memory")
-def test_a_file_that_cannot_be_read_back_ends_the_run(tmp_path):
-    """In a sentence that names the folder: one that was cut off, or whose disk has gone."""
-    make, x, y = case("gpt")
-    for damage, what in (
-        (lambda file: os.truncate(f"/proc/self/fd/{file}", 100), "(read back|written): it ends too early"),
-        (lambda file: os.dup2(gone.fileno(), file), "(read back|written): Bad file descriptor"),
-    ):
-        model = make().initialize(seed=0)
-        store = FileStore(tmp_path)
-        forward = RecomputedModel(model, None, store=store)
-        one_pass(forward, x, y, model)
-        forward.bandwidth = 1e12
-        forward.plan = forward.find_plan(forward.plans.least)
-        one_pass(forward, x, y, model)
-        with (tmp_path / "gone").open("wb") as gone:
-            gone.truncate(2**30)
-            damage(store._file.fileno())
-            with pytest.raises(DataError, match=rf"in {re.escape(str(tmp_path))} cannot be {what}; the run ends"):
-                one_pass(forward, x, y, model)
-        forward.release()
-
-
-@pytest.mark.host_only("the device's go to memory")
-def test_what_was_cut_off_is_not_read_as_zeros(tmp_path):
-    """Also where something is written behind it first, which makes the file as long as before."""
-    store = FileStore(tmp_path)
-    memory = [np.ones(1000, "uint8")]
-    first, second = store.send(memory), store.send(memory)
-    second.wait()
-    del second  # so its place is free
-    os.truncate(f"/proc/self/fd/{store._file.fileno()}", 0)
-    with pytest.raises(DataError, match="cannot be written: it ends too early"):
-        store.send(memory).wait()
-    del first
-    store.close()

@@ -45,7 +45,6 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import NodeSum
 from nnmpi.errors import DeviceError, UsageError
-from nnmpi.memory.state_offload import StoredArray
 from nnmpi.memory.store import Store
 from nnmpi.nn.module import Module
 from nnmpi.parallel.model_state import ShardedArray
@@ -133,7 +132,7 @@ class ShardedStorage(FlatStorage):
         for whole, each, grad in zip(data, self._cuts, grads, strict=True):
             length, mine = each.stop - each.start, whole[each]
             if self.stage == 3:
-                mine = allocate(length, dtype) if self._store is None else StoredArray(self._store, length, whole)  # type: ignore[assignment]
+                mine = (allocate if self._store is None else self._store.zeros)(length, dtype)
             self.data.append(mine)
             self.grads.append(allocate(length, dtype) if self.stage >= 2 else grad[each])
         return data, grads
@@ -217,7 +216,8 @@ class ShardedStorage(FlatStorage):
 
     def held_bytes(self) -> tuple[int, int, int]:
         """See `FlatStorage.held_bytes`; what else it takes are slots, scratch, and where sums arrive."""
-        parameters = sum(array.nbytes for array in (self.data if self.stage == 3 or self.stands_once else self._data))
+        own = [] if self._store is not None else self.data
+        parameters = sum(array.nbytes for array in (own if self.stage == 3 or self.stands_once else self._data))
         gradients = sum(array.nbytes for array in (self._grads if self.stage == 1 else self.grads))
         return parameters, gradients, sum(room.nbytes for room in self._rooms) + int(self._arrived.nbytes)
 
@@ -422,29 +422,15 @@ class ShardedStorage(FlatStorage):
                 self.leave(other)
         self._standing[number] = False
         for i in self._pieces[number]:
-            own, mine = self.own[i], self.data[i]
-            place = self._data[i][own.start : own.stop]
-            if isinstance(mine, StoredArray):
-                mine.bring(place)
-            else:
-                place[...] = mine
-                self._begin_gather(i)
-
-    def _begin_gather(self, i: int) -> None:
-        """Begin to gather an array of which this rank's part is in its place."""
-        pending = self._gathers[i]
-        if pending is not None:
-            self._count(self._data[i])
-            pending.start()
+            own = self.own[i]
+            self._data[i][own.start : own.stop] = self.data[i]
+            pending = self._gathers[i]
+            if pending is not None:
+                self._count(self._data[i])
+                pending.start()
 
     def _wait(self, number: int) -> None:
         if not self._standing[number]:
-            for i in self._pieces[number]:
-                mine = self.data[i]
-                if isinstance(mine, StoredArray):
-                    with timeline.span("out of memory", "waiting", timeline.WAITING):
-                        mine.arrive()
-                    self._begin_gather(i)
             with timeline.span(ALL_GATHER.name, "collective", timeline.REDUCE):
                 for i in self._pieces[number]:
                     pending = self._gathers[i]

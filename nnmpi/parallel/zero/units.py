@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from nnmpi.comm.gradients import BUCKET_BYTES
-from nnmpi.memory.state_offload import HOST_PIECE_BYTES, window_bytes
 from nnmpi.nn.chain import ChainLayer, ModelPart, Run, join_layers, open_chain
 from nnmpi.nn.module import Module
 from nnmpi.shard import buckets, part
@@ -80,8 +79,7 @@ class StateBytes:
     """What a rank holds of parameters, gradients and optimizer state, in bytes.
 
     Attributes:
-        parameters, gradients, optimizer: the rank's own parts, or all of them; of what lies out of memory, the windows
-            that an update has count as the optimizer's.
+        parameters, gradients, optimizer: the rank's own parts, or all of them; of what lies out of memory nothing.
         units: slots of gathered parameters, and scratch for a unit's gradients.
         lengths: of each unit, and of what several units have: what is gathered and summed at once.
         longest: the longest of this rank's parts of them: where a sum arrives that MPI's own reduce-scatter makes.
@@ -110,7 +108,6 @@ def predict_bytes(
     unit_bytes: int | None = None,
     stands_once: bool = False,
     away: str | None = None,
-    piece_bytes: int = HOST_PIECE_BYTES,
 ) -> StateBytes:
     """Return what a rank will hold, to the byte, with one optimizer group. The model needs no values.
 
@@ -124,7 +121,6 @@ def predict_bytes(
         stands_once: whether the parameters stand once in memory that all ranks share.
         away: what lies out of memory: `OPTIMIZER`'s state, or `ALL`, its state and the parameters, in stage 3; None for
             nothing.
-        piece_bytes: of that what comes at a time, of each array.
     """
     units, shared = cut_units(model, unit_bytes or UNIT_BYTES[stage or 1], itemsize)
     lengths = [_length(unit.parameters, itemsize) for unit in units]
@@ -134,14 +130,10 @@ def predict_bytes(
     own = sum(owns) * itemsize
     scratch = (max(lengths, default=0) + apart) * itemsize
     slots = 0 if stands_once else sum(max(lengths[i::2], default=0) for i in (0, 1)) * itemsize + apart * itemsize
-    state = (own if stage else whole) * state_arrays
-    if away is not None:
-        buffers = owns if stage else [whole // itemsize]
-        state = window_bytes(buffers, state_arrays + (away == ALL), itemsize, piece_bytes)
     return StateBytes(
         (own if stage == 3 or stands_once else whole) if away != ALL else 0,
         own if stage >= 2 else whole,
-        state,
+        (own if stage else whole) * state_arrays if away is None else 0,
         {0: 0, 1: 0, 2: scratch, 3: scratch + slots}[stage],
         tuple(length * itemsize for length in (*lengths, apart) if length),
         max(owns) * itemsize,
