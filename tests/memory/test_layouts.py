@@ -1,4 +1,4 @@
-"""A limit of the activations' memory in every layout: the run without it, bit for bit."""
+"""What is computed again, and what lies out of memory, in every layout: the bits of the run without it."""
 
 from dataclasses import replace
 
@@ -13,33 +13,46 @@ from nnmpi.memory.plan import Act
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.swapping import swapping_plan
 from nnmpi.parallel.sequence.group import RING
-from tests.parallel import test_zero
-from tests.parallel.test_sequence import train
+from tests.equivalence.reference import Setup, differences, run
+from tests.equivalence.rows import CNN, GPT
 
-LAYOUTS = (
-    Layout(pp=1),
-    Layout(pp=1, dp=3),
-    Layout(pp=1, tp=2),
-    Layout(pp=1, tp=2, sp=2),
-    Layout(pp=1, sp=3, sp_attention=RING),
+LEAST = {"activation_memory": "least"}
+STATE, ALL = {"offload_state": "optimizer"}, {"offload_state": "all"}
+ROWS = (
+    *((GPT, Layout(pp=1, dp=dp, tp=tp, sp=sp, sp_attention=RING), LEAST) for dp, tp, sp in ((3, 1, 1), (1, 2, 2))),
+    *((setup, Layout(zero=stage, dp=3, unit_bytes=1), LEAST) for stage in (2, 3) for setup in (GPT, CNN)),
+    (GPT, Layout(pp=1, dp=1), STATE),
+    (GPT, Layout(pp=1, dp=2), STATE),
+    (GPT, Layout(pp=1, dp=1, tp=2), STATE),
+    (GPT, Layout(pp=2, dp=1, split=(4, 4)), STATE),
+    *((GPT, Layout(zero=stage, dp=3, unit_bytes=1), STATE) for stage in (1, 2, 3)),
+    (GPT, Layout(zero=3, dp=3, unit_bytes=1), ALL),
 )
 
 
+def compare(setup, layout, folder, allreduce, **changes):
+    """Train in a layout as it is, and changed."""
+    offload = {} if changes == LEAST else {"offload": str(folder)}
+    both = layout, replace(layout, **offload, **changes)
+    ranks = (layout.dp or 1) * (layout.pp or 1) * (layout.tp or 1) * layout.sp
+    options = {"allreduce": allreduce, "fused_update": False}
+    plain, found = (simulate(lambda group, at=at: run(setup, group, at, **options), ranks)[0] for at in both)
+    assert not differences(found, plain, setup, exact=True)
+    assert not list(folder.iterdir())  # the file has no name
+
+
 @pytest.mark.host_only("the same strategies run on the double in tests/parallel")
-@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"dp {layout.dp} tp {layout.tp} sp {layout.sp}")
-def test_every_layout_gives_its_own_bits(layout):
-    ranks = (layout.dp or 1) * (layout.tp or 1) * layout.sp
-    plain = simulate(lambda group: train(group, layout), ranks)
-    found = simulate(lambda group: train(group, replace(layout, activation_memory="least")), ranks)
-    for ours, theirs in zip(found, plain, strict=True):
-        assert ours.keys() == theirs.keys()
-        for name, value in theirs.items():
-            np.testing.assert_array_equal(ours[name], value, err_msg=name)
+@pytest.mark.parametrize(
+    ("setup", "layout", "changes"), ROWS, ids=lambda each: each.model.__name__ if isinstance(each, Setup) else str(each)
+)
+def test_every_layout_gives_its_own_bits(setup, layout, changes, tmp_path):
+    """Also where weights are gathered again, and where they stand once."""
+    for allreduce in ("native", "shared") if layout.zero and changes == LEAST else ("native",):
+        compare(setup, layout, tmp_path, allreduce, **changes)
 
 
 @pytest.mark.host_only("a device's activations go to the host")
-@pytest.mark.parametrize("layout", (Layout(pp=1, dp=2), Layout(pp=1, tp=2)), ids=lambda layout: f"tp {layout.tp}")
-def test_ranks_that_swap_give_the_same_bits(layout, monkeypatch, tmp_path):
+def test_ranks_that_swap_give_the_same_bits(monkeypatch, tmp_path):
     """Each has a file of its own; they agree on what leaves."""
     plans = []
 
@@ -48,34 +61,15 @@ def test_ranks_that_swap_give_the_same_bits(layout, monkeypatch, tmp_path):
         return plans[-1]
 
     monkeypatch.setattr("nnmpi.memory.recompute.swapping_plan", find)
-    plain = simulate(lambda group: train(group, layout), 2)
-    swapping = replace(layout, activation_memory=1, offload=str(tmp_path))
-    found = simulate(lambda group: train(group, swapping), 2)
+    compare(GPT, Layout(pp=1, dp=1, tp=2), tmp_path, "native", activation_memory=1)
     assert plans[0] == plans[1] and any(action.act is Act.OUT for action in plans[0])
-    for ours, theirs in zip(found, plain, strict=True):
-        for name, value in theirs.items():
-            np.testing.assert_array_equal(ours[name], value, err_msg=name)
 
 
-@pytest.mark.simulated
+@pytest.mark.simulated(max_size=4)
 def test_a_limit_that_is_too_low_is_refused_on_all_ranks(group):
     """With the least that would do."""
     with pytest.raises(UsageError, match="give at least [1-9]"):
-        train(group, Layout(pp=1, dp=group.size, activation_memory=1))
-
-
-@pytest.mark.host_only("the same strategies run on the double in tests/parallel")
-@pytest.mark.parametrize("name", ["gpt", "cnn"])
-@pytest.mark.parametrize("allreduce", ["shared", "native"])
-def test_shared_out_weights_come_again(name, allreduce):
-    """In stages 2 and 3 of ZeRO, with units that are gathered or stand once: the bits of the ordinary run."""
-    for stage in (2, 3):
-        layout = Layout(zero=stage, unit_bytes=1)
-        plain = simulate(lambda group, at=layout: test_zero.train(group, name, at, 2, allreduce), 3)[0]
-        limited = replace(layout, activation_memory="least")
-        found = simulate(lambda group, at=limited: test_zero.train(group, name, at, 2, allreduce), 3)[0]
-        for key, value in plain.items():
-            np.testing.assert_array_equal(found[key], value, err_msg=f"{stage} {key}")
+        run(GPT, group, Layout(pp=1, dp=group.size, activation_memory=1))
 
 
 def test_a_model_that_a_strategy_runs_is_refused():

@@ -17,33 +17,8 @@ from nnmpi.data.loader import Loader
 from nnmpi.errors import DeviceError, UsageError
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS, PARAMETERS, STATE
 from tests.memory.test_activation_offload import store_here
-from tests.parallel import test_zero
 
 ON_HOST = pytest.mark.host_only("a device's arrays go to the host's memory")
-
-
-LAYOUTS = (
-    (1, Layout(memory_limit=2**40)),
-    (2, Layout(memory_limit=2**40)),
-    (2, Layout(pp=1, tp=2)),
-    (2, Layout(pp=2, dp=1)),
-    *((3, Layout(zero=stage, unit_bytes=1)) for stage in (1, 2, 3)),
-)
-
-
-@ON_HOST
-@pytest.mark.parametrize(("ranks", "layout"), LAYOUTS, ids=str)
-def test_every_layout_gives_the_bits_of_the_run_in_memory(ranks, layout, tmp_path):
-    """With momentum, clipping, dropout and accumulation; also the state that a checkpoint writes."""
-    ways = ["optimizer", "all"] if layout.zero == 3 else ["optimizer"]
-    plain = simulate(lambda group: test_zero.train(group, "gpt", layout, 2, "native"), ranks)[0]
-    for way in ways:
-        away = replace(layout, offload=str(tmp_path), offload_state=way)
-        found = simulate(lambda group, away=away: test_zero.train(group, "gpt", away, 2, "native"), ranks)[0]
-        assert found.keys() == plain.keys()
-        for name, value in plain.items():
-            np.testing.assert_array_equal(found[name], value, err_msg=f"{way} {name}")
-    assert not list(tmp_path.iterdir())
 
 
 def steps(group, layout, count=2, start=None):
