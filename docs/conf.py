@@ -11,7 +11,6 @@ from typing import Any
 import nnmpi
 from nnmpi.comm.__main__ import main as draw_collective
 from nnmpi.memory.__main__ import main as draw_plan
-from nnmpi.report import main as report
 from nnmpi.schedule.__main__ import main as draw_schedule
 
 project = "nnmpi"
@@ -126,8 +125,6 @@ def write_pages(app: Any) -> None:
     draw_collective(["render", "ring", "--ranks", "4", "--html", str(folder / "ring.html")])
     words = ["--schedule", "1f1b", "--stages", "4", "--microbatches", "4"]
     draw_schedule([*words, "--html", str(folder / "1f1b.html")])
-    draw_schedule([*words, "--message-ms", "0.3", "--trace", str(folder / "pipeline.json")])
-    report([str(folder / "pipeline.json")])
     draw_plan(["plan", "--layers", "8", "--bandwidth", "2MiB", "--html", str(folder / "plan.html")])
 
 

@@ -16,7 +16,6 @@ import os
 import platform
 import re
 import shutil
-import socket
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -41,7 +40,7 @@ from nnmpi.launcher import read_launch
 from nnmpi.reading import parse_json, read_json, read_text
 from nnmpi.threads import usable_cores
 from nnmpi.train.checkpoint import MODEL_FILE, STATE_FILE, load_checkpoint, steps
-from nnmpi.train.folder import FAULTS_FILE, RunFolder, read_run
+from nnmpi.train.folder import RunFolder, read_run
 from nnmpi.train.log import describe_measures
 from nnmpi.units import format_bytes
 from nnmpi.version import VERSION
@@ -114,7 +113,7 @@ def diagnose(path: Path) -> Diagnosis:
         f"metrics reach step {reached}" if records else "no metrics",
         f"last good checkpoint: step {step}, in {checkpoint}" if checkpoint else "no checkpoint that is whole",
         *notices,
-        *(f"start {each.get('start')}: {each.get('fault')}" for each in _lines(path / FAULTS_FILE)[-5:]),
+        *(f"start {each.get('start')}: {each.get('fault')}" for each in _lines(folder.faults)[-5:]),
     )
     happened, advice = _judge(folder, starts, records, reached, step, checkpoint)
     return Diagnosis(happened, advice, facts)
@@ -147,7 +146,7 @@ def _judge(
             f"The loss was no longer a finite number at step {trained[-1]['global_step']}.",
             f"go on with a smaller --lr, or --clip, from an earlier checkpoint: {_command(starts, path)} --lr ...",
         )
-    fault = _newer(_lines(path / FAULTS_FILE), path / FAULTS_FILE, folder.starts)
+    fault = _newer(_lines(folder.faults), folder.faults, folder.starts)
     why = (
         f"its supervisor saw: {fault.get('fault')}"
         if fault
@@ -282,7 +281,6 @@ def look(group: Group) -> list[Facts]:
         "older": find_older(),
         "shm": shutil.disk_usage(SHM).free if SHM.is_dir() else None,
         "memory": _available_bytes(),
-        "interfaces": _interfaces(),
     }
     return group.gather(facts)
 
@@ -303,7 +301,6 @@ def describe(everyones: Sequence[Facts]) -> list[str]:
             f"  BLAS: {there['blas']}, {counted(there['threads'], 'thread')} per rank",
             f"  cores of each rank: {', '.join(dict.fromkeys(_spans(everyones[rank]['bound']) for rank in ranks))}",
             f"  memory: {memory}; shared memory: {shm}",
-            f"  interfaces: {', '.join(there['interfaces']) or 'unknown'}",
         ]
     return lines
 
@@ -365,23 +362,6 @@ def _available_bytes() -> int | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
         return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
     return None
-
-
-def _interfaces() -> list[str]:
-    """Return the network's interfaces that are up, with their rates as far as they are known."""
-    found = []
-    with suppress(OSError):
-        for _, name in socket.if_nameindex():
-            place = Path("/sys/class/net") / name
-            with suppress(OSError, ValueError):
-                if (place / "operstate").read_text().strip() == "down":
-                    continue
-            rate = ""
-            with suppress(OSError, ValueError):
-                mbits = int((place / "speed").read_text())
-                rate = f" ({mbits / 1000:g} Gbit/s)" if mbits > 0 else ""
-            found.append(name + rate)
-    return found
 
 
 if __name__ == "__main__":

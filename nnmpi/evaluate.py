@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -42,23 +42,29 @@ class Evaluation:
     """What a model made of some samples.
 
     Attributes:
-        labels: (n,) or (n, time); `IGNORED` is what is not to be predicted.
-        predicted: of their shape, the class with the largest output.
-        losses: of their shape, the cross-entropy of each; 0 where nothing is to be predicted.
+        labels: (n,) or (n, time), where `IGNORED` is what is not to be predicted; or quantities, (n, *target_shape).
+        predicted: of their shape: the class with the largest output, or quantities.
+        losses: of their shape, the loss of each; 0 where nothing is to be predicted.
+        quantities: whether these are predicted.
     """
 
-    labels: NDArray[np.int64]
-    predicted: NDArray[np.int64]
+    labels: NDArray[Any]
+    predicted: NDArray[Any]
     losses: NDArray[np.float64]
+    quantities: bool = False
 
     def measures(self) -> dict[str, float]:
-        """Return how good that is, by name."""
-        return {"accuracy": self.accuracy}
+        """Return how good that is, by name: the accuracy, or RMSE and R2."""
+        if not self.quantities:
+            return {"accuracy": self.correct / max(self.targets, 1)}
+        labels = self.labels.astype(np.float64)
+        score = -float(np.mean((self.predicted - labels) ** 2))
+        return {"rmse": rmse(score), "r2": r2(score, float(np.var(labels, axis=0).mean()))}
 
     @property
     def targets(self) -> int:
-        """How many labels count."""
-        return int((self.labels != IGNORED).sum())
+        """How many labels, or samples, count."""
+        return len(self.labels) if self.quantities else int((self.labels != IGNORED).sum())
 
     @property
     def correct(self) -> int:
@@ -66,14 +72,9 @@ class Evaluation:
         return int((self.labels == self.predicted).sum())
 
     @property
-    def accuracy(self) -> float:
-        """The share of them."""
-        return self.correct / max(self.targets, 1)
-
-    @property
     def loss(self) -> float:
-        """Their mean cross-entropy."""
-        return float(self.losses.sum()) / max(self.targets, 1)
+        """The mean loss of what counts."""
+        return float(self.losses.sum()) / max(self.losses.size if self.quantities else self.targets, 1)
 
     def confusion(self, classes: int) -> NDArray[np.int64]:
         """Return how many samples of each class (rows) were taken for each class (columns)."""
@@ -83,41 +84,7 @@ class Evaluation:
         return counts
 
 
-@dataclass(frozen=True, eq=False)
-class QuantityEvaluation:
-    """What a model made of some samples, where quantities are predicted.
-
-    Attributes:
-        labels: (n, *target_shape), what they are.
-        predicted: of their shape.
-        losses: of their shape, the loss of each one.
-    """
-
-    labels: NDArray[Any]
-    predicted: NDArray[Any]
-    losses: NDArray[np.float64]
-
-    @property
-    def targets(self) -> int:
-        """How many samples there are."""
-        return len(self.labels)
-
-    @property
-    def loss(self) -> float:
-        """Their mean loss."""
-        return float(self.losses.mean()) if self.losses.size else 0.0
-
-    def measures(self) -> dict[str, float]:
-        """Return how good that is, by name: RMSE and R2."""
-        labels = self.labels.astype(np.float64)
-        score = -float(np.mean((self.predicted - labels) ** 2))
-        return {"rmse": rmse(score), "r2": r2(score, float(np.var(labels, axis=0).mean()))}
-
-
-Found: TypeAlias = Evaluation | QuantityEvaluation
-
-
-def evaluate(run: Run, samples: Samples, batch_size: int) -> Found:
+def evaluate(run: Run, samples: Samples, batch_size: int) -> Evaluation:
     """Return what a run's model makes of samples. Collective; the replicas share them.
 
     Args:
@@ -152,11 +119,9 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> Found:
         predicted[others] = losses[others] = 0
         dp.all_reduce(predicted.reshape(-1))
         dp.all_reduce(losses.reshape(-1))
-    if numbers:
-        return QuantityEvaluation(labels, predicted, losses)
     if run.signature.predicts == "yes-or-no":
         labels = (labels > 0.5).astype(np.int64)
-    return Evaluation(labels, predicted, losses)
+    return Evaluation(labels, predicted, losses, numbers)
 
 
 def _loss_of(run: Run) -> Callable[[Array, Array], Array]:
@@ -294,7 +259,7 @@ def _data(run: Run, options: EvaluationConfig) -> Config:
     return replace(config, data=data, model=replace(config.model, context=context))
 
 
-def _lines(run: Run, samples: Samples, found: Found, options: EvaluationConfig) -> list[str]:
+def _lines(run: Run, samples: Samples, found: Evaluation, options: EvaluationConfig) -> list[str]:
     """Return the result in words, or as JSON."""
     if options.json:
         values: dict[str, Any] = {
@@ -307,12 +272,11 @@ def _lines(run: Run, samples: Samples, found: Found, options: EvaluationConfig) 
             **{name: value if isfinite(value) else None for name, value in found.measures().items()},
             "loss": found.loss,
         }
-        if isinstance(found, Evaluation) and found.labels.ndim == 1:
+        if not found.quantities and found.labels.ndim == 1:
             values |= {"classes": run.class_names, "confusion": found.confusion(run.classes).tolist()}
         return [json.dumps(values)]
     unsure = f", perplexity {perplexity(found.loss):.4g}" if run.signature.is_tokens else ""
-    right = f"{found.correct} of {found.targets} right" if isinstance(found, Evaluation) else ""
-    counted = right or f"{found.targets} samples"
+    counted = f"{found.targets} samples" if found.quantities else f"{found.correct} of {found.targets} right"
     after = "" if run.step is None else f" after step {run.step}"
     return [
         f"{options.part} {describe_measures(found.measures())} (loss {found.loss:.4f}{unsure}), {counted}, with "

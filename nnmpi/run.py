@@ -37,7 +37,7 @@ from nnmpi.launching import Launcher, find_launcher, given_hosts, kill, ranks_of
 from nnmpi.reading import read_json
 from nnmpi.train.checkpoint import STATE_FILE, steps
 from nnmpi.train.cli import parse
-from nnmpi.train.folder import FAULTS_FILE, RunFolder, default_folder
+from nnmpi.train.folder import RunFolder, default_folder
 from nnmpi.train.loop import STOPPING, catch, give_back
 
 POLL_S = 0.05
@@ -177,7 +177,7 @@ class Supervisor:
 
     def _report(self, in_vain: int, outcome: StartEnd) -> str:
         since = f"beyond step {outcome.step}" if outcome.step else "at all"
-        more = f". python -m nnmpi.doctor {self._plan.folder} says more; all faults are in {self._faults}"
+        more = f". python -m nnmpi.doctor {self._plan.folder} says more; all faults are in {self._files.faults}"
         return (
             f"gave up: {counted(in_vain, 'start')} in a row brought no checkpoint {since}; the last one ended after "
             f"{outcome.seconds:.0f} s: {outcome.words}{more if self._files.config.exists() else ''}"
@@ -282,10 +282,6 @@ class Supervisor:
                 return float(read_json(each / STATE_FILE)["elapsed_s"])
         return 0.0
 
-    @property
-    def _faults(self) -> Path:
-        return self._plan.folder / FAULTS_FILE
-
     def _write_down(self, number: int, outcome: StartEnd) -> None:
         """Add a line to the run's faults.jsonl; a disk that does not take it costs only that."""
         fault: dict[str, Any] = {
@@ -297,7 +293,7 @@ class Supervisor:
             "seconds": round(outcome.seconds, 3),
         }
         if self._plan.folder.is_dir():
-            with suppress(OSError), self._faults.open("a", encoding="utf-8") as stream:
+            with suppress(OSError), self._files.faults.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(fault) + "\n")
 
     # ---- signals ----

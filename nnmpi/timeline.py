@@ -22,12 +22,11 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from itertools import count
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nnmpi import clock
-from nnmpi.errors import UsageError
 
 COMPUTE, SEND, RECEIVE, REDUCE, WAITING = "compute", "send", "receive", "reduce", "waiting"
 TRACKS = (COMPUTE, SEND, RECEIVE, REDUCE, WAITING)
@@ -157,6 +156,7 @@ def span(name: str, category: str, track: str = COMPUTE, args: Args | None = Non
 # ---- Chrome's format ----
 
 
+_ENDS = attrgetter("sends"), attrgetter("takes")
 COUNTER = "counter"  # the category of events that say how much of something there is, in their args
 
 
@@ -174,14 +174,12 @@ def to_chrome(
         processes: rank -> its events, in any order.
         names: rank -> name of its process; "rank 3" where it is missing.
         offsets_s: rank -> how far its clock is ahead of the common one, in seconds; 0 where it is missing.
-
-    Raises:
-        UsageError: when an event ends before it begins, or two send or take the same message.
     """
     offsets_s = offsets_s or {}
     begins = [event.begin_s - offsets_s.get(rank, 0.0) for rank, events in processes.items() for event in events]
     first_s = min(begins, default=0.0)
-    messages = _Messages(event for events in processes.values() for event in events)
+    sent, taken = ({name for each in processes.values() for event in each if (name := end(event))} for end in _ENDS)
+    messages = {name: number for number, name in enumerate(sorted(sent & taken), 1)}  # the others get no arrow
     rows: list[dict[str, Any]] = []
     for rank in sorted(processes):
         name = (names or {}).get(rank, f"rank {rank}")
@@ -223,11 +221,6 @@ class _Placed(NamedTuple):
 
 def _place(event: TraceEvent, zero_s: float) -> _Placed:
     """Return the event on the trace's clock; `zero_s` is the trace's beginning on the rank's clock."""
-    if not event.begin_s <= event.end_s:
-        raise UsageError(
-            f"event {event.name!r} ends at {event.end_s} s, before it begins at {event.begin_s} s; give the times of "
-            "one clock, in order"
-        )
     return _Placed(round((event.begin_s - zero_s) * 1e9), round((event.end_s - zero_s) * 1e9), event)
 
 
@@ -254,35 +247,14 @@ def _lanes(spans: Sequence[_Placed]) -> Iterator[tuple[str, list[_Placed]]]:
             yield track if number == 1 else f"{track} {number}", lane_events
 
 
-class _Messages:
-    """The numbers of the messages of which both ends are there."""
-
-    def __init__(self, events: Iterator[TraceEvent]) -> None:
-        sent: set[str] = set()
-        taken: set[str] = set()
-        for event in events:
-            for message, seen, does in ((event.sends, sent, "send"), (event.takes, taken, "take")):
-                if message and message in seen:
-                    raise UsageError(
-                        f"two events {does} the message {message!r}; give every message of a trace a name of its own"
-                    )
-                seen.add(message)
-        numbers = count(1)
-        self._numbers = {name: next(numbers) for name in sorted(sent & taken) if name}
-
-    def find(self, name: str) -> int | None:
-        """Return the message's number; None when an end is missing."""
-        return self._numbers.get(name)
-
-
-def _rows(placed: _Placed, rank: int, thread: int, messages: _Messages) -> Iterator[dict[str, Any]]:
+def _rows(placed: _Placed, rank: int, thread: int, messages: Mapping[str, int]) -> Iterator[dict[str, Any]]:
     """Yield the event, and the ends of arrows in it."""
     begin_ns, end_ns, event = placed
     where = {"pid": rank, "tid": thread}
     row = {"ph": "X", "name": event.name, "cat": event.category, **where}
     row |= {"ts": begin_ns / 1000, "dur": (end_ns - begin_ns) / 1000}
     yield row | ({"args": {key: _finite(value) for key, value in event.args.items()}} if event.args else {})
-    sent, taken = messages.find(event.sends), messages.find(event.takes)
+    sent, taken = (messages.get(end(event)) for end in _ENDS)
     if sent is not None:
         yield {"ph": "s", "id": sent, "name": "message", "cat": "message", "ts": begin_ns / 1000, **where}
     if taken is not None:

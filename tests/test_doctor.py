@@ -171,7 +171,6 @@ NODE: dict[str, Any] = {
     "older": None,
     "shm": 1 << 30,
     "memory": 1 << 34,
-    "interfaces": ["lo"],
 }
 
 

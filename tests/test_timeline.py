@@ -13,7 +13,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnmpi import timeline
-from nnmpi.errors import UsageError
 from nnmpi.timeline import Timeline, TraceEvent, recording, to_chrome, write_chrome
 from tests.chrome import arrows, breaches, names, spans
 
@@ -190,20 +189,6 @@ def test_any_events_keep_the_rules(drawn: list[tuple[int, str, int, int]]) -> No
 def test_no_events() -> None:
     assert to_chrome({})["traceEvents"] == []
     assert breaches(to_chrome({3: []})) == []
-
-
-@pytest.mark.parametrize(
-    ("events", "words"),
-    [
-        ([event("a", 2.0, 1.0)], "'a' ends at 1.0 s, before it begins at 2.0 s"),
-        ([event("a", 0.0, math.nan)], "'a' ends at nan s"),
-        ([event("a", 0, 1, sends="m"), event("b", 0, 1, sends="m")], "two events send the message 'm'"),
-        ([event("a", 0, 1, takes="m"), event("b", 0, 1, takes="m")], "two events take the message 'm'"),
-    ],
-)
-def test_what_cannot_be_drawn(events: list[TraceEvent], words: str) -> None:
-    with pytest.raises(UsageError, match=words):
-        to_chrome({0: events})
 
 
 # ---- files ----

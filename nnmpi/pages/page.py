@@ -19,7 +19,7 @@ def make_page(kind: str, title: str, data: Mapping[str, Any]) -> str:
     """Return a page as HTML.
 
     Args:
-        kind: which script shows the data: "collective", "schedule", "plan", "trace" or "run".
+        kind: which script shows the data: "collective", "schedule", "plan" or "run".
         title: the heading.
         data: JSON values, for that script.
     """

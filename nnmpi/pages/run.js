@@ -1,6 +1,6 @@
 // DATA: {head: [[what, words]], results, charts: [{title, label, along, lines: [{name, points}]}], times: {what: seconds},
 // memory: {what: bytes}, staleness: {width, heights: [worker][bar], mean, max}, options: [[option, value]],
-// chosen: [[option, value]], commands}
+// commands}
 
 const number = (value) => value === null || value === undefined ? "" : String(Number(Number(value).toPrecision(4)));
 const card = (title, ...content) => el("section", { class: "card" }, el("h2", {}, title), ...content);
@@ -56,10 +56,8 @@ function show() {
     place.append(chart(width(), coloured, { x: number, y: number, height: 220 }), el("p", { class: "soft" }, `${label} over ${along}`));
     if (lines.length > 1) place.append(legend(coloured));
   }
-  for (const [title, options] of [["Options that were given", DATA.options], ["Options that the run has chosen", DATA.chosen]]) {
-    if (options.length) PAGE.append(el("section", { class: "card", style: "margin-top:1rem" }, el("h2", {}, title),
-      el("div", { class: "wide" }, rows(options))));
-  }
+  if (DATA.options.length) PAGE.append(el("section", { class: "card", style: "margin-top:1rem" },
+    el("h2", {}, "Options that are no defaults"), el("div", { class: "wide" }, rows(DATA.options))));
   PAGE.append(card("Commands", ...DATA.commands.map((each) => el("pre", {}, each))));
 }
 show();

@@ -280,12 +280,8 @@ class Saver(AbstractContextManager["Saver"]):
         """
         on_root(self._group, self._end_last)
 
-    def is_affordable(self, share: Callable[[float], float], elapsed_s: float) -> bool:
-        """Return whether one more like the last one takes at most a share of the time; call it on rank 0.
-
-        Args:
-            share: of the seconds that the last one has taken.
-            elapsed_s: the time, up to now.
+    def is_affordable(self, limit_s: float) -> bool:
+        """Return whether with one more like the last one all take at most so many seconds; call it on rank 0.
 
         Raises:
             CheckpointError: when the last one could not be written.
@@ -293,7 +289,7 @@ class Saver(AbstractContextManager["Saver"]):
         if self._work is not None and not self._work.done():
             return False
         self._end_last()
-        return self.spent_s + self.last_s <= share(self.last_s) * elapsed_s
+        return self.spent_s + self.last_s <= limit_s
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Wait for the last checkpoint, which a run that ends with an error leaves too. Not collective."""

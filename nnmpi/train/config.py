@@ -132,23 +132,7 @@ class ParallelConfig:
             self.memory_limit_bytes,
             self.activation_memory_bytes,
         )  # each raises for words that it cannot read
-        self._check_offload()
-        self._check_zero()
-
-    def _check_offload(self) -> None:
         require(self.offload != "", "--offload is empty; give a folder or host, or leave it out")
-        alone = self.offload is not None and self.activation_memory is None and self.offload_state is None
-        sentence = "--offload is for what passes --activation-memory; give that, too, or --offload-state, or no folder"
-        require(not alone, sentence)
-        if self.offload_state is not None:
-            what = f"--offload-state {self.offload_state}"
-            require(self.offload is not None, f"{what} needs a place; give --offload, too")
-            fits = self.offload_state != "all" or self.zero == 3
-            sentence = "takes weights unit by unit, as --zero 3 does; give that, too, or --offload-state optimizer"
-            require(fits, f"{what} {sentence}")
-
-    def _check_zero(self) -> None:
-        require(self.zero in range(4), f"--zero is {self.zero}; give 0, 1, 2 or 3")
         sums = ("auto", "shared", "native", "ring", "tree")
         why = f"scatters sums and gathers parts, which {self.allreduce} does not; give {', '.join(sums)}"
         fits = not self.zero or self.allreduce in sums
@@ -536,7 +520,7 @@ class RunConfig:
     """Epochs between two evaluations on the test data, or steps: 100steps; 0: only at the end."""
     save_every: int | str | None = None
     """Epochs between two checkpoints, or steps: 100steps; 0: only at the end (default: as many epochs as take at most
-    1 % of the time, or more where a supervised run is often interrupted)."""
+    1 % of the time)."""
     trace: bool = False
     """Write what every rank did in the first 20 steps into trace.json.gz in the run's folder, for ui.perfetto.dev; on a
     CUDA device, when the host asked for it."""

@@ -23,8 +23,6 @@ import shutil
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -35,69 +33,23 @@ from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.files import LOCK_FILE, folder_atomically, sync_folder, write_atomically
 from nnmpi.models.pretrained import CONFIG
-from nnmpi.reading import parse_json, read_json, read_text
+from nnmpi.reading import read_json
 from nnmpi.train.config import Config, all_options, check, flatten
 from nnmpi.version import VERSION
 
 CONFIG_FILE = "config.json"
-METRICS_FILE = "metrics.jsonl"
 RUNS, LATEST_RUN = Path("runs"), "latest"  # where runs go by default, and a link to the newest of them
-FINISHED_FILE = "finished.json"
-FAULTS_FILE = "faults.jsonl"
-LEAST_S = 1.0  # between two faults: a start takes as long
 PASSING = (errno.ENOSPC, errno.EDQUOT, errno.EIO)  # no mistake in the command: another start may find it mended
 
 
-@dataclass(frozen=True)
 class RunFolder:
-    """The names inside a run's folder."""
+    """The names inside a run's folder: see above."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        """Return the file with the options."""
-        return self.path / CONFIG_FILE
-
-    @property
-    def metrics(self) -> Path:
-        """Return the file with the metrics."""
-        return self.path / METRICS_FILE
-
-    @property
-    def console(self) -> Path:
-        """Return the file with what was printed."""
-        return self.path / "console.txt"
-
-    @property
-    def starts(self) -> Path:
-        """Return the file with the commands."""
-        return self.path / "starts.jsonl"
-
-    @property
-    def finished(self) -> Path:
-        """Return the file that proves that the run has come to its end."""
-        return self.path / FINISHED_FILE
-
-    @property
-    def checkpoints(self) -> Path:
-        """Return the folder of the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def tokenizer(self) -> Path:
-        """Return the folder of the tokenizer."""
-        return self.path / "tokenizer"
-
-    @property
-    def model(self) -> Path:
-        """Return the folder of a GPT in Hugging Face's files, and of its tokenizer: there at the end of a run."""
-        return self.path / "model"
-
-    @property
-    def events(self) -> Path:
-        """Return the folder of TensorBoard's files."""
-        return self.path / "tensorboard"
+    def __init__(self, path: Path) -> None:
+        self.path, self.config, self.metrics = path, path / CONFIG_FILE, path / "metrics.jsonl"
+        self.console, self.starts, self.faults = path / "console.txt", path / "starts.jsonl", path / "faults.jsonl"
+        self.finished, self.checkpoints = path / "finished.json", path / "checkpoints"
+        self.tokenizer, self.model, self.events = path / "tokenizer", path / "model", path / "tensorboard"
 
     def check_free(self) -> None:
         """Check that a new run may be written here, before any work is done.
@@ -185,16 +137,6 @@ class RunFolder:
                 temporary = RUNS / f".{LATEST_RUN}.{os.getpid()}"
                 temporary.symlink_to(self.path.name)
                 temporary.replace(RUNS / LATEST_RUN)
-
-    def between_faults_s(self) -> float:
-        """Return the seconds from a start to its fault, on average, as the run's supervisor has seen them.
-
-        `math.inf` where it has seen none, or what it wrote cannot be read.
-        """
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            found = [float(parse_json(line)["seconds"]) for line in read_text(self.path / FAULTS_FILE).splitlines()]
-            return max(LEAST_S, sum(found) / len(found)) if found else inf
-        return inf
 
     def withdraw(self) -> None:
         """Remove what a new run has written that is refused in its first step, so that a better one can begin here."""

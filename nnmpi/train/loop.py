@@ -15,8 +15,6 @@ import threading
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import partial
-from math import inf, sqrt
 from shlex import quote
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Self, TypeAlias
@@ -43,7 +41,7 @@ WOKEN = 1  # stands for SIGCONT among the signals that ranks tell one another: l
 Handlers: TypeAlias = dict[int, Any]
 """Who had a signal, by its number."""
 
-SAVING = 0.01  # the part of the time that checkpoints may take by default, where no faults are known
+SAVING = 0.01  # the part of the time that checkpoints may take by default
 
 
 class StopSignals:
@@ -143,7 +141,6 @@ class Loop:
         self._started = clock.now()
         self._began = self._started - state.elapsed_s
         self._saver = Saver(run.folder, recorder, run.group)
-        self._between_faults_s = run.folder.between_faults_s() if run.group.is_root else inf
         self._test: list[Batch] | None = None  # what is kept of the test data
         self._evaluated: tuple[int, EvalReport] | None = None
         self._tracer = Tracer(run, reporter.say)
@@ -317,8 +314,7 @@ class Loop:
         if not ended:
             return False
         elapsed_s = clock.now() - self._started
-        share = partial(saving_share, self._between_faults_s)
-        return bool(on_root(self._run.group, lambda: self._saver.is_affordable(share, elapsed_s)))
+        return bool(on_root(self._run.group, lambda: self._saver.is_affordable(SAVING * elapsed_s)))
 
     def _save(self) -> None:
         """Write a checkpoint, unless this step has one; what waits for the disk is done beside training. Collective."""
@@ -336,20 +332,6 @@ class Loop:
 
     def _how_to_resume(self) -> str:
         return f"go on with: python -m nnmpi.train --resume {quote(str(self._run.folder.path))}"
-
-
-def saving_share(between_faults_s: float, save_s: float) -> float:
-    """Return the part of the time that checkpoints may take: more than `SAVING` where faults come often.
-
-    What a fault loses and what checkpoints cost are least together with one checkpoint in sqrt(2 C M) seconds, if one
-    takes C and there are M between two faults (Young, "A first order approximation to the optimum checkpoint interval",
-    Communications of the ACM, 1974): they take sqrt(C / 2 M) of the time.
-
-    Args:
-        between_faults_s: from a start to its fault on average; `math.inf` where none is known.
-        save_s: what the last checkpoint has taken.
-    """
-    return max(SAVING, sqrt(save_s / (2 * between_faults_s)))
 
 
 def is_due(count: int, every: int) -> bool:

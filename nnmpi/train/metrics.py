@@ -54,11 +54,11 @@ times are simulated ones.
 
 import importlib.util
 import json
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from io import FileIO
 from math import isfinite
 from pathlib import Path
 from types import TracebackType
@@ -74,63 +74,6 @@ from nnmpi.train.folder import RunFolder
 to_line = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` makes an encoder for each call
 RUN_STALENESS = "staleness_run"
 AT_THE_END = ("test", RUN_STALENESS)
-
-
-class MetricsFile:
-    """The open metrics.jsonl of one run; records are appended, whole lines or nothing.
-
-    What a full disk does not take waits in memory for the next record: a run ends at a checkpoint that cannot be
-    written, and not before.
-    """
-
-    def __init__(self, file: Path) -> None:
-        self._stream = file.open("ab", buffering=0)
-        self._length, self._waiting = self._stream.tell(), b""
-
-    def write(self, record: dict[str, Any]) -> None:
-        """Append one line; it is in the file when this returns, if the disk takes it.
-
-        Numbers that JSON has not (nan, inf) become null.
-        """
-        finite = {key: None if _no_number(value) else value for key, value in record.items()}
-        self._waiting += to_line(finite).encode() + b"\n"
-        with suppress(OSError):
-            self.flush()
-
-    def sync(self) -> None:
-        """Wait until the disk has all that is in the file; a thread may do so while lines are written.
-
-        Raises:
-            OSError: when it cannot.
-        """
-        os.fsync(self._stream.fileno())
-
-    def close(self) -> None:
-        """Close the file.
-
-        Raises:
-            OSError: when the disk has no room for the last lines.
-        """
-        try:
-            self.flush()
-        finally:
-            self._stream.close()
-
-    def flush(self) -> None:
-        """Bring what waits to the file.
-
-        Raises:
-            OSError: when the disk has no room for it.
-        """
-        view = memoryview(self._waiting)
-        try:
-            while view:
-                view = view[self._stream.write(view) :]
-        except OSError:
-            with suppress(OSError):
-                self._stream.truncate(self._length)  # no half line
-            raise
-        self._length, self._waiting = self._length + len(self._waiting), b""
 
 
 def read_metrics(file: Path) -> list[dict[str, Any]]:
@@ -170,10 +113,6 @@ def cut_metrics(file: Path, step: int) -> int:
         raise CheckpointError(
             f"{file} is damaged or cannot be written ({error}); move it away to go on without it"
         ) from None
-
-
-def _no_number(value: Any) -> bool:
-    return isinstance(value, float) and not math.isfinite(value)
 
 
 SKIPPED = ("kind", "global_step", "epoch")
@@ -232,7 +171,10 @@ def can_write() -> bool:
 
 
 class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
-    """Writes records on the rank that has a folder, and nothing on the others.
+    """Writes records on the rank that has a folder, and nothing on the others: whole lines or nothing.
+
+    What a full disk does not take waits in memory for the next record: a run ends at a checkpoint that cannot be
+    written, and not before.
 
     Args:
         folder: of the run; None on the ranks that record nothing.
@@ -242,22 +184,32 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         NnmpiError: when a file cannot be written.
     """
 
-    def __init__(self, folder: RunFolder | None, first_step: int) -> None:
-        self._folder = folder
-        self._metrics: MetricsFile | None = None
+    def __init__(self, folder: RunFolder | None, first_step: int = 0) -> None:
+        self._folder, self._waiting = folder, b""
+        self._stream: FileIO | None = None
         self._events: EventFile | None = None
         if folder is not None:
             try:
                 self._place = os.stat(folder.path)
-                self._metrics = MetricsFile(folder.metrics)
+                self._stream = FileIO(folder.metrics, "ab")
+                self._length = self._stream.tell()
                 self._events = EventFile(folder.events, first_step + 1) if can_write() else None
             except OSError as error:
                 raise self._problem(error) from None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one record into every file; the docstring above explains its keys."""
-        if self._metrics is not None:
-            self._metrics.write({**record, "time": clock.calendar()})
+        """Write one record into every file; the docstring above explains its keys.
+
+        It is there when this returns, if the disk takes it. Numbers that JSON has not (nan, inf) become null.
+        """
+        if self._stream is not None:
+            timed = {**record, "time": clock.calendar()}
+            finite = {
+                k: None if isinstance(value, float) and not isfinite(value) else value for k, value in timed.items()
+            }
+            self._waiting += to_line(finite).encode() + b"\n"
+            with suppress(OSError):
+                self._write_out()
         if self._events is not None:
             with suppress(OSError):  # they are a picture of the metrics
                 self._events.write(record)
@@ -278,11 +230,13 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     def sync(self) -> None:
         """Wait until the disk has what `flush` brought to the file: a checkpoint must not be newer than its metrics.
 
+        A thread may do so while lines are written.
+
         Raises:
             OSError: when it cannot.
         """
-        if self._metrics is not None:
-            self._metrics.sync()
+        if self._stream is not None:
+            os.fsync(self._stream.fileno())
 
     def flush(self) -> None:
         """Bring to the file what waits in memory.
@@ -291,7 +245,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             OSError: when the disk has no room for it.
             CheckpointError: when the folder is not the one in which the run began: half of it would be made again.
         """
-        if self._folder is None or self._metrics is None:
+        if self._folder is None:
             return
         try:
             there = os.path.samestat(os.stat(self._folder.path), self._place)
@@ -302,7 +256,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
                 f"the run's folder {self._folder.path} was removed or moved while the run went on; nothing more is "
                 "written there, and where it was moved to, its last checkpoint can be resumed"
             )
-        self._metrics.flush()
+        self._write_out()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -315,12 +269,26 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         if self._events is not None:
             with suppress(OSError):
                 self._events.close()
+        if self._stream is not None:
+            try:
+                with self._stream:
+                    self._write_out()
+            except OSError as full:
+                if error is None:
+                    raise self._problem(full) from None
+
+    def _write_out(self) -> None:
+        """Bring what waits to the file; where it takes half of that, none of it stays."""
+        assert self._stream is not None
+        view = memoryview(self._waiting)
         try:
-            if self._metrics is not None:
-                self._metrics.close()
-        except OSError as full:
-            if error is None:
-                raise self._problem(full) from None
+            while view:
+                view = view[self._stream.write(view) :]
+        except OSError:
+            with suppress(OSError):
+                self._stream.truncate(self._length)
+            raise
+        self._length, self._waiting = self._length + len(self._waiting), b""
 
     def _problem(self, error: OSError) -> NnmpiError:
         place = self._folder.path if self._folder else ""

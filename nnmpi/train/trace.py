@@ -19,11 +19,10 @@ from typing import NamedTuple
 import numpy as np
 
 from nnmpi import clock
-from nnmpi.comm.agreement import decode_json, encode_json, on_root
+from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.comm.point_to_point import rendezvous
 from nnmpi.comm.world import Comm
-from nnmpi.errors import CommError, NnmpiError, UsageError
+from nnmpi.errors import CommError, NnmpiError
 from nnmpi.timeline import Timeline, TraceEvent, recording, to_chrome, write_chrome
 from nnmpi.train.run import TrainingRun
 
@@ -85,7 +84,7 @@ def _answer(comm: Comm, clock: Callable[[], float]) -> None:
 def write_trace(path: Path, timeline: Timeline, group: Group, names: Sequence[str] | None = None) -> None:
     """Write the events of all ranks into one file, on rank 0. Collective.
 
-    Clocks are compared now, so call it soon after what is to be seen. Rank 0 needs memory for everyone's events.
+    Clocks are compared now, so call it soon after what is to be seen.
 
     Args:
         path: the file, compressed when its name ends in .gz; its folder is made. Only rank 0's is looked at.
@@ -95,14 +94,13 @@ def write_trace(path: Path, timeline: Timeline, group: Group, names: Sequence[st
 
     Raises:
         NnmpiError: on all ranks, when the file cannot be written; nothing is left of it then.
-        UsageError: on all ranks, for an event that ends before it begins, or a message that is sent or taken twice.
         CommError: on all ranks, for an event with args that JSON cannot hold.
     """
     ahead_s = offsets(group, timeline.clock)
-    texts = _gather(group, encode_json(timeline.events))
+    everyones = group.gather(timeline.events)
 
     def write() -> None:
-        processes = {rank: [TraceEvent(*row) for row in decode_json(text, rank)] for rank, text in enumerate(texts)}
+        processes = {rank: [TraceEvent(*row) for row in rows] for rank, rows in enumerate(everyones)}
         titles = {rank: f"rank {rank}: {name}" for rank, name in enumerate(names or ())}
         trace = to_chrome(processes, titles, dict(enumerate(ahead_s)))
         try:
@@ -115,21 +113,6 @@ def write_trace(path: Path, timeline: Timeline, group: Group, names: Sequence[st
             ) from None
 
     on_root(group, write)
-
-
-def _gather(group: Group, text: bytes) -> list[bytes]:
-    """Return every rank's text on rank 0, and nothing elsewhere: not every rank has to hold them all."""
-    texts = [text] if group.is_root else []
-    lengths = group.gather(len(text))
-    with rendezvous(group) as post:
-        for rank in range(1, group.size):
-            if group.rank == rank:
-                post.send(np.frombuffer(text, np.uint8), 0)
-            elif group.is_root:
-                buffer = np.empty(lengths[rank], np.uint8)
-                post.receive(buffer, rank)
-                texts.append(buffer.tobytes())
-    return texts
 
 
 TRACE_FILE = "trace.json.gz"
@@ -176,7 +159,7 @@ class Tracer:
         timeline, self._timeline = self._timeline, None
         try:
             write_trace(self._run.folder.path / TRACE_FILE, timeline, group, names)
-        except (UsageError, CommError):
+        except CommError:
             raise
         except NnmpiError as error:
             self._say([f"no trace: {error}"])

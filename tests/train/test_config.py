@@ -64,7 +64,6 @@ WRONG: list[tuple[type, dict[str, Any], str]] = [
     (ParallelConfig, {"memory_limit": "9" * 400}, "--memory-limit: 99999999999999999999... has too many digits"),
     (ParallelConfig, {"activation_memory": "0"}, "--activation-memory is 0; give at least 1 byte"),
     (ParallelConfig, {"offload": ""}, "--offload is empty; give a folder or host"),
-    (ParallelConfig, {"offload": "/tmp"}, "--offload is for what passes --activation-memory; give that, too"),
     (RunConfig, {"seed": -1}, "--seed is -1"),
     (RunConfig, {"log_every": 0}, "--log-every is 0"),
     (RunConfig, {"eval_every": "-1steps"}, "--eval-every is -1steps"),

@@ -2,7 +2,6 @@
 
 import json
 import os
-from math import inf
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ from nnmpi.train import session
 from nnmpi.train.cli import main
 from nnmpi.train.config import Config, assemble
 from nnmpi.train.folder import RunFolder, default_folder
-from nnmpi.train.loop import SAVING, saving_share
 from tests.data.locked import lock
 
 
@@ -105,16 +103,3 @@ def test_a_run_in_use_is_neither_resumed_nor_written_over(
     assert {file: file.read_bytes() for file in run.rglob("*") if file.is_file()} == before
     assert [each.name for each in (tmp_path / "new").iterdir()] == [LOCK_FILE]
     main(f"--resume {run} --max-steps 3".split(), group)
-
-
-def test_the_time_between_faults_is_what_the_supervisor_saw(tmp_path: Path) -> None:
-    """With it, checkpoints may take more of the time: sqrt(C / 2 M) of it."""
-    folder = RunFolder(tmp_path)
-    assert folder.between_faults_s() == inf and saving_share(inf, 5.0) == SAVING
-    faults = tmp_path / "faults.jsonl"
-    faults.write_text('{"seconds": 30.0}\n{"seconds": 50.0}\n')
-    assert folder.between_faults_s() == 40.0
-    assert saving_share(40.0, 0.2) == pytest.approx(0.05)
-    for damaged in ('{"seconds": 30', "[]", '{"seconds": null}', ""):
-        faults.write_text(damaged)
-        assert folder.between_faults_s() == inf

@@ -167,7 +167,9 @@ PLANTED: dict[str, list[tuple[object, str, Any]]] = {
         (CheckpointWriter, "finish", finish_in_place),
     ],
     "config.json is written in place": [(folder, "write_atomically", files.write_synced)],
-    "metrics are not brought to the disk before a checkpoint": [(metrics.MetricsFile, "sync", lambda file: None)],
+    "metrics are not brought to the disk before a checkpoint": [
+        (metrics.MetricsRecorder, "sync", lambda recorder: None)
+    ],
     "metrics are not cut at a resume": [(session, "cut_metrics", lambda file, step: 0)],
     "the optimizer's state is not restored": [(session, "restore", restore_no_optimizer)],
     "a full disk at the end is not explained": [(session, "_explained", lambda place: pytest.MonkeyPatch.context())],
