@@ -23,8 +23,8 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext, redirect_stdout
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from io import StringIO
@@ -245,13 +245,11 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
     """
     launch = read_launch(os.environ)
     speaks = launch is None or launch.rank == 0
+    console = Console(quiet=not speaks)
     try:
         with nullcontext() if speaks else redirect_stdout(StringIO()):  # argparse prints its help by itself
-            text = main(sys.argv[1:])
-        if speaks:
-            _print(text)
-    except BrokenPipeError:  # the reader has gone, as `head` does
-        discard(sys.stdout)
+            console.say(main(sys.argv[1:]))
+        console.check()
     except NnmpiError as error:
         if speaks:
             print(f"nnmpi: {printable(str(error))}", file=sys.stderr)
@@ -259,32 +257,66 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
     return 0
 
 
-def _print(text: str) -> None:
-    """Print a text at once.
+class Console:
+    """Prints lines on one rank and nothing on the others.
 
-    Raises:
-        BrokenPipeError: where nobody reads it.
-        NnmpiError: where it cannot be written.
+    A reader that goes away (`| head`, a closed session), or a full disk, ends the printing, not the training.
     """
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        raise
-    except OSError as error:
-        discard(sys.stdout)
-        raise not_written(error) from None
 
+    def __init__(self, quiet: bool, stream: TextIO | None = None) -> None:
+        """Print to `stream` (standard output when None) unless `quiet`."""
+        self._stream = sys.stdout if stream is None else stream
+        self._quiet = quiet or self._stream is None  # Python has no standard output when it was closed before the start
+        self._copy: TextIO | None = None
+        self._lost: OSError | None = None
 
-def discard(stream: TextIO) -> None:
-    """Let what is still in a stream go nowhere: Python would try once more at the end, and fail."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, stream.fileno())
-    os.close(nowhere)
+    def silence(self) -> None:
+        """Print nothing from now on; what is said goes into the copy alone."""
+        self._quiet = True
 
+    @contextmanager
+    def copied(self, file: Path) -> Iterator[None]:
+        """Append what is said in the body to a file, too, as long as the disk takes it."""
+        with suppress(OSError):
+            self._copy = file.open("a", encoding="utf-8")
+        try:
+            yield
+        finally:
+            if self._copy is not None:
+                with suppress(OSError):
+                    self._copy.close()
+            self._copy = None
 
-def not_written(error: OSError) -> NnmpiError:
-    """Return the error of a command whose output cannot be written, such as to a full disk."""
-    return NnmpiError(f"what was to be printed could not be written: {error.strerror}")
+    def say(self, *lines: str) -> None:
+        """Print the lines at once."""
+        if self._copy is not None:
+            with suppress(OSError):
+                self._copy.write("".join(f"{printable(line)}\n" for line in lines))
+                self._copy.flush()
+        if self._quiet:
+            return
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"  # the system's, which may not have all letters
+        try:
+            for line in lines:
+                print(printable(line).encode(encoding, "backslashreplace").decode(encoding), file=self._stream)
+            self._stream.flush()
+        except (OSError, ValueError) as error:  # no reader, a full disk; ValueError: the stream is closed
+            if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
+                self._lost = error
+            self._quiet = True
+            with suppress(OSError, ValueError):
+                nowhere = os.open(os.devnull, os.O_WRONLY)  # else Python would try once more at the end, and fail
+                os.dup2(nowhere, self._stream.fileno())
+                os.close(nowhere)
+
+    def check(self) -> None:
+        """Make sure that all was printed that somebody wants to read.
+
+        Raises:
+            NnmpiError: when something could not be written; a reader that went away is no error.
+        """
+        if self._lost is not None:
+            raise NnmpiError(f"what was to be printed could not be written: {self._lost.strerror}")
 
 
 @cache  # a process that reads many command lines, such as one of simulated jobs, builds it once

@@ -198,9 +198,8 @@ def _last_checkpoint(folder: RunFolder) -> tuple[int, Path | None, list[str]]:
         return 0, None, [str(error)]
     if loaded is None:
         return 0, None, []
-    checkpoint, place, notices = loaded
-    step = checkpoint.state.get("step")
-    return step if isinstance(step, int) else 0, place, notices
+    step = loaded.values.get("step")
+    return step if isinstance(step, int) else 0, loaded.folder, list(loaded.notices)
 
 
 def _flight(folder: RunFolder) -> tuple[str, Path] | None:

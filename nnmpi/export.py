@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 
@@ -21,7 +20,7 @@ from nnmpi.train.signature import to_metadata
 PROGRAM = "python -m nnmpi.export"
 DESCRIPTION = """Write a run's weights for other programs: python -m nnmpi.export RUN [options].
 
-torch: a state_dict as safetensors, with PyTorch's names and layouts; safetensors.torch.load_file reads it. The way back
+A state_dict as safetensors, with PyTorch's names and layouts; safetensors.torch.load_file reads it. The way back
 is --weights FILE of python -m nnmpi.evaluate, predict and export. (A run of --model gpt has left its weights as Hugging
 Face's transformers reads them in RUN/model.)"""
 
@@ -30,8 +29,6 @@ Face's transformers reads them in RUN/model.)"""
 class ExportConfig:
     """What is written."""
 
-    format: Literal["torch"] = "torch"
-    """Whose names and layouts."""
     out: Path | None = None
     """The file, .safetensors (default: RUN/torch.safetensors)."""
     best: bool = False

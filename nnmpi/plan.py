@@ -17,7 +17,7 @@ from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.fit import Fit, load_fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.measure import find_fit
-from nnmpi.command import Option, options_of, read_words
+from nnmpi.command import Console, Option, options_of, read_words
 from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.errors import UsageError
 from nnmpi.planner.network import PlannedNetwork, find_network
@@ -41,7 +41,6 @@ from nnmpi.train.config import (
     require,
 )
 from nnmpi.train.inputs import load_samples, match_loss
-from nnmpi.train.log import Console
 from nnmpi.units import format_bytes, format_seconds, parse_bytes
 
 PROGRAM = "python -m nnmpi.plan"

@@ -21,9 +21,9 @@ from nnmpi import Tensor, data, models, nn, ops, optim  # noqa: E402
 from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
 from nnmpi.comm.agreement import on_root  # noqa: E402
 from nnmpi.comm.group import Group  # noqa: E402
+from nnmpi.command import Console  # noqa: E402
 from nnmpi.data.loader import Loader  # noqa: E402
 from nnmpi.train.cli import parse  # noqa: E402
-from nnmpi.train.log import Console  # noqa: E402
 from nnmpi.train.session import begin  # noqa: E402
 
 BLOCKS = 5

@@ -164,20 +164,23 @@ class RunState:
 
 
 @dataclass(frozen=True)
-class LastCheckpoint:
-    """A run's last good checkpoint, found and verified once.
+class Checkpoint:
+    """Everything that a run needs to go on, found and verified once.
 
     Attributes:
-        values: what state.json holds.
+        values: JSON values of state.json: step, epoch, batch, seed, the optimizer's scalars and what the loop adds.
         folder: where it lies, on rank 0's node.
         notices: lines to print about it.
-        checkpoint: the arrays, on rank 0 alone.
+        model: parameters and buffers of the whole model by full name, whatever the layout of the run was; read when
+            they are asked for. On rank 0 alone, as the optimizer.
+        optimizer: state arrays by "slot/full.parameter.name".
     """
 
     values: Mapping[str, Any]
     folder: Path
-    notices: tuple[str, ...]
-    checkpoint: Checkpoint | None
+    notices: tuple[str, ...] = ()
+    model: TensorFile | None = None
+    optimizer: TensorFile | None = None
 
     @property
     def mesh(self) -> Mesh:
@@ -326,7 +329,7 @@ class Saver(AbstractContextManager["Saver"]):
             ) from None
 
 
-def find(folder: RunFolder, group: Group, writes: bool = True, best: bool = False) -> LastCheckpoint | None:
+def find(folder: RunFolder, group: Group, writes: bool = True, best: bool = False) -> Checkpoint | None:
     """Return the run's last good checkpoint; None where there is none yet. Collective.
 
     Args:
@@ -345,20 +348,19 @@ def find(folder: RunFolder, group: Group, writes: bool = True, best: bool = Fals
         loaded = load_checkpoint(folder.checkpoints, best)
         if loaded is None:
             return None
-        checkpoint, place, notices = loaded
-        RunState.from_json(checkpoint.state)  # raises what is wrong before any work is done
-        found.append(checkpoint)
-        return [dict(checkpoint.state), str(place), [*notices, f"resuming from {place}"]]
+        RunState.from_json(loaded.values)  # raises what is wrong before any work is done
+        found.append(loaded)
+        return [dict(loaded.values), str(loaded.folder), [*loaded.notices, f"resuming from {loaded.folder}"]]
 
     answer: list[Any] | None = on_root(group, read)
     if answer is None:
         return None
     values, place, notices = answer
-    return LastCheckpoint(values, Path(place), tuple(notices), found[0] if found else None)
+    return replace(found[0] if found else Checkpoint(values, Path(place)), notices=tuple(notices))
 
 
 def restore(
-    trainer: Trainer, last: LastCheckpoint | None, folder: RunFolder, first: RunState
+    trainer: Trainer, last: Checkpoint | None, folder: RunFolder, first: RunState
 ) -> tuple[RunState, list[str]]:
     """Give the trainer what `find` found; return the state, and lines to print. Collective.
 
@@ -383,8 +385,7 @@ def restore(
             f"{last.folder} is of {had}, but {has}; resume with the data that it began with, or start a new run with "
             "another --out"
         )
-    arrays, files = trainer.state(), last.checkpoint
-    sources = [_source(file) for file in ((None, None) if files is None else (files.model, files.optimizer))]
+    arrays, sources = trainer.state(), [_source(last.model), _source(last.optimizer)]
     for each, (_, specs, file) in zip(arrays, sources, strict=True):  # both, before either is written
         each.check(specs, file)
     for each, source in zip(arrays, sources, strict=True):
@@ -393,7 +394,7 @@ def restore(
     return replace(state, data=first.data), [*last.notices, *_moved(last, trainer)]
 
 
-def load_weights(model: Module, group: Group, where: Arrangement, last: LastCheckpoint) -> None:
+def load_weights(model: Module, group: Group, where: Arrangement, last: Checkpoint) -> None:
     """Give a model the weights that `find` found. Collective.
 
     Args:
@@ -405,7 +406,7 @@ def load_weights(model: Module, group: Group, where: Arrangement, last: LastChec
     Raises:
         CheckpointError: on all ranks, when it does not fit the model; nothing is changed then.
     """
-    model_state(model, group, where).scatter(*_source(None if last.checkpoint is None else last.checkpoint.model))
+    model_state(model, group, where).scatter(*_source(last.model))
 
 
 def _source(file: TensorFile | None) -> tuple[Callable[[str], Array], Mapping[str, ArraySpec] | None, Path | None]:
@@ -444,7 +445,7 @@ def _algorithms(trainer: Trainer) -> dict[str, list[str]]:
     return {_part(mesh.coordinates(rank)): names for rank, names in reversed(list(enumerate(everyones)))}
 
 
-def _moved(last: LastCheckpoint, trainer: Trainer) -> list[str]:
+def _moved(last: Checkpoint, trainer: Trainer) -> list[str]:
     """Return a line where a run goes on with another layout: which, and whether its results stay equal to the bit."""
     before, now = last.mesh, _mesh(trainer)
     if before.shape == now.shape:
@@ -468,21 +469,6 @@ def _mesh(trainer: Trainer) -> Mesh:
 # ---- a checkpoint's folder, by one process ----
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """Everything that a run needs to go on. Each array is that of the whole model, whatever the layout of the run was.
-
-    Attributes:
-        model: parameters and buffers by full name; read when they are asked for.
-        optimizer: state arrays by "slot/full.parameter.name"; read when they are asked for.
-        state: JSON values: step, epoch, batch, seed, the optimizer's scalars and what the loop adds.
-    """
-
-    model: TensorFile
-    optimizer: TensorFile
-    state: Mapping[str, Any]
-
-
 def check_folder(folder: Path, writes: bool = True) -> None:
     """Check that a run can go on from what is here and write more, before it does work that could not be kept.
 
@@ -501,8 +487,8 @@ def check_folder(folder: Path, writes: bool = True) -> None:
         )
 
 
-def load_checkpoint(folder: Path, best: bool = False) -> tuple[Checkpoint, Path, list[str]] | None:
-    """Return the checkpoint that `latest` names, its folder, and notices; or None where there is none yet.
+def load_checkpoint(folder: Path, best: bool = False) -> Checkpoint | None:
+    """Return the checkpoint that `latest` names; None where there is none yet.
 
     Where that one is damaged the newest good one is taken, and a notice says so.
 
@@ -517,11 +503,11 @@ def load_checkpoint(folder: Path, best: bool = False) -> tuple[Checkpoint, Path,
         found = _named(folder, BEST_FILE)
         if found is None:
             raise CheckpointError(f"{folder} keeps no best checkpoint; train with --keep-best")
-        return read_checkpoint(found), found, []
+        return read_checkpoint(found)
     notices: list[str] = []
     for candidate in _candidates(folder):
         try:
-            return read_checkpoint(candidate), candidate, notices
+            return replace(read_checkpoint(candidate), notices=tuple(notices))
         except CheckpointError as error:
             notices.append(f"{error}; an older checkpoint is used instead")
     if notices:
@@ -552,7 +538,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     except (AttributeError, KeyError, TypeError):
         raise CheckpointError(f"{file} does not say the sizes and sums of its files") from None
     del state["format"], state["files"]
-    return Checkpoint(TensorFile(folder / MODEL_FILE), TensorFile(folder / OPTIMIZER_FILE), state)
+    return Checkpoint(state, folder, (), TensorFile(folder / MODEL_FILE), TensorFile(folder / OPTIMIZER_FILE))
 
 
 def digest(state: Mapping[str, Any]) -> str:

@@ -21,7 +21,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.shutdown import exit_refused
 from nnmpi.comm.mpi.start import start, watch_alone
 from nnmpi.comm.world import LIMIT_S, WARNING_S
-from nnmpi.command import HelpAsked, options_of, read_words
+from nnmpi.command import Console, HelpAsked, options_of, read_words
 from nnmpi.compose.layout import Layout
 from nnmpi.data.catalogue import NAMES
 from nnmpi.errors import UsageError
@@ -39,7 +39,6 @@ from nnmpi.train.config import (
     not_negative,
 )
 from nnmpi.train.folder import default_folder, find_model, read_run
-from nnmpi.train.log import Console
 from nnmpi.train.loop import StopSignals
 from nnmpi.train.run import Run, open_run
 from nnmpi.train.session import begin

@@ -247,22 +247,11 @@ class SyncConfig:
         if not self.rule.asynchronous:
             return
         plain = ParallelConfig()
-        for option, given, why in (
-            ("--pp", parallel.pp not in ("auto", 1), "every worker has the whole model"),
-            ("--tp", parallel.tp not in ("auto", 1), "every worker has the whole model"),
-            ("--sp", parallel.sp != 1, "every worker has samples of its own"),
-            ("--reduction", parallel.reduction != plain.reduction, "sums depend on who comes first"),
-            ("--zero", parallel.zero > 0, "every worker has the whole model"),
-            ("--memory-limit", parallel.memory_limit is not None, "every worker has the whole model"),
-            (
-                "--activation-memory",
-                parallel.activation_memory is not None,
-                "ranks that are not in step cannot plan together",
-            ),
-            ("--offload-state", parallel.offload_state is not None, "each has updates of its own"),
-            ("--allreduce", parallel.allreduce != plain.allreduce, "no gradients are summed by all-reduce"),
-        ):
-            require(not given, f"{option} does not go with --sync {self.sync}: {why}; leave it out")
+        for each in fields(parallel):
+            given, fits = getattr(parallel, each.name), each.name in ("dp", "microbatches", "layout")
+            fits = fits or given in (getattr(plain, each.name), 1)
+            what = f"--{each.name.replace('_', '-')} does not go with --sync {self.sync}"
+            require(fits, f"{what}, whose workers have the whole model each and sum no gradients; leave it out")
 
 
 # Which models know an option.

@@ -7,15 +7,12 @@ To log one more number per step: add it to `compose.trainer.Totals` if it is a s
 write it in `Reporter.steps` and explain it in metrics.py.
 """
 
-import contextlib
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from math import isfinite
-from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from nnmpi import clock
-from nnmpi.command import discard, not_written, printable
+from nnmpi.command import Console
 from nnmpi.compose.losses import perplexity, r2
 from nnmpi.compose.stats import PARTS, EvalReport, Totals
 from nnmpi.compose.trainer import SegmentReport
@@ -24,66 +21,6 @@ from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
 from nnmpi.train.run import TrainingRun
 
 PRINT_EVERY_S = 5.0  # between two printed lines of progress inside an epoch
-
-
-class Console:
-    """Prints lines on one rank and nothing on the others.
-
-    A reader that goes away (`| head`, a closed session), or a full disk, ends the printing, not the training.
-    """
-
-    def __init__(self, quiet: bool, stream: TextIO | None = None) -> None:
-        """Print to `stream` (standard output when None) unless `quiet`."""
-        self._stream = sys.stdout if stream is None else stream
-        self._quiet = quiet or self._stream is None  # Python has no standard output when it was closed before the start
-        self._copy: TextIO | None = None
-        self._lost: OSError | None = None
-
-    def silence(self) -> None:
-        """Print nothing from now on; what is said goes into the copy alone."""
-        self._quiet = True
-
-    @contextlib.contextmanager
-    def copied(self, file: Path) -> Iterator[None]:
-        """Append what is said in the body to a file, too, as long as the disk takes it."""
-        with contextlib.suppress(OSError):
-            self._copy = file.open("a", encoding="utf-8")
-        try:
-            yield
-        finally:
-            if self._copy is not None:
-                with contextlib.suppress(OSError):
-                    self._copy.close()
-            self._copy = None
-
-    def say(self, *lines: str) -> None:
-        """Print the lines at once."""
-        if self._copy is not None:
-            with contextlib.suppress(OSError):
-                self._copy.write("".join(f"{printable(line)}\n" for line in lines))
-                self._copy.flush()
-        if self._quiet:
-            return
-        encoding = getattr(self._stream, "encoding", None) or "utf-8"  # the system's, which may not have all letters
-        try:
-            for line in lines:
-                print(printable(line).encode(encoding, "backslashreplace").decode(encoding), file=self._stream)
-            self._stream.flush()
-        except (OSError, ValueError) as error:  # no reader, a full disk; ValueError: the stream is closed
-            if isinstance(error, OSError) and not isinstance(error, BrokenPipeError):
-                self._lost = error
-            self._quiet = True
-            with contextlib.suppress(OSError, ValueError):
-                discard(self._stream)
-
-    def check(self) -> None:
-        """Make sure that all was printed that somebody wants to read.
-
-        Raises:
-            NnmpiError: when something could not be written; a reader that went away is no error.
-        """
-        if self._lost is not None:
-            raise not_written(self._lost)
 
 
 def percent(share: float) -> str:

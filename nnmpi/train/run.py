@@ -48,7 +48,7 @@ from nnmpi.train.build import (
     find_layout,
     needs_arrangement,
 )
-from nnmpi.train.checkpoint import Extent, LastCheckpoint, find, load_weights
+from nnmpi.train.checkpoint import Checkpoint, Extent, find, load_weights
 from nnmpi.train.computing import Computing, choose_computing, explained
 from nnmpi.train.config import Config, ModelConfig, assemble, flatten
 from nnmpi.train.folder import RunFolder, read_run
@@ -189,7 +189,7 @@ def set_up(
     group: Group,
     backend: Backend,
     folder: RunFolder,
-    last: LastCheckpoint | None,
+    last: Checkpoint | None,
     say: Callable[[str], None],
     local_rank: int,
     computing: Computing | None,
@@ -367,7 +367,7 @@ def _read_config(folder: Path) -> Config:
     return replace(config, model=replace(config.model, pretrained=left))  # what it began with may be gone
 
 
-def _read_signature(folder: Path, last: LastCheckpoint | None, group: Group) -> ModelSignature:
+def _read_signature(folder: Path, last: Checkpoint | None, group: Group) -> ModelSignature:
     """Return what a model takes and gives: what its weights say, or the size of one in Hugging Face's files."""
 
     def read() -> dict[str, Any]:
@@ -379,8 +379,8 @@ def _read_signature(folder: Path, last: LastCheckpoint | None, group: Group) -> 
                 "classes": size.vocabulary,
                 "stored": TOKENS,
             }
-        assert last.checkpoint is not None  # on rank 0
-        file = last.checkpoint.model
+        file = last.model
+        assert file is not None  # on rank 0
         values: dict[str, Any] = read_metadata(file.metadata, file.file)["signature"]
         return values
 

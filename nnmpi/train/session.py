@@ -13,6 +13,7 @@ import numpy as np
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.world import WARNING_S
+from nnmpi.command import Console
 from nnmpi.compose.stats import EvalReport
 from nnmpi.errors import CheckpointError, ShapeError, UsageError, counted
 from nnmpi.files import locked, write_atomically
@@ -24,7 +25,7 @@ from nnmpi.train.computing import check_backend, explained, take_backend
 from nnmpi.train.config import Config
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.header import header
-from nnmpi.train.log import Console, Reporter
+from nnmpi.train.log import Reporter
 from nnmpi.train.loop import Loop
 from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics
 from nnmpi.train.run import TrainingRun, set_up

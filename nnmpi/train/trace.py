@@ -1,84 +1,42 @@
 """One Chrome trace of a run: every rank's events, on one time axis, in a file that Perfetto opens.
 
-How far the ranks' clocks are apart is found out first. Rank 0 asks every other rank in turn what time it has:
-
-    rank 0     sent |---.           .---| came            offset = there - (sent + came) / 2
-    rank r               `--| there |                     wrong by at most (came - sent) / 2
-
-The answer of the shortest of several round trips counts (Cristian, Probabilistic clock synchronization, 1989). An
-offset that is within its own error is taken to be none: ranks of one node mostly read the same clock, and then have
-none, to the last bit. Clocks of different nodes are apart by days, since each counts from its node's start; they drift,
-typically by 1 to 50 microseconds a second, so ask near the time that is to be shown.
+How far the ranks' clocks are apart is found first: all look at theirs when a barrier has let them go, several times,
+and the median of the differences counts. One that is small, or within their spread, is taken to be none: ranks of one
+node read the same clock. Clocks of different nodes are apart by days, since each counts from its node's start; they
+drift, typically by 1 to 50 microseconds a second, so ask near the time that is to be shown.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
-
-import numpy as np
+from statistics import median
 
 from nnmpi import clock
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.comm.world import Comm
 from nnmpi.errors import CommError, NnmpiError
 from nnmpi.timeline import Timeline, TraceEvent, recording, to_chrome, write_chrome
 from nnmpi.train.run import TrainingRun
 
-ROUNDS = 20
-_TAG = 0
-
-
-class Answer(NamedTuple):
-    """One round trip: when the question went out and the answer came, by one clock, and the time in the answer."""
-
-    sent_s: float
-    there_s: float
-    came_s: float
+ROUNDS, SAME_S = 20, 0.01
 
 
 def offsets(group: Group, clock: Callable[[], float] = clock.now) -> list[float]:
     """Return how far each rank's clock is ahead of rank 0's, in seconds, on every rank. Collective.
 
-    Takes ROUNDS round trips for each rank, one rank after the other.
-
     Args:
         group: the ranks.
         clock: what this rank reads, in seconds.
     """
-    comm = group.comm.duplicate()  # its messages never meet others'
-    try:
-        found = [0.0] * group.size
-        for rank in range(1, group.size):
-            if group.is_root:
-                found[rank] = estimate([_ask(comm, rank, clock) for _ in range(ROUNDS)])
-            elif group.rank == rank:
-                for _ in range(ROUNDS):
-                    _answer(comm, clock)
-    finally:
-        comm.free()
-    return list(group.share(found))
-
-
-def estimate(answers: Sequence[Answer]) -> float:
-    """Return the offset of the clock that answered, in seconds; 0 where it cannot be told from none."""
-    best = min(answers, key=lambda answer: answer.came_s - answer.sent_s)
-    offset_s = best.there_s - (best.sent_s + best.came_s) / 2
-    is_between = best.sent_s <= best.there_s <= best.came_s
-    return 0.0 if is_between else offset_s
-
-
-def _ask(comm: Comm, rank: int, clock: Callable[[], float]) -> Answer:
-    there_s = np.empty(1)
-    sent_s = clock()
-    comm.wait_all([comm.irecv(there_s, rank, _TAG), comm.isend(np.empty(0), rank, _TAG)])
-    return Answer(sent_s, float(there_s[0]), clock())
-
-
-def _answer(comm: Comm, clock: Callable[[], float]) -> None:
-    comm.wait_all([comm.irecv(np.empty(0), 0, _TAG)])
-    comm.wait_all([comm.isend(np.array([clock()]), 0, _TAG)])
+    times = []
+    for _ in range(ROUNDS):
+        group.barrier()
+        times.append(clock())
+    everyones, found = group.gather(times), []
+    for own in everyones:
+        ahead = [there - here for there, here in zip(own, everyones[0], strict=True)]
+        found.append(median(ahead) if abs(median(ahead)) > max(SAME_S, max(ahead) - min(ahead)) else 0.0)
+    return found
 
 
 def write_trace(path: Path, timeline: Timeline, group: Group, names: Sequence[str] | None = None) -> None:

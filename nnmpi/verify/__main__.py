@@ -8,12 +8,11 @@ from typing import Any
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.start import start
-from nnmpi.command import HelpAsked
+from nnmpi.command import Console, HelpAsked
 from nnmpi.compose.layout import Layout
 from nnmpi.data.dataset import Dataset
 from nnmpi.train.build import build_layout
 from nnmpi.train.computing import explained, take_backend
-from nnmpi.train.log import Console
 from nnmpi.verify.compare import Finding, compare
 from nnmpi.verify.options import Options, parse
 from nnmpi.verify.trial import EPS, Trial, load_samples, microbatches, run

@@ -92,7 +92,7 @@ def _last(run: Path) -> Path:
     """Return the checkpoint that a resume would take: a kill may have come between its name and `latest`."""
     loaded = checkpoint.load_checkpoint(run / "checkpoints")
     assert loaded is not None
-    return loaded[1]
+    return loaded.folder
 
 
 def survive(seed: int, run: Path, wanted: list[bytes]) -> str:
@@ -243,7 +243,7 @@ class _Promised:
             loaded = checkpoint.load_checkpoint(run / "checkpoints")
         except CheckpointError as error:
             return f"a checkpoint of step {self.step} was written: {error}" if self.step else ""
-        step = 0 if loaded is None else loaded[0].state["step"]
+        step = 0 if loaded is None else loaded.values["step"]
         return f"the checkpoint of step {self.step} was written, and that of step {step} is left" * (step < self.step)
 
 

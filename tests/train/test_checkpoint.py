@@ -21,8 +21,8 @@ from nnmpi.models.mlp import mlp
 from nnmpi.optim import updates
 from nnmpi.train import checkpoint as module
 from nnmpi.train.checkpoint import (
+    Checkpoint,
     CheckpointWriter,
-    LastCheckpoint,
     RunState,
     Saver,
     TensorFile,
@@ -94,7 +94,7 @@ def test_a_worker_gets_back_what_it_had(group: Group, tmp_path: Path) -> None:
     other = make_worker(group, seed=1)
     kept = find(folder, group)
     assert kept is not None
-    assert (kept.checkpoint is not None) == group.is_root
+    assert (kept.model is not None) == group.is_root
     state, notices = restore(other, kept, folder, RunState(samples=9))
     assert (state.step, other.optimizer.steps) == (4, steps)
     assert notices == [f"resuming from {folder.checkpoints / 'step-00000004'}"]
@@ -248,8 +248,8 @@ def test_without_a_checkpoint_a_run_starts_at_the_beginning(group: Group, tmp_pa
     assert notices == [f"{folder.path} has no checkpoint yet: starting at the beginning"]
 
 
-def make_kept(ranks: int, layout: dict[str, int], algorithms: dict[str, list[str]]) -> LastCheckpoint:
-    return LastCheckpoint({"ranks": ranks, "layout": layout, "algorithms": algorithms}, Path(), (), None)
+def make_kept(ranks: int, layout: dict[str, int], algorithms: dict[str, list[str]]) -> Checkpoint:
+    return Checkpoint({"ranks": ranks, "layout": layout, "algorithms": algorithms}, Path())
 
 
 def test_algorithms_are_kept_on_the_same_mesh_only() -> None:

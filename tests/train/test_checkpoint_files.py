@@ -69,7 +69,7 @@ def test_every_kind_of_array_comes_back_the_same(tmp_path: Path) -> None:
 
 def test_state_comes_back_and_equal_checkpoints_have_equal_bytes(tmp_path: Path) -> None:
     first, second = (save(tmp_path / name, make(7, 1.5), keep=1) for name in "ab")
-    assert read_checkpoint(first).state == {"step": 7, "epoch": 2, "third": 1 / 3}
+    assert read_checkpoint(first).values == {"step": 7, "epoch": 2, "third": 1 / 3}
     assert names(first) == ["model.safetensors", "optimizer.safetensors", "state.json"]
     for name in names(first):
         assert (first / name).read_bytes() == (second / name).read_bytes()
@@ -89,7 +89,7 @@ def test_an_older_step_saved_again_removes_the_future(tmp_path: Path) -> None:
     assert names(tmp_path) == ["latest", "step-00000001", "step-00000002"]
     found = load_checkpoint(tmp_path)
     assert found is not None
-    assert found[0].model["w"][0, 0] == 9
+    assert found.model["w"][0, 0] == 9
 
 
 def test_nothing_saved_yet_is_no_error(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_crash_while_saving_leaves_a_whole_checkpoint(
             save(tmp_path, make(2, 2.0), keep=1)
     found = load_checkpoint(tmp_path)
     assert found is not None
-    assert (found[0].state["step"], found[0].model["w"][0, 0]) in ((1, 1.0), (2, 2.0))
+    assert (found.values["step"], found.model["w"][0, 0]) in ((1, 1.0), (2, 2.0))
     save(tmp_path, make(2, 3.0), keep=1)
     assert names(tmp_path) == ["latest", "step-00000002"]
 
@@ -171,11 +171,10 @@ def test_damage_is_found_and_an_older_checkpoint_taken(
     damage(newest / name)
     found = load_checkpoint(tmp_path)
     assert found is not None
-    checkpoint, folder, notices = found
-    assert (checkpoint.state["step"], folder.name) == (1, "step-00000001")
-    assert len(notices) == 1
-    assert str(newest / name) in notices[0]
-    assert text in notices[0]
+    assert (found.values["step"], found.folder.name) == (1, "step-00000001")
+    assert len(found.notices) == 1
+    assert str(newest / name) in found.notices[0]
+    assert text in found.notices[0]
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"step": 1}', "[" * 10**5])
@@ -194,8 +193,8 @@ def test_a_changed_value_in_the_state_is_found_and_an_older_checkpoint_taken(tmp
     file.write_text(file.read_text().replace('"epoch": 2', '"epoch": 3'))
     found = load_checkpoint(tmp_path)
     assert found is not None
-    assert found[0].state["step"] == 1
-    assert "state.json is damaged: its SHA-256" in found[2][0]
+    assert found.values["step"] == 1
+    assert "state.json is damaged: its SHA-256" in found.notices[0]
 
 
 def seal(folder: Path) -> None:
@@ -242,7 +241,7 @@ def test_without_a_usable_latest_the_newest_is_taken(tmp_path: Path, latest: str
         (tmp_path / "latest").write_text(latest)
     found = load_checkpoint(tmp_path)
     assert found is not None
-    assert found[0].state["step"] == 2
+    assert found.values["step"] == 2
 
 
 def test_latest_may_be_set_back_by_hand(tmp_path: Path) -> None:
@@ -251,4 +250,4 @@ def test_latest_may_be_set_back_by_hand(tmp_path: Path) -> None:
     (tmp_path / "latest").write_text("step-00000001")
     found = load_checkpoint(tmp_path)
     assert found is not None
-    assert found[0].state["step"] == 1
+    assert found.values["step"] == 1

@@ -127,7 +127,7 @@ def test_a_signal_to_the_launcher_keeps_what_was_done(tmp_path: Path, number: si
     """Half a second is what Open MPI's leaves its ranks: on a busy machine once more."""
     tries = (interrupted(tmp_path / f"run-{number}-{attempt}", number) for attempt in range(3))
     latest = next(each for each in tries if each.exists())
-    assert read_checkpoint(latest.parent / latest.read_text().strip()).state["step"] > 1
+    assert read_checkpoint(latest.parent / latest.read_text().strip()).values["step"] > 1
 
 
 def interrupted(run: Path, number: signal.Signals) -> Path:

@@ -7,8 +7,9 @@ import sys
 import pytest
 
 from nnmpi.comm.group import Group
+from nnmpi.command import Console
 from nnmpi.train import header
-from nnmpi.train.log import Console, percent
+from nnmpi.train.log import percent
 
 
 def test_a_quiet_console_prints_nothing() -> None:
@@ -46,7 +47,7 @@ def test_percent() -> None:
 
 
 def shell(command: str, end: str = "") -> tuple[int, str]:
-    program = "from nnmpi.train.log import Console; c = Console(False); c.say('a'); c.say('b' * 99999); c.say('c')"
+    program = "from nnmpi.command import Console; c = Console(False); c.say('a'); c.say('b' * 99999); c.say('c')"
     program += f"; {end}" * bool(end)
     done = subprocess.run(
         ["bash", "-c", f'set -o pipefail; "$0" -c "$1" {command}', sys.executable, program],

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from nnmpi.comm.group import Group
+from nnmpi.command import Console
 from nnmpi.train import session
 from nnmpi.train.config import assemble
-from nnmpi.train.log import Console
 from nnmpi.train.metrics import read_metrics
 from tests.chrome import arrows, breaches, names, spans
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
+from nnmpi.command import Console
 from nnmpi.compose.trainer import Progress
 from nnmpi.compose.worker import Worker
 from nnmpi.data.catalogue import load
@@ -17,7 +18,6 @@ from nnmpi.models.mlp import mlp
 from nnmpi.optim.updates import SGD
 from nnmpi.synchrony.slow import Slow
 from nnmpi.train.cli import main, read_options
-from nnmpi.train.log import Console
 from nnmpi.train.loop import StopSignals
 from nnmpi.train.metrics import read_metrics
 

@@ -101,5 +101,5 @@ def test_a_file_that_cannot_be_read_is_as_good_as_damaged(
 
     monkeypatch.setattr("nnmpi.train.checkpoint.sha256", refuse)
     found = load_checkpoint(run / "checkpoints")
-    assert found is not None and found[1].name == "step-00000003"
-    assert found[2] == [f"{newest} cannot be read (Permission denied); an older checkpoint is used instead"]
+    assert found is not None and found.folder.name == "step-00000003"
+    assert list(found.notices) == [f"{newest} cannot be read (Permission denied); an older checkpoint is used instead"]
