@@ -23,12 +23,11 @@ from nnmpi.comm.point_to_point import Messages
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.gradient_norm import gradient_norm
 from nnmpi.compose.layout import Layout
-from nnmpi.compose.stats import StepReport
+from nnmpi.compose.stats import PassReport, StepReport
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
 from nnmpi.models.mlp import mlp
-from nnmpi.parallel.pipeline.pass_report import PassReport
 from nnmpi.schedule.instruction import Instruction, Kind
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.registry import make

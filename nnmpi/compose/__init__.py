@@ -7,9 +7,11 @@ Read in this order:
     options              GradientExchange, Numerics: a trainer's options, and which of them go together
     trainer              Trainer: train up to a point, evaluate, state, report, release; and what it tells
     worker               Worker: all ranks do every step together; a synchronous step from the batch to the update
-    runner               what goes into a forward and backward pass and what comes out: DeviceBatch, Outcome, reports
-    replica_runner,      the two runners: a whole model (or shards of its layers),
-    pipeline_runner        and stages of a pipeline
+    passes               batches through the executor: losses, scores and gradients, and what becomes of the gradients
+    executor             the one loop over the instructions of a step's program; replayed: recording and replaying it
+    losses               losses and scores by name, and numbers that are read from a device once
+    inference,           the same loop without losses: a model's outputs,
+    generation             and text
     gradient_norm        the length of a gradient of which each rank has a part
     state                the arrays of a model that lies on many ranks, for checkpoints
     asynchronous         AsynchronousWorker: ranks that need not be in step, with its two runners:

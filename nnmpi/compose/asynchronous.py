@@ -17,9 +17,10 @@ from nnmpi.backend.backend import Backend
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.compose.averaging_runner import AveragingRunner
-from nnmpi.compose.options import DEFAULT_NUMERICS, Numerics, check_numerics, refuse_scaling
-from nnmpi.compose.replica_runner import LocalGradient, evaluate_all
-from nnmpi.compose.runner import SumLoss, check_loss, check_optimizer
+from nnmpi.compose.local_gradient import LocalGradient
+from nnmpi.compose.losses import SumLoss, check_loss
+from nnmpi.compose.options import DEFAULT_NUMERICS, Numerics, check_numerics, check_optimizer, refuse_scaling
+from nnmpi.compose.passes import evaluate_all
 from nnmpi.compose.segment import StalenessSummary, average_buffers
 from nnmpi.compose.server_runner import ParameterServerRunner
 from nnmpi.compose.stats import EvalReport
@@ -91,7 +92,7 @@ class AsynchronousWorker(Trainer):
 
     def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
         """See `Trainer.evaluate`."""
-        return evaluate_all(self.group, batches, self._gradient.evaluate, self.backend)
+        return evaluate_all(self.group, batches, self._gradient.evaluate)
 
     def summary(self) -> list[str]:
         """Return lines about how stale gradients were, and what was sent, since the last call."""

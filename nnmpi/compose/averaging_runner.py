@@ -8,7 +8,7 @@ gossip     worker 0   step | with 3 and 1 | step | with 3 and 1 |
 
 from nnmpi import clock, timeline
 from nnmpi.comm.agreement import PeriodicCheck
-from nnmpi.compose.replica_runner import LocalGradient
+from nnmpi.compose.local_gradient import LocalGradient
 from nnmpi.compose.segment import meet
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment

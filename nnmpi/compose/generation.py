@@ -15,11 +15,13 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels import to_float32
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.inference import ForwardPasses
+from nnmpi.compose.executor import Executor
 from nnmpi.errors import DivergenceError, UsageError
 from nnmpi.nn.compiled import Compiled
 from nnmpi.nn.mode import continued
+from nnmpi.parallel.pipeline.stage import Scope
 from nnmpi.shard import part
+from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -37,7 +39,9 @@ class TokenGenerator:
         self._memory: dict[str, Any] = {}
         self._again = Compiled(where.model)  # one token behind others: the same calls each time
         self._logits: Array | None = None
-        self._passes = ForwardPasses(where, backend, lambda: continued(self._memory), self._keep)
+        self._model: Callable[..., Any] = where.model
+        scope: Scope = lambda _microbatch, _again: continued(self._memory)  # noqa: E731 - it is one word
+        self._executor = Executor(lambda x: self._model(x), where, backend, scope, self._keep)
 
     def begin(self, tokens: Sequence[int]) -> Array:
         """Forget what was, read the beginning of a text, and return the logits of the token after it. Collective.
@@ -58,12 +62,13 @@ class TokenGenerator:
 
     def release(self) -> None:
         """Give back what it holds of MPI. Collective."""
-        self._passes.free()
+        self._executor.free()
 
     def _read(self, tokens: Sequence[int], model: Callable[..., Any]) -> Array:
         batch, mesh = self._backend.asarray(np.array([tokens], np.int64)), self._where.mesh
-        self._logits = None
-        self._passes.run([batch], model)
+        self._logits, self._model = None, model
+        with no_grad():
+            self._executor.infer([batch])
         logits = np.zeros(self.vocabulary)
         if self._logits is not None:  # on the last stage; where ranks share the classes out, each has some
             shared = self._where.classes > 0

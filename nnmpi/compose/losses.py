@@ -1,22 +1,57 @@
-"""Losses of numbers that are predicted, and how good outputs are beside their loss: their score.
+"""What is taken of a model's outputs: losses, and how good outputs are beside their loss, their score.
 
     mse, mae, huber     quantities      score: minus the squared error, from which RMSE and R2 come
     bce                 yes or no       score: how many outputs are on the right side of 0
-    cross-entropy       classes         score: how many labels have the largest logit (see `compose.runner`)
+    cross-entropy       classes         score: how many labels have the largest logit
+
+    DeviceBatch         a part of a batch where the model lives, with its labels checked on the host
+    DeferredScalars     losses and scores of a step, read from a device all at once at its end
 
 A score is a sum over targets, the higher the better; `stats.Totals` reads their mean. A target is a sample here,
 with all its elements: its loss and its score are means over them, so that the mean over samples is the mean over all
 elements of the global batch.
+
+To read a number from a device is to wait until it has done all that was given to it before, and meanwhile nobody gives
+it anything to do. So a step's losses and right answers are read at its end, in one copy. NumPy's numbers are there at
+once, and are taken as they come. For the same reason labels and indices are checked on the host, before they go to a
+device or while it works: a kernel cannot raise an error.
 """
 
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from math import exp, inf, log, nan, prod, sqrt
 from sys import float_info
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.kernels import to_float32
-from nnmpi.errors import ShapeError, counted
-from nnmpi.ops.loss import binary_cross_entropy, huber, mae, mse
+from nnmpi.comm.buffers import to_host
+from nnmpi.compose.arrange import Arrangement
+from nnmpi.custom import fault
+from nnmpi.data.dataset import IGNORED
+from nnmpi.data.loader import Batch
+from nnmpi.errors import NnmpiError, ShapeError, UsageError, counted
+from nnmpi.nn.linear import Embedding
+from nnmpi.nn.module import Module
+from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, huber, mae, mse
+from nnmpi.parallel.sharded.cross_entropy import best_classes
+from nnmpi.parallel.sharded.cross_entropy import cross_entropy as sharded_cross_entropy
 from nnmpi.tensor.tensor import Tensor
+
+CROSS_ENTROPY = "cross-entropy"
+
+LOSS, SCORE = "loss", "score"  # the names of their sums in `DeferredScalars`
+
+SumLoss: TypeAlias = Callable[[Tensor, Array], Tensor]
+Score: TypeAlias = Callable[[Tensor, "DeviceBatch"], Array | float]
+Values: TypeAlias = Mapping[Hashable, float]
 
 YES_OR_NO = "bce"
 ERRORS = {"mse": mse, YES_OR_NO: binary_cross_entropy, "mae": mae, "huber": huber}
@@ -93,3 +128,273 @@ def r2(score: float, variance: float) -> float:
 
 def _fits(outputs: Tensor, targets: Array) -> bool:
     return bool(outputs.shape[:1] == targets.shape[:1] and outputs.data.size == targets.size)
+
+
+class DeferredScalars:
+    """Sums by name, in float64, of numbers that arise on the host or a device."""
+
+    def __init__(self) -> None:
+        self._values: dict[Hashable, Any] = {}
+
+    def clear(self) -> None:
+        """Forget all numbers."""
+        self._values.clear()
+
+    def add(self, name: Hashable, value: Array | float) -> None:
+        """Add a number to the sum of this name; nothing is waited for.
+
+        Args:
+            value: a Python number, or an array of one element, here or on the device.
+        """
+        self._values[name] = self._values[name] + _number(value) if name in self._values else _number(value)
+
+    def put(self, name: Hashable, value: Array | float) -> None:
+        """Let the sum of this name be this number; as `add` otherwise."""
+        self._values[name] = _number(value)
+
+    def read(self) -> dict[Hashable, float]:
+        """Return the sums by name. A device is waited for once; without numbers there not at all."""
+        there = {name: value for name, value in self._values.items() if not isinstance(value, float)}
+        if not there:
+            return dict(self._values)
+        numbers = to_host(namespace(next(iter(there.values()))).concatenate(list(there.values())))
+        return self._values | dict(zip(there, map(float, numbers), strict=True))
+
+
+def _number(value: Array | float) -> Any:
+    """Return a number as float, or a new array (1,) of float64 on the device."""
+    if isinstance(value, float | int | np.generic | np.ndarray):
+        return float(value)
+    return value.reshape(1).astype("float64")
+
+
+Check: TypeAlias = Callable[["DeviceBatch", int, Tensor], None]
+
+
+class DeviceBatch(NamedTuple):
+    """What a model gets of a batch.
+
+    Attributes:
+        x, y: samples and labels where the model lives.
+        labels: the labels on the host; None if they are only on a device.
+        length: see `data.loader.Batch`.
+    """
+
+    x: Array
+    y: Array
+    labels: NDArray[Any] | None
+    length: int | None = None
+
+    def rows(self, part: slice) -> DeviceBatch:
+        """Return some of its rows."""
+        labels = None if self.labels is None else self.labels[part]
+        return DeviceBatch(self.x[part], self.y[part], labels, self.length)
+
+
+def to_device(batch: Batch, model: Module, backend: Backend) -> DeviceBatch:
+    """Return a batch where a backend has its arrays.
+
+    Raises:
+        ShapeError: for an index, on its way to a device, that no embedding of the model has a row for.
+    """
+    if backend.is_device and isinstance(batch.x, np.ndarray) and batch.x.dtype.kind in "iu":
+        _check_indices(batch.x, model)
+    return DeviceBatch(backend.asarray(batch.x), backend.asarray(batch.y), batch.labels, batch.length)
+
+
+def label_check(loss: Callable[[Tensor, Array], Tensor], classes: int) -> Check:
+    """Return what looks at a microbatch's labels on the host, where a loss on a device does not.
+
+    Called with a microbatch, the place of its first row in the batch, and its logits, it raises ShapeError for a label
+    that is no class. Of losses that are not nnmpi's own nothing is known, and nothing is checked.
+
+    Args:
+        classes: where they are shared out over ranks; else 0, and there are as many as logits in a row.
+    """
+    function = getattr(loss, "func", loss)
+    known = isinstance(loss, SumCrossEntropy) or function in (cross_entropy, sharded_cross_entropy)
+
+    def check(device_batch: DeviceBatch, first: int, logits: Tensor) -> None:
+        labels = device_batch.labels
+        if not known or labels is None or isinstance(device_batch.y, np.ndarray):
+            return
+        if labels.dtype.kind not in "iu" or not labels.size:
+            return
+        count = classes or logits.shape[-1]
+        ignored = _ignored(loss, labels)
+        if labels.min() >= 0 and labels.max() < count:
+            return
+        wrong = ((labels < 0) | (labels >= count)) & (labels != ignored if ignored is not None else True)
+        if wrong.any():
+            place = np.argwhere(wrong)[0]
+            raise ShapeError(
+                f"label {int(labels[tuple(place)])} in row {first + place[0]} of the batch is outside 0..{count - 1}"
+            )
+
+    return check
+
+
+def _check_indices(indices: NDArray[Any], model: Module) -> None:
+    entries = [module.num_embeddings for _, module in model.named_modules() if isinstance(module, Embedding)]
+    if not entries or not indices.size or (indices.min() >= 0 and indices.max() < max(entries)):
+        return
+    row, *_ = np.argwhere((indices < 0) | (indices >= max(entries)))[0]
+    wrong = indices[row][(indices[row] < 0) | (indices[row] >= max(entries))]
+    raise ShapeError(f"index {int(np.ravel(wrong)[0])} in row {row} of the batch is outside 0..{max(entries) - 1}")
+
+
+class SumCrossEntropy:
+    """The sum of the labels' cross-entropies. Called with logits and labels.
+
+    Where a sample has several labels, those that are `IGNORED` count for nothing. Where it has one, it counts: looking
+    for what does not would take a sixth of a small model's step.
+
+    Args:
+        function: `ops.cross_entropy`, or the one for classes that are shared out, with its options.
+
+    Attributes:
+        shared: whether it is for classes that are shared out over ranks.
+        is_own: whether the function is one of nnmpi's.
+    """
+
+    def __init__(self, function: Callable[..., Tensor], shared: bool) -> None:
+        self._function, self.shared = function, shared
+        self.is_own = getattr(function, "func", function) in (cross_entropy, sharded_cross_entropy)
+
+    def __repr__(self) -> str:
+        options = getattr(self._function, "keywords", {})
+        return f"{CROSS_ENTROPY} with label_smoothing {options.get('label_smoothing', 0.0)}"
+
+    def __call__(self, logits: Tensor, labels: Array) -> Tensor:
+        return self._function(logits, labels, reduction="sum", ignore_index=_ignored(self, labels))
+
+
+def sum_cross_entropy(arrangement: Arrangement | None, label_smoothing: float = 0.0) -> SumCrossEntropy:
+    """Return the sum of the labels' cross-entropies for logits as an arrangement's model gives them.
+
+    That is of this rank's classes alone, where they are shared out: no rank gathers them.
+    """
+    options: dict[str, Any] = {"label_smoothing": label_smoothing}
+    if arrangement is None or not arrangement.classes:
+        return SumCrossEntropy(partial(cross_entropy, **options), shared=False)
+    options |= {"group": arrangement.mesh.tp, "classes": arrangement.classes}
+    return SumCrossEntropy(partial(sharded_cross_entropy, **options), shared=True)
+
+
+def named_loss(loss: SumLoss | str | None, arrangement: Arrangement | None) -> SumLoss:
+    """Return the loss of this name ("cross-entropy", "mse" ...), the cross-entropy for None; a function as it is.
+
+    Raises:
+        UsageError: for a name that is not known.
+    """
+    if callable(loss):
+        return loss
+    if loss in ERRORS:
+        return SumError(loss)
+    if loss not in (None, CROSS_ENTROPY):
+        raise UsageError(f"the loss {loss!r} is unknown; choose one of {', '.join((CROSS_ENTROPY, *ERRORS))}")
+    return sum_cross_entropy(arrangement)
+
+
+def _ignored(loss: Callable[..., Tensor], labels: Array) -> int | None:
+    """Return which label counts for nothing in a cross-entropy; None for none."""
+    if isinstance(loss, SumCrossEntropy):
+        return IGNORED if labels.ndim > 1 else None
+    ignored: int | None = getattr(loss, "keywords", {}).get("ignore_index")
+    return ignored
+
+
+def is_own_loss(loss: SumLoss) -> bool:
+    """Return whether a loss is nnmpi's own."""
+    return type(loss) is SumError or (type(loss) is SumCrossEntropy and loss.is_own)
+
+
+def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
+    """Refuse a loss that is a mean, ignores what is counted, or would take this rank's classes alone for all.
+
+    Raises:
+        UsageError: naming what to do.
+    """
+    _refuse_mean(loss)
+    ignored = getattr(loss, "keywords", {}).get("ignore_index")
+    if ignored is not None and ignored >= 0:
+        raise UsageError(
+            f"the loss ignores label {ignored}, but it is divided by the number of labels from 0 on; give what does "
+            f"not count the label {IGNORED}, and the loss ignore_index={IGNORED}"
+        )
+    if arrangement is None or not arrangement.classes:
+        return
+    is_shared = isinstance(loss, SumCrossEntropy) and loss.shared
+    if not is_shared and getattr(loss, "func", None) is not sharded_cross_entropy:
+        raise UsageError(
+            f"the {arrangement.classes} classes are shared out over tp {arrangement.mesh.tp.size} (Sharding.VOCAB), so "
+            "this loss would see a part of them alone; take compose.losses.sum_cross_entropy(arrangement), or "
+            "Sharding.COLUMN, after which the logits are whole"
+        )
+
+
+def summed(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
+    """Return what a loss makes of logits.
+
+    Raises:
+        UsageError: for what is no Tensor, or not a sum; for an exception in a loss, with its line.
+    """
+    try:
+        found: object = loss(logits, labels)
+    except (NnmpiError, MemoryError):
+        raise
+    except Exception as error:
+        raise UsageError(fault(loss, ("logits", "labels"), error)) from error
+    if not isinstance(found, Tensor):
+        raise UsageError(f"the loss gave a {type(found).__name__}; return the sum of the losses, a Tensor")
+    if found.size != 1:
+        raise UsageError(f"the loss gave a Tensor of shape {found.shape}; return the sum of the losses, one number")
+    return found
+
+
+def _refuse_mean(loss: SumLoss) -> None:
+    """Refuse a loss that says by its arguments that it is no sum, such as `cross_entropy` as it stands."""
+    if isinstance(loss, Module) and getattr(loss, "reduction", "sum") != "sum":
+        raise UsageError(
+            f"the loss has reduction={loss.reduction!r}, but a Worker divides the sum of all ranks' losses once: "
+            f'make it by nn.{type(loss).__name__}(reduction="sum")'
+        )
+    try:
+        reduction = inspect.signature(loss).parameters.get("reduction")
+    except (TypeError, ValueError):  # a callable that has no signature
+        return
+    if reduction is not None and reduction.default != "sum":
+        raise UsageError(
+            f"the loss has reduction={reduction.default!r}, but a Worker divides the sum of all ranks' losses once: "
+            'give it partial(loss, reduction="sum")'
+        )
+
+
+def score_of(loss: SumLoss, arrangement: Arrangement | None) -> Score:
+    """Return what gives the score of outputs as an arrangement's model gives them; see `compose.losses`."""
+    if isinstance(loss, SumError):
+        return lambda outputs, device_batch: loss.score(outputs, device_batch.y)
+    if arrangement is None or not arrangement.classes:
+        return count_correct
+    group, classes = arrangement.mesh.tp, arrangement.classes
+
+    def count(logits: Tensor, device_batch: DeviceBatch) -> float:
+        labels = Tensor(device_batch.y).numpy() if device_batch.labels is None else device_batch.labels
+        return float((best_classes(logits.data, group, classes) == labels).sum())
+
+    return count
+
+
+def count_correct(logits: Tensor, device_batch: DeviceBatch) -> Array | float:
+    """Return how many labels have their row's largest logit; of quantities the score of their squared errors.
+
+    On a device that is an array of one number, for which nobody has waited. Where neither is defined it is NaN.
+    """
+    y = device_batch.y
+    if y.dtype.kind == "f":
+        return squared_errors(logits, y)
+    if logits.ndim != y.ndim + 1 or y.dtype.kind not in "iu":
+        return float("nan")
+    values = to_float32(namespace(logits.data), logits.data)  # of bfloat16 not every library finds the largest
+    equal: Array = values.argmax(axis=-1) == y
+    return float(np.count_nonzero(equal)) if isinstance(equal, np.ndarray) else equal.sum()

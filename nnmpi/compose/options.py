@@ -82,6 +82,22 @@ class Numerics:
 DEFAULT_EXCHANGE, DEFAULT_NUMERICS = GradientExchange(), Numerics()
 
 
+def check_optimizer(model: Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that would update other arrays than the model's.
+
+    Raises:
+        UsageError: saying what to do.
+    """
+    if not isinstance(optimizer, Optimizer):
+        what = type(optimizer).__name__
+        raise UsageError(f"a {what} stands where the optimizer belongs: nnmpi.Worker(model, optimizer, group)")
+    if optimizer.storage is not model.storage:
+        raise UsageError(
+            "the optimizer works on other arrays than the model's; make it over model.storage, after the last "
+            "model.initialize()"
+        )
+
+
 def check_numerics(trainer: Trainer) -> None:
     """Refuse ranks that would compute or update in different ways, and a precision that they cannot have; collective.
 

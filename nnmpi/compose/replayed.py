@@ -17,11 +17,10 @@ from typing import Any
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import setting
-from nnmpi.backend.memory_pool import MemoryPool, alias
+from nnmpi.backend.memory_pool import alias
 from nnmpi.backend.precision import precision
 from nnmpi.backend.recording import Call, Recorder, active
-from nnmpi.compose.losses import SumError
-from nnmpi.compose.runner import SumCrossEntropy, SumLoss
+from nnmpi.compose.losses import SumLoss, is_own_loss
 from nnmpi.nn.compiled import MOST_RECORDINGS, Compiled, Recording, make
 from nnmpi.nn.mode import Mode, current
 from nnmpi.nn.module import Buffer, Module
@@ -32,72 +31,116 @@ MOST_SHAPES = 256  # that are remembered: sentences may have any length
 MOST_CHANGES = 16  # of the model; one that changes all the time is not worth recording
 
 
-class ReplayedPass(Compiled):
-    """A pass through a model, replayed from the third time on that inputs of some shapes come, where that is safe.
+class Replay(Compiled):
+    """Passes of an executor, replayed from the third time on that inputs of some shapes come, where that is safe.
+
+        recorded    F0 F1 B0 F2 B1 B2       each part notes its calls; all results share one memory: what a microbatch
+                                            has let go of, a later one takes
+        replayed    F0 F1 B0 F2 B1 B2       the same parts in the same order, as the program has it: so what lies in a
+                                            place when it is taken again is not needed any more, as in the recorded pass
+
+    Between the parts this rank sends, receives, waits and sums. What comes into a part, and what goes out, is copied:
+    messages are not done when a part is.
 
     Args:
-        run: the pass: called with Tensors of NumPy's arrays, and plain values; it returns nothing.
-        model: that it runs.
-        loss: that it ends with.
-        pool: the memory of the recordings, where other passes have them there, too.
+        model: that runs.
+        losses: that passes end with.
+        refusal: why no pass may be replayed, whatever it is; else empty.
 
     Attributes:
         replays: how many passes were replayed so far.
     """
 
-    def __init__(self, run: Callable[..., None], model: Module, loss: SumLoss, pool: MemoryPool | None = None) -> None:
-        super().__init__(run, pool)
-        self._model, self._is_safe = model, _is_own_loss(loss)
+    def __init__(self, model: Module, losses: Sequence[SumLoss], refusal: str = "") -> None:
+        super().__init__(lambda: None)
+        strangers = [loss for loss in losses if not is_own_loss(loss)]
+        self._model, self._reason = model, refusal
+        if strangers and not refusal:
+            self._reason = f"the loss {_name(strangers[0])} is not nnmpi's own, and may decide by values"
+        self._refused = bool(self._reason)
         self._seen: set[Any] = set()
         self._holders: list[Iterable[object]] = []  # what holds what the model is made of
         self._parts: list[object] | None = None
         self._changes = self.replays = 0
+        self._now: Part = as_it_stands
 
-    def go(self, arrays: tuple[Array, ...], flags: tuple[Any, ...], may_replay: bool) -> None:
-        """Do a pass: replayed if there is a recording, recorded if these shapes were seen before.
-
-        Args:
-            arrays: what `run` gets first, as Tensors.
-            flags: what it gets after them; a recording is of these alone.
-            may_replay: whether passes may be recorded and replayed.
-        """
-        mode, inputs = current(), (*arrays, *flags)
-        if not may_replay or not self._is_safe or mode.observe is not None or active() is not None:
-            self.as_it_stands(inputs)
-            return
-        kinds = [(array.shape, array.dtype) for array in arrays]
-        key = (mode.training, mode.fused, setting(), precision(), flags, *kinds)
-        if self._parts is None or not self._is_unchanged():
-            self._begin_anew(key, inputs)
-            return
-        held = self._held.get(key)
-        if held is not None and held.recorder.holds():
-            self.replays += 1
-            held.replay(inputs, mode)
-        elif held is not None:  # somebody has put another array in a parameter's place, or frozen it
-            del self._held[key]
-            self.as_it_stands(inputs)
-        elif key in self._seen and len(self._held) < MOST_RECORDINGS:
-            self._record(key, inputs, mode)
-        else:
-            if len(self._seen) < MOST_SHAPES:
-                self._seen.add(key)
-            self.as_it_stands(inputs)
+    def explain(self) -> str:
+        """Return why the last pass was not replayed; nothing if it was."""
+        return self._reason
 
     @property
     def held_bytes(self) -> int:
         """What the recordings keep of memory between two passes."""
         return self.pool.size_bytes
 
-    def _begin_anew(self, key: Any, inputs: tuple[Any, ...]) -> None:
+    def go(self, kind: tuple[Any, ...], run: Callable[[], None], may_replay: bool = True) -> None:
+        """Do a pass: replayed if there is a recording, recorded if these shapes were seen before.
+
+        Args:
+            kind: what tells recordings apart: shapes, dtypes, and what else the calls depend on.
+            run: the pass, whose parts go through `part`.
+            may_replay: whether it may be recorded and replayed.
+        """
+        self._step, mode = run, current()
+        if self._refused or not may_replay or mode.observe is not None or active() is not None:
+            if not self._refused:
+                self._reason = "somebody looks at this pass: a trace, the count of memory, or an observer of layers"
+            run()
+            return
+        key = (mode.fused, setting(), precision(), *kind)
+        if self._parts is None or not self._is_unchanged():
+            self._begin_anew(key)
+            return
+        held = self._held.get(key)
+        if held is not None and held.recorder.holds():
+            self.replays, self._reason = self.replays + 1, ""
+            held.replay((), mode)
+            return
+        self._reason = "inputs of these shapes have not come often enough"
+        if held is not None:  # somebody has put another array in a parameter's place, or frozen it
+            del self._held[key]
+            self._reason = "a parameter has another array, or was frozen"
+        elif key in self._seen and len(self._held) < MOST_RECORDINGS:
+            self._record(key, (), mode)
+            return
+        elif len(self._seen) < MOST_SHAPES:
+            self._seen.add(key)
+        run()
+
+    def part(self, work: Work, arrays: Sequence[Array]) -> tuple[Sequence[Array], Any]:
+        """Return what work makes of some arrays, by the recording of this pass if there is one."""
+        return self._now(work, arrays)
+
+    def run_by(self, part: Part) -> None:
+        """Do the pass, its parts as said."""
+        self._now = part
+        try:
+            self._step()
+        finally:
+            self._now = as_it_stands
+
+    def _note(self, recorder: Recorder, inputs: tuple[Any, ...]) -> Recording:
+        held = _RecordedParts(recorder, self.run_by)
+        self.run_by(held.note)
+        return held
+
+    def _begin_anew(self, key: Any) -> None:
         """Do a pass of a model that is not known yet, or has changed; and look what it is made of."""
         self._held.clear()
         self._seen = {key}
         self._changes += 1
-        self.as_it_stands(inputs)  # first: layers find out in it which of them are computed as one
-        modules = [module for _, module in self._model.named_modules()]
-        self._is_safe = all(map(_is_replayable, modules)) and self._changes <= MOST_CHANGES
-        self._holders = [holder for module in modules for holder in _holders(module)]
+        self._step()  # first: layers find out in it which of them are computed as one
+        modules = list(self._model.named_modules())
+        strangers = [f"{name} ({type(module).__name__})" for name, module in modules if not _is_replayable(module)]
+        self._reason = "the model is new, or has changed"
+        if strangers:
+            self._reason = (
+                f"{strangers[0]} is not nnmpi's own; let its class say replayable = True if values decide nothing"
+            )
+        elif self._changes > MOST_CHANGES:
+            self._reason = "the model changes all the time"
+        self._refused = bool(strangers) or self._changes > MOST_CHANGES
+        self._holders = [holder for _, module in modules for holder in _holders(module)]
         self._parts = list(chain.from_iterable(self._holders))
 
     def _is_unchanged(self) -> bool:
@@ -106,41 +149,10 @@ class ReplayedPass(Compiled):
         return len(now) == len(before) and all(map(is_, now, before))
 
 
-class ReplayedParts(ReplayedPass):
-    """The same for a pass in parts, between which this rank sends, receives and waits: the stages of a pipeline.
-
-        recorded    F0 F1 B0 F2 B1 B2       each part notes its calls; all results share one memory: what a microbatch
-                                            has let go of, a later one takes
-        replayed    F0 F1 B0 F2 B1 B2       the same parts in the same order, as the schedule has it: so what lies in a
-                                            place when it is taken again is not needed any more, as in the recorded pass
-
-    What comes into a part, and what goes out, is copied: messages are not done when a part is.
-    """
-
-    _now: Part = staticmethod(as_it_stands)
-
-    def part(self, work: Work, arrays: Sequence[Array]) -> tuple[Sequence[Array], Any]:
-        """Return what work makes of some arrays, by the recording of this pass if there is one."""
-        return self._now(work, arrays)
-
-    def as_it_stands(self, inputs: tuple[Any, ...], part: Part = as_it_stands) -> Any:
-        """Do the pass, its parts as said."""
-        self._now = part
-        try:
-            return super().as_it_stands(inputs)
-        finally:
-            self._now = as_it_stands
-
-    def _note(self, recorder: Recorder, inputs: tuple[Any, ...]) -> Recording:
-        held = _RecordedParts(recorder, self.as_it_stands)
-        self.as_it_stands(inputs, held.note)
-        return held
-
-
 class _RecordedParts(Recording):
     """The parts of a pass, in their order: where inputs go, the calls, where results lie, and what else there was."""
 
-    def __init__(self, recorder: Recorder, run: Callable[[tuple[Any, ...], Part], Any]) -> None:
+    def __init__(self, recorder: Recorder, run: Callable[[Part], None]) -> None:
         super().__init__(recorder, [], None)
         self._run = run
         self._parts: list[tuple[list[Array], tuple[Call, ...], list[Array], Any]] = []
@@ -167,12 +179,11 @@ class _RecordedParts(Recording):
             make(calls, current())
             return [each.copy(order="K") for each in results], rest
 
-        return self._run(inputs, again)
+        self._run(again)
 
 
-def _is_own_loss(loss: SumLoss) -> bool:
-    """Return whether a loss is nnmpi's own."""
-    return type(loss) is SumError or (type(loss) is SumCrossEntropy and loss.is_own)
+def _name(loss: SumLoss) -> str:
+    return getattr(loss, "__name__", type(loss).__name__)
 
 
 def _is_replayable(module: Module) -> bool:

@@ -9,7 +9,7 @@ it is slowed down. What it does for others is in the time of its step, but is no
 """
 
 from nnmpi import clock, timeline
-from nnmpi.compose.replica_runner import LocalGradient
+from nnmpi.compose.local_gradient import LocalGradient
 from nnmpi.compose.segment import meet
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment

@@ -7,12 +7,12 @@ EvalReport     of an evaluation
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import nan
 from typing import Any
 
 from nnmpi.compose.losses import perplexity, rmse
-from nnmpi.parallel.pipeline.pass_report import PassReport
+from nnmpi.schedule.instruction import Instruction
 
 ROUNDING = 1e-4  # of a step's time: less than is printed of it
 
@@ -166,13 +166,40 @@ class Totals:
 
 
 @dataclass
+class PassReport:
+    """What one pass through the pipeline was on this rank.
+
+    Attributes:
+        microbatches: how many went through.
+        samples: what was computed, and how many seconds each took.
+        compute_s: seconds in which it computed.
+        wait_s: seconds in which it waited for what other stages send: the bubble, and messages that take their time.
+        transfer_s: seconds in which it sent, or waited for its last messages to leave.
+        sent_bytes: bytes of activations and gradients that it sent.
+        messages: how many arrays that were.
+        peak_live: the most microbatches whose activations it held at once.
+        total_s: from the first instruction to the last.
+    """
+
+    microbatches: int = 0
+    samples: list[tuple[Instruction, float]] = field(default_factory=list)
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    transfer_s: float = 0.0
+    sent_bytes: int = 0
+    messages: int = 0
+    peak_live: int = 0
+    total_s: float = 0.0
+
+
+@dataclass
 class StepReport(Totals):
     """One update, the same on all ranks but for the times. `loss` and `score` are means over the targets of all ranks.
 
     Attributes:
         grad_norm: the length of the global gradient, before clipping; NaN where every microbatch is an update.
         passed: what the pass through the pipeline was on this rank; None without a pipeline.
-        staleness: see `compose.runner.Outcome`.
+        staleness: see `compose.passes.Outcome`.
         loss_scale: what the gradients of this step were multiplied by on their way; 1 without loss scaling.
         skipped: whether there was no update, as a scaled gradient was beyond the range of float16.
     """

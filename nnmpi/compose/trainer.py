@@ -26,8 +26,8 @@ from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.losses import SumLoss, named_loss
 from nnmpi.compose.options import Numerics
-from nnmpi.compose.runner import SumLoss, named_loss
 from nnmpi.compose.state import model_state, optimizer_state
 from nnmpi.compose.stats import EvalReport, Totals
 from nnmpi.data.loader import Batch, Loader

@@ -35,18 +35,18 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.gradient_norm import gradient_norm
 from nnmpi.compose.layout import Layout
+from nnmpi.compose.losses import SumLoss, check_loss, to_device
 from nnmpi.compose.options import (
     DEFAULT_EXCHANGE,
     DEFAULT_NUMERICS,
     GradientExchange,
     Numerics,
     check_numerics,
+    check_optimizer,
     check_pairs,
     has_whole_model,
 )
-from nnmpi.compose.pipeline_runner import PipelineRunner
-from nnmpi.compose.replica_runner import ReplicaRunner, evaluate_all
-from nnmpi.compose.runner import Outcome, Runner, SumLoss, check_loss, check_optimizer, to_device
+from nnmpi.compose.passes import Outcome, Passes, data_parallel, evaluate_all
 from nnmpi.compose.stats import EvalReport, StepReport, Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
@@ -109,7 +109,7 @@ class Worker(Trainer):
         loss: "cross-entropy" (the default), "mse", "mae", "huber" or "bce", see `compose.losses`; or a function
             (logits, labels) -> the *sum* of the labels' losses. It is divided by the labels of the global batch that
             count, once: those of whole numbers that are not negative (with labels of another kind, by its samples).
-            Where `arrangement.classes` are shared out, it must be `compose.runner.sum_cross_entropy(arrangement)`.
+            Where `arrangement.classes` are shared out, it must be `compose.losses.sum_cross_entropy(arrangement)`.
         evaluation_loss: the same for `evaluate`; `loss` by default.
         exchange: how gradients are summed over the replicas, and whether the update is fused with that.
         numerics: the precision, and the largest length of the gradient.
@@ -172,11 +172,11 @@ class Worker(Trainer):
         self._gradient_bytes = sum(grad.nbytes for grad in model.storage.grads)
         self._predicted_s = self._predict()
         try:
-            self.runner = self._make_runner(synchronous_sends)
+            self.parallel = data_parallel(self, exchange, self.fused is None)
         except NnmpiError:  # on all ranks
             self._detach()
             raise
-        self.parallel = self.runner.parallel
+        self.passes = Passes(self, self.parallel, synchronous_sends)
         self.ledger, self._recorded_bytes = MemoryLedger(self._predict_memory()), 0
         self._at_once = 1  # microbatches whose activations there are
         self._counted_bytes: int | None = None  # of the largest batch of those whose steps were counted
@@ -184,12 +184,6 @@ class Worker(Trainer):
         self.notice = self.notice or self.parallel.notice
         self._signals = PeriodicCheck(group)
         return_freed_memory()  # what values were drawn in, between which a step's arrays would leave holes
-
-    def _make_runner(self, synchronous_sends: bool) -> Runner:
-        where = self.arrangement
-        if where is not None and where.stages:
-            return PipelineRunner(self, where, self.exchange, synchronous_sends)
-        return ReplicaRunner(self, self.exchange, is_summed=self.fused is None)
 
     def _predict(self) -> float:
         """Return the seconds that a step's last sum is predicted to take, NaN without a fit.
@@ -208,7 +202,7 @@ class Worker(Trainer):
 
         A second call does nothing.
         """
-        self.runner.release()
+        self.passes.release()
         self._detach()
 
     def _detach(self) -> None:
@@ -257,11 +251,11 @@ class Worker(Trainer):
         self._note_memory({BATCHES: nbytes})
         counts = self._is_to_count(nbytes) or current() is not None  # then each pass is looked at, and none replayed
         with self._deterministic(), self._watching() as exchanged, self._counting() if counts else _AS_IT_IS:
-            outcome = self.runner.run(batch, step, factor, not counts)
+            outcome = self.passes.train(batch, step, factor, not counts)
             alone = outcome.report is None or (self.arrangement is not None and self.arrangement.layout.recomputes)
             self._at_once = 1 if alone or outcome.report is None else outcome.report.peak_live
-        if self.runner.held_bytes != self._recorded_bytes:  # there are new recordings
-            self._recorded_bytes = self.runner.held_bytes
+        if self.passes.replay.held_bytes != self._recorded_bytes:  # there are new recordings
+            self._recorded_bytes = self.passes.replay.held_bytes
             self._note_memory({ACTIVATIONS: self._recorded_bytes})
         (loss_sum, score_sum, targets), norm, traffic = self._sum_over_ranks(outcome, begin)
         norm /= factor
@@ -275,13 +269,13 @@ class Worker(Trainer):
         skipped = False
         # A value that overflowed anywhere makes the norm inf or NaN, so it is the test of the whole gradient. Loss and
         # norm are of all ranks' sums, so all ranks decide alike here, without a message. PipeDream has no norm.
-        if not isfinite(loss_sum) or not (self.runner.updates or isfinite(norm)):
+        if not isfinite(loss_sum) or not (self.passes.updates or isfinite(norm)):
             # With fp16 a gradient that overflowed says that the loss scale was too large: leave this update out.
             skipped = isfinite(loss_sum) and self.scaling is not None and self.scaling.shrink()
             if not skipped:  # divergence: the runner computes the step again, to find where it began
                 with self._deterministic():
-                    raise self.runner.explain(batch, step, loss_sum / max(batch.global_targets, 1))
-        elif not self.runner.updates:  # else it is PipeDream's, which has updated after each microbatch
+                    raise self.passes.explain(batch, step, loss_sum / max(batch.global_targets, 1))
+        elif not self.passes.updates:  # else it is PipeDream's, which has updated after each microbatch
             self._update(norm, factor)
         if self.fused is not None:
             traffic = traffic.plus(Traffic(self.fused.waited_s))
@@ -355,7 +349,7 @@ class Worker(Trainer):
         if outcome.report is not None and outcome.report.messages:
             sent = outcome.report
             traffic = traffic.plus(Traffic(sent.transfer_s, 0.0, sent.sent_bytes, sent.messages, nan))
-        values = self.runner.scalars.read()  # the update is not waited for
+        values = self.passes.scalars.read()  # the update is not waited for
         # Here all ranks meet, so that the others wait for a slow one in the same step.
         if self.slow:
             waited_s = traffic.sync_s + (0.0 if outcome.report is None else outcome.report.wait_s)
@@ -372,7 +366,7 @@ class Worker(Trainer):
             spent_s = clock.now() - begin
             traffic = traffic.plus(Traffic(spent_s, 0.0, NUMBERS_BYTES, 1, self._predicted_s))
         with self._deterministic():
-            return sums, nan if self.runner.updates else self._norm(), traffic
+            return sums, nan if self.passes.updates else self._norm(), traffic
 
     def _report(
         self,
@@ -437,9 +431,9 @@ class Worker(Trainer):
         """See `Trainer.evaluate`."""
         with self._deterministic():
             if self._sequence is None:
-                return evaluate_all(self.group, batches, self.runner.evaluate, self.backend)
+                return evaluate_all(self.group, batches, self.passes.evaluate)
             parts = map(self._sequence.part, batches)
-            return evaluate_all(self.group, parts, self.runner.evaluate, self.backend, self._sequence.size)
+            return evaluate_all(self.group, parts, self.passes.evaluate, self._sequence.size)
 
     def scalars(self) -> dict[str, Any]:
         """See `Trainer.scalars`; with fp16 the loss scale is there, too."""
@@ -450,6 +444,10 @@ class Worker(Trainer):
         super().load_scalars(values)
         if self.scaling is not None and "loss_scale" in values:  # else it begins anew
             self.scaling.load(values["loss_scale"])
+
+    def explain_replay(self) -> str:
+        """Return why the last pass was not replayed, as `nnmpi.compile` would do it; nothing if it was."""
+        return self.passes.replay.explain()
 
     def algorithms(self) -> list[str]:
         """See `Trainer.algorithms`."""
@@ -476,7 +474,7 @@ class Worker(Trainer):
 
     def summary(self) -> list[str]:
         """Return lines about the pipeline's passes, if there are any."""
-        return self.runner.summary()
+        return self.passes.summary()
 
     def memory(self) -> list[str]:
         """See `Trainer.memory`: of each kind on rank 0."""

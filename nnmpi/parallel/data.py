@@ -149,12 +149,12 @@ class DataParallel:
         # The gradient of the mean: so, too, `PipelineRunner._seeds` and `LocalGradient`; of the loss `Worker._report`.
         if seed is None or loss_sum.shape:
             seed = namespace(loss_sum.data).full(loss_sum.shape, scale / max(samples, 1))  # float64 until backward
-        perform(self._begin, last)  # `perform` records the call, so that a compiled step repeats it each time
+        perform(self.begin_pass, last)  # `perform` records the call, so that a compiled step repeats it each time
         try:
             loss_sum.backward(seed)
-            perform(self._finish_pass)
+            perform(self.finish_pass)
         finally:
-            perform(self._end)
+            perform(self.end_pass)
         if last:
             perform(self.finish)
 
@@ -182,7 +182,7 @@ class DataParallel:
         self.traffic = self.exchange.traffic.plus(self._statistics)
         self._statistics = Traffic()
 
-    def _begin(self, last: bool) -> None:
+    def begin_pass(self, last: bool) -> None:
         """Begin a pass; refuse it if its gradients would be added to those of another step."""
         self.check_not_released()
         if self.exchange.under_way:
@@ -197,10 +197,10 @@ class DataParallel:
             )
         self._summed, self._last = False, last
 
-    def _finish_pass(self) -> None:
+    def finish_pass(self) -> None:
         """End a pass that has come to the first layer, when it has lasted as long as it is to."""
 
-    def _end(self) -> None:
+    def end_pass(self) -> None:
         """End a pass, whether it is complete or an exception has ended it."""
         self._last = None
 

@@ -307,7 +307,7 @@ def _measure_step(group: Group, workload: Workload, share: Share, rows: int, bac
 
     def eager() -> None:
         worker.model.storage.zero_grad()
-        worker.runner.run(batch, worker.optimizer.steps, 1.0)
+        worker.passes.train(batch, worker.optimizer.steps, may_replay=False)
 
     eager_s = _usual_s(group, eager)
     worker.release()

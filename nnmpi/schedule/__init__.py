@@ -2,7 +2,7 @@
 
     registry.make  ->  lower.lower  ->  check.check   before a run
                                     ->  simulate.simulate_schedule, render.render
-                                    ->  parallel.pipeline.executor
+                                    ->  compose.executor
 
 To read, in this order: instruction (what a rank does at one moment, and messages), schedule (all ranks' programs), then
 registry (every schedule with its picture); lower adds messages and updates; engine runs programs against a clock, which

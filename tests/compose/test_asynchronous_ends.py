@@ -10,7 +10,7 @@ from nnmpi import nn
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.runner import sum_cross_entropy
+from nnmpi.compose.losses import sum_cross_entropy
 from nnmpi.compose.segment import average_buffers
 from nnmpi.errors import DivergenceError
 from nnmpi.synchrony.sync import Sync

@@ -98,14 +98,14 @@ def train(
         if change is not None:
             change(where.model, epoch)
         for batch in islice(loader.epoch(epoch), 3):
-            before = worker.runner.replays
+            before = worker.passes.replay.replays
             if replayed:
                 report = worker.step(batch)
             else:
                 with timeline.recording(timeline.Timeline()):
                     report = worker.step(batch)
             seen.append((report.loss, report.score, report.grad_norm))
-            replays += worker.runner.replays - before
+            replays += worker.passes.replay.replays - before
         with nullcontext() if replayed else timeline.recording(timeline.Timeline()):
             evaluated = worker.evaluate(loader.epoch(epoch))
         seen.append((evaluated.loss, evaluated.score, float(evaluated.samples)))

@@ -8,7 +8,7 @@ import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.pipeline_runner import PipelineRunner
+from nnmpi.compose.passes import Passes
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.parallel.sequence.attention import RingAttention
 from nnmpi.verify.__main__ import main
@@ -75,8 +75,8 @@ def test_fixed_sums_are_the_serial_run_to_the_last_bit(group: Group, capsys: pyt
 def test_a_fault_is_found(group: Group, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if group.size == 1:
         return
-    right = PipelineRunner._seeds
-    monkeypatch.setattr(PipelineRunner, "_seeds", lambda *args: [np.asarray(2 * seed) for seed in right(*args)])
+    right = Passes._seeds
+    monkeypatch.setattr(Passes, "_seeds", lambda *args: [np.asarray(2 * seed) for seed in right(*args)])
     words = f"--model mlp --hidden 12 8 7 6 5 --pp {group.size} --steps 2"
     assert not main(words.split(), group)
     if group.is_root:

@@ -2,18 +2,18 @@
 
     schedule (nnmpi.schedule)      what each rank does when: F0 F1 B0 F2 B1 ...
         |
-    executor    Pipeline           carries the instructions out, one after the other
+    nnmpi.compose.executor         carries the instructions out, one after the other
         |            \
     stage       Stage              computes: forward and backward of one microbatch, and what is kept in between
     boundary    StageBoundary      sends and receives: activations forward, gradients back
 
-Read executor first, then stage and boundary. `profile` measures what each layer of a chain costs, so that a model can
-be cut into stages of equal cost.
+Read the executor first, then stage and boundary. `profile` measures what each layer of a chain costs, so that a model
+can be cut into stages of equal cost.
 
 What you want to change, and where:
 
     the order of the work                              a schedule in `nnmpi.schedule`
     what may pass from one stage to the next           boundary
     what is kept of a microbatch until its backward    stage
-    what becomes of gradients                          a `GradientSink` (see executor); those of `compose`
+    what becomes of gradients                          a `GradientSink` (see the executor); those of `compose`
 """

@@ -1,10 +1,10 @@
-"""What one pipeline stage computes: forward and backward of microbatches, and what is kept between the two.
+"""One stage of a program: forward and backward of microbatches, and what is kept between the two.
 
     forward(m)    leaves --> layers --> ends          the graph of microbatch m waits here, or only its leaves, if the
     backward(m)   leaves <-- layers <-- ends          stage recomputes (Chen et al., "Training deep nets with sublinear
                                                      memory cost", 2016)
 
-A stage sends nothing and does not know the schedule: boundary and executor do.
+A model that is not cut is a program of one stage. A stage sends nothing and does not know the schedule.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,9 +26,35 @@ from nnmpi.tensor.operand import whole_values
 from nnmpi.tensor.tensor import Tensor
 
 Head: TypeAlias = Callable[[Tensor, int], Tensor]
-Scope: TypeAlias = Callable[[int, bool], AbstractContextManager[None]]
+Scope: TypeAlias = Callable[[int, bool], AbstractContextManager[Any]]
 Work: TypeAlias = Callable[..., tuple[Sequence[Array], Any]]
 Part: TypeAlias = Callable[[Work, Sequence[Array]], tuple[Sequence[Array], Any]]
+Ends: TypeAlias = tuple[list[Tensor], bool]
+Run: TypeAlias = Callable[[Sequence[Tensor], bool, int], Ends]
+
+
+def as_it_stands(work: Work, arrays: Sequence[Array]) -> tuple[Sequence[Array], Any]:
+    """Return what work makes of some arrays."""
+    return work(*arrays)
+
+
+def run_chain(number: int, layers: Sequence[ChainLayer], names: Sequence[str], head: Head | None) -> Run:
+    """Return what runs some layers of a chain as a stage.
+
+    Args:
+        number: of the stage, for messages.
+        layers: see `nn.chain`.
+        names: of the kept values at its beginning, sorted.
+        head: on the last stage: (result, microbatch) -> what the stage gives.
+    """
+    joined = join_layers(layers)
+
+    def run(tensors: Sequence[Tensor], single: bool, microbatch: int) -> Ends:
+        x, kept = unpack(tensors, single, names)
+        x = run_layers(layers, joined, x, kept)
+        return pack(x, kept, number) if head is None else ([head(x, microbatch)], True)
+
+    return run
 
 
 @dataclass
@@ -43,42 +69,24 @@ class _InFlight:
     ends: list[Tensor] | None = None
 
 
-def as_it_stands(work: Work, arrays: Sequence[Array]) -> tuple[Sequence[Array], Any]:
-    """Return what work makes of some arrays."""
-    return work(*arrays)
 
 
 class Stage:
-    """Computes some layers of a chain for one microbatch after another.
+    """Computes a part of a model for one microbatch after another.
 
     Args:
-        number: of the stage, for messages.
-        layers: see `nn.chain`.
-        names: of the kept values at its beginning, sorted.
+        run: (tensors, whether x is a single one, microbatch) -> the ends, and whether x is a single one there.
         scope: (microbatch, again) -> the mode to run in; `again` where a forward is repeated.
-        head: on the last stage: (result, microbatch) -> the scalar whose gradient is wanted.
+        is_last: whether the ends are what is wanted of the model, and go to no other stage.
         recompute: whether only the input of a microbatch is kept, and the rest computed again.
-        shared: (tensor, enters) -> the tensor marked as a part of what other ranks share with this one, at the stage's
-            beginning, and unmarked, at its end (see `parallel.sequence`); None where nothing is.
         part: (work, arrays) -> what work makes of them: arrays, and what is the same each time; it may be recorded and
             replayed (see `compose.replayed`).
     """
 
     def __init__(
-        self,
-        number: int,
-        layers: Sequence[ChainLayer],
-        names: Sequence[str],
-        scope: Scope,
-        head: Head | None = None,
-        recompute: bool = False,
-        shared: Callable[[Tensor, bool], Tensor] | None = None,
-        part: Part = as_it_stands,
+        self, run: Run, scope: Scope, is_last: bool = True, recompute: bool = False, part: Part = as_it_stands
     ) -> None:
-        self.number, self.layers, self.head = number, tuple(layers), head
-        self._joined = join_layers(layers)
-        self._names, self._scope, self._recompute, self._shared = tuple(names), scope, recompute, shared
-        self._part = part
+        self.run, self._scope, self._is_last, self._recompute, self._part = run, scope, is_last, recompute, part
         self._in_flight: dict[int, _InFlight] = {}
         self._halves: dict[int, Deferred] = {}
 
@@ -87,8 +95,12 @@ class Stage:
         """The number of microbatches whose activations are kept now."""
         return len(self._in_flight) + len(self._halves)
 
+    def ends(self, microbatch: int) -> Sequence[Tensor]:
+        """Return what a microbatch that is under way ended with, if that is kept."""
+        return self._in_flight[microbatch].ends or ()
+
     def forward(self, microbatch: int, values: BoundaryArrays, keep: bool = True) -> BoundaryArrays:
-        """Return the stage's result for one microbatch.
+        """Return the stage's result for one microbatch; nothing of the last stage.
 
         Args:
             microbatch: its number.
@@ -112,6 +124,8 @@ class Stage:
         ends, single = self._run(microbatch, leaves, flight.single)
         if keep:
             flight.leaves, flight.ends = leaves, None if self._recompute else ends
+        if self._is_last:
+            return (), ((), True)
         found = tuple(whole_values("the end of a stage", end) for end in ends)
         return found, (tuple(end.requires_grad for end in ends), single)
 
@@ -140,7 +154,7 @@ class Stage:
         assert ends is not None
         _comes_each_time(flight.leaves)  # one that passes through the stage is an end, too
         deferred = Deferred() if halves else None
-        needing = [end for end in ends if end.requires_grad]
+        needing = ends if self._is_last else [end for end in ends if end.requires_grad]  # a loss must need one
         if len(needing) == 1:
             needing[0].backward(grads[0], deferred=deferred)
         elif needing:
@@ -163,20 +177,9 @@ class Stage:
         self._in_flight.clear()
         self._halves.clear()
 
-    def _run(self, microbatch: int, leaves: list[Tensor], single: bool) -> tuple[list[Tensor], bool]:
+    def _run(self, microbatch: int, leaves: list[Tensor], single: bool) -> Ends:
         _comes_each_time(leaves)
-        x, kept = unpack([self._enter(leaf) for leaf in leaves], single, self._names)
-        x = run_layers(self.layers, self._joined, x, kept)
-        if self.head is not None:
-            return [self.head(self._leave(x), microbatch)], True
-        ends, single = pack(x, kept, self.number)
-        return [self._leave(each) for each in ends], single
-
-    def _enter(self, x: Tensor) -> Tensor:
-        return x if self._shared is None else self._shared(x, True)
-
-    def _leave(self, x: Tensor) -> Tensor:
-        return x if self._shared is None else self._shared(x, False)
+        return self.run(leaves, single, microbatch)
 
 
 def _comes_each_time(leaves: Sequence[Tensor]) -> None:

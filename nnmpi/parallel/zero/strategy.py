@@ -125,10 +125,10 @@ class ShardedDataParallel(DataParallel):
 
     # ---- backward ----
 
-    def _begin(self, last: bool) -> None:
+    def begin_pass(self, last: bool) -> None:
         if self._summed:  # another rank may still read sums that stand among this one's gradients
             self.storage.wait_for_others()
-        super()._begin(last)
+        super().begin_pass(last)
         if self._at != NO_PASS:
             raise CommError(
                 "the backward pass before this one ended in an exception halfway; release this ShardedDataParallel and "
@@ -184,13 +184,13 @@ class ShardedDataParallel(DataParallel):
             self.storage.leave(self._at)
             self._at -= 1
 
-    def _finish_pass(self) -> None:
+    def finish_pass(self) -> None:
         if self._in_units:
             self._finish_units(SHARED)
             self.storage.reduce(SHARED)
             self.storage.leave(SHARED)
         self._at = NO_PASS
-        super()._finish_pass()
+        super().finish_pass()
 
     def reduce(self, numbers: object) -> None:
         """Leave gradients that are final alone: they are summed in `finish`."""

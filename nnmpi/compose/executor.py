@@ -1,0 +1,417 @@
+"""The executor: one loop over the instructions of a step's program, whatever the layout and whatever the step is for.
+
+    whole model      F0 B0 F1 B1 ...                     a program of one stage; without B where nothing is learned
+    rank 0 of 3      F0 F1 F2 .  .  .  .  .  B0--- F3 B1--- ...       what is done when is the schedule's business (see
+    rank 1 of 3      .  F0 F1 .  .  B0--- F2 B1--- F3 ...             `schedule`; this is 1F1B)
+    rank 2 of 3      .  .  F0 B0--- F1 B1--- F2 B2--- F3 ...
+
+Huang et al., "GPipe", 2019; Narayanan et al., "PipeDream", 2019, and "Efficient large-scale language model training on
+GPU clusters using Megatron-LM", 2021. Receives are posted one ahead, sends are on their way while the rank computes,
+and every microbatch has buffers of its own.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+from nnmpi import clock, timeline
+from nnmpi.backend.array import Array
+from nnmpi.backend.backend import Backend
+from nnmpi.comm.point_to_point import Messages
+from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.stats import PassReport
+from nnmpi.nn.module import Module
+from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoundary
+from nnmpi.parallel.pipeline.stage import Head, Part, Run, Scope, Stage, as_it_stands, run_chain
+from nnmpi.schedule.check import check
+from nnmpi.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, parts
+from nnmpi.schedule.lower import lower
+from nnmpi.schedule.registry import Generator, make
+from nnmpi.schedule.schedule import Schedule
+from nnmpi.tensor.tensor import Tensor
+
+INFERENCE, WHOLE = "inference", "1f1b"  # on one rank: a microbatch forward, and at once backward
+
+
+@lru_cache(maxsize=64)  # all simulated ranks, and all replicas there, have the same one
+def _executable(name: Generator, ranks: int, microbatches: int, virtual: int) -> Schedule:
+    schedule = lower(make(name, ranks, microbatches, virtual))
+    check(schedule)
+    return schedule
+
+
+class Program(NamedTuple):
+    """What one rank does, in order, what it receives by kind and stage, and whether anything goes backward."""
+
+    items: tuple[tuple[Instruction, ...], ...]
+    coming: Mapping[tuple[Kind, int], tuple[int, ...]]
+    schedule: Schedule
+    trains: bool
+
+
+@lru_cache(maxsize=256)
+def _program(name: Generator, ranks: int, microbatches: int, virtual: int, rank: int) -> Program:
+    schedule = _executable(name, ranks, microbatches, virtual)
+    items = tuple(map(parts, schedule.programs[rank]))
+    coming: dict[tuple[Kind, int], list[int]] = {}
+    for one in schedule.instructions(rank):
+        if one.kind in RECEIVES and one.microbatch is not None:
+            coming.setdefault((one.kind, one.stage), []).append(one.microbatch)
+    found = {channel: tuple(microbatches) for channel, microbatches in coming.items()}
+    return Program(items, found, schedule, schedule.trains)
+
+
+class GradientSink:
+    """What becomes of the parameters' gradients, between the instructions of a program. Here nothing."""
+
+    def begin_backward(self, microbatch: int) -> None:
+        """A microbatch is about to go backward."""
+
+    def end_backward(self, microbatch: int) -> None:
+        """A microbatch has gone backward."""
+
+    def reduce(self, stage: int, microbatch: int | None) -> None:
+        """The gradients of a stage are final: begin their sum over the replicas, but do not wait for it.
+
+        Where the schedule updates after every microbatch they are those of this microbatch, else of all.
+        """
+
+    def progress(self) -> None:
+        """Let sums that are under way move on; called after every item of the program."""
+
+    def step(self, stage: int, microbatch: int) -> None:
+        """Update a stage's parameters; called only where the schedule updates after every microbatch."""
+
+    def abort(self) -> None:
+        """An exception has ended the pass."""
+
+
+class Executor:
+    """Runs this rank's stages of a model, one instruction after the other. Making one is collective.
+
+    Args:
+        model: the whole one, or what gives its results, where it is not cut into stages.
+        where: how it lies on the ranks; None for all of it on each.
+        backend: where the arrays live.
+        scope: (microbatch, again) -> the mode to run in; `again` where a forward is repeated.
+        head: (result of the last stage, microbatch) -> what is wanted of it: the scalar whose gradient is taken.
+        length: asked for the length of whole sequences where a microbatch has this rank's positions of them.
+        whole: (input, microbatch) -> what `end` gives, in place of the model, where it is not cut.
+        part: see `Stage`.
+        sink: takes the gradients.
+        synchronous_sends: let no message leave before its receive is posted (for tests; see `comm.point_to_point`).
+
+    Attributes:
+        stages: this rank's, by number.
+        count: the number of stages altogether; stage s is on rank s % ranks.
+    """
+
+    def __init__(
+        self,
+        model: Module | Callable[[Any], Tensor],
+        where: Arrangement | None,
+        backend: Backend,
+        scope: Scope,
+        head: Head,
+        length: Callable[[], int | None] = lambda: None,
+        whole: Callable[[Tensor, int], Tensor] | None = None,
+        part: Part = as_it_stands,
+        sink: GradientSink | None = None,
+        synchronous_sends: bool = False,
+    ) -> None:
+        self.sink = GradientSink() if sink is None else sink
+        self._sequence, self._length, self._head = None if where is None else where.sequence, length, head
+        self._label, self._passes, self._messages = "", 0, None
+        self._boundaries: dict[int, StageBoundary] = {}
+        cut = where is not None and bool(where.stages)
+        if where is None or not cut:
+            self.rank, self.ranks, self.count = 0, 1, 1
+            self._schedule: Generator = WHOLE
+            call = (lambda x, m: self.end(model(x), m)) if whole is None else whole
+            self.stages = {0: Stage(lambda tensors, _, m: ([call(self.enter(tensors[0]), m)], True), scope, part=part)}
+        else:
+            group, place = where.mesh.pp, where.mesh.place
+            self.rank, self.ranks, self.count = group.rank, group.size, len(where.cuts)
+            self._schedule = where.layout.schedule
+            self.stages = {
+                number: self._make_stage(where, number, scope, part, where.layout.recomputes) for number in where.stages
+            }
+            self._label = f"d{place.d}t{place.t}" + (f"s{place.s}" if where.mesh.sp.size > 1 else "")
+            self._messages = Messages(group, synchronous_sends)
+            ends = {s for stage in self.stages for s in (stage - 1, stage) if 0 <= s < self.count - 1}
+            for s in sorted(ends) if self.ranks > 1 else ():
+                before, after = s % self.ranks, (s + 1) % self.ranks
+                peer = after if before == self.rank else before
+                self._boundaries[s] = StageBoundary(self._messages, peer, s, backend)
+        self._timeline: timeline.Timeline | None = None
+        self._actions: dict[Kind, Callable[[int, Any], None]] = {
+            Kind.F: self._forward,
+            Kind.B: partial(self._go_back, halves=False),
+            Kind.I: partial(self._go_back, halves=True),
+            Kind.W: lambda stage, microbatch: self.stages[stage].finish(microbatch),
+            Kind.SEND_ACT: self._send_activation,
+            Kind.RECV_ACT: partial(self._receive, Kind.RECV_ACT),
+            Kind.SEND_GRAD: self._send_gradient,
+            Kind.RECV_GRAD: partial(self._receive, Kind.RECV_GRAD),
+            Kind.REDUCE: self.sink.reduce,
+            Kind.STEP: self._step,
+        }
+
+    def _make_stage(self, where: Arrangement, number: int, scope: Scope, part: Part, recomputes: bool) -> Stage:
+        is_last = number == self.count - 1
+        chain = run_chain(number, where.stages[number], where.starts[number], self.end if is_last else None)
+        run = chain if self._sequence is None else self._shared(chain, is_last)
+        return Stage(run, scope, is_last, recomputes, part)
+
+    def _shared(self, chain: Run, is_last: bool) -> Run:
+        """Return the same for this rank's positions of sequences, which it has between the ends of a stage."""
+
+        def run(tensors: Sequence[Tensor], single: bool, microbatch: int) -> tuple[list[Tensor], bool]:
+            ends, single = chain([self.enter(each) for each in tensors], single, microbatch)
+            return (ends if is_last else [self.leave(each) for each in ends]), single
+
+        return run
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Say of a tensor that it is of this rank's positions, if it is."""
+        length = self._length()
+        return x if self._sequence is None or length is None else self._sequence.enter(x, length)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Take back what `enter` said."""
+        length = self._length()
+        return x if self._sequence is None or length is None else self._sequence.leave(x, length)
+
+    def end(self, result: Tensor, microbatch: int) -> Tensor:
+        """Return what the head makes of a whole model's result."""
+        return self._head(self.leave(result), microbatch)
+
+    def plan(self, microbatches: int, name: Generator | None = None) -> Schedule:
+        """Return the schedule for so many microbatches, with transfers, after it has been checked.
+
+        Raises:
+            UsageError, ScheduleError: when the schedule cannot have so many, or is wrong.
+        """
+        return _executable(name or self._schedule, self.ranks, microbatches, self.count // self.ranks)
+
+    def train(self, inputs: Sequence[Array], seeds: Sequence[Array]) -> PassReport:
+        """Take microbatches forward and backward, as the schedule says; collective.
+
+        Args:
+            inputs: every microbatch's input, on all ranks (only its shape matters beyond the first stage).
+            seeds: every microbatch's gradient of the last stage's scalar.
+        """
+        return self._run(self._schedule, inputs, seeds)
+
+    def infer(self, inputs: Sequence[Array]) -> PassReport:
+        """Take microbatches forward only; collective. The head sees the results."""
+        return self._run(INFERENCE, inputs, ())
+
+    def free(self) -> None:
+        """Give the communicator back to MPI. Collective."""
+        if self._messages is not None:
+            self._messages.free()
+
+    def _run(self, name: Generator, inputs: Sequence[Array], seeds: Sequence[Array]) -> PassReport:
+        """Carry out this rank's program."""
+        begin = clock.now()
+        self._passes += 1
+        program = self._now = _program(name, self.ranks, len(inputs), self.count // self.ranks, self.rank)
+        self._seeds, self._report = seeds, PassReport(len(inputs))
+        self._values = (
+            {(0, m): BoundaryArrays((x,), (False,)) for m, x in enumerate(inputs)} if 0 in self.stages else {}
+        )
+        self._results: dict[tuple[int, int], BoundaryArrays] = {}
+        self._grads: dict[tuple[int, int], list[Array]] = {}
+        self._input_grads: dict[tuple[int, int], list[Array]] = {}
+        self._timeline = timeline.current()
+        try:
+            if self._boundaries:
+                self._begin_messages(program, inputs)
+            for item in program.items:
+                for one in item:
+                    self._do(one)
+                if self._messages is not None:
+                    self._messages.progress()
+                    self.sink.progress()
+            if self._boundaries:
+                self._drain()
+        except BaseException:
+            for stage in self.stages.values():
+                stage.clear()
+            self.sink.abort()
+            raise
+        self._report.total_s = clock.now() - begin
+        return self._report
+
+    def _do(self, one: Instruction) -> None:
+        """Carry out one instruction, and wait here for what it works on.
+
+        The instruction that receives it may stand long before this one, so that the message travels meanwhile.
+        """
+        kind, microbatch = one.kind, one.microbatch
+        if self._boundaries and kind in _USES and microbatch is not None:
+            self._arrive(_USES[kind], one.stage, microbatch)
+        begin = clock.now()
+        self._actions[kind](one.stage, microbatch)
+        end = clock.now()
+        report = self._report
+        if kind in COMPUTE:
+            report.samples.append((one, end - begin))
+            report.compute_s += end - begin
+            report.peak_live = max(report.peak_live, sum(stage.live for stage in self.stages.values()))
+        elif kind in SENDS:
+            report.transfer_s += end - begin
+        if self._timeline is not None and kind not in RECEIVES and (kind is not Kind.STEP or microbatch is not None):
+            self._show(one, begin, end)
+
+    def _show(self, one: Instruction, begin_s: float, end_s: float) -> None:
+        if self._timeline is not None:
+            category, track = _LOOKS[one.kind]
+            sends, takes = self._arrow(one)
+            self._timeline.add(str(one), category, track, begin_s, end_s, None, sends, takes)
+
+    # ---- computing ----
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        program, values = self._now, self._values.pop((stage, microbatch))
+        result = self.stages[stage].forward(microbatch, values, program.trains)
+        if stage == self.count - 1:
+            return
+        if program.schedule.is_cut(stage):
+            self._results[stage, microbatch] = result
+        else:
+            self._values[stage + 1, microbatch] = result
+
+    def _go_back(self, stage: int, microbatch: int, halves: bool) -> None:
+        last = stage == self.count - 1
+        grads = [self._seeds[microbatch]] if last else self._grads.pop((stage, microbatch))
+        if last:
+            self.sink.begin_backward(microbatch)
+        result = self.stages[stage].backward(microbatch, grads, halves)
+        if stage == 0:
+            self.sink.end_backward(microbatch)
+        elif self._now.schedule.is_cut(stage - 1):
+            self._input_grads[stage, microbatch] = result
+        else:
+            self._grads[stage - 1, microbatch] = result
+
+    def _step(self, stage: int, microbatch: int | None) -> None:
+        if microbatch is not None:  # one update of everything is done by whoever called, after the pass
+            self.sink.step(stage, microbatch)
+
+    # ---- messages ----
+
+    def _begin_messages(self, program: Program, inputs: Sequence[Array]) -> None:
+        """Post one receive for each kind and stage ahead of its use, so that its message can travel during computation.
+
+        Not all: each has a buffer of its own. A channel's receives are posted in the program's order, only earlier,
+        and that is the order of its sends: so MPI pairs them as before.
+        """
+        self._keys: list[InputKey] = [(tuple(x.shape), program.trains) for x in inputs]
+        self._coming = {channel: deque(found) for channel, found in program.coming.items()}
+        self._posted: dict[tuple[Kind, int, int], Callable[[], Any]] = {}
+        # Where a message's receive is posted ahead, the one before it has left or can leave when it is sent.
+        self._waits = all(end.is_agreed(key) for end in self._boundaries.values() for key in self._keys)
+        for kind, stage in self._coming:
+            self._post_next(kind, stage)
+
+    def _drain(self) -> None:
+        """Wait until everything that was sent has left."""
+        assert self._messages is not None
+        waited = clock.now()
+        self._messages.drain()
+        for boundary in self._boundaries.values():
+            boundary.let_go()
+        end = clock.now()
+        if self._timeline is not None:
+            self._timeline.add("last sends", "waiting", timeline.WAITING, waited, end)
+        self._report.transfer_s += end - waited
+
+    def _send_activation(self, stage: int, microbatch: int) -> None:
+        values = self._results.pop((stage, microbatch))
+        self._note_sent(self._boundaries[stage].send(self._keys[microbatch], values, self._waits))
+
+    def _send_gradient(self, stage: int, microbatch: int) -> None:
+        grads = self._input_grads.pop((stage, microbatch))
+        self._note_sent(self._boundaries[stage - 1].send_back(grads, self._waits))
+
+    def _note_sent(self, sent: Sequence[Array]) -> None:
+        report, nbytes = self._report, sum(array.nbytes for array in sent)
+        report.sent_bytes, report.messages = report.sent_bytes + nbytes, report.messages + len(sent)
+
+    def _receive(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Make sure that this receive is posted, and the next one between the two stages.
+
+        For the first microbatch of some shape it waits: the message must tell what the next ones look like.
+        """
+        if (kind, stage, microbatch) not in self._posted:
+            self._coming[kind, stage].popleft()
+            known = self._boundary(kind, stage).is_agreed(self._keys[microbatch])
+            self._posted[kind, stage, microbatch] = self._expect(kind, stage, microbatch)
+            if not known:
+                self._arrive(kind, stage, microbatch)
+        self._post_next(kind, stage)
+
+    def _arrive(self, kind: Kind, stage: int, microbatch: int) -> None:
+        """Wait for what a receive brings, unless it was waited for before."""
+        wait = self._posted.pop((kind, stage, microbatch), None)
+        if wait is None:
+            return
+        begin = clock.now()
+        result = wait()
+        end = clock.now()
+        self._report.wait_s += end - begin
+        self._show(kind.at(stage, microbatch), begin, end)
+        if kind is Kind.RECV_ACT:
+            self._values[stage, microbatch] = result
+        else:
+            self._grads[stage, microbatch] = result
+
+    def _post_next(self, kind: Kind, stage: int) -> None:
+        """Post the next receive that a stage has of this kind, if it is known what will come."""
+        coming = self._coming[kind, stage]
+        if coming and self._boundary(kind, stage).is_agreed(self._keys[coming[0]]):
+            microbatch = coming.popleft()
+            self._posted[kind, stage, microbatch] = self._expect(kind, stage, microbatch)
+
+    def _boundary(self, kind: Kind, stage: int) -> StageBoundary:
+        """Return this end of the boundary that a stage receives through."""
+        return self._boundaries[stage - 1 if kind is Kind.RECV_ACT else stage]
+
+    def _expect(self, kind: Kind, stage: int, microbatch: int) -> Callable[[], Any]:
+        boundary, key = self._boundary(kind, stage), self._keys[microbatch]
+        return boundary.expect(key) if kind is Kind.RECV_ACT else boundary.expect_back(key)
+
+    def _arrow(self, one: Instruction) -> tuple[str, str]:
+        """Return the names of the messages that an instruction sends and takes, for the trace."""
+        if one.kind not in _ENDS:
+            return "", ""
+        is_send, is_gradient = _ENDS[one.kind]
+        boundary = one.stage - (1 if is_gradient == is_send else 0)
+        name = f"{self._label}/{self._passes}/{boundary}/{'grad' if is_gradient else 'act'}/{one.microbatch}"
+        return (name, "") if is_send else ("", name)
+
+
+_USES = {Kind.F: Kind.RECV_ACT, Kind.B: Kind.RECV_GRAD, Kind.I: Kind.RECV_GRAD}
+_ENDS = {
+    Kind.SEND_ACT: (True, False),
+    Kind.RECV_ACT: (False, False),
+    Kind.SEND_GRAD: (True, True),
+    Kind.RECV_GRAD: (False, True),
+}
+_LOOKS = {
+    Kind.F: ("forward", timeline.COMPUTE),
+    Kind.B: ("backward", timeline.COMPUTE),
+    Kind.I: ("backward", timeline.COMPUTE),
+    Kind.W: ("backward", timeline.COMPUTE),
+    Kind.SEND_ACT: ("activation", timeline.SEND),
+    Kind.RECV_ACT: ("activation", timeline.RECEIVE),
+    Kind.SEND_GRAD: ("gradient", timeline.SEND),
+    Kind.RECV_GRAD: ("gradient", timeline.RECEIVE),
+    Kind.REDUCE: ("reduce", timeline.REDUCE),
+    Kind.STEP: ("update", timeline.COMPUTE),
+}

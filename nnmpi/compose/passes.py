@@ -1,0 +1,636 @@
+"""Batches through the executor: their losses, scores and gradients, and what becomes of the gradients.
+
+    Passes              of a Worker: gradients are summed over the replicas while backward goes on
+    evaluate_all        loss and score over many batches, as means over the ranks
+
+    the last backward of stage s       --> reduce(s)         its sum over the replicas begins, beside the rest
+    all done                           --> finish            wait for the sums; add up tied parameters over stages
+
+PipeDream (Narayanan et al., 2019) updates after every microbatch instead, without a flush. Each backward then uses the
+weights that its forward used: an update goes into a new copy of the stage's weights, and the graphs of microbatches on
+their way keep the old ones until they have gone back (weight stashing).
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from math import isfinite, nan
+from statistics import median
+from typing import Any, NamedTuple, TypeAlias
+
+from nnmpi import clock, timeline
+from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.backend import Backend
+from nnmpi.backend.recording import active, perform
+from nnmpi.comm.agreement import agreed
+from nnmpi.comm.gradients import Traffic
+from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.executor import Executor, GradientSink
+from nnmpi.compose.losses import (
+    LOSS,
+    SCORE,
+    DeferredScalars,
+    DeviceBatch,
+    SumLoss,
+    Values,
+    label_check,
+    score_of,
+    summed,
+    to_device,
+)
+from nnmpi.compose.options import GradientExchange
+from nnmpi.compose.replayed import Replay
+from nnmpi.compose.stats import EvalReport, PassReport
+from nnmpi.compose.trainer import Trainer
+from nnmpi.data.loader import Batch, Cut
+from nnmpi.errors import UsageError
+from nnmpi.memory.plan import Plan
+from nnmpi.memory.recompute import RecomputedModel
+from nnmpi.memory.store import Store, make_store
+from nnmpi.nn.mode import current, evaluation, training
+from nnmpi.nn.module import Module
+from nnmpi.parallel.data import DataParallel
+from nnmpi.parallel.divergence import explain, explain_gradients
+from nnmpi.parallel.fixed_reduction import FixedReduction
+from nnmpi.parallel.zero.strategy import ShardedDataParallel
+from nnmpi.schedule.instruction import Instruction
+from nnmpi.schedule.schedule import Schedule
+from nnmpi.schedule.simulate import InstructionCosts, simulate_schedule
+from nnmpi.shard import split
+from nnmpi.tensor.function import no_grad
+from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.tape import leaves_of
+from nnmpi.tensor.tensor import Tensor
+
+PASSES_KEPT = 20  # so many are enough for a mean, and old ones may be of another load of the machine
+Sums: TypeAlias = Callable[[Values], tuple[float, float]]
+
+
+def evaluate_all(
+    group: Group,
+    batches: Iterable[Batch],
+    evaluate: Callable[[Batch, DeferredScalars], bool],
+    parts: int = 1,
+) -> EvalReport:
+    """Return loss and score over this rank's parts of all batches, put together over the ranks; collective.
+
+    On a device the sums are read once, at the end.
+
+    Args:
+        evaluate: adds loss and right answers to what is to be read, and returns whether this rank's count.
+        parts: how many ranks' batches have the same samples, each some of their positions.
+    """
+    begin = clock.now()
+    scalars, rows, own_targets = DeferredScalars(), 0, 0
+    for batch in batches:
+        if evaluate(batch, scalars):
+            rows, own_targets = rows + len(batch.y), own_targets + batch.own_targets
+    values = scalars.read()
+    sums = group.sum_floats([values.get(LOSS, 0.0), values.get(SCORE, 0.0), rows, own_targets])
+    report = EvalReport(samples=int(sums[2]) // parts, targets=int(sums[3]), wall_s=clock.now() - begin)
+    report.loss_sum, report.score_sum = sums[:2]
+    return report
+
+
+class Outcome(NamedTuple):
+    """What a batch gave on this rank. Of ranks that compute the same, one counts and the others give zeros.
+
+    Attributes:
+        sums: to be called with what `scalars.read()` returned; returns what this rank contributes: the sum of its
+            targets' losses, and how many were predicted correctly, or their score otherwise. Ranks that
+            duplicate another's work return zeros. It may communicate, so call it on all ranks.
+        targets: how many labels that count this rank contributes.
+        traffic: what was communicated for it.
+        report: of the pass through the pipeline; None without one.
+        staleness: by how many updates the weights of each microbatch's forward were older than those that its
+            gradient changed; empty where there is only one update.
+    """
+
+    sums: Sums
+    targets: int
+    traffic: Traffic = Traffic()
+    report: PassReport | None = None
+    staleness: tuple[int, ...] = ()
+
+
+class Running:
+    """A batch on its way: its microbatches, and what came of them on this rank.
+
+    Args:
+        cuts: of the batch into microbatches.
+        trains: whether it goes backward.
+        scale: what the gradients are multiplied by (see `optim.loss_scale`).
+    """
+
+    def __init__(
+        self,
+        batch: Batch,
+        device_batch: DeviceBatch,
+        step: int,
+        loss: SumLoss,
+        scalars: DeferredScalars,
+        cuts: Sequence[Cut],
+        trains: bool = True,
+        scale: float = 1.0,
+    ) -> None:
+        self.batch, self.device_batch, self.step, self.loss, self.trains = batch, device_batch, step, loss, trains
+        self.scalars, self.scale, self.cuts = scalars, scale, cuts
+        self.parts = [device_batch] if len(cuts) == 1 and len(device_batch.y) == cuts[0].stop - cuts[0].start else None
+        self.inputs = [self.part(m).x for m in range(len(cuts))]
+        self.versions: dict[int, int] = {}
+        self.staleness: list[int] = []
+
+    def part(self, microbatch: int) -> DeviceBatch:
+        """Return the rows of a microbatch."""
+        cut = self.cuts[microbatch]
+        return self.device_batch.rows(slice(cut.start, cut.stop)) if self.parts is None else self.parts[microbatch]
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What recordings of batches are told apart by."""
+        whole, rows = self.device_batch, tuple(cut.stop - cut.start for cut in self.cuts)
+        return self.trains, whole.length, whole.x.shape[1:], whole.x.dtype, whole.y.shape[1:], whole.y.dtype, rows
+
+
+class Passes(GradientSink):
+    """Takes batches through a trainer's model, forward and backward, wherever it lies. Everything is collective.
+
+    Args:
+        trainer: whose model, losses and seed they are, and which says how the model lies on the ranks; its optimizer is
+            used here only where every microbatch is an update.
+        parallel: what sums gradients over the replicas; None where no other rank computes along: then microbatches
+            without rows are left out.
+        synchronous_sends: see `comm.point_to_point.Messages`.
+
+    Attributes:
+        scalars: the numbers that are to be known of a step at its end.
+        replay: records and replays.
+        poll: called before each backward pass, where somebody waits for what this rank does beside it.
+        fixed: what sums the microbatches' gradients in a fixed order, if something does.
+        updates: whether weights are updated on the way, and not once by the Worker.
+        counts: whether this rank's losses count: it has the last stage, and of those that share it, it is the first.
+        planned: the model as it runs by a plan, once it has, where there is a budget for activations.
+    """
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        parallel: DataParallel | None = None,
+        synchronous_sends: bool = False,
+    ) -> None:
+        where, backend, model = trainer.arrangement, trainer.backend, trainer.model
+        self.model, self.backend, self.world, self._where = model, backend, trainer.group, where
+        self.parallel = parallel
+        fixed = where is not None and where.layout.fixed
+        self.fixed = FixedReduction(model, where.mesh.replicas, backend) if where is not None and fixed else None
+        self.poll: Callable[[], None] | None = None
+        self._losses, self._seed, self._optimizer = (
+            (trainer.loss, trainer.evaluation_loss),
+            trainer.seed,
+            trainer.optimizer,
+        )
+        classes = 0 if where is None else where.classes
+        self._checks = [label_check(loss, classes) for loss in self._losses]
+        # It is called on every rank, since it may communicate where the classes are shared out.
+        self._score = score_of(trainer.loss, where)
+        self.scalars = DeferredScalars()
+        self._looks = trainer.group.is_root  # one rank warns for all, in its first pass
+        self.planned: RecomputedModel | None = None
+        self._told: Plan = ()  # the plan that was told of last
+        self._store: Store | None = None
+        budget = None if where is None or where.stages else where.layout.activation_memory
+        if where is not None and budget is not None and where.layout.offload is not None:
+            with agreed(where.mesh.world):
+                self._store = make_store(where.layout.offload, backend)
+        self._budget = self._asks = budget  # what is asked of all ranks in the first batch
+        self.updates = where is not None and where.layout.asynchronous
+        self.replay = Replay(model, self._losses, _refusal(where, backend))
+        self._now: Running
+        self.executor = Executor(
+            model,
+            where,
+            backend,
+            self._mode,
+            self._head,
+            lambda: self._now.device_batch.length,
+            None if budget is None else self._run_by_plan,
+            self.replay.part,
+            self,
+            synchronous_sends,
+        )
+        self.is_cut = self.executor.count > 1
+        self.counts = self.executor.count - 1 in self.executor.stages and (where is None or where.mesh.place.t == 0)
+        self._numbers = {} if where is None else _numbers(where)
+        self._waiting = self._holders()
+        self._last_seed: tuple[float, Array] | None = None
+        self._most_rows = 0
+        self._report: PassReport | None = None
+        self._traffic = Traffic()  # of the updates within a pass
+        self._passes: deque[PassReport] = deque(maxlen=PASSES_KEPT)
+        self._most = 0  # microbatches in a pass
+        self._staleness: list[int] = []  # in the last pass
+
+    # ---- what a trainer calls ----
+
+    def train(self, batch: Batch, step: int, scale: float = 1.0, may_replay: bool = True) -> Outcome:
+        """Compute the gradients of the batch's mean loss, summed over the replicas; on a device, do not wait for them.
+
+        Args:
+            step: the number of the update, which keys dropout.
+            scale: what the gradients are multiplied by (see `optim.loss_scale`).
+            may_replay: whether passes may be recorded and replayed.
+        """
+        device_batch, cuts = to_device(batch, self.model, self.backend), batch.cuts
+        if self.parallel is None:
+            cuts = tuple(cut for cut in cuts if cut.stop > cut.start)
+        else:
+            _check_cuts(batch, self.fixed is not None)
+        if self.fixed is not None:
+            self._begin_fixed(self.fixed, batch)
+        self.scalars.clear()
+        now = self._now = Running(batch, device_batch, step, self._losses[0], self.scalars, cuts, scale=scale)
+        self._waiting, self._traffic, self._report = self._holders(), Traffic(), None
+        if cuts:
+            # Half a backward is done by what the graph knows. A short last batch would take memory of its own.
+            can = not self.is_cut or (not self.executor.plan(len(cuts)).has_halves and len(batch.y) >= self._most_rows)
+            self._most_rows = max(self._most_rows, len(batch.y))
+            self.replay.go(now.kind, self._train, may_replay and can)
+        traffic = self._traffic if self.updates else self._finish()
+        self._keep(self._report, now.staleness)
+        sums = self._sums if self.fixed is None else partial(self._sums_fixed, self.fixed)
+        targets = batch.own_targets if self.counts else 0
+        return Outcome(partial(sums, cuts), targets, traffic, self._report, tuple(now.staleness))
+
+    def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
+        """Add LOSS and SCORE of a batch in evaluation mode, if this rank's count; return whether they do."""
+        device_batch, rows = to_device(batch, self.model, self.backend), len(batch.y)
+        found = split(rows, max(1, min(rows, self.executor.count)))
+        cuts = [Cut(part.start, part.stop, batch.first_row + part.start, m) for m, part in enumerate(found)]
+        self._now = Running(batch, device_batch, 0, self._losses[1], scalars, cuts, trains=False)
+        with no_grad():
+            self.replay.go(self._now.kind, self._evaluate, timeline.current() is None)
+        return self.counts
+
+    def explain(self, batch: Batch, step: int, value: float) -> Exception:
+        """Return the error that says where a loss or gradient that is not finite came from."""
+        if self.is_cut or self.fixed is not None or isinstance(self.parallel, ShardedDataParallel):
+            return explain_gradients(self.world, self.model, step + 1, value, "microbatches and replicas")
+        x, again = self.suspect(batch, step, lambda loss: all(map(isfinite, self.world.sum_floats([loss]))))
+        return explain(self.world, self.model, x, again, step + 1, value)
+
+    def suspect(
+        self, batch: Batch, step: int, is_finite: Callable[[float], bool]
+    ) -> tuple[Array, Callable[[], Tensor]]:
+        """Return the input of the first microbatch whose loss is not finite, else of the last, and what computes it.
+
+        Args:
+            is_finite: asked of each microbatch's loss, computed again.
+        """
+        device_batch = to_device(batch, self.model, self.backend)
+        now = self._now = Running(batch, device_batch, step, self._losses[0], DeferredScalars(), batch.cuts)
+
+        def compute(microbatch: int) -> Tensor:
+            self._now = now
+            with self._mode(microbatch, False):
+                (loss,), _ = self.executor.stages[0].run([Tensor(now.inputs[microbatch])], True, microbatch)
+                return loss
+
+        tries = [(x, partial(compute, microbatch)) for microbatch, x in enumerate(now.inputs)]
+        return next((each for each in tries if not is_finite(each[1]().item())), tries[-1])
+
+    def summary(self) -> list[str]:
+        """Return lines about the batches since the last call: what a plan takes, and how passes through stages went."""
+        planned = self.planned
+        if planned is not None and planned.plan != self._told:
+            self._told = planned.plan
+            return [planned.describe()]
+        if not self._passes:
+            return []
+        assert self._where is not None
+        group = self._where.mesh.pp
+        lines = [_forecast(group, self.executor.plan(self._most), list(self._passes))]
+        self._passes.clear()
+        if self.updates:  # only schedules that update during a pass, such as pipedream, have weights that are old
+            stale = group.gather(max(self._staleness, default=0))
+            lines.append(f"staleness by rank: at most {', '.join(map(str, stale))} updates")
+        return lines
+
+    def release(self) -> None:
+        """Take everything off the model again; a second call does nothing."""
+        if self._store is not None:
+            self._store.close()
+        if self.parallel is None or self.parallel.released:
+            return
+        self.parallel.release()
+        if self.fixed is not None:
+            self.fixed.release()
+        self.executor.free()
+
+    # ---- a pass ----
+
+    def _train(self) -> None:
+        """Take the batch through the model and back. A replay does the same, but for what the stages compute."""
+        report = self.executor.train(self._now.inputs, self._seeds(self._now))
+        self._report = report if self.is_cut else None
+
+    def _evaluate(self) -> None:
+        self.executor.infer(self._now.inputs)
+
+    def _seeds(self, now: Running) -> list[Array]:
+        """Return the gradients of the microbatches' loss sums: scale / the targets that an update's mean is over.
+
+        The division is that of `DataParallel.backward`; with pipedream an update is of one microbatch.
+        """
+        batch = now.batch
+        return [
+            self._seed_of(now.scale / max(batch.targets[cut.number] if self.updates else batch.global_targets, 1))
+            for cut in now.cuts
+        ]
+
+    def _seed_of(self, value: float) -> Array:
+        """Return a number as (), float64, where the model lives; `backward` converts it to the loss's dtype."""
+        if self._last_seed is None or self._last_seed[0] != value:
+            self._last_seed = value, self.backend.xp.full((), value, "float64")
+        return self._last_seed[1]
+
+    def _mode(self, microbatch: int, again: bool) -> AbstractContextManager[None]:
+        now = self._now
+        if not now.trains:
+            return evaluation()
+        cut = now.cuts[microbatch]
+        if self.fixed is not None:
+            self.fixed.microbatch = cut.number
+        if self.updates and not again:
+            now.versions[microbatch] = self._optimizer.steps
+        return training(self._seed, now.step + (microbatch if self.updates else 0), cut.first_row, again)
+
+    def _head(self, logits: Tensor, microbatch: int) -> Tensor:
+        """Return the loss of a microbatch, and note it and its score."""
+        now, again = self._now, current().again
+        device_batch = now.part(microbatch)
+        if not again:  # before the loss: a device reads out of range silently
+            self._checks[not now.trains](device_batch, now.cuts[microbatch].start, logits)
+        labels, recorder = device_batch.y, active()
+        if recorder is not None:
+            labels = recorder.copy(labels)
+            recorder.note(self._put_labels, labels, microbatch)
+        loss = summed(now.loss, logits, labels)
+        if not again:
+            perform(self._note_numbers, microbatch, logits.data, loss.data)
+        return loss
+
+    def _put_labels(self, place: Array, microbatch: int) -> None:
+        place[...] = self._now.part(microbatch).y
+
+    def _note_numbers(self, microbatch: int, logits: Array, loss: Array) -> None:
+        """Note a microbatch's loss and score."""
+        now = self._now
+        score = self._score(Tensor(logits), now.part(microbatch))
+        if now.trains:  # a plan may compute the head twice
+            now.scalars.put((LOSS, microbatch), loss)
+            now.scalars.put((SCORE, microbatch), score)
+        elif self.counts:
+            now.scalars.add(LOSS, loss)
+            now.scalars.add(SCORE, score)
+
+    def _run_by_plan(self, x: Tensor, microbatch: int) -> Tensor:
+        """Return the loss of a microbatch within the budget for activations."""
+        if not self._now.trains:
+            return self.executor.end(self.model(x), microbatch)
+        batch = self._now.batch
+        if self.planned is None:
+            sharded = (
+                self.parallel if isinstance(self.parallel, ShardedDataParallel) and self.parallel.stage > 1 else None
+            )
+            adds = batch.microbatches > 1 and sharded is None  # else each is summed by itself
+            self.planned = RecomputedModel(
+                self.model, self._budget, self.backend, adds, self.world, self._store, sharded
+            )
+        return self.planned(x, lambda logits: self.executor.end(logits, microbatch), batch.global_rows)
+
+    # ---- what the executor calls: see `GradientSink` ----
+
+    def begin_backward(self, microbatch: int) -> None:
+        """See `GradientSink`."""
+        if self.poll is not None:
+            self.poll()
+        if self._looks:
+            self._looks = False
+            for loss in self.executor.stages[self.executor.count - 1].ends(microbatch):
+                _warn_of_strangers(self.model, loss)
+        if self.parallel is not None and not self.is_cut:
+            self.parallel.begin_pass(self.fixed is None and microbatch == len(self._now.cuts) - 1)
+
+    def end_backward(self, microbatch: int) -> None:
+        """See `GradientSink`."""
+        if self.parallel is not None and not self.is_cut:
+            self.parallel.finish_pass()
+            self.parallel.end_pass()
+        if self.fixed is not None:
+            self.fixed.add(self._now.cuts[microbatch].number)
+
+    def abort(self) -> None:
+        """See `GradientSink`."""
+        if self.parallel is not None:
+            self.parallel.end_pass()
+
+    def reduce(self, stage: int, microbatch: int | None) -> None:
+        """See `GradientSink`: only parameters whose last stage this is are final. Of a whole model hooks tell."""
+        if microbatch is not None or not self.is_cut:
+            return
+        final = []
+        for number in self._numbers[stage]:
+            self._waiting[number].discard(stage)
+            if not self._waiting[number]:
+                final.append(number)
+        assert self.parallel is not None
+        self.parallel.reduce(sorted(final, reverse=True))
+
+    def progress(self) -> None:
+        """See `GradientSink`."""
+        if self.parallel is not None:
+            self.parallel.exchange.progress()
+
+    def step(self, stage: int, microbatch: int) -> None:
+        """See `GradientSink`: sum over the replicas, and update a new copy of the weights."""
+        now = self._now
+        self._traffic = self._traffic.plus(self._finish())
+        storage = self.model.storage
+        storage.move(data=[data.copy() for data in storage.data])
+        for span in storage.spans:  # the move has forgotten the gradients, but they are still where they were
+            span.parameter.grad = span.parameter.buffer
+        now.staleness.append(self._optimizer.steps - now.versions.pop(microbatch))
+        self._optimizer.step()
+        storage.zero_grad()
+
+    # ---- sums ----
+
+    def _begin_fixed(self, fixed: FixedReduction, batch: Batch) -> None:
+        asks, self._asks = self._asks, None  # all ranks together, in the first batch
+        if asks is not None and 0 in self.world.gather(len(batch.cuts)):
+            raise UsageError(
+                "ranks without samples cannot take part in a plan for the activations of reduction fixed; give a "
+                "larger batch, fewer ranks, or no activation_memory"
+            )
+        fixed.begin(batch.microbatches)
+
+    def _finish(self) -> Traffic:
+        """End an update's sums; return what they were."""
+        parallel, fixed, where = self.parallel, self.fixed, self._where
+        if parallel is None:
+            return Traffic()
+        if fixed is not None:
+            begin = clock.now()
+            fixed.finish()
+            return Traffic(clock.now() - begin, 0.0, fixed.sent_bytes, len(fixed.storage.grads), nan)
+        ties_first = where is not None and where.layout.zero > 0  # afterwards each rank has the sum of another part
+        if ties_first:
+            self._add_ties()
+        parallel.finish()
+        if not ties_first:
+            self._add_ties()
+        return parallel.traffic
+
+    def _add_ties(self) -> None:
+        """Add up the gradients of parameters that stand in stages of several ranks."""
+        ties = () if self._where is None else self._where.ties
+        own = {span.parameter.name: span.parameter for span in self.model.storage.spans} if ties else {}
+        for tie in ties:  # in the same order on all ranks of the pipeline
+            own[tie.name].finish_gradient()
+            grad = own[tie.name].grad
+            assert grad is not None
+            total: Array = namespace(grad).ascontiguousarray(grad)
+            tie.group.all_reduce(total.reshape(-1), check=False)
+            grad[...] = total
+
+    def _holders(self) -> dict[int, set[int]]:
+        """Return, for each parameter's number, the stages of this rank that have it."""
+        holders: dict[int, set[int]] = {}
+        for stage, numbers in self._numbers.items():
+            for number in numbers:
+                holders.setdefault(number, set()).add(stage)
+        return holders
+
+    def _sums(self, cuts: Sequence[Cut], values: Values) -> tuple[float, float]:
+        """See `Outcome.sums`."""
+        if not self.counts:
+            return 0.0, 0.0
+        numbers = range(len(cuts))
+        return sum(values[LOSS, m] for m in numbers), sum(values[SCORE, m] for m in numbers)
+
+    def _sums_fixed(self, fixed: FixedReduction, cuts: Sequence[Cut], values: Values) -> tuple[float, float]:
+        total = fixed.sum_numbers({cut.number: values[LOSS, m] for m, cut in enumerate(cuts)}, self.world)
+        return total if self.world.is_root else 0.0, sum(values[SCORE, m] for m in range(len(cuts)))
+
+    def _keep(self, report: PassReport | None, staleness: list[int]) -> None:
+        """Keep a pass for `summary`, unless it is of fewer microbatches than others, as an epoch's short last batch."""
+        if report is None or report.microbatches < self._most:
+            return
+        if report.microbatches > self._most:
+            self._most = report.microbatches
+            self._passes.clear()
+        self._passes.append(report)
+        self._staleness = staleness
+
+
+def data_parallel(trainer: Trainer, exchange: GradientExchange, is_summed: bool) -> DataParallel:
+    """Return what sums a trainer's gradients over its replicas; with ZeRO it shares the model out, too. Collective.
+
+    Args:
+        exchange: how they are summed.
+        is_summed: whether they are summed there, if not in a fixed order; a fused update does it otherwise.
+    """
+    where, model, backend = trainer.arrangement, trainer.model, trainer.backend
+    replicas, zero = (trainer.group, 0) if where is None else (where.mesh.replicas, where.layout.zero)
+    whole, free = where is None or not where.stages, where is None or not where.layout.fixed
+    if zero:
+        return ShardedDataParallel(model, replicas, zero, exchange.algorithm, backend=backend, runs_backward=whole)
+    how = (exchange.allreduce, exchange.bucket_bytes, exchange.overlap)
+    return DataParallel(model, replicas, *how, backend, is_summed and free, whole, free)
+
+
+def _refusal(where: Arrangement | None, backend: Backend) -> str:
+    """Return why passes of a layout cannot be replayed; nothing where they can."""
+    layout = None if where is None else where.layout
+    reasons = {
+        "a device's recordings would keep more memory than its steps take": backend.is_device,
+        "an update within a pass gives the weights another place": layout is not None and layout.asynchronous,
+        "ZeRO 2 and 3 let weights and gradients come and go between layers": layout is not None and layout.zero > 1,
+        "gradients in a fixed order leave the model after each microbatch": layout is not None and layout.fixed,
+        "what is offloaded comes and goes between layers": layout is not None and layout.offload is not None,
+        "a plan for activations keeps to a budget of its own": where is not None
+        and not where.stages
+        and where.layout.activation_memory is not None,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+def _check_cuts(batch: Batch, fixed: bool) -> None:
+    """Refuse a batch that was dealt to the replicas in another way than they sum gradients.
+
+    Layers that communicate would not meet in whole microbatches, which are for a fixed order of sums alone.
+    """
+    if not fixed and len(batch.cuts) != batch.microbatches:
+        raise UsageError(
+            f"this rank has {len(batch.cuts)} of {batch.microbatches} microbatches, as Loader(whole=True) deals them "
+            'for reduction "fixed"; leave whole out'
+        )
+    if fixed and len(batch.cuts) == batch.microbatches and len(batch.y) != batch.global_rows:
+        raise UsageError(
+            f'this rank has a part of each of {batch.microbatches} microbatches, but with reduction "fixed" each is '
+            "one replica's alone; give Loader(whole=True)"
+        )
+
+
+def _warn_of_strangers(model: Module, loss: Tensor) -> None:
+    """Warn of a parameter that gets a gradient, but belongs to no layer of the model: no update will change it."""
+    own = {id(parameter) for _, parameter in model.named_parameters()}
+    for leaf in leaves_of(loss):
+        if isinstance(leaf, Parameter) and id(leaf) not in own:
+            warnings.warn(
+                f"a parameter of shape {leaf.shape} gets a gradient, but is not found in the model, and so is not "
+                "trained: a layer must be a module's attribute or an item of a list that is one, not a variable "
+                "of a function around it; if nothing is to train it, set its requires_grad = False",
+                stacklevel=2,
+            )
+            return
+
+
+def _numbers(arrangement: Arrangement) -> dict[int, list[int]]:
+    """Return, for each stage of this rank, the numbers of its parameters in the storage."""
+    number_of = {id(span.parameter): i for i, span in enumerate(arrangement.model.storage.spans)}
+    return {
+        stage: sorted(
+            {number_of[id(p)] for layer in layers for _, module in layer.members for p in module.parameters()}
+        )
+        for stage, layers in arrangement.stages.items()
+    }
+
+
+def _forecast(group: Group, schedule: Schedule, reports: Sequence[PassReport]) -> str:
+    """Return how passes of one schedule went, measured beside simulated. Collective over the pipeline's ranks.
+
+    A pass is the longest of the ranks' medians; a bubble is the share of their time in which they did not compute.
+    """
+    own = [[str(one), seconds] for report in reports for one, seconds in report.samples]
+    totals = [median(report.total_s for report in reports), median(report.compute_s for report in reports)]
+    told = group.gather([own, totals, max(report.peak_live for report in reports)])
+    samples = [(Instruction.parse(text), seconds) for theirs, _, _ in told for text, seconds in theirs]
+    simulation = simulate_schedule(schedule, InstructionCosts.measured(schedule.stages, samples))
+    measured_s = max(total_s for _, (total_s, _), _ in told)
+    busy_s = sum(compute_s for _, (_, compute_s), _ in told)
+    stage_s = [0.0] * schedule.stages
+    for one, seconds in samples:
+        stage_s[one.stage] += seconds / len(reports) / schedule.microbatches
+    bubble = 1 - busy_s / (measured_s * group.size) if measured_s else 0.0
+    return (
+        f"pipeline pass {1e3 * measured_s:.2f} ms, simulated {1e3 * simulation.makespan_s:.2f} ms; "
+        f"bubble {bubble:.0%}, simulated {simulation.bubble:.0%}; "
+        f"ms per microbatch and stage: {', '.join(f'{1e3 * seconds:.2f}' for seconds in stage_s)}; "
+        f"activations kept: {', '.join(str(peak) for _, _, peak in told)}"
+    )
