@@ -6,7 +6,7 @@ from math import isfinite
 
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.recording import refuse_inside
-from nnmpi.compose.losses import LOSS, SCORE, DeferredScalars
+from nnmpi.compose.losses import DeferredScalars
 from nnmpi.compose.passes import Passes
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer
@@ -72,16 +72,15 @@ class LocalGradient:
             return self._run(batch, step)
 
     def _run(self, batch: Batch, step: int) -> Gradient:
-        scalars = self._passes.scalars
         self.model.storage.zero_grad()
-        self._passes.train(batch, step)  # as `DataParallel` divides, but the parts' gradients are added up elsewhere
+        outcome = self._passes.train(batch, step)  # as `DataParallel` divides, but the parts' gradients are added up elsewhere
         self.model.storage.finish_gradients()
         targets, norm = batch.own_targets, 0.0
-        values = scalars.read()
+        sums = outcome.sums(self._passes.scalars.read())
         if targets:
             norm = self._clip(batch.global_targets / targets)
         totals = Totals(1, len(batch.y), targets)
-        totals.loss_sum, totals.score_sum = values.get(LOSS, 0.0), values.get(SCORE, 0.0)
+        totals.loss_sum, totals.score_sum = sums
         return Gradient(totals, norm)
 
     def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
