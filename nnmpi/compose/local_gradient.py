@@ -73,7 +73,9 @@ class LocalGradient:
 
     def _run(self, batch: Batch, step: int) -> Gradient:
         self.model.storage.zero_grad()
-        outcome = self._passes.train(batch, step)  # as `DataParallel` divides, but the parts' gradients are added up elsewhere
+        outcome = self._passes.train(
+            batch, step
+        )  # as `DataParallel` divides, but the parts' gradients are added up elsewhere
         self.model.storage.finish_gradients()
         targets, norm = batch.own_targets, 0.0
         sums = outcome.sums(self._passes.scalars.read())

@@ -47,7 +47,8 @@ from nnmpi.compose.options import GradientExchange
 from nnmpi.compose.replayed import Replay
 from nnmpi.compose.stats import EvalReport, PassReport
 from nnmpi.compose.trainer import Trainer
-from nnmpi.data.loader import Batch, Cut
+from nnmpi.data.loader import Batch
+from nnmpi.data.sampler import Cut
 from nnmpi.errors import UsageError
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.recompute import RecomputedModel
@@ -62,9 +63,9 @@ from nnmpi.schedule.instruction import Instruction
 from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.simulate import InstructionCosts, simulate_schedule
 from nnmpi.shard import split
+from nnmpi.tensor.backward import leaves_of
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.parameter import Parameter
-from nnmpi.tensor.tape import leaves_of
 from nnmpi.tensor.tensor import Tensor
 
 PASSES_KEPT = 20  # so many are enough for a mean, and old ones may be of another load of the machine
@@ -124,7 +125,7 @@ class Running:
     Args:
         cuts: of the batch into microbatches.
         trains: whether it goes backward.
-        scale: what the gradients are multiplied by (see `optim.loss_scale`).
+        scale: what the gradients are multiplied by (see `optim.clip`).
     """
 
     def __init__(
@@ -242,7 +243,7 @@ class Passes(GradientSink):
 
         Args:
             step: the number of the update, which keys dropout.
-            scale: what the gradients are multiplied by (see `optim.loss_scale`).
+            scale: what the gradients are multiplied by (see `optim.clip`).
             may_replay: whether passes may be recorded and replayed.
         """
         device_batch, cuts = to_device(batch, self.model, self.backend), batch.cuts

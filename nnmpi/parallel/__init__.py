@@ -14,7 +14,7 @@
     divergence      where the first value that is not finite comes from
     shard_map, model_state      which rank has which slice of which array; arrays gathered for a checkpoint, and back
 
-Begin with data, then pipeline/executor, then tensor. A strategy imports no other one; `compose` puts them together.
+Begin with data, then pipeline/stage, then tensor. A strategy imports no other one; `compose` puts them together.
 To add a strategy, add a module here, to STRATEGIES in tests/layering/layers.py and to `compose`.
 """
 
