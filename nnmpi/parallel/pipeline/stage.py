@@ -69,8 +69,6 @@ class _InFlight:
     ends: list[Tensor] | None = None
 
 
-
-
 class Stage:
     """Computes a part of a model for one microbatch after another.
 
