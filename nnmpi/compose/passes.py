@@ -52,7 +52,7 @@ from nnmpi.data.sampler import Cut
 from nnmpi.errors import UsageError
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.recompute import RecomputedModel
-from nnmpi.memory.store import Store, make_store
+from nnmpi.memory.store import Store
 from nnmpi.nn.mode import current, evaluation, training
 from nnmpi.nn.module import Module
 from nnmpi.parallel.data import DataParallel
@@ -207,7 +207,7 @@ class Passes(GradientSink):
         budget = None if where is None or where.stages else where.layout.activation_memory
         if where is not None and budget is not None and where.layout.offload is not None:
             with agreed(where.mesh.world):
-                self._store = make_store(where.layout.offload, backend)
+                self._store = Store(where.layout.offload, backend)
         self._budget = self._asks = budget  # what is asked of all ranks in the first batch
         self.updates = where is not None and where.layout.asynchronous
         self.replay = Replay(model, self._losses, _refusal(where, backend))
