@@ -8,13 +8,13 @@ from itertools import count, islice
 from typing import Any
 
 import numpy as np
-from nnmpi.compose.runner import sum_cross_entropy
 
 from nnmpi import clock, models, optim
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
+from nnmpi.compose.losses import sum_cross_entropy
 from nnmpi.compose.state import gradient_state
 from nnmpi.compose.stats import EvalReport
 from nnmpi.compose.worker import Worker
