@@ -126,6 +126,7 @@ class ShardedDataParallel(DataParallel):
     # ---- backward ----
 
     def begin_pass(self, last: bool) -> None:
+        """See `DataParallel.begin_pass`."""
         if self._summed:  # another rank may still read sums that stand among this one's gradients
             self.storage.wait_for_others()
         super().begin_pass(last)
@@ -185,6 +186,7 @@ class ShardedDataParallel(DataParallel):
             self._at -= 1
 
     def finish_pass(self) -> None:
+        """Sum what is left, and end the pass; see `DataParallel.finish_pass`."""
         if self._in_units:
             self._finish_units(SHARED)
             self.storage.reduce(SHARED)
