@@ -52,8 +52,7 @@ class GPTEmbedding(Module):
             places = namespace(self.positions.weight.data).empty(tokens.shape[-1], np.int64)
             perform(self._go_on, memory, tokens.shape, places)
             rows = self.positions(places)
-        x: Tensor = self.tokens(tokens) + rows
-        return x
+        return self.tokens(tokens) + rows
 
     def _go_on(self, memory: dict[str, Any], shape: tuple[int, ...], places: Array) -> None:
         """Write the places of tokens behind others. A recording calls it each time, as they are other ones."""
@@ -106,17 +105,13 @@ def gpt(
     if features % heads:
         raise UsageError(f"gpt of {features} features and {heads} heads does not work; take a multiple of the heads")
     embedding = GPTEmbedding(vocabulary, context, features, Normal(STD))
-    blocks = [
-        TransformerBlock(
-            features,
-            heads,
-            init=Normal(STD),
-            dropout=dropout,
-            proj_init=Normal(STD / sqrt(2 * layers)),
-            bias_init=Constant(0.0),
-        )
-        for _ in range(layers)
-    ]
+    blocks = [TransformerBlock(features, heads, dropout=dropout) for _ in range(layers)]
+    for name, parameter in (found for block in blocks for found in block.named_parameters()):
+        if name.endswith(".bias") and not name.startswith("norm"):
+            parameter.init = Constant(0.0)
+        elif not name.startswith("norm"):
+            is_last = name in ("attention.proj.weight", "mlp.2.weight")
+            parameter.init = Normal(STD / sqrt(2 * layers) if is_last else STD)
     model = Sequential(embedding, Dropout(dropout), *blocks, LayerNorm(features), TiedLinear(embedding.tokens))
     model.sharding = {
         "0.tokens": Sharding.VOCAB,

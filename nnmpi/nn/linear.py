@@ -18,7 +18,6 @@ class Linear(Module):
         in_features, out_features: the numbers of features.
         bias: whether b is added.
         init: draws the weight; by default uniform within 1 / sqrt(in_features), and so is the bias.
-        bias_init: draws the bias.
     """
 
     def __init__(
@@ -27,12 +26,11 @@ class Linear(Module):
         out_features: int,
         bias: bool = True,
         init: Initializer | None = None,
-        bias_init: Initializer | None = None,
     ) -> None:
         in_features = whole("Linear's in_features", in_features)
         out_features = whole("Linear's out_features", out_features)
         self.weight = Parameter((in_features, out_features), init or fan_in(in_features))
-        self.bias = Parameter((out_features,), bias_init or fan_in(in_features)) if bias else None
+        self.bias = Parameter((out_features,), fan_in(in_features)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x W + b. See `ops.linear`."""

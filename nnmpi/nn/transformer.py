@@ -12,7 +12,6 @@ from nnmpi.nn.module import Module
 from nnmpi.nn.norm import LayerNorm
 from nnmpi.nn.sharding import Sharding, Units
 from nnmpi.ops.attention import KeyValues, attention
-from nnmpi.tensor.parameter import Initializer
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -30,9 +29,6 @@ class CausalSelfAttention(Module):
         features: of x; a multiple of `heads`.
         heads: each works on features / heads of them.
         bias: whether the two linear layers have one.
-        init: draws both weights; by default as `Linear` does.
-        proj_init: draws the second one, if it is another way.
-        bias_init: draws the biases; by default as `Linear` does.
         dropout: the probability with which one of the attention's probabilities is dropped in training (see `Dropout`).
     """
 
@@ -43,9 +39,6 @@ class CausalSelfAttention(Module):
         features: int,
         heads: int,
         bias: bool = True,
-        init: Initializer | None = None,
-        proj_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
         dropout: float = 0.0,
     ) -> None:
         if heads < 1 or features < 1 or features % heads:
@@ -53,20 +46,17 @@ class CausalSelfAttention(Module):
                 f"attention of {features} features with {heads} heads does not work; both must be at least 1, "
                 "and the features a multiple of the heads"
             )
-        if not 0 <= dropout < 1:
-            raise UsageError(f"attention's dropout is a probability in [0, 1), not {dropout}")
-        self.features, self.heads, self.dropout = features, heads, dropout
+        self.features, self.heads, self.dropout = features, heads, Dropout(dropout).p
         self.units = {"qkv": Units(heads, repeats=3), "proj": Units(heads, sharding=Sharding.ROW)}
-        self.qkv = Linear(features, 3 * features, bias, init, bias_init)
-        self.proj = Linear(features, features, bias, proj_init or init, bias_init)
+        self.qkv = Linear(features, 3 * features, bias)
+        self.proj = Linear(features, features, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the attention's result, of the shape of x. See `ops.attention`."""
         memory, rate = current().memory, self.dropout if current().training else 0.0
         before = None if memory is None else memory.setdefault(self.path, KeyValues())
         place = partial(mask_place, self.path)
-        y: Tensor = self.proj(attention(self.qkv(x), self.heads, True, before, rate, place))
-        return y
+        return self.proj(attention(self.qkv(x), self.heads, True, before, rate, place))
 
 
 class TransformerBlock(Module):
@@ -82,12 +72,9 @@ class TransformerBlock(Module):
         heads: of the attention, which is causal.
         hidden: the width inside the multilayer perceptron, Linear - GELU (tanh form) - Linear; by default 4 * features.
         bias: whether the linear layers have one.
-        init: draws their weights; by default as `Linear` does.
         eps: of the normalizations.
         dropout: the probability with which an element of what a branch adds is dropped in training, and one of the
             attention's probabilities.
-        proj_init: draws the weights of the branches' last layers, if it is another way than `init`.
-        bias_init: draws the biases; by default as `Linear` does.
     """
 
     sharding = MappingProxyType(
@@ -104,22 +91,19 @@ class TransformerBlock(Module):
         heads: int,
         hidden: int | None = None,
         bias: bool = True,
-        init: Initializer | None = None,
         eps: float = 1e-5,
         dropout: float = 0.0,
-        proj_init: Initializer | None = None,
-        bias_init: Initializer | None = None,
     ) -> None:
         hidden = 4 * features if hidden is None else hidden
         if hidden < 1:
             raise UsageError(f"a transformer block needs at least 1 hidden feature, not {hidden}")
         self.norm1 = LayerNorm(features, eps)
-        self.attention = CausalSelfAttention(features, heads, bias, init, proj_init, bias_init, dropout)
+        self.attention = CausalSelfAttention(features, heads, bias, dropout)
         self.norm2 = LayerNorm(features, eps)
         self.mlp = Sequential(
-            Linear(features, hidden, bias, init, bias_init),
+            Linear(features, hidden, bias),
             GELU("tanh"),
-            Linear(hidden, features, bias, proj_init or init, bias_init),
+            Linear(hidden, features, bias),
         )
         self.drops: list[Module] = [Dropout(dropout), Dropout(dropout)]
 
@@ -129,10 +113,8 @@ class TransformerBlock(Module):
 
     def attend(self, x: Tensor) -> Tensor:
         """Return the result of the first half, the attention."""
-        y: Tensor = x + self.drops[0](self.attention(self.norm1(x)))
-        return y
+        return x + self.drops[0](self.attention(self.norm1(x)))
 
     def feed(self, x: Tensor) -> Tensor:
         """Return the result of the second half, the multilayer perceptron."""
-        y: Tensor = x + self.drops[1](self.mlp(self.norm2(x)))
-        return y
+        return x + self.drops[1](self.mlp(self.norm2(x)))

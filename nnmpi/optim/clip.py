@@ -98,8 +98,7 @@ def clip_by_global_norm(grads: Sequence[Array], max_norm: float) -> float:
         UsageError: see `coefficient`.
     """
     grads = grads.storage.grads if hasattr(grads, "storage") else grads
-    norm: float = perform(_clip, grads, max_norm)
-    return norm
+    return perform(_clip, grads, max_norm)
 
 
 def _clip(grads: Sequence[Array], max_norm: float) -> float:

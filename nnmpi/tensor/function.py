@@ -395,8 +395,7 @@ class CommonRoot(Function):
         self.grads = tuple(grads)
 
     def forward(self, *inputs: Array) -> Array:
-        zero: Array = namespace(inputs[0]).zeros((), dtype=inputs[0].dtype)
-        return zero
+        return namespace(inputs[0]).zeros((), dtype=inputs[0].dtype)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         return self.grads

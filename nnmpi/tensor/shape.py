@@ -63,23 +63,6 @@ class Transpose(Function):
         return (grad.transpose(inverse),)
 
 
-class BroadcastTo(Function):
-    """x repeated along axes of length 1 and along new leading axes; the tape sums the gradient."""
-
-    __slots__ = ("wanted",)
-
-    replayable = broadcasts = True
-
-    def __init__(self, wanted: tuple[int, ...]) -> None:
-        self.wanted = wanted
-
-    def forward(self, x: Array) -> Array:
-        return self.xp.broadcast_to(x, self.wanted)
-
-    def backward(self, grad: Array) -> Grads:
-        return (grad,)
-
-
 class Concatenate(Function):
     """Arrays one after another along an axis."""
 
@@ -179,30 +162,3 @@ class GetItem(Function):
         else:
             xp.add.at(spread, self.key, grad)
         return (spread,)
-
-
-class TakeAlongAxis(Function):
-    """x picked by an index array of the same number of dimensions, along one axis."""
-
-    __slots__ = ("axis",)
-
-    def __init__(self, axis: int) -> None:
-        self.axis = axis
-
-    def forward(self, x: Array, indices: Array) -> Array:
-        self.saved = (x.shape, x.dtype, self._places(x, indices))
-        return x[self.saved[2]]
-
-    def _places(self, x: Array, indices: Array) -> tuple[Array, ...]:
-        """Return index arrays for all axes of x that broadcast to the shape of the result."""
-        xp, ndim = namespace(x), x.ndim
-        places = [xp.arange(n).reshape([-1 if i == j else 1 for j in range(ndim)]) for i, n in enumerate(x.shape)]
-        places[self.axis] = indices
-        return tuple(places)
-
-    def backward(self, grad: Array) -> Grads:
-        shape, dtype, places = self.saved
-        xp = namespace(grad)
-        spread = xp.zeros(shape, dtype=dtype)
-        xp.add.at(spread, places, grad)
-        return spread, None

@@ -46,12 +46,10 @@ from nnmpi.tensor.operand import (
 )
 from nnmpi.tensor.placement import is_cut
 from nnmpi.tensor.shape import (
-    BroadcastTo,
     Concatenate,
     GetItem,
     Pad,
     Reshape,
-    TakeAlongAxis,
     Transpose,
 )
 
@@ -139,8 +137,7 @@ class Tensor(Variable):
         """Return the values as a NumPy array, copied to the host if they are on a device."""
         refuse("a tensor's array (numpy)")
         get = getattr(self.data, "get", None)
-        values: Array = self.data if get is None else get()
-        return values
+        return self.data if get is None else get()
 
     def item(self) -> float:
         """Return the value of a tensor of one element as a Python number.
@@ -151,8 +148,7 @@ class Tensor(Variable):
         if self.data.size != 1:
             raise ShapeError(f"item of a tensor of shape {self.shape} is no single number")
         refuse("a tensor's number (item, float, bool)")
-        number: float = self.data.item()
-        return number
+        return self.data.item()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -424,42 +420,6 @@ class Tensor(Variable):
                 return Transpose(tuple(order))(self)
         return self.permute(*axes)
 
-    def broadcast_to(self, shape: Sequence[int]) -> Tensor:
-        """Return the tensor repeated to the given shape, by NumPy's broadcasting rules.
-
-        Raises:
-            ShapeError: when it does not broadcast to that.
-        """
-        wanted, own = tuple(shape), self.shape
-        fits = len(wanted) >= len(own) and all(n in (1, m) for n, m in zip(own[::-1], wanted[::-1], strict=False))
-        if not fits or any(m < 0 for m in wanted):
-            raise ShapeError(f"shape {own} does not broadcast to {wanted}")
-        return BroadcastTo(wanted)(self)
-
-    def expand_dims(self, axis: int) -> Tensor:
-        """Return the tensor with a new axis of length 1 at position `axis`.
-
-        Raises:
-            ShapeError: when the result would have no such axis.
-        """
-        shape = list(self.shape)
-        if not -len(shape) - 1 <= axis <= len(shape):
-            raise ShapeError(f"axis {axis} does not fit an array of {len(shape)} dimensions with one more")
-        shape.insert(axis if axis >= 0 else axis + len(shape) + 1, 1)
-        return self.reshape(shape)
-
-    def squeeze(self, axis: int) -> Tensor:
-        """Return the tensor without an axis of length 1.
-
-        Raises:
-            ShapeError: when the axis is longer than 1.
-        """
-        shape = list(self.shape)
-        if not -len(shape) <= axis < len(shape) or shape[axis] != 1:
-            raise ShapeError(f"axis {axis} of shape {self.shape} has not length 1")
-        del shape[axis]
-        return self.reshape(shape)
-
     def pad(self, widths: Sequence[tuple[int, int]], value: float = 0.0) -> Tensor:
         """Return the tensor with a border.
 
@@ -476,29 +436,6 @@ class Tensor(Variable):
                 f"pad needs one non-negative (before, after) per axis of shape {self.data.shape}, not {pairs}"
             )
         return Pad(pairs, value)(self) if pairs else self  # nothing goes around a single number
-
-    def take_along_axis(self, indices: Any, axis: int) -> Tensor:
-        """Return elements picked along one axis: result[i, j] = x[i, indices[i, j]] for axis 1 of two.
-
-        Along the other axes the tensor and the indices must have the same length, or one of them length 1.
-
-        Raises:
-            DtypeError: when the indices are not integers.
-            ShapeError: when the numbers of dimensions differ or an index is out of range.
-        """
-        given = whole_values("take_along_axis", indices)
-        places = given if isinstance(indices, Variable) else namespace(self.data).asarray(given)
-        if places.dtype.kind not in "iu":
-            raise DtypeError(f"take_along_axis needs integer indices, not {places.dtype}")
-        what = f"take_along_axis of shape {self.data.shape}"
-        if places.ndim != self.data.ndim or not -places.ndim <= axis < places.ndim:
-            raise ShapeError(f"{what} by {places.shape} along axis {axis} does not fit")
-        try:
-            return in_float32(TakeAlongAxis(axis % places.ndim), self, places)
-        except LayoutError:
-            raise
-        except (IndexError, ValueError) as error:
-            raise ShapeError(f"{what} along axis {axis}: {error}") from None
 
 
 def maximum(a: Any, b: Any) -> Tensor:
@@ -550,7 +487,10 @@ def concatenate(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
 
 def stack(tensors: Sequence[Tensor], axis: int = 0) -> Tensor:
     """Return tensors of one shape along a new axis. Errors are those of `concatenate`."""
-    return concatenate([x.expand_dims(axis) for x in tensors], axis)
+    if not tensors or not -(ndim := tensors[0].data.ndim) - 1 <= axis <= ndim:
+        raise ShapeError(f"stack of {len(tensors)} tensors along axis {axis} does not fit")
+    place = axis % (ndim + 1)
+    return concatenate([x.reshape(*x.shape[:place], 1, *x.shape[place:]) for x in tensors], place)
 
 
 def _sum(function: Function, a: Any, b: Any) -> Tensor:

@@ -215,9 +215,6 @@ TENSOR: list[Check] = [
     unary("tensor.reshape", lambda x: x.reshape((COLUMNS, ROWS))),
     unary("tensor.transpose", lambda x: Tensor.transpose(x) * 2),
     unary("tensor.swapaxes", lambda x: x.transpose(0, 1)),
-    unary("tensor.broadcast_to", lambda x: x.broadcast_to((3, ROWS, COLUMNS))),
-    unary("tensor.expand_dims", lambda x: x.expand_dims(1)),
-    unary("tensor.squeeze", lambda x: x.expand_dims(1).squeeze(1)),
     unary("tensor.flatten", lambda x: x.flatten(0)),
     unary("tensor.pad", lambda x: x.pad([(2, 1), (0, 3)], 0.5)),
     check(
@@ -231,13 +228,6 @@ TENSOR: list[Check] = [
         lambda x, at: operator.getitem(x, at),
         [anywhere(50, 33)],
         [DRAW.integers(0, 50, 90)],
-    ),
-    check(
-        "tensor.take_along_axis",
-        "plain",
-        lambda x, at: x.take_along_axis(at, 1),
-        [anywhere(20, 33)],
-        [DRAW.integers(0, 33, (20, 5))],
     ),
 ]
 

@@ -243,5 +243,5 @@ def test_dropout_that_does_not_work():
     for options in ({"dropout": 1.0, "place": lambda: ((0, 0), 0)}, {"dropout": 0.5}):
         with pytest.raises(UsageError, match=r"a probability in \[0, 1\) and needs a place, .* not"):
             ops.attention(qkv, 1, **options)
-    with pytest.raises(UsageError, match=r"attention's dropout is a probability in \[0, 1\), not 1.5"):
+    with pytest.raises(UsageError, match=r"dropout's p is a probability in \[0, 1\), not 1.5"):
         nn.CausalSelfAttention(4, 2, dropout=1.5)

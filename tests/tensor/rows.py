@@ -53,6 +53,13 @@ def where(draw: Draw) -> Case:
     return Case(lambda x, y: tensor.where(mask, x, y), arrays(draw, anywhere, (a, b)))
 
 
+def where_number(draw: Draw) -> Case:
+    """A tensor and a number on either side."""
+    x = array(draw, anywhere, draw_shape(draw))
+    mask, left = np.asarray(x > 0.5), draw(st.booleans())
+    return Case(lambda t: tensor.where(mask, 1.5, t) if left else tensor.where(mask, t, 1.5), [x])
+
+
 def power_number(draw: Draw) -> Case:
     """A tensor to the power of a number."""
     exponent = draw(st.sampled_from((2, 3, 0, 1, -1, 0.5, 2.5, -1.5)))
@@ -115,21 +122,6 @@ def borders(draw: Draw, x: np.ndarray) -> tuple[list[tuple[int, int]], float]:
     return [(draw(st.integers(0, 2)), draw(st.integers(0, 2))) for _ in range(x.ndim)], 0.5
 
 
-def broadcast_to(draw: Draw) -> Case:
-    """New axes in front, and axes of length 1 stretched."""
-    whole = draw_shape(draw)
-    start = draw(st.integers(0, len(whole)))
-    x = array(draw, anywhere, tuple(1 if draw(st.booleans()) else n for n in whole[start:]))
-    return Case(lambda t: t.broadcast_to(whole), [x])
-
-
-def squeeze(draw: Draw) -> Case:
-    """An axis of length 1 taken away."""
-    before, after = draw_shape(draw, most=2), draw_shape(draw, most=1)
-    x = array(draw, anywhere, (*before, 1, *after))
-    return Case(lambda t: t.squeeze(len(before)), [x])
-
-
 def concatenate(draw: Draw) -> Case:
     """One to three tensors of different lengths along the axis; the first one comes again at the end."""
     before, after = draw_shape(draw, most=1), draw_shape(draw, most=1)
@@ -179,21 +171,6 @@ def masked(draw: Draw) -> Case:
     return Case(lambda t: t[mask], [x])
 
 
-def take_along_axis(draw: Draw) -> Case:
-    """Indices of x's shape but along one axis; other axes may be of length 1 on either side."""
-    side = draw_shape(draw, least=2, most=3, side=1)
-    axis = draw(st.integers(-len(side), len(side) - 1))
-    x_shape, i_shape = list(side), list(side)
-    i_shape[axis] = draw(st.integers(0, 4))
-    other = (axis + 1) % len(side)
-    stretched = draw(st.sampled_from((None, x_shape, i_shape)))
-    if stretched is not None:
-        stretched[other] = 1
-    rng = np.random.default_rng(draw(st.integers(0, 99)))
-    indices = rng.integers(-side[axis], side[axis], i_shape)
-    return Case(lambda t: t.take_along_axis(indices, axis), [array(draw, anywhere, tuple(x_shape))])
-
-
 def through_longdouble(x):
     """Return x, converted there and back; a device has nothing longer than float64."""
     wide = np.longdouble if isinstance(x.data, np.ndarray) else np.float64
@@ -226,12 +203,7 @@ TENSOR: list[Row] = [
     *rows("tensor.maximum", both=extremum(tensor.maximum), number=unary(lambda x: tensor.maximum(x, 0.0), nonzero)),
     *rows("tensor.minimum", both=extremum(tensor.minimum), number=unary(lambda x: tensor.minimum(0, x), nonzero)),
     *rows("tensor.whole", of_a_whole_one=unary(lambda x: whole(x) * 2)),
-    *rows(
-        "tensor.where",
-        both=where,
-        left=unary(lambda x: tensor.where(x.data > 0.5, 1.5, x)),
-        right=unary(lambda x: tensor.where(x.data > 0.5, x, 1.5)),
-    ),
+    *rows("tensor.where", both=where, number=where_number),
     *rows("tensor.negate", one=unary(operator.neg)),
     *rows("tensor.exp", one=unary(Tensor.exp)),
     *rows("tensor.log", one=unary(Tensor.log, positive)),
@@ -259,13 +231,9 @@ TENSOR: list[Row] = [
     *rows("tensor.min", axes=reduction(Tensor.min, distinct, side=1)),
     *rows("tensor.reshape", any=method("reshape", another_shape, least=1)),
     *rows("tensor.transpose", any=method("permute", an_order), two=method("transpose", two_axes, least=1)),
-    *rows("tensor.broadcast_to", any=broadcast_to),
-    *rows("tensor.expand_dims", any=method("expand_dims", lambda draw, x: [draw(st.integers(-x.ndim - 1, x.ndim))])),
-    *rows("tensor.squeeze", any=squeeze),
     *rows("tensor.flatten", any=method("flatten", lambda draw, x: [draw(st.integers(0, x.ndim))], least=1)),
     *rows("tensor.concatenate", any=concatenate),
     *rows("tensor.stack", any=stack),
     *rows("tensor.pad", any=method("pad", borders)),
     *rows("tensor.getitem", sliced=sliced, picked=picked, masked=masked),
-    *rows("tensor.take_along_axis", any=take_along_axis),
 ]

@@ -86,8 +86,7 @@ def test_moves_that_copy_nothing():
         x.reshape(3, 2),
         x.T,
         x[1:],
-        x.expand_dims(0),
-        x.broadcast_to((4, 2, 3)),
+        x[None],
         x[::-1],
     ):
         assert np.shares_memory(x.data, y.data)
@@ -110,10 +109,6 @@ SHAPES = [
     (lambda: zeros(2, 3).permute(0, 0), r"\(0, 0\) is no permutation"),
     (lambda: zeros(2, 3).permute(0), r"\(0,\) is no permutation"),
     (lambda: zeros(2, 3).transpose(0, 2), "axis 2 does not fit an array of 2"),
-    (lambda: zeros(2).broadcast_to((3,)), r"\(2,\) does not broadcast to \(3,\)"),
-    (lambda: zeros(2).broadcast_to((-1, 2)), r"to \(-1, 2\)"),
-    (lambda: zeros(2).expand_dims(2), "axis 2 does not fit"),
-    (lambda: zeros(2, 1).squeeze(0), r"axis 0 of shape \(2, 1\)"),
     (lambda: tensor.concatenate([]), "no tensors"),
     (lambda: tensor.concatenate([zeros(2, 3), zeros(2, 2)]), r"\(2, 3\), \(2, 2\)"),
     (lambda: tensor.concatenate([zeros(2)], 1), "along axis 1"),
@@ -122,8 +117,6 @@ SHAPES = [
     (lambda: zeros(2, 2).pad([(0, 1)]), r"shape \(2, 2\)"),
     (lambda: zeros(2)[2], r"index 2 does not fit shape \(2,\)"),
     (lambda: zeros(2)[np.array([0, 5])], "5"),
-    (lambda: zeros(2, 2).take_along_axis(np.zeros(2, int), 0), r"\(2, 2\) by \(2,\)"),
-    (lambda: zeros(2, 2).take_along_axis(np.full((2, 1), 7), 1), "7"),
 ]
 
 
@@ -146,7 +139,6 @@ def test_shapes_that_do_not_fit(make, words):
         (lambda: zeros(2).__setitem__(0, 1), UsageError, "cannot be assigned; write to its array, x.data, or use"),
         (lambda: operator.matmul(zeros(2), np.ones(2, "float32")), DtypeError, "matmul of float64, float32"),
         (lambda: tensor.concatenate([zeros(2), Tensor([1.0])]), DtypeError, r"concatenate of \['float32', 'float64'\]"),
-        (lambda: zeros(2).take_along_axis(np.ones(2), 0), DtypeError, "integer indices, not float64"),
         (lambda: Tensor.exp(ONES), GraphError, "exp needs a Tensor, not ndarray"),
         (lambda: Tensor.sum(ONES), GraphError, "at least one Tensor"),
     ],
