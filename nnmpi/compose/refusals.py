@@ -1,7 +1,11 @@
-"""Which features do not go together, and why: one table."""
+"""Which features do not go together, and why: one table.
+
+    python -m nnmpi.compose.refusals            prints it as a matrix, and the reasons below
+"""
 
 from collections.abc import Mapping
 
+from nnmpi.command import say
 from nnmpi.errors import LayoutError
 
 PIPELINE, TENSOR, SEQUENCE, PIPEDREAM = "pp", "tp", "sp", "pipedream"
@@ -52,3 +56,17 @@ def refuse(given: Mapping[str, str]) -> None:
     for (one, other), reason in REFUSED.items():
         if one in given and other in given:
             raise LayoutError(f"{given[one]} does not go with {given[other]}: {reason}; leave one of them out")
+
+
+def matrix() -> list[str]:
+    """Return the table as lines of Markdown: a dot where two features go together, else the number of the reason."""
+    names = list(dict.fromkeys(name for pair in REFUSED for name in pair))
+    reasons = list(dict.fromkeys(REFUSED.values()))
+    found = {frozenset(pair): str(1 + reasons.index(reason)) for pair, reason in REFUSED.items()}
+    rows = [[name, *(found.get(frozenset((name, other)), "·") for other in names)] for name in names]
+    lines = [f"| {' | '.join(row)} |" for row in (["", *names], ["---"] * (1 + len(names)), *rows)]
+    return [*lines, "", *(f"{number}. {reason}" for number, reason in enumerate(reasons, start=1))]
+
+
+if __name__ == "__main__":
+    raise SystemExit(say(lambda words: "\n".join(matrix())))

@@ -1,6 +1,7 @@
 """One table of refusals: each pair that it names is refused by the layout or the worker, in a sentence with both."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.options import GradientExchange, Numerics
-from nnmpi.compose.refusals import REFUSED, refuse
+from nnmpi.compose.refusals import REFUSED, matrix, refuse
 from nnmpi.compose.worker import Worker
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.nn.chain import open_chain
@@ -71,3 +72,8 @@ def test_a_worker_refuses_what_does_not_go_with_its_layout(layout: Layout, optio
 
     with pytest.raises(UsageError, match=words):
         simulate(main, 2)
+
+
+def test_the_page_shows_the_table() -> None:
+    page = (Path(__file__).resolve().parents[2] / "docs/layouts.md").read_text()
+    assert "\n".join(matrix()) in page
