@@ -1,6 +1,6 @@
 """Which features do not go together, and why: one table.
 
-    python -m nnmpi.compose.refusals            prints it as a matrix, and the reasons below
+python -m nnmpi.compose.refusals            prints it as a matrix, and the reasons below
 """
 
 from collections.abc import Mapping
