@@ -16,8 +16,9 @@ from tests.harness.slow import KERNELS
 def compiled():
     """The kernels of this process."""
     pytest.importorskip("numba")
-    with jit():
-        yield compiled_kernels().functions
+    from nnmpi.backend.jit import kernels
+
+    return kernels
 
 
 # ---------------------------------------------------------------- switching
@@ -89,10 +90,8 @@ def test_the_next_process_finds_the_machine_code(tmp_path):
     pytest.importorskip("numba")
     program = """
 import numba
-from nnmpi.backend.kernels import compiled_kernels, jit
-with jit():
-    k = compiled_kernels().functions
-    found = [k.loop("bias_relu"), *k.direct(2, 4, 1, 3), *k.direct(4, 2, 1, 3)]
+from nnmpi.backend.jit import kernels as k
+found = [k.loop("bias_relu"), *k.direct(2, 4, 1, 3), *k.direct(4, 2, 1, 3)]
 print(sum(sum(f.stats.cache_hits.values()) for f in found), sum(sum(f.stats.cache_misses.values()) for f in found))
 """
     assert run(program, NUMBA_CACHE_DIR=str(tmp_path)) == "0 5"
@@ -118,9 +117,8 @@ def test_one_process_compiles_and_the_others_load(tmp_path):
     """Of several at once; the others have waited."""
     pytest.importorskip("numba")
     program = """
-from nnmpi.backend.kernels import compiled_kernels, jit
-with jit():
-    print(sum(compiled_kernels().functions.loop("softmax_loss").stats.cache_misses.values()))
+from nnmpi.backend.jit import kernels
+print(sum(kernels.loop("softmax_loss").stats.cache_misses.values()))
 """
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
     command = [sys.executable, "-c", program]

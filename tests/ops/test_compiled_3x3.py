@@ -5,7 +5,7 @@ import pytest
 
 import nnmpi
 from nnmpi import nn, optim
-from nnmpi.backend.jit import tiling
+from nnmpi.backend.jit import winograd
 from nnmpi.backend.kernels import compiled_kernels, jit
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv import conv2d as choice
@@ -26,7 +26,7 @@ def products(monkeypatch):
     """Skip where compiled code cannot call the BLAS; let few outputs be computed, which is slow but right."""
     monkeypatch.setattr(choice, "FEWEST_OUTPUTS", 1)
     with jit():
-        if not compiled_kernels().functions.has_products():
+        if not compiled_kernels().has_products():
             pytest.skip("this NumPy's BLAS cannot be called from compiled code")
 
 
@@ -109,8 +109,8 @@ def test_not_pooled(sizes, pool):
 @pytest.mark.parametrize(("cache_rows", "rows", "pool"), [(0, 1, 1), (2, 2, 2), (8, 6, 2)])
 def test_in_pieces(cache_rows, rows, pool, monkeypatch):
     """Some rows of an image at a time, or some of three images."""
-    monkeypatch.setattr(tiling, "CACHE_BYTES", cache_rows * 16 * 4 * 2 * (5 + 7))
-    assert tiling.sizes(6, 4, 5, 7).rows == rows
+    monkeypatch.setattr(winograd, "CACHE_BYTES", cache_rows * 16 * 4 * 2 * (5 + 7))
+    assert winograd.sizes(6, 4, 5, 7).rows == rows
     compare((3, 6, 4, 5, 7), pool)
 
 

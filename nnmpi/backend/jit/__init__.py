@@ -2,15 +2,11 @@
 
 Read in this order:
 
-    kernels   `CompiledKernels`: what operations call, those of `backend.kernels` that are compiled
-    table     every compiled function with its arguments; each is compiled, or read from disk, when it is first used
-    loops                                            plain loops, each few passes over the data
-    winograd, direct, tiling                         convolutions with a 3 x 3 kernel
-    scalar    exp, tanh, log and maxima of single numbers, written so that loops over them are vectorized
+    kernels   `CompiledKernels`: what operations call, and every compiled function with its arguments
+    loops                plain loops, each few passes over the data; exp, tanh and maxima that are vectorized
+    winograd, direct     convolutions with a 3 x 3 kernel
     build     the compiler's flags, the cache on disk, and one process per node that compiles while others wait
-    blas      the matrix product of NumPy's own BLAS, called from compiled code
 
-A new compiled function: write the loop in the file of its family, give it a name and its arguments' types in `table`,
-and override the kernel in `kernels`. Only `backend.kernels` imports the kernels, and only once `jit()` is
-entered: they need numba. (`tiling`, which knows sizes alone, needs none, and convolutions read it.)
+A new compiled function: write the loop in the file of its family, and give it a name and its arguments' types in
+`kernels`. Only `backend.kernels` imports that, and only once `jit()` is entered: numba is needed.
 """

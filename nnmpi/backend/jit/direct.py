@@ -1,12 +1,10 @@
 """A 3 x 3 convolution of images with few channels, then bias, ReLU and 2 x 2 max-pooling: no products of matrices.
 
-The four outputs of a pooling window see 4 x 4 pixels of the images with a border of zeros. These pixels of one channel
-are kept as 16 numbers, and the nine kernel elements are taken for many outputs at a time:
+The four outputs of a pooling window see 4 x 4 pixels of the images with a border of zeros. For each row of the kernel
+two rows of these pixels are kept as numbers, and its three elements taken for many outputs at a time:
 
-    p0  p1  p2  p3
-    p4  p5  p6  p7           output 0 is the sum of the nine top left pixels times the kernel,
-    p8  p9  p10 p11          1 of the top right, 2 of the bottom left, 3 of the bottom right ones
-    p12 p13 p14 p15
+    p0  p1  p2  p3           output 0 is the sum of p0 .. p2 times the row, 1 of p1 .. p3,
+    q0  q1  q2  q3           2 of q0 .. q2, 3 of q1 .. q3
 
 All arrays are flat, and the sizes constants of each kernel: see `winograd`.
 """
@@ -20,73 +18,36 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.jit.build import inlined
-from nnmpi.backend.jit.winograd import DEAD, ZERO, images_in
+from nnmpi.backend.jit.winograd import DEAD, ZERO, images_in, largest_of, winner_of
 
 
 @inlined
-def _add_channel(patch: Any, step: Any, c: Any, weight: Any, o: Any, sums: Any) -> None:
-    """Add one channel's share to the four outputs of a window; `step` elements from row to row of the patch."""
-    s = c * o  # from one element of the kernel to the next
+def _add_row(patch: Any, below: Any, c: Any, weight: Any, s: Any, o: Any, sums: Any) -> None:
+    """Add one channel's and one kernel row's share to the four outputs of a window; s from element to element."""
     p0, p1, p2, p3 = patch[0], patch[c], patch[2 * c], patch[3 * c]
-    p4, p5, p6, p7 = patch[step], patch[step + c], patch[step + 2 * c], patch[step + 3 * c]
-    below = patch[2 * step :]
-    p8, p9, p10, p11 = below[0], below[c], below[2 * c], below[3 * c]
-    p12, p13, p14, p15 = below[step], below[step + c], below[step + 2 * c], below[step + 3 * c]
+    q0, q1, q2, q3 = below[0], below[c], below[2 * c], below[3 * c]
     for i in range(o):
         a, b, d = weight[i], weight[i + s], weight[i + 2 * s]
-        y0, y1 = sums[i] + p0 * a + p1 * b + p2 * d, sums[i + o] + p1 * a + p2 * b + p3 * d
-        y2, y3 = sums[i + 2 * o] + p4 * a + p5 * b + p6 * d, sums[i + 3 * o] + p5 * a + p6 * b + p7 * d
-        a, b, d = weight[i + 3 * s], weight[i + 4 * s], weight[i + 5 * s]
-        y0, y1 = y0 + p4 * a + p5 * b + p6 * d, y1 + p5 * a + p6 * b + p7 * d
-        y2, y3 = y2 + p8 * a + p9 * b + p10 * d, y3 + p9 * a + p10 * b + p11 * d
-        a, b, d = weight[i + 6 * s], weight[i + 7 * s], weight[i + 8 * s]
-        sums[i], sums[i + o] = y0 + p8 * a + p9 * b + p10 * d, y1 + p9 * a + p10 * b + p11 * d
-        sums[i + 2 * o], sums[i + 3 * o] = y2 + p12 * a + p13 * b + p14 * d, y3 + p13 * a + p14 * b + p15 * d
+        sums[i] += p0 * a + p1 * b + p2 * d
+        sums[i + o] += p1 * a + p2 * b + p3 * d
+        sums[i + 2 * o] += q0 * a + q1 * b + q2 * d
+        sums[i + 3 * o] += q1 * a + q2 * b + q3 * d
 
 
 @inlined
-def _choose(sums: Any, bias: Any, out: Any, place: Any, o: Any) -> None:
-    """out = ReLU(bias + the largest of the four sums), place = which that was, or DEAD; sums become 0."""
-    for i in range(o):
-        # A NaN stays: one pixel's spreads to some window's first output, which no comparison replaces.
-        top, which, value = sums[i], np.int32(0), sums[i + o]
-        which, top = np.int32(1) if value > top else which, value if value > top else top
-        value = sums[i + 2 * o]
-        which, top = np.int32(2) if value > top else which, value if value > top else top
-        value = sums[i + 3 * o]
-        which, top = np.int32(3) if value > top else which, (value if value > top else top) + bias[i]
-        out[i] = ZERO if top <= ZERO else top
-        place[i] = DEAD if top <= ZERO else which
-    for i in range(4 * o):
-        sums[i] = ZERO
-
-
-@inlined
-def _add_products(patch: Any, step: Any, c: Any, above: Any, place: Any, o: Any, to_weight: Any) -> None:
-    """Add one window's share, of one channel, to the kernel's gradient."""
-    s = c * o
+def _add_products(patch: Any, below: Any, c: Any, above: Any, place: Any, s: Any, o: Any, to_weight: Any) -> None:
+    """Add one window's share, of one channel, to the gradient of a row of the kernel."""
     p0, p1, p2, p3 = patch[0], patch[c], patch[2 * c], patch[3 * c]
-    p4, p5, p6, p7 = patch[step], patch[step + c], patch[step + 2 * c], patch[step + 3 * c]
-    below = patch[2 * step :]
-    p8, p9, p10, p11 = below[0], below[c], below[2 * c], below[3 * c]
-    p12, p13, p14, p15 = below[step], below[step + c], below[step + 2 * c], below[step + 3 * c]
+    q0, q1, q2, q3 = below[0], below[c], below[2 * c], below[3 * c]
     for i in range(o):
-        g, which = above[i], np.int32(place[i])
-        y0, y1 = g if which == 0 else ZERO, g if which == 1 else ZERO
-        y2, y3 = g if which == 2 else ZERO, g if which == 3 else ZERO
-        to_weight[i] += p0 * y0 + p1 * y1 + p4 * y2 + p5 * y3
-        to_weight[i + s] += p1 * y0 + p2 * y1 + p5 * y2 + p6 * y3
-        to_weight[i + 2 * s] += p2 * y0 + p3 * y1 + p6 * y2 + p7 * y3
-        to_weight[i + 3 * s] += p4 * y0 + p5 * y1 + p8 * y2 + p9 * y3
-        to_weight[i + 4 * s] += p5 * y0 + p6 * y1 + p9 * y2 + p10 * y3
-        to_weight[i + 5 * s] += p6 * y0 + p7 * y1 + p10 * y2 + p11 * y3
-        to_weight[i + 6 * s] += p8 * y0 + p9 * y1 + p12 * y2 + p13 * y3
-        to_weight[i + 7 * s] += p9 * y0 + p10 * y1 + p13 * y2 + p14 * y3
-        to_weight[i + 8 * s] += p10 * y0 + p11 * y1 + p14 * y2 + p15 * y3
+        y = winner_of(above[i], np.int32(place[i]))
+        to_weight[i] += p0 * y[0] + p1 * y[1] + q0 * y[2] + q1 * y[3]
+        to_weight[i + s] += p1 * y[0] + p2 * y[1] + q1 * y[2] + q2 * y[3]
+        to_weight[i + 2 * s] += p2 * y[0] + p3 * y[1] + q2 * y[2] + q3 * y[3]
 
 
 def forward(h: int, w: int, c: int, o: int) -> Callable[..., None]:
-    """Return the kernel of the pooled convolution; its arguments are in `table.CompiledFunctions.direct`.
+    """Return the kernel of the pooled convolution; its arguments are in `kernels.direct`.
 
     Args:
         h, w: the images' height and width, even.
@@ -102,10 +63,14 @@ def forward(h: int, w: int, c: int, o: int) -> Callable[..., None]:
             for r in range(h // 2):
                 for t in range(w // 2):
                     for channel in range(c):
-                        patch = border[2 * r * step + 2 * t * c + channel :]
-                        _add_channel(patch, step, c, weight[channel * o :], o, sums)
+                        for k in range(3):
+                            patch = border[(2 * r + k) * step + 2 * t * c + channel :]
+                            _add_row(patch, patch[step:], c, weight[(3 * k * c + channel) * o :], c * o, o, sums)
                     at = ((b * (h // 2) + r) * (w // 2) + t) * o
-                    _choose(sums, bias, y[at:], corner[at:], o)
+                    out, place = y[at:], corner[at:]
+                    for i in range(o):
+                        out[i], place[i] = largest_of((sums[i], sums[i + o], sums[i + 2 * o], sums[i + 3 * o]), bias[i])
+                    sums[:] = ZERO
 
     return direct
 
@@ -134,8 +99,9 @@ def backward(h: int, w: int, c: int, o: int) -> Callable[..., None]:
                     at = ((b * (h // 2) + r) * (w // 2) + t) * o
                     above, place = grad[at:], corner[at:]
                     for channel in range(c):
-                        patch = border[2 * r * step + 2 * t * c + channel :]
-                        _add_products(patch, step, c, above, place, o, part[channel * o :])
+                        for k in range(3):
+                            patch, row = border[(2 * r + k) * step + 2 * t * c + channel :], 3 * k * c + channel
+                            _add_products(patch, patch[step:], c, above, place, c * o, o, part[row * o :])
                     for i in range(o):
                         part_bias[i] += above[i] if place[i] < DEAD else ZERO
             for i in range(9 * c * o):

@@ -1,49 +1,129 @@
-"""What numba computes for NumPy's float32 arrays, as operations ask for it (see `backend.kernels`)."""
+"""What numba computes for NumPy's float32 arrays, as operations ask for it (see `backend.kernels`).
 
-from typing import Any
+Each function is compiled, or read from disk, when it is first asked for. Arrays are float32 and C-contiguous unless
+another dtype is said. The functions return nothing: they write into arrays that must not overlap the others.
+"""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+from numba import float64, types
 
 from nnmpi.backend.array import Array, Residuals
-from nnmpi.backend.jit import table
+from nnmpi.backend.jit import direct as direct_loops
+from nnmpi.backend.jit import loops
+from nnmpi.backend.jit import winograd as winograd_loops
+from nnmpi.backend.jit.build import build, read, write
+from nnmpi.backend.jit.winograd import FlatGradients, GradientScratch, Scratch, Sizes
 from nnmpi.backend.recording import perform
+
+Kernel: TypeAlias = Callable[..., None]
+CORNER = types.uint8  # which pixel of a window was the largest
+
+LOOPS = {
+    "bias_relu": (write(2), read(1)),
+    "relu_grad_bias": (read(2), read(2), write(2), write(1)),
+    "softmax_loss": (read(2), read(1, types.int64), write(1), write(2)),
+    "lstm_step": (write(2), read(2), read(2), write(2), write(2)),
+    "adam": (write(1), read(1), write(1), write(1), *(float64,) * 6),
+    "lstm_step_grad": (read(2), write(2), *(read(2),) * 4, write(2)),
+}
+
+
+class Pair(NamedTuple):
+    """A kernel and that of its gradients."""
+
+    forward: Kernel
+    backward: Kernel
+
+
+@cache
+def loop(name: str) -> Kernel:
+    """Return a function of `loops`."""
+    kernel: Kernel = build(getattr(loops, name), *LOOPS[name])
+    return kernel
+
+
+@cache
+def winograd(z: Sizes, pooled: bool, relu: bool) -> Pair:
+    """Return the convolution with a 3 x 3 kernel, and its gradients, for images and channels of these sizes.
+
+    forward: (x, weight, bias, y: out, corner: out, u: out, scratch: Scratch). `corner` is like y if pooled, and
+    empty otherwise; u, of 16 c o elements, is for backward.
+    backward: (grad, x, y, corner, u, to: x, weight, bias, of no elements where nobody wants them, scratch).
+    All arrays are flat, `corner` of uint8; z makes the scratch memory.
+
+    Args:
+        pooled: followed by ReLU and max-pooling over 2 x 2 pixels.
+        relu: followed by ReLU alone.
+    """
+    least = 0.0 if relu else -np.inf
+    scratch, more, gradients = map(_flat, (Scratch, GradientScratch, FlatGradients))
+    forward = (*(read(1),) * 3, write(1), write(1, CORNER), write(1), scratch)
+    backward = (*(read(1),) * 3, read(1, CORNER), read(1), gradients, more)
+    return Pair(
+        build(winograd_loops.forward(z, pooled, least), *forward),
+        build(winograd_loops.backward(z, pooled, least), *backward),
+    )
+
+
+@cache
+def direct(h: int, w: int, c: int, o: int) -> Pair:
+    """Return the pooled convolution, and the gradients of its weight and bias, for images (h, w, c), c small.
+
+    forward: (x, weight, bias, y: out, corner: out, sums: scratch of 4 o, border: scratch of (h + 2) (w + 2) c).
+    backward: (grad, x, corner, to_weight: out, to_bias: out, part: scratch of 9 c o + o, border).
+    All arrays are flat, `corner` of uint8.
+    """
+    scratch = write(1), write(1)
+    forward = (*(read(1),) * 3, write(1), write(1, CORNER), *scratch)
+    backward = (read(1), read(1), read(1, CORNER), *scratch, *scratch)
+    return Pair(build(direct_loops.forward(h, w, c, o), *forward), build(direct_loops.backward(h, w, c, o), *backward))
+
+
+def _flat(kind: type[tuple[Any, ...]]) -> Any:
+    """Return the type of a named tuple of flat arrays that a kernel writes to."""
+    return types.NamedUniTuple(write(1), len(kind._fields), kind)  # type: ignore[attr-defined,no-untyped-call]
 
 
 class CompiledKernels:
-    """Kernels compiled by numba, for float32. They read and write arrays without gaps.
-
-    Attributes:
-        functions: the module that compiles functions when they are first asked for.
-    """
+    """Kernels compiled by numba, for float32. They read and write arrays without gaps."""
 
     __slots__ = ()
 
-    functions: Any = table
+    sizes = staticmethod(winograd_loops.sizes)
+    winograd = staticmethod(winograd)
+    direct = staticmethod(direct)
+    has_products = staticmethod(winograd_loops.has_products)
 
     @property
-    def adam(self) -> table.Kernel:
+    def adam(self) -> Kernel:
         """Adam's update of a block; see `optim.updates`."""
-        return table.loop("adam")
+        return loop("adam")
 
     def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> None:
         """y = max(y + bias, 0), in place."""
         shift = xp.zeros((y.shape[1],), y.dtype) if bias is None else xp.ascontiguousarray(bias)
-        perform(table.loop("bias_relu"), y, shift)
+        perform(loop("bias_relu"), y, shift)
 
     def relu_grad_bias(self, xp: Any, grad: Array, y: Array, to_bias: Array | None) -> Array:
         """Return grad where y is positive and else 0, and write its sum over the rows."""
         result: Array = xp.empty(grad.shape, grad.dtype)
         place = xp.empty(grad.shape[1:], grad.dtype) if to_bias is None else to_bias
-        perform(table.loop("relu_grad_bias"), xp.ascontiguousarray(grad), y, result, place)
+        perform(loop("relu_grad_bias"), xp.ascontiguousarray(grad), y, result, place)
         return result
 
     def lstm_step(self, g: Array, product: Array, c: Array, new_c: Array, new_h: Array) -> None:
         """See `ops.lstm`; it is not recorded call by call."""
-        table.loop("lstm_step")(g, product, c, new_c, new_h)
+        loop("lstm_step")(g, product, c, new_c, new_h)
 
     def lstm_step_grad(
         self, g: Array, slopes: Array, h: Array, grad: Array, cell: Array, last_c: Array, c: Array
     ) -> None:
         """See `ops.lstm`."""
-        table.loop("lstm_step_grad")(g, slopes, h, grad, cell, last_c, c)
+        loop("lstm_step_grad")(g, slopes, h, grad, cell, last_c, c)
 
     def softmax_loss(
         self, xp: Any, logits: Array, labels: Array, ignore_index: int | None, smoothing: float
@@ -53,5 +133,5 @@ class CompiledKernels:
             return None
         logits, labels = xp.ascontiguousarray(logits), xp.ascontiguousarray(labels)
         losses, gradients = xp.empty((len(logits),), logits.dtype), xp.empty(logits.shape, logits.dtype)
-        perform(table.loop("softmax_loss"), logits, labels, losses, gradients)
+        perform(loop("softmax_loss"), logits, labels, losses, gradients)
         return losses, (gradients,)

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.jit.tiling import FlatGradients, sizes
 from nnmpi.backend.recording import perform
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 
@@ -25,14 +24,14 @@ class _Compiled(Algorithm):
 
     Args:
         spec: what is computed.
-        functions: the module `backend.jit.table`.
+        kernels: numba's.
     """
 
-    __slots__ = ("functions",)
+    __slots__ = ("kernels",)
 
-    def __init__(self, spec: ConvSpec, functions: Any) -> None:
+    def __init__(self, spec: ConvSpec, kernels: Any) -> None:
         super().__init__(spec)
-        self.functions = functions
+        self.kernels = kernels
 
 
 class CompiledDirect(_Compiled):
@@ -45,7 +44,7 @@ class CompiledDirect(_Compiled):
         corner: Array = xp.empty((y.size,), np.uint8)  # which of the four pixels was the largest
         sums, border = xp.empty((4 * o,), x.dtype), xp.empty(((h + 2) * (w + 2) * c,), x.dtype)
         bias = xp.zeros((o,), np.float32) if bias is None else bias
-        kernel = self.functions.direct(h, w, c, o).forward
+        kernel = self.kernels.direct(h, w, c, o).forward
         perform(kernel, _flat(x), _flat(weight), bias, _flat(y), corner, sums, border)
         return corner
 
@@ -56,7 +55,7 @@ class CompiledDirect(_Compiled):
         to_weight = xp.empty((9 * c * o,), dtype) if out.weight is None else _flat(out.weight)
         to_bias = xp.empty((o,), dtype) if out.bias is None else out.bias
         part, border = xp.empty((9 * c * o + o,), dtype), xp.empty(((h + 2) * (w + 2) * c,), dtype)
-        kernel = self.functions.direct(h, w, c, o).backward
+        kernel = self.kernels.direct(h, w, c, o).backward
         perform(kernel, _flat(grad), _flat(x), kept, to_weight, to_bias, part, border)
 
 
@@ -70,24 +69,24 @@ class CompiledWinograd(_Compiled):
 
     def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> tuple[Array, ...]:
         dtype, (_, h, w, c), o = x.dtype, x.shape, weight.shape[3]
-        z = sizes(h, w, c, o)
+        z = self.kernels.sizes(h, w, c, o)
         corner = xp.empty((y.size if self._pools else 0,), np.uint8)
         u = xp.empty((16 * c * o,), dtype)  # the kernels' places, (16, c, o)
         bias = xp.zeros((o,), np.float32) if bias is None else bias
-        kernel = self.functions.winograd(z, self._pools, self.spec.relu).forward
+        kernel = self.kernels.winograd(z, self._pools, self.spec.relu).forward
         perform(kernel, _flat(x), _flat(weight), bias, _flat(y), corner, u, z.scratch(xp, dtype))
         return y, corner, u
 
     def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: tuple[Array, ...], out: Gradients) -> None:
         y, corner, u = kept
         dtype, (_, h, w, c), o = grad.dtype, x.shape, weight.shape[3]
-        z = sizes(h, w, c, o)
+        z = self.kernels.sizes(h, w, c, o)
         grad = xp.ascontiguousarray(grad)
         to_x, to_weight = (xp.empty((0,), dtype) if each is None else _flat(each) for each in (out.x, out.weight))
         to_bias = xp.empty((o,), dtype) if out.bias is None else out.bias  # the kernel writes it, wanted or not
-        kernel = self.functions.winograd(z, self._pools, self.spec.relu).backward
-        gradients = FlatGradients(to_x, to_weight, to_bias)
-        perform(kernel, _flat(grad), _flat(x), _flat(y), corner, u, gradients, z.gradient_scratch(xp, dtype))
+        kernel = self.kernels.winograd(z, self._pools, self.spec.relu).backward
+        scratch = z.gradient_scratch(xp, dtype)
+        perform(kernel, _flat(grad), _flat(x), _flat(y), corner, u, z.gradients(to_x, to_weight, to_bias), scratch)
 
     @property
     def _pools(self) -> bool:
