@@ -20,11 +20,10 @@ import numpy as np
 from nnmpi.command import Parser, positive_count, say
 from nnmpi.errors import UsageError
 from nnmpi.memory.animation import compare
-from nnmpi.memory.optimal import OptimalPlans
+from nnmpi.memory.optimal import OptimalPlans, swapping_plan
 from nnmpi.memory.plan import LayerCost, costs_from_json, costs_to_json, draw_plan, keep_all, price_plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store
-from nnmpi.memory.swapping import swapping_plan
 from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt
 from nnmpi.models.mlp import mlp

@@ -12,9 +12,8 @@ from math import inf
 from typing import Any
 
 from nnmpi.errors import UsageError
-from nnmpi.memory.optimal import OptimalPlans
+from nnmpi.memory.optimal import OptimalPlans, swapping_plan
 from nnmpi.memory.plan import Act, Action, Costs, Plan, PlanState, keep_all, moved_bytes, price_plan, signs
-from nnmpi.memory.swapping import swapping_plan
 
 MOST_LAYERS = 64  # that fit a page
 POINTS = 11  # budgets from the least to the most

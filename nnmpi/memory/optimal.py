@@ -1,7 +1,7 @@
 """The plan of least time under a budget of bytes, for layers that differ in everything: dynamic programming.
 
 For the layers s..t, given the value before them and the gradient behind them, there are two ways to begin, and a third
-for layers that may leave memory (which `memory.swapping` chooses):
+for layers that may leave memory:
 
     keep     K s, then s + 1..t, then B s
     again    F s .. F m-1, dropping all but the value before s; then m..t; then s..m-1, from that value
@@ -11,18 +11,30 @@ for layers that may leave memory (which `memory.swapping` chooses):
 
 This is rotor's (Beaumont, Eyraud-Dubois, Herrmann, Joly, Shilova, "Optimal checkpointing for heterogeneous chains: how
 to train deep neural networks with limited memory", 2019).
-A value that is held is held until the layers behind it have gone back (plans are memory-persistent, as there); among
-those plans this one is the quickest. For equal layers with one kept at a time it is Revolve's (Griewank and Walther,
-"Algorithm 799: Revolve", 2000). Where they round bytes to 500 pieces, here each (s, t) has its whole curve of least
-time over bytes: the points at which more bytes save time, exactly, so that no byte of the budget is lost.
+A value that is held is held until the layers behind it have gone back (plans are memory-persistent, as there), and no
+layer is kept before those below it; among those plans this one is the quickest. For equal layers with one kept at a
+time it is Revolve's (Griewank and Walther, "Algorithm 799: Revolve", 2000). Where they round bytes to 500 pieces, here
+each (s, t) has its whole curve of least time over bytes: the points at which more bytes save time, exactly, so that no
+byte of the budget is lost.
 
 Each (s, t) has two curves. In one the value before s is somebody else's, who holds it; in the other it belongs to these
 layers, which count it and may drop it as soon as nothing needs it: after K s, if what is kept does not contain it.
+
+What leaves memory and comes back takes time that depends on what is computed beside it. So the programme is run for
+some prices of a layer that leaves, which may be the dearer the later the layer is, as it is needed sooner. Its plans
+move a layer all at once; then out and in are drawn apart, and the quickest of these plans is taken:
+
+    the programme's       K0 O0 A0 K1 D1 K2 D2 B2 B1 I0 B0         A  as late as the memory lasts, the first one first
+    drawn apart           K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0         I  as early as it allows, the next one first
+
+This is KARMA's mix of swapping and recomputation (Wahib et al., "Scaling distributed deep learning workloads beyond
+the memory capacity with KARMA", 2020). To find the best of all such plans is NP-hard (Beaumont et al., "Efficient
+combination of rematerialization and offloading for training DNNs", 2021).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -31,12 +43,14 @@ from typing import Any
 import numpy as np
 
 from nnmpi.errors import UsageError
-from nnmpi.memory.plan import Act, Action, Costs, Plan, keep_all, moved_bytes, price_plan
+from nnmpi.memory.plan import Act, Action, Costs, Plan, PlanState, keep_all, moved_bytes, price_plan
 from nnmpi.units import format_bytes
 
 POINTS = 2048  # that a curve keeps at most; where it has more, the plan may be a little slower than the best
 KEEP, SWAP = -1, -2
-TIE_S = 1e-15  # what moving a byte costs here, so that nothing moves that may as well stay
+TIE_S = 1e-15  # what moving a byte costs at least, so that nothing moves that may as well stay
+# The parts of its transfers that a layer is priced at, and by which power of its place that rises.
+SWAP_PRICES = ((0.0, 0), *((part, power) for part in (0.2, 0.5, 1.0) for power in (0, 1, 3)))
 
 
 @dataclass(frozen=True)
@@ -63,16 +77,17 @@ class OptimalPlans:
 
     Args:
         costs: of the layers, the loss the last one.
-        swapped: layers that may leave memory; the time that this takes is not in the curves.
+        swap_s: the seconds that a byte of each layer is priced at if it leaves memory; none where nothing leaves.
 
     Attributes:
         least: the budget below which there is no plan.
         most: the budget from which nothing is gained by more.
     """
 
-    def __init__(self, costs: Costs, swapped: Collection[int] = ()) -> None:
+    def __init__(self, costs: Costs, swap_s: Sequence[float] = ()) -> None:
         self.costs = costs
-        self._moves = {i: moved_bytes(costs, i) for i in swapped}
+        sizes = [(moved_bytes(costs, i), each) for i, each in enumerate(swap_s[:-1])]
+        self._moves = {i: (nbytes, nbytes * (TIE_S + each)) for i, (nbytes, each) in enumerate(sizes) if nbytes}
         self._values = [0, *(cost.value for cost in costs[:-1]), 0]  # value i comes to layer i
         self._grads = [*(cost.gradient for cost in costs), 0]
         self._curves: dict[tuple[int, int, bool], TimeCurve] = {}
@@ -133,9 +148,9 @@ class OptimalPlans:
             inner = self._curves[s + 1, t, not holds]
             points = [(np.maximum(inner.bytes + kept, least), inner.seconds + spent, KEEP)]
             if s in self._moves:
-                moved, inner = self._moves[s], self._curves[s + 1, t, True]
+                (moved, moving_s), inner = self._moves[s], self._curves[s + 1, t, True]
                 floor = max(first, moved + grads[s + 1] + cost.gradient)
-                points.append((np.maximum(inner.bytes, floor), inner.seconds + spent + moved * TIE_S, SWAP))
+                points.append((np.maximum(inner.bytes, floor), inner.seconds + spent + moving_s, SWAP))
         floor, seconds = 0, 0.0
         for m in range(s + 1, t + 1):
             layer = self.costs[m - 1]
@@ -194,3 +209,62 @@ def _lower(points: list[tuple[Any, Any, int]]) -> TimeCurve:
         some = np.linspace(0, len(need) - 1, POINTS).astype(int)
         need, seconds, choice = need[some], seconds[some], choice[some]
     return TimeCurve(need, seconds, choice)
+
+
+def swapping_plan(plans: OptimalPlans, budget: int, bandwidth: float) -> Plan:
+    """Return the quickest plan that is found within a budget; without anything moved if that is as quick.
+
+    Args:
+        plans: without anything moved.
+        budget: in bytes.
+        bandwidth: bytes per second that go out or come in.
+
+    Raises:
+        UsageError: for a budget below the least.
+    """
+    costs, least = plans.costs, plans.least
+    found = [plans.plan(budget)] if budget >= least else []
+    for part, power in SWAP_PRICES:
+        byte_s = 2 * part / bandwidth
+        swapped = OptimalPlans(costs, [byte_s * ((i + 1) / len(costs)) ** power for i in range(len(costs))])
+        least = min(least, swapped.least)
+        if budget >= swapped.least:
+            found.append(_come_early(costs, _leave_late(costs, swapped.plan(budget), budget), budget))
+    if not found:
+        raise plans.too_few(budget, least)
+    return min(found, key=lambda plan: price_plan(costs, plan, bandwidth).seconds)
+
+
+def _leave_late(costs: Costs, plan: Plan, budget: int) -> Plan:
+    """Return a plan that waits for what leaves only when the memory is needed."""
+    state, late, last = PlanState(costs), list[Action](), len(costs) - 1
+    rest = [action for action in plan if action.act is not Act.AWAY]
+    while rest:
+        # the loss's actions together: nobody can do anything between them
+        count = rest.index(Action(Act.BACKWARD, last)) + 1 if rest[0] == Action(Act.KEEP, last) else 1
+        trial = state.copy()
+        if all(trial.has_for(each) and trial.do(each) <= budget for each in rest[:count]) or not state.leaving:
+            late += rest[:count]
+            state, rest = trial, rest[count:]
+        else:
+            late.append(Action(Act.AWAY, state.leaving[0]))
+            state.do(late[-1])
+    return tuple(late)
+
+
+def _come_early(costs: Costs, plan: Plan, budget: int) -> Plan:
+    """Return a plan that begins to bring layers in as early as the memory allows."""
+    state, last = PlanState(costs), len(costs) - 1
+    rows = [(action, state.do(action)) for action in plan]
+    for layer in [action.layer for action in plan if action.act is Act.IN]:
+        place = next(i for i, (action, _) in enumerate(rows) if action == Action(Act.IN, layer))
+        moved, best = moved_bytes(costs, layer), place
+        for i in reversed(range(place)):
+            before, peak = rows[i]
+            if before.act in (Act.IN, Act.OUT) or before == Action(Act.AWAY, layer) or peak + moved > budget:
+                break
+            if before.layer < last or before.act is Act.KEEP:
+                best = i
+        later = [(action, peak + moved) for action, peak in rows[best:place]]
+        rows[best : place + 1] = [(rows[place][0], later[0][1]) if later else rows[place], *later]
+    return tuple(action for action, _ in rows)

@@ -40,7 +40,7 @@ from nnmpi.memory.layers import (
     plain,
     unwatched,
 )
-from nnmpi.memory.optimal import OptimalPlans
+from nnmpi.memory.optimal import OptimalPlans, swapping_plan
 from nnmpi.memory.plan import (
     Act,
     LayerCost,
@@ -53,7 +53,6 @@ from nnmpi.memory.plan import (
     price_plan,
 )
 from nnmpi.memory.store import KeptArrays, Store, measure_bandwidth
-from nnmpi.memory.swapping import swapping_plan
 from nnmpi.nn.chain import ChainLayer, Kept, ModelPart, open_chain
 from nnmpi.nn.mode import current, restore
 from nnmpi.nn.module import Module

@@ -17,12 +17,10 @@ from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.device import cupy_backend
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import UsageError
-from nnmpi.memory import swapping
-from nnmpi.memory.optimal import OptimalPlans
+from nnmpi.memory.optimal import OptimalPlans, swapping_plan
 from nnmpi.memory.plan import Act, Action, PlanState, draw_plan, parse_plan, price_plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store
-from nnmpi.memory.swapping import swapping_plan
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 from tests.device.here import here, on_device
@@ -119,7 +117,6 @@ def test_a_plan_waits_for_what_moves():
         swapping_plan(OptimalPlans(costs), 1, 100.0)
 
 
-@pytest.mark.usefixtures("brief")
 @pytest.mark.parametrize("name", CASES)
 def test_what_has_been_away_gives_the_same_bits(name, tmp_path):
     """Loss, gradients and running statistics, by plans in which most layers leave."""
@@ -145,12 +142,6 @@ def test_what_has_been_away_gives_the_same_bits(name, tmp_path):
     assert moved and "go out and come back" in forward.describe()
     assert not list(tmp_path.iterdir())  # the file has no name
     forward.release()
-
-
-@pytest.fixture
-def brief(monkeypatch):
-    """Let few plans be searched."""
-    monkeypatch.setattr(swapping, "SEARCHED", 8)
 
 
 class Slow(Function):
@@ -203,7 +194,6 @@ def test_the_time_of_a_step_is_the_predicted_one(bandwidth, tmp_path):
     forward.release()
 
 
-@pytest.mark.usefixtures("brief")
 def _live():
     """Return how many objects of nnmpi's classes there are; the double of a device keeps a log of its own."""
     return sum(str(type(each).__module__).startswith("nnmpi.") for each in gc.get_objects())
@@ -240,7 +230,6 @@ def test_many_passes_leave_nothing_behind(tmp_path):
     forward.release()
 
 
-@pytest.mark.usefixtures("brief")
 def test_where_activations_cannot_go(tmp_path, monkeypatch):
     """A folder that is not there, no room, the host's own memory, no limit; each in a sentence."""
     backend = backend_here()

@@ -9,9 +9,9 @@ from nnmpi import models
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import UsageError
+from nnmpi.memory.optimal import swapping_plan
 from nnmpi.memory.plan import Act
 from nnmpi.memory.recompute import RecomputedModel
-from nnmpi.memory.swapping import swapping_plan
 from nnmpi.parallel.sequence.group import RING
 from tests.equivalence.reference import Setup, differences, run
 from tests.equivalence.rows import CNN, GPT
