@@ -408,10 +408,7 @@ class Passes(GradientSink):
             sharded = (
                 self.parallel if isinstance(self.parallel, ShardedDataParallel) and self.parallel.stage > 1 else None
             )
-            adds = batch.microbatches > 1 and sharded is None  # else each is summed by itself
-            self.planned = RecomputedModel(
-                self.model, self._budget, self.backend, adds, self.world, self._store, sharded
-            )
+            self.planned = RecomputedModel(self.model, self._budget, self.backend, self.world, self._store, sharded)
         return self.planned(x, lambda logits: self.executor.end(logits, microbatch), batch.global_rows)
 
     # ---- what the executor calls: see `GradientSink` ----

@@ -1,29 +1,26 @@
 """`python -m nnmpi.memory`: look at a plan without training: what is kept, what is computed again, what it takes.
 
 python -m nnmpi.memory plan --layers 8 --budget 50%
-python -m nnmpi.memory plan --model gpt --batch 4 --budget 30% --save costs.json
-python -m nnmpi.memory plan --costs costs.json --budget 16MiB
+python -m nnmpi.memory plan --model gpt --batch 4 --budget 16MiB
 python -m nnmpi.memory plan --layers 8 --budget 50% --bandwidth 8MiB
-python -m nnmpi.memory plan --model gpt --budget 30% --offload /tmp
 python -m nnmpi.memory plan --layers 8 --budget 50% --html swap.html
 """
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from nnmpi.command import Parser, positive_count, say
 from nnmpi.errors import UsageError
-from nnmpi.memory.animation import compare
 from nnmpi.memory.optimal import OptimalPlans, swapping_plan
-from nnmpi.memory.plan import LayerCost, costs_from_json, costs_to_json, draw_plan, keep_all, price_plan
+from nnmpi.memory.plan import DIGITS, Costs, LayerCost, Plan, animate, draw_plan, keep_all, price_plan
 from nnmpi.memory.recompute import RecomputedModel
-from nnmpi.memory.store import Store
 from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt
 from nnmpi.models.mlp import mlp
@@ -42,26 +39,23 @@ MODELS: dict[str, tuple[Callable[[], Module], tuple[int, ...] | None]] = {
     "gpt": (lambda: gpt(256, 128, 128, 8, 4), None),
 }
 TOKENS, CONTEXT = 256, 128
+MOST_LAYERS = 64  # that fit a page
+POINTS = 11  # budgets from the least to the most
 
 
 def main(words: Sequence[str]) -> str:
     """Return the picture and the figures of the plan that the words ask for.
 
     Raises:
-        UsageError: for words that make none, a budget below the least, or a file that cannot be read or written.
+        UsageError: for words that make none, a budget below the least, or a file that cannot be written.
     """
     given = _parser().parse_args(words)
-    store = None if given.offload is None else Store(given.offload)
-    costs, bandwidth = _costs(given, store)
+    costs = _equal(given.layers) if given.model is None else _measured(given)
+    bandwidth = None if given.bandwidth is None else float(parse_bytes(given.bandwidth))
     plans = OptimalPlans(costs)
     budget = _budget(given.budget, plans)
     plan = plans.plan(budget) if bandwidth is None else swapping_plan(plans, budget, bandwidth)
     price, ordinary = price_plan(costs, plan, bandwidth or inf), price_plan(costs, keep_all(costs))
-    if given.save is not None:
-        try:
-            given.save.write_text(json.dumps(costs_to_json(costs), indent=1))
-        except OSError as error:
-            raise UsageError(f"{given.save} cannot be written ({error.strerror}); give another file") from None
     files = []
     if given.html is not None:
         write_page(given.html, "plan", f"memory plans of {len(costs)} layers", compare(plans, budget, bandwidth))
@@ -82,29 +76,55 @@ def main(words: Sequence[str]) -> str:
     )
 
 
-def _costs(given: argparse.Namespace, store: Store | None) -> tuple[Sequence[LayerCost], float | None]:
-    """Return the costs that the options name (from a file, of a model, or of equal layers), and bytes per second."""
-    bandwidth = None if given.bandwidth is None else float(parse_bytes(given.bandwidth))
-    if given.costs is not None:
-        try:
-            return costs_from_json(json.loads(given.costs.read_text())), bandwidth
-        except (OSError, ValueError) as error:
-            raise UsageError(f"--costs {given.costs} cannot be read: {error}") from None
-    if given.model is None:
-        layer = LayerCost("", 1 << 20, 1 << 20, 4 << 20, True, False, 1.0, 1.0, 2.0, True)
-        return [LayerCost(**{**vars(layer), "name": str(i)}) for i in range(given.layers)], bandwidth
+def _equal(count: int) -> list[LayerCost]:
+    return [LayerCost(str(i), 1 << 20, 1 << 20, 4 << 20, True, False, 1.0, 1.0, 2.0, True) for i in range(count)]
+
+
+def _measured(given: argparse.Namespace) -> Costs:
+    """Return the costs of a model's layers."""
     make, shape = MODELS[given.model]
     model, draw = make().initialize(seed=0), np.random.default_rng(0)
     if shape is None:
         x = y = draw.integers(0, TOKENS, (given.batch, CONTEXT))
     else:
         x, y = draw.normal(size=(given.batch, *shape)).astype("float32"), draw.integers(0, 10, given.batch)
-    forward = RecomputedModel(model, None, store=store)
+    forward = RecomputedModel(model, None)
     with training():
         forward(x, lambda logits: cross_entropy(logits, y))
     assert forward.plans is not None
-    forward.release()
-    return forward.plans.costs, bandwidth if store is None or bandwidth is not None else forward.bandwidth
+    return [replace(cost, moves=True) for cost in forward.plans.costs]
+
+
+def compare(plans: OptimalPlans, budget: int, bandwidth: float | None = None) -> dict[str, Any]:
+    """Return what a page needs to show the plans of a chain under several budgets, as JSON values.
+
+    Args:
+        plans: of the chain.
+        budget: with which the page begins.
+        bandwidth: bytes per second that go out or come in; None where nothing leaves memory.
+
+    Raises:
+        UsageError: for a chain that does not fit a page, or a budget below the least.
+    """
+    costs = plans.costs
+    if len(costs) > MOST_LAYERS:
+        raise UsageError(f"a page draws up to {MOST_LAYERS} layers, not {len(costs)}; look at the text")
+
+    def shown(plan: Plan) -> dict[str, Any]:
+        price = price_plan(costs, plan, bandwidth or inf)
+        figures = {"peak": price.peak, "seconds": round(price.seconds, DIGITS), "again": price.again}
+        return {"actions": animate(costs, plan, bandwidth or inf), **figures, "moved": price.moved}
+
+    kinds: dict[str, Callable[[int], Plan]] = {"computed again": plans.plan, "all kept": lambda limit: keep_all(costs)}
+    if bandwidth is not None:
+        kinds = {"swapped, too": lambda limit: swapping_plan(plans, limit, bandwidth), **kinds}
+    budgets = sorted({*plans.budgets(POINTS), budget})
+    return {
+        "layers": [cost.name for cost in costs],
+        "budgets": budgets,
+        "budget": budget,
+        "plans": {name: [shown(make(limit)) for limit in budgets] for name, make in kinds.items()},
+    }
 
 
 def _budget(text: str, plans: OptimalPlans) -> int:
@@ -120,12 +140,9 @@ def _parser() -> Parser:
     chain = plan.add_mutually_exclusive_group()
     chain.add_argument("--layers", type=positive_count, default=8, help="so many equal layers (8)")
     chain.add_argument("--model", choices=sorted(MODELS), help="this model's, which is measured")
-    chain.add_argument("--costs", type=Path, metavar="FILE", help="those that --save has written")
     plan.add_argument("--batch", type=positive_count, default=8, help="samples of a batch, for --model (8)")
     plan.add_argument("--budget", default="50%", help="bytes such as 16MiB, or from 0%% (least) to 100%% (ordinary)")
-    plan.add_argument("--offload", metavar="DIR", help="activations may go to a file there: its bandwidth is measured")
-    plan.add_argument("--bandwidth", metavar="BYTES", help="or: so many bytes per second go out and come in")
-    plan.add_argument("--save", type=Path, metavar="FILE", help="write the layers' costs there")
+    plan.add_argument("--bandwidth", metavar="BYTES", help="layers may leave memory: so many bytes per second go")
     plan.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs it, for a browser")
     return parser
 

@@ -224,12 +224,12 @@ def unwatched(parameters: Sequence[Parameter]) -> Iterator[None]:
 
 
 @contextmanager
-def _gradients_apart(parameters: Sequence[Parameter], accumulates: bool) -> Iterator[None]:
+def _gradients_apart(parameters: Sequence[Parameter]) -> Iterator[None]:
     """Leave the gradients after the block as they were before."""
     grads = [each.grad for each in parameters]
     kept = [None if grad is None else grad.copy() for grad in grads]
     for each in parameters:
-        each.grad = each.buffer if accumulates else None
+        each.grad = None
     try:
         yield
     finally:
@@ -262,9 +262,7 @@ def of_chain(model: Module, layers: Sequence[ChainLayer], dtype: str, backend: B
             each.grad = each.buffer = None
 
 
-def measure(
-    layers: Iterable[Measured], x: Tensor, backend: Backend, accumulates: bool = False, store: Store | None = None
-) -> list[LayerCost]:
+def measure(layers: Iterable[Measured], x: Tensor, backend: Backend, store: Store | None = None) -> list[LayerCost]:
     """Return what each layer takes for this input. Collective where layers are.
 
     No more than one layer is kept at a time, and the values around it.
@@ -273,14 +271,13 @@ def measure(
         layers: in their order.
         x: what comes to the first one.
         backend: where they compute.
-        accumulates: whether gradients are added to those of earlier microbatches.
         store: where what is kept may go, which is tried; None for nowhere.
     """
     found: list[LayerCost] = []
     around = _Around.of(x, {})
     with again():
         for layer in layers:
-            with unwatched(layer.parameters), _gradients_apart(layer.parameters, accumulates):
+            with unwatched(layer.parameters), _gradients_apart(layer.parameters):
                 cost, after = _measure_layer(layer, around, backend)
                 cost = replace(cost, keeps_input=cost.keeps_input and bool(found))  # the caller has the chain's input
                 if store is not None:

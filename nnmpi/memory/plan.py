@@ -23,16 +23,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
-from math import inf, isfinite
+from math import inf
+from typing import Any
 
 from nnmpi.errors import UsageError
 
 Plan = tuple["Action", ...]
 COLUMNS = 100  # of a plan that is drawn, before its rows go on below
+DIGITS = 9  # of seconds in an animation
 
 
 class Act(Enum):
@@ -189,6 +191,17 @@ class PlanState:
             return i in self.leaving
         return i in self._away if act is Act.IN else i in self._values and i < len(self._costs)
 
+    def signs(self, action: Action) -> str:
+        """Return how the layers are during an action, see `animate`."""
+        kept, i = self._kept | self._back, action.layer
+        row = [
+            "=" if j in kept else "." if j in self._away else "-" if j and j in self._values else " "
+            for j in range(len(self._costs))
+        ]
+        again = i in self._seen and action.act in (Act.FORWARD, Act.KEEP)
+        row[i] = action.act.value.lower() if again else action.act.value
+        return "".join(row)
+
     def do(self, action: Action) -> int:
         """Do an action, for which there is what it needs; return the most bytes that there are meanwhile."""
         i, act, before = action.layer, action.act, self.bytes
@@ -277,82 +290,43 @@ def keep_all(costs: Costs) -> Plan:
     return (*plan, *(Action(Act.BACKWARD, i) for i in reversed(range(len(costs)))))
 
 
-def costs_to_json(costs: Costs) -> list[dict[str, object]]:
-    """Return the costs as JSON values."""
-    return [asdict(cost) for cost in costs]
+def animate(costs: Costs, plan: Plan, bandwidth: float = inf) -> list[list[Any]]:
+    """Return a row for each action of a plan that is right, as JSON values, in seconds and bytes.
 
+        ["K", 0, "=- ", begin, computes, end, peak, after, transfer]
 
-def costs_from_json(values: Iterable[Mapping[str, object]]) -> tuple[LayerCost, ...]:
-    """Return the costs that `costs_to_json` wrote.
-
-    Raises:
-        UsageError: for anything else.
+    An action waits from `begin` to `computes`, and computes until `end`. Meanwhile there are at most `peak` bytes, and
+    then `after`. A transfer is [begin, end] of `O` and `I`, else null. The text has a sign for each layer: the action's
+    letter on its own, a small one where a layer is gone through again; else a line where a value waits, a double one
+    where a layer is kept, a dot where it is away. `D` is on the layer that the value would come to.
     """
-    try:
-        costs = tuple(LayerCost(**value) for value in values)  # type: ignore[arg-type]
-        fits = bool(costs) and all(
-            isfinite(number) and number >= 0
-            for cost in costs
-            for name, number in asdict(cost).items()
-            if name != "name"
-        )
-    except TypeError:
-        fits = False
-    if not fits:
-        raise UsageError("this is no list of layers' costs; take what `python -m nnmpi.memory plan` saves")
-    return costs
-
-
-def signs(costs: Costs, plan: Plan) -> Iterator[str]:
-    """Yield how the layers are during each action: a sign for each layer.
-
-    The action's letter on its own layer, a small one where a layer is gone through again; else a line where a value
-    waits, a double one where a layer is kept, a dot where it is away. `D` is on the layer that the value would come to.
-    """
-    kept, away, values, seen = set[int](), set[int](), {0}, set[int]()
+    state, rows = PlanState(costs, bandwidth), list[list[Any]]()
     for action in plan:
-        i, act = action.layer, action.act
-        row = ["=" if j in kept else "." if j in away else "-" if j in values and j else " " for j in range(len(costs))]
-        row[i] = act.value.lower() if i in seen and act in (Act.FORWARD, Act.KEEP) else act.value
-        yield "".join(row)
-        if act is Act.DROP:
-            values.discard(i)
-        if act is Act.BACKWARD or act is Act.AWAY:
-            kept.discard(i)
-        if act is Act.AWAY or act is Act.IN:
-            (away.add if act is Act.AWAY else away.discard)(i)
-        if act is Act.KEEP or act is Act.IN:
-            kept.add(i)
-        if act is Act.FORWARD or act is Act.KEEP:
-            seen.add(i)
-            values.add(i + 1)
+        i, act, begin, held = action.layer, action.act, state.seconds, state.signs(action)
+        peak, end = state.do(action), state.seconds
+        cost = costs[i]
+        busy = {Act.FORWARD: cost.forward_s, Act.KEEP: cost.keep_s, Act.BACKWARD: cost.backward_s}.get(act, 0.0)
+        moves = [state.done[i] - moved_bytes(costs, i) / bandwidth, state.done[i]] if act in (Act.OUT, Act.IN) else None
+        times = [round(each, DIGITS) for each in (begin, end - busy, end)]
+        rows.append([act.value, i, held, *times, peak, state.bytes, moves and [round(each, DIGITS) for each in moves]])
+    return rows
 
 
 def draw_plan(costs: Costs, plan: Plan) -> str:
     """Return a plan as text: a row for each layer, a column for each action but `D`, and below the bytes as bars.
 
-    F forward, K keep, B backward, small letters where a layer is gone through again; O, A and I as what was kept goes
-    out, is away, and comes in; a line where a value waits, a double one where a layer is kept, dots where it is away:
+    The signs are those of `animate`:
 
         0 | F...f.K=B.
         1 | .F--..
     """
-    price = price_plan(costs, plan)
-    shown = [i for i, action in enumerate(plan) if action.act is not Act.DROP]
-    during = list(signs(costs, plan))
-    rows = ["".join(during[i][layer] for i in shown) for layer in range(len(costs))]
-    width = max(len(cost.name) for cost in costs)
-    peaks = [price.peaks[i] for i in shown]
-    lines = []
+    most = price_plan(costs, plan).peak
+    shown = [(row[2], row[6]) for row in animate(costs, plan) if row[0] != Act.DROP.value]
+    width, lines, steps = max(len(cost.name) for cost in costs), list[str](), " ▁▂▃▄▅▆▇█"
     for start in range(0, len(shown), COLUMNS):
-        part = slice(start, start + COLUMNS)
-        lines += [f"{cost.name:>{width}} |{row[part]}" for cost, row in zip(costs, rows, strict=True)]
-        lines.append(f"{'bytes':>{width}} |{_bars(peaks[part], price.peak)}")
-        lines.append("")
+        part = shown[start : start + COLUMNS]
+        rows = zip(*(signs for signs, _ in part), strict=True)
+        lines += [f"{cost.name:>{width}} |{''.join(row)}" for cost, row in zip(costs, rows, strict=True)]
+        bars = "".join(steps[-(-peak * 8 // most) if most else 0] for _, peak in part)
+        lines += [f"{'bytes':>{width}} |{bars}", ""]
     return "\n".join(lines[:-1])
-
-
-def _bars(numbers: Sequence[int], most: int) -> str:
-    """Return a bar for each number, as high as it is of the most."""
-    steps = " ▁▂▃▄▅▆▇█"
-    return "".join(steps[-(-number * 8 // most) if most else 0] for number in numbers)

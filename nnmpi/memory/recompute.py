@@ -46,8 +46,6 @@ from nnmpi.memory.plan import (
     LayerCost,
     Plan,
     PlanPrice,
-    costs_from_json,
-    costs_to_json,
     keep_all,
     moved_bytes,
     price_plan,
@@ -186,7 +184,6 @@ class RecomputedModel:
         model: initialized; best a `Sequential`, as only that can be cut.
         budget: in bytes; "least" for the least possible; None for what an ordinary pass takes.
         backend: where it lives; NumPy by default.
-        accumulates: whether gradients are added to those of earlier passes, which takes room.
         group: the ranks that compute along, which must do the same; None where that is no matter.
         store: where to what is kept may go and come back, where that is quicker than to compute it again (see
             `memory.store`); None for nowhere.
@@ -203,13 +200,12 @@ class RecomputedModel:
         model: Module,
         budget: int | Literal["least"] | None,
         backend: Backend | None = None,
-        accumulates: bool = False,
         group: Group | None = None,
         store: Store | None = None,
         weights: ShardedWeights | None = None,
     ) -> None:
         self._weights = weights
-        self.model, self.budget, self.accumulates, self.store = model, budget, accumulates, store
+        self.model, self.budget, self.store = model, budget, store
         self._backend, self._group = numpy_backend() if backend is None else backend, group
         self._layers: tuple[Module, ...] = ()
         self._size = 0
@@ -291,12 +287,12 @@ class RecomputedModel:
         measured.append(Measured("result" if head is _as_it_is else "loss", partial(_alone, head), ()))
         with nullcontext() if group is None else agreed(group):
             x = value.marked(Tensor(value.array, requires_grad=needed))
-            costs = measure(measured, x, self._backend, self.accumulates, self.store)
+            costs = measure(measured, x, self._backend, self.store)
             if self.store is not None:
                 most = max(moved_bytes(costs, i) for i in range(len(costs)))
                 self.bandwidth = measure_bandwidth(self.store, self._backend, most)
         if group is not None:
-            costs = _most_costs(group.gather(costs_to_json(costs)))
+            costs = _most_costs(group.gather([list(astuple(each)) for each in costs]))
             self.bandwidth = min(group.gather(self.bandwidth))
         self.plans = OptimalPlans(costs)
         with nullcontext() if group is None else agreed(group):
@@ -325,15 +321,10 @@ class RecomputedModel:
 
 
 def _most_costs(measured: Sequence[Any]) -> list[LayerCost]:
-    """Return what each layer takes on the rank where it is most, of all ranks' `costs_to_json`."""
-    layers = zip(*map(costs_from_json, measured), strict=True)
-    return [
-        replace(
-            LayerCost(*(max(each) for each in zip(*map(astuple, layer), strict=True))),
-            moves=all(each.moves for each in layer),
-        )
-        for layer in layers
-    ]
+    """Return what each layer takes on the rank where it is most; it moves if it does on all ranks."""
+    layers = [[LayerCost(*each) for each in layer] for layer in zip(*measured, strict=True)]
+    most = [LayerCost(*map(max, zip(*map(astuple, layer), strict=True))) for layer in layers]
+    return [replace(one, moves=all(each.moves for each in layer)) for one, layer in zip(most, layers, strict=True)]
 
 
 def _alone(layer: Layer, x: Any, kept: Kept) -> Any:

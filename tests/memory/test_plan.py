@@ -13,8 +13,6 @@ from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import (
     Act,
     LayerCost,
-    costs_from_json,
-    costs_to_json,
     draw_plan,
     keep_all,
     parse_plan,
@@ -171,26 +169,16 @@ def test_plans_are_drawn():
     picture = draw_plan(costs, parse_plan("F0 F1 D1 K2 D2 B2 F0 K1 D1 D2 B1 K0 D1 B0")).splitlines()
     assert [row.partition("|")[2].rstrip() for row in picture[:3]] == ["F   f  kB", " F   kB", "  KB"]
     assert picture[3].startswith("bytes |") and "█" in picture[3]
-    assert costs_from_json(costs_to_json(costs)) == tuple(costs)
-    with pytest.raises(UsageError, match="no list of layers' costs"):
-        costs_from_json([{"name": "a"}])
 
 
 @pytest.mark.host_only("the command computes with NumPy")
-def test_the_command_draws_and_says_what_it_costs(tmp_path):
-    """Of equal layers, of a model that is measured, and of costs from a file."""
-    assert "Revolve" not in main(["plan", "--layers", "6", "--budget", "50%"])
-    file = tmp_path / "costs.json"
-    text = main(["plan", "--model", "mlp", "--save", str(file)])
-    assert "least" in text and file.exists()
-    assert "again" in main(["plan", "--costs", str(file), "--budget", "0%"])
+def test_the_command_draws_and_says_what_it_costs():
+    """Of equal layers, and of a model that is measured."""
+    assert "again" in main(["plan", "--model", "mlp", "--budget", "0%"])
     assert "moved     14 MB, at 8 MB/s" in main(["plan", "--layers", "6", "--budget", "50%", "--bandwidth", "8MiB"])
-    assert "moved" in main(["plan", "--model", "mlp", "--offload", str(tmp_path)])
     for words, complaint in (
         (["--layers", "6", "--budget", "1"], "give at least"),
         (["--layers", "6", "--budget", "1", "--bandwidth", "8MiB"], "give at least"),
-        (["--model", "mlp", "--offload", str(tmp_path / "none")], "give offload another folder"),
-        (["--costs", str(tmp_path / "none")], "cannot be read"),
         (["--layers", "6", "--budget", "x"], "number of bytes"),
     ):
         with pytest.raises(UsageError, match=complaint):

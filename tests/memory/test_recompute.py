@@ -79,7 +79,7 @@ def test_gradients_are_added_up():
     """And measuring leaves them as they were."""
     make, x, y = case("cnn")
     model = make().initialize(seed=0)
-    forward = RecomputedModel(model, "least", accumulates=True)
+    forward = RecomputedModel(model, "least")
     with nn.training():
         forward(x, lambda logits: ops.cross_entropy(logits, y))
     assert all(grad is None or not grad.any() for grad in (p.grad for p in model.parameters()))

@@ -15,8 +15,7 @@ from nnmpi.comm.render import PRICED, animation, coefficients
 from nnmpi.comm.simulate import price
 from nnmpi.errors import UsageError
 from nnmpi.memory.__main__ import main as memory
-from nnmpi.memory.animation import animation as plan_animation
-from nnmpi.memory.plan import costs_from_json, parse_plan, price_plan
+from nnmpi.memory.plan import LayerCost, animate, parse_plan, price_plan
 from nnmpi.pages.page import make_page, write_page
 from nnmpi.schedule.__main__ import main as schedule
 from tests.pages.browser import look
@@ -136,13 +135,10 @@ def test_a_pipeline_is_stepped_through(pipeline: str, tmp_path: Path, width: str
 
 def test_a_plans_film_is_its_price() -> None:
     """Bytes and clock of each action; transfers go beside what is computed, one after another, and are waited for."""
-    layer = {"name": "", "value": 8, "gradient": 8, "kept": 32, "keeps_input": True, "keeps_result": False}
-    layer |= {"forward_s": 1.0, "keep_s": 1.0, "backward_s": 2.0, "moves": True}
-    costs = costs_from_json([layer] * 3)
+    costs = [LayerCost("", 8, 8, 32, True, False, 1.0, 1.0, 2.0, True)] * 3
     plan = parse_plan("K0 O0 K1 D1 A0 K2 D2 B2 I0 B1 B0")
-    found, price = plan_animation(costs, plan, 8.0), price_plan(costs, plan, 8.0)
-    actions = found["actions"]
-    assert (found["peak"], found["seconds"], found["moved"], found["again"]) == (price.peak, price.seconds, 32, 0)
+    actions, price = animate(costs, plan, 8.0), price_plan(costs, plan, 8.0)
+    assert (actions[-1][5], price.moved, price.again) == (price.seconds, 32, 0)
     assert tuple(each[6] for each in actions) == price.peaks and tuple(each[7] for each in actions) == price.bytes
     assert all(one[5] == other[3] <= other[4] <= other[5] for one, other in zip(actions, actions[1:], strict=False))
     assert [each[8] for each in actions if each[8]] == [[1.0, 5.0], [8.0, 12.0]]
