@@ -22,27 +22,6 @@ pytestmark = pytest.mark.timeout(300)
 DIGITS = "--model mlp --hidden 32 --dataset digits --schedule constant"
 FOR_EVER = f"{DIGITS} --epochs 100000 --no-jit --eval-every 0 --save-every 0 --log-every 5 --slow ms=1"
 
-BROKEN = """
-import os
-
-from nnmpi import nn
-
-
-class Breaks(nn.Module):
-    def __init__(self):
-        self.flat, self.out, self.calls = nn.Flatten(), nn.Linear(64, 10), 0
-
-    def forward(self, x):
-        self.calls += 1
-        if self.calls == 5 and os.environ.get("OMPI_COMM_WORLD_RANK", os.environ.get("PMI_RANK")) == "2":
-            raise ZeroDivisionError("the fifth pass")
-        return self.out(self.flat(x))
-
-
-def build(sample_shape, classes):
-    return Breaks()
-"""
-
 
 def check_told(run: Path, output: str, first_epoch: int) -> None:
     """Check that the lines of each epoch say what the records of its segments say."""
@@ -115,23 +94,3 @@ def test_a_signal_on_one_rank_saves_whole_batches(tmp_path: Path, capsys: pytest
     assert last["global_step"] == step
     simulate(partial(main, ["--resume", str(run), "--max-steps", str(step + 2)]), 3)
     assert f"{step + 2} steps in " in capsys.readouterr().out
-
-
-def test_a_worker_that_raises_ends_the_job_with_its_name(tmp_path: Path) -> None:
-    (tmp_path / "broken.py").write_text(BROKEN)
-    words = "--model broken.py:build --dataset digits --epochs 100000 --no-jit --sync asp --out run"
-    ending = train(tmp_path, words, 3)
-    assert ending.status not in (0, None)
-    assert ending.output.count("ZeroDivisionError: the fifth pass") == 1
-    assert "rank 2 of 3" in ending.output
-    assert ending.seconds < 60
-
-
-def test_a_worker_that_is_killed_ends_the_job(tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    kill = once(
-        lambda: lines(run / "metrics.jsonl") > 2, lambda: send(signal.SIGKILL, str(run), to="ranks", rank=2), ends=False
-    )
-    ending = train(tmp_path, f"{FOR_EVER} --sync asp --out {run}", 3, kill)
-    assert ending.status not in (0, None)
-    assert ending.seconds < 60

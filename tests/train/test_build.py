@@ -117,14 +117,6 @@ def test_a_small_set_is_made_input_once_with_the_bits_of_its_batches(group: Grou
         assert augmented.test_loader.transform is None
 
 
-def test_a_large_set_stays_in_its_bytes(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nnmpi.train.inputs.SMALL_BYTES", 1438 * 64 * 4 - 1)
-    found = load_inputs(Config(), group, 0, lambda _: None, (0, 1))
-    assert found.train_loader.dataset is found.train
-    assert found.train_loader.transform is not None
-    assert found.test_loader.transform is None
-
-
 def test_a_fixed_order_has_the_same_microbatches_under_every_layout() -> None:
     """Or it would not have the same bits."""
     for options, stages, wanted in (

@@ -85,22 +85,6 @@ def test_a_file_that_one_layout_wrote_is_read_by_any_other(group: Group, tmp_pat
             assert all(group.gather(equal(other.to_dict(everywhere=True), WHOLE)))
 
 
-@pytest.mark.simulated
-def test_a_worker_gets_back_what_it_had(group: Group, tmp_path: Path) -> None:
-    folder = RunFolder(shared(group, tmp_path))
-    worker = make_worker(group)
-    expected, steps = fill(worker, 1.0), worker.optimizer.steps
-    save_at(worker, folder, group, step=4)
-    other = make_worker(group, seed=1)
-    kept = find(folder, group)
-    assert kept is not None
-    assert (kept.model is not None) == group.is_root
-    state, notices = restore(other, kept, folder, RunState(samples=9))
-    assert (state.step, other.optimizer.steps) == (4, steps)
-    assert notices == [f"resuming from {folder.checkpoints / 'step-00000004'}"]
-    assert all(group.gather(equal(arrays_of(other), expected)))
-
-
 @pytest.mark.simulated(min_size=4, max_size=4)
 def test_sharded_heads_and_interleaved_stages_are_read_by_any_layout_and_serially(group: Group, tmp_path: Path) -> None:
     """A trained GPT's weights and Adam's state, bit for bit: 3 heads over 4 ranks and over 2, stages in turn."""
@@ -127,16 +111,6 @@ def test_sharded_heads_and_interleaved_stages_are_read_by_any_layout_and_seriall
             reads = worker_of(other, ranks, seed=1)
             restore(reads, find(folder, ranks), folder, RunState(samples=9))
             assert all(group.gather(all(map(equal, everything(reads), expected)))), f"{layout} by {other}"
-
-
-@pytest.mark.simulated
-def test_the_file_holds_the_arrays_in_the_models_order(group: Group, tmp_path: Path) -> None:
-    folder = RunFolder(shared(group, tmp_path))
-    worker = make_worker(group)
-    save_at(worker, folder, group, step=4)
-    found = read_checkpoint(folder.checkpoints / "step-00000004")
-    assert list(found.model) == list(worker.model.state())
-    assert list(found.optimizer) == list(worker.state()[1].to_dict(everywhere=True))
 
 
 @pytest.mark.simulated
@@ -236,16 +210,6 @@ def test_what_the_disk_refuses_beside_training_is_told_on_all_ranks(group: Group
         saver.save(worker, RunState(step=7, samples=9))
         saver.wait()
         assert find(folder, group) is not None
-
-
-@pytest.mark.simulated
-def test_without_a_checkpoint_a_run_starts_at_the_beginning(group: Group, tmp_path: Path) -> None:
-    folder = RunFolder(shared(group, tmp_path))
-    kept = find(folder, group)
-    assert kept is None
-    state, notices = restore(make_worker(group), kept, folder, RunState(samples=9))
-    assert state == RunState(samples=9)
-    assert notices == [f"{folder.path} has no checkpoint yet: starting at the beginning"]
 
 
 def make_kept(ranks: int, layout: dict[str, int], algorithms: dict[str, list[str]]) -> Checkpoint:

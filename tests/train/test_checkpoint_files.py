@@ -9,22 +9,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
 
 from nnmpi.backend.array import Array
 from nnmpi.errors import CheckpointError
-from nnmpi.files import sha256
 from nnmpi.parallel.model_state import ArraySpec
 from nnmpi.train import checkpoint as module
 from nnmpi.train.checkpoint import (
     MODEL_FILE,
     OPTIMIZER_FILE,
     CheckpointWriter,
-    digest,
     load_checkpoint,
     read_checkpoint,
 )
-from tests.train.test_tensor_file import ARRAYS
 
 
 @dataclass
@@ -55,16 +51,6 @@ def make(step: int, value: float = 0.0) -> Content:
 
 def names(folder: Path) -> list[str]:
     return sorted(each.name for each in folder.iterdir())
-
-
-def test_every_kind_of_array_comes_back_the_same(tmp_path: Path) -> None:
-    folder = save(tmp_path, Content(ARRAYS, dict(reversed(ARRAYS.items())), {"step": 1}), keep=1)
-    found = read_checkpoint(folder)
-    for arrays in (found.model, found.optimizer):
-        assert set(arrays) == set(ARRAYS)
-        for name, array in ARRAYS.items():
-            assert (arrays[name].shape, arrays[name].dtype) == (array.shape, array.dtype), name
-            np.testing.assert_array_equal(arrays[name], array, err_msg=name)
 
 
 def test_state_comes_back_and_equal_checkpoints_have_equal_bytes(tmp_path: Path) -> None:
@@ -197,33 +183,6 @@ def test_a_changed_value_in_the_state_is_found_and_an_older_checkpoint_taken(tmp
     assert "state.json is damaged: its SHA-256" in found.notices[0]
 
 
-def seal(folder: Path) -> None:
-    """Let the sums in state.json be those of the model's file as it is now."""
-    file, state = folder / "model.safetensors", json.loads((folder / "state.json").read_text())
-    del state["sha256"]
-    state["files"][file.name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
-    (folder / "state.json").write_text(json.dumps({**state, "sha256": digest(state)}))
-
-
-def test_a_file_of_arrays_that_is_none_is_found(tmp_path: Path) -> None:
-    """The sums are right, but the writer was not."""
-    folder = save(tmp_path, make(1), keep=1)
-    (folder / "model.safetensors").write_bytes(b"nothing")
-    seal(folder)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
-        read_checkpoint(folder)
-
-
-def test_a_checkpoint_of_the_version_before_is_read(tmp_path: Path) -> None:
-    """The library wrote them then, in another order."""
-    folder = save(tmp_path, make(1), keep=1)
-    weights = {"b": np.arange(3.0), "a": np.arange(4, dtype=np.float32)}
-    save_file(weights, folder / "model.safetensors")
-    seal(folder)
-    found = read_checkpoint(folder)
-    assert {name: array.tolist() for name, array in found.model.items()} == {"b": [0, 1, 2], "a": [0, 1, 2, 3]}
-
-
 def test_another_format_is_refused(tmp_path: Path) -> None:
     folder = save(tmp_path, make(1), keep=3)
     state = json.loads((folder / "state.json").read_text())
@@ -242,12 +201,3 @@ def test_without_a_usable_latest_the_newest_is_taken(tmp_path: Path, latest: str
     found = load_checkpoint(tmp_path)
     assert found is not None
     assert found.values["step"] == 2
-
-
-def test_latest_may_be_set_back_by_hand(tmp_path: Path) -> None:
-    for step in (1, 2):
-        save(tmp_path, make(step), keep=3)
-    (tmp_path / "latest").write_text("step-00000001")
-    found = load_checkpoint(tmp_path)
-    assert found is not None
-    assert found.values["step"] == 1

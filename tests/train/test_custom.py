@@ -5,21 +5,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import nnmpi
-from nnmpi import models, optim
 from nnmpi.comm.__main__ import main as comm
-from nnmpi.comm.collective import Step
-from nnmpi.comm.group import Group
-from nnmpi.comm.machine import Machine
-from nnmpi.comm.render import render
-from nnmpi.comm.simulate import price
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.custom import is_custom, short_name
-from nnmpi.data.catalogue import load
-from nnmpi.data.loader import Loader
 from nnmpi.errors import ScheduleError, UsageError
 from nnmpi.schedule.__main__ import main as schedule
-from nnmpi.schedule.instruction import Kind
 from nnmpi.train.build import build_model
 from nnmpi.train.cli import main as train
 from nnmpi.train.config import ModelConfig, assemble
@@ -143,40 +133,6 @@ def test_what_is_wrong_is_said_before_it_runs(words: str, sentence: str) -> None
         run(words, 3)
 
 
-def doubling(rank: int, size: int) -> tuple[Step, ...]:
-    """Exchange everything with the rank at distance 1, 2, 4 ..."""
-    everything, partners = range(size), [rank ^ 1 << i for i in range(size.bit_length() - 1)]
-    return tuple(Step(to=p, send=everything, from_=p, recv=everything, reduce=True) for p in partners)
-
-
-def one_by_one(rank: int, ranks: int, microbatches: int) -> list[object]:
-    """Each microbatch forward and back before the next."""
-    return [kind.at(rank, number) for number in range(microbatches) for kind in (Kind.F, Kind.B)]
-
-
-def test_functions_stand_in_the_place_of_names_in_the_library() -> None:
-    """Recursive doubling, outside of the package: drawn, priced, summed with, trained with; not on 3 ranks."""
-    assert render(doubling, 4).startswith("all-reduce by doubling, 4 ranks")
-    assert price(doubling, 4, 2**20, Machine.uniform(1e-5, 1e-9)) == pytest.approx(2 * (1e-5 + 2**20 * 1e-9))
-    nnmpi.Layout(pp=2, schedule=one_by_one)  # type: ignore[arg-type]
-
-    def main(group: Group) -> tuple[float, float]:
-        array = np.arange(5.0) + group.rank
-        group.all_reduce(array, doubling)
-        dataset = load("iris")[0]
-        model = models.mlp(dataset.sample_shape, dataset.classes, (6,)).initialize(seed=0, dtype="float64")
-        how = nnmpi.GradientExchange(doubling if group.size > 1 else "native")
-        worker = nnmpi.Worker(model, optim.SGD(model.storage, lr=0.1), group, exchange=how)
-        batches = Loader(dataset, 12, rank=group.rank, world=group.size, dtype="float64")
-        return float(array[0]), [worker.step(batch).loss for batch in batches.epoch(0)][-1]
-
-    (alone,), four = simulate(main, 1), simulate(main, 4)
-    assert [first for first, _ in four] == [6.0] * 4
-    assert four[0][1] == pytest.approx(alone[1], rel=1e-11)
-    with pytest.raises(ScheduleError, match="doubling with 3 ranks is no all-reduce"):
-        simulate(main, 3)
-
-
 NET = """
 from nnmpi import nn
 
@@ -219,12 +175,6 @@ def file(tmp_path: Path) -> Path:
     path = tmp_path / "net.py"
     path.write_text(NET)
     return path
-
-
-def test_a_model_from_a_file_is_trained(file: Path, tmp_path: Path, group: Group) -> None:
-    out = tmp_path / "run"
-    train(f"--model {file}:build --dataset iris --epochs 1 --out {out}".split(), group)
-    assert (out / "checkpoints" / "latest").exists()
 
 
 def test_a_model_from_a_module() -> None:

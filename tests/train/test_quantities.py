@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import ops
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.losses import ERRORS, SumError
-from nnmpi.errors import DataError, NnmpiError, ShapeError, UsageError
+from nnmpi.errors import NnmpiError, ShapeError, UsageError
 from nnmpi.evaluate import main as evaluate
 from nnmpi.predict import main as predict
 from nnmpi.tensor.tensor import Tensor
@@ -112,23 +111,6 @@ def test_keys_and_the_place_of_the_accuracy() -> None:
     assert Path("run/checkpoints/best").read_text().strip() == f"step-{best['global_step']:08d}"
 
 
-def test_a_run_goes_on_as_if_it_had_not_ended() -> None:
-    """Resumed with other ranks, in the middle of an epoch."""
-    words = "--dataset one.npz --loss mae --schedule constant"
-    whole = run(words, 1, "whole")
-    run(f"{words} --max-steps 3", 2, "part")
-    simulate(lambda group: train(["--resume", "part", "--max-steps", "8"], group), 3)
-    part = read_metrics(Path("part/metrics.jsonl"))
-    assert np.allclose(numbers(part), numbers(whole), rtol=1e-9)
-
-
-@pytest.mark.parametrize("sync", ["--sync asp", "--sync local", "--sync gossip"])
-def test_workers_out_of_step_learn(sync: str) -> None:
-    """Their evaluation is that of the weights."""
-    records = run(f"--dataset one.npz --loss mse --epochs 12 {sync}", 3)
-    assert records[-1]["kind"] != "eval" and next(e for e in records if e["kind"] == "test")["r2"] > 0.2
-
-
 def test_what_was_trained_is_used(capfd: pytest.CaptureFixture[str]) -> None:
     """Evaluated on ranks as training printed it, loaded, and asked for values in CSV and JSON."""
     for words, name in (
@@ -214,18 +196,6 @@ def test_a_worker_knows_losses_by_name() -> None:
     assert len(set(simulate(lambda group: learn(group, "mse"), 3))) == 1
     with pytest.raises(NnmpiError, match="the loss 'squares' is unknown; choose one of cross-entropy, mse, bce"):
         simulate(lambda group: learn(group, "squares"), 2)
-
-
-def test_data_of_other_shapes_are_not_taken() -> None:
-    """Neither by a data set nor by a run."""
-    with pytest.raises(DataError, match="target nan of sample 0 is not a finite number"):
-        nnmpi.data.Dataset("mine", X[:1], np.array([np.nan], np.float32), 0)
-    with pytest.raises(DataError, match="target 2.0 of sample 0 is not from 0 to 1"):
-        nnmpi.data.Dataset("mine", X[:1], np.array([2.0], np.float32), 2)
-    run("--dataset one.npz --loss mse --epochs 1")
-    with pytest.raises(DataError, match=r"predicts? quantities of shape \(\)"):
-        simulate(lambda group: evaluate(["run", "--dataset", "shaped.npz"], group), 1)
-    assert ops.mae(Tensor(np.array([1.0, -2.0])), np.zeros(2)).item() == 1.5
 
 
 def test_several_classes_for_each_sample_are_refused_before_the_first_step(tmp_path: Path) -> None:

@@ -42,13 +42,6 @@ def test_json_keeps_every_bit() -> None:
     assert RunState.from_json(json.loads(json.dumps({**state.to_json(), "ranks": 3}))) == state
 
 
-@pytest.mark.parametrize("name", ["step", "window", "best_step"])
-def test_a_missing_value_is_named(name: str) -> None:
-    values = {key: value for key, value in RunState().to_json().items() if key != name}
-    with pytest.raises(CheckpointError, match=f"lacks a value: '{name}'"):
-        RunState.from_json(values)
-
-
 def test_passes_count_the_fraction_of_an_epoch() -> None:
     extent = Extent(epochs=3, steps=12, train_batches=4, test_batches=1)
     assert extent.passes(RunState(step=9, epoch=2, batch=1)) == 2.25

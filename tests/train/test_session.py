@@ -114,11 +114,6 @@ def test_events_are_made_where_their_library_is(
     assert list((tmp_path / "a run" / "tensorboard").iterdir())
 
 
-def test_the_default_recipe_learns_the_digits(train: Train) -> None:
-    records = read_metrics(train("--model cnn --dataset digits --epochs 5") / "metrics.jsonl")
-    assert records[-1]["accuracy"] > 0.95
-
-
 def test_the_header_says_what_runs_on_what(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
     if on_device():
         pytest.skip("what it says of a device is in test_device_header.py")
@@ -277,12 +272,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_images_of_a_single_pixel_are_not_shifted(train: Train, tmp_path: Path) -> None:
-    np.savez(tmp_path / "dots.npz", x=np.zeros((9, 1, 1, 3)), y=np.arange(9) % 2)
-    with pytest.raises(UsageError, match=r"--augment shift moves images of shape \(1, 1, 3\) away; leave shift out"):
-        train("--model mlp --dataset dots.npz --augment shift")
-
-
 def test_a_folder_that_cannot_be_written_is_a_usage_error(group: Group, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"cannot be written \(Not a directory\)"):
@@ -413,15 +402,6 @@ def test_a_run_does_not_go_on_with_other_data(
     assert (run / "metrics.jsonl").read_bytes() == before
     write()
     main(["--resume", str(run), "--max-steps", "9"], group)
-
-
-def test_a_run_does_not_go_on_with_another_text(train: Train, group: Group, tmp_path: Path) -> None:
-    text = tmp_path / "a.txt"
-    text.write_text("the cat saw a dog. " * 40)
-    run = train(f"--model gpt --dataset {text} --context 8 --layers 1 --features 8 --heads 1 --max-steps 2")
-    text.write_text("the dog saw a cat. " * 40)  # the same characters
-    with pytest.raises(DataError, match="of a run on other data"):
-        main(["--resume", str(run), "--max-steps", "3"], group)
 
 
 def test_a_finished_run_is_told_again_and_goes_on_with_more_epochs(

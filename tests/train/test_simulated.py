@@ -182,25 +182,3 @@ def test_a_closed_terminal_ends_it_like_sigterm_but_under_nohup() -> None:
     finally:
         signal.signal(signal.SIGHUP, before)
     assert noted == [signal.SIGHUP, 0]
-
-
-def test_ranks_of_one_process_share_what_is_only_read() -> None:
-    """Such as a data set: one for all ranks of a run."""
-
-    def main(group: Group) -> int:
-        return id(group.comm.world.once("numbers", lambda: [group.rank]))
-
-    assert len(set(simulate(main, 5))) == 1
-
-
-def test_what_cannot_be_made_is_every_ranks_error() -> None:
-    def main(group: Group) -> str:
-        with pytest.raises(UsageError, match="no such thing"):
-            group.comm.world.once("thing", _refuse)
-        return "raised"
-
-    assert simulate(main, 3) == ["raised"] * 3
-
-
-def _refuse() -> None:
-    raise UsageError("no such thing")

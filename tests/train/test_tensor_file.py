@@ -5,15 +5,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from nnmpi.backend.array import Array
 from nnmpi.errors import CheckpointError
 from nnmpi.files import sha256
 from nnmpi.parallel.model_state import ArraySpec
-from nnmpi.train.checkpoint import DTYPES, TensorFile, TensorWriter
+from nnmpi.train.checkpoint import TensorFile, TensorWriter
 
 ARRAYS: dict[str, Array] = {
     "plain": np.arange(24, dtype=np.float32).reshape(2, 3, 4),
@@ -55,36 +53,6 @@ def test_what_the_library_writes_is_read(tmp_path: Path) -> None:
     arrays = {name: np.array(array, order="C") for name, array in ARRAYS.items()}
     save_file(arrays, tmp_path / "file")
     assert_same(dict(TensorFile(tmp_path / "file")), arrays)
-
-
-def test_names_keep_their_order(tmp_path: Path) -> None:
-    arrays = {name: array for name, array in ARRAYS.items() if array.size}
-    write(tmp_path / "file", arrays)
-    found = TensorFile(tmp_path / "file")
-    assert list(found) == list(arrays)
-    assert found.specs == {name: ArraySpec.of(array) for name, array in arrays.items()}
-
-
-@given(
-    st.dictionaries(
-        st.text(max_size=5),
-        st.tuples(st.lists(st.integers(0, 3), max_size=3), st.sampled_from(sorted(DTYPES.values()))),
-        max_size=5,
-    )
-)
-def test_any_shapes_and_dtypes_come_back(tmp_path_factory: pytest.TempPathFactory, drawn: dict[str, tuple]) -> None:  # type: ignore[type-arg]
-    arrays: dict[str, Array] = {
-        name: np.arange(np.prod(shape, dtype=int)).reshape(shape).astype(dtype)
-        for name, (shape, dtype) in drawn.items()
-        if name != "__metadata__"
-    }
-    file = tmp_path_factory.mktemp("any") / "file"
-    write(file, arrays)
-    assert_same(dict(TensorFile(file)), arrays)
-    if "complex64" not in {str(array.dtype) for array in arrays.values()}:
-        assert_same(load_file(file), arrays)
-    length = int.from_bytes(file.read_bytes()[:8], "little")
-    assert length % 8 == 0
 
 
 def test_one_array_is_in_memory_at_a_time(tmp_path: Path) -> None:

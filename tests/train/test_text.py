@@ -178,13 +178,3 @@ def test_what_does_not_fit_is_said_once(place: Path, words: str, sentence: str) 
     )
     with pytest.raises(NnmpiError, match=sentence):
         run(f"{words} {SHORT}", "run", 3)
-
-
-def test_a_model_of_ones_own_takes_a_text(place: Path) -> None:
-    (place / "net.py").write_text(
-        "from nnmpi import nn\n\n"
-        "def build(shape, classes):\n"
-        "    return nn.Sequential(nn.Embedding(classes, 6), nn.TransformerBlock(6, 2), nn.Linear(6, classes))\n"
-    )
-    words = f"--model net.py:build --context 7 {SHORT} --dataset words.txt --tokenizer bytes"
-    check_equal(run(words, "three", 3), run(words, "one"))
