@@ -106,7 +106,8 @@ def diagnose(path: Path) -> Diagnosis:
     read_run(path, str(path))
     folder = RunFolder(path)
     step, checkpoint, notices = _last_checkpoint(folder)
-    starts, records = _lines(folder.starts), _metrics(folder)
+    starts = _lines(folder.starts)
+    records = [each for each in _lines(folder.metrics) if isinstance(each.get("global_step"), int)]
     reached = max((each["global_step"] for each in records), default=0)
     facts = (
         *_describe_starts(starts),
@@ -231,10 +232,6 @@ def _describe_starts(starts: list[Any]) -> list[str]:
 def _command(starts: list[Any], path: Path) -> str:
     ranks = starts[-1].get("ranks", 1) if starts else 1
     return f"python -m nnmpi.run -n {ranks} -- --resume {quote(str(path))}"
-
-
-def _metrics(folder: RunFolder) -> list[dict[str, Any]]:
-    return [each for each in _lines(folder.metrics) if isinstance(each.get("global_step"), int)]
 
 
 def _lines(file: Path) -> list[Any]:

@@ -76,7 +76,8 @@ def main(words: Sequence[str], group: Group) -> None:
     if place.sp > 1:
         raise UsageError(f"tokens come one by one, and {place.sp} ranks cannot share one's position; leave --sp out")
     begin = clock.now()
-    run = place.open(folder, group, partial(_check_model, folder))
+    run = place.open(folder, group)
+    _check_model(folder, run.config)
     generator = TokenGenerator(run.where, run.backend, run.classes)
     context = None if run.config.model.model == "lstm" else run.signature.sample_shape[0]
     tokenizer, precision = run.tokenizer, run.config.run.precision

@@ -120,7 +120,8 @@ def main(words: Sequence[str], group: Group) -> None:
     if asked is None:
         return None
     folder, file, options, place = asked
-    run = place.open(folder, group, _check_model)
+    run = place.open(folder, group)
+    _check_model(run.config)
     with agreed(group):
         x = read_file(file, run.signature, run.config.run.dtype, options.invert)
     text = format_predictions(run, run.answers(x), options.format)

@@ -89,22 +89,6 @@ class Timeline:
         """
         self.events.append(TraceEvent(name, category, track, begin_s, end_s, args, sends, takes))
 
-    def span(
-        self,
-        name: str,
-        category: str,
-        track: str = COMPUTE,
-        args: Args | None = None,
-        sends: str = "",
-        takes: str = "",
-    ) -> AbstractContextManager[None]:
-        """Return a context whose time becomes an event when it is left, also by an exception.
-
-        Args:
-            name, category, track, args, sends, takes: see `TraceEvent`.
-        """
-        return _Span(self, name, category, track, args, sends, takes)
-
 
 class _Span(AbstractContextManager[None]):
     """A context that adds an event; a class, because a generator would take twice the time."""

@@ -128,19 +128,6 @@ class RunState:
         better = isfinite(value) and (not self.best_step or sign * value > sign * self.best)
         return replace(self, best=value, best_step=self.step) if better else self
 
-    def check(self, extent: Extent, folder: Path) -> None:
-        """Check that epoch and batch are those of the step.
-
-        Raises:
-            CheckpointError: when they are not.
-        """
-        batches = extent.train_batches
-        if self.step != self.epoch * batches + self.batch or self.batch >= batches:
-            raise CheckpointError(
-                f"the last checkpoint in {folder} is of step {self.step}, epoch {self.epoch} and batch {self.batch}, "
-                f"which do not go together with {batches} batches in an epoch; remove it to go on from an older one"
-            )
-
     def to_json(self) -> dict[str, Any]:
         """Return the fields as JSON values."""
         return asdict(self)
@@ -563,11 +550,6 @@ def _verify(folder: Path, files: Mapping[str, Mapping[str, Any]]) -> None:
 def steps(folder: Path) -> list[Path]:
     """Return the checkpoints' folders, newest first; temporary ones begin with a dot and are not among them."""
     return sorted((each for each in folder.glob(f"{PREFIX}*") if each.is_dir()), reverse=True)
-
-
-def newest(folder: Path) -> Path:
-    """Return the newest checkpoint's folder; there must be one."""
-    return steps(folder)[0]
 
 
 def _candidates(folder: Path) -> list[Path]:

@@ -34,7 +34,6 @@ from nnmpi.train.config import (
     assemble,
     at_least_one,
     check,
-    check_positions,
     flatten,
     not_negative,
 )
@@ -197,26 +196,14 @@ def parse(words: Sequence[str]) -> Config:
         HelpAsked: for -h or --help.
         UsageError: for wrong names, values or combinations, a file that cannot be read, or a run that is not there.
     """
-    given = read_given(words)
+    given = read_words(words, list(all_options().values()), PROGRAM, DESCRIPTION)
+    given = (read_file(Path(given["config"])) if given.get("config") else {}) | given
     resumed = read_run(given["resume"], f"--resume {given['resume']}") if given.get("resume") else {}
     outdated = {"staleness", "local_steps"} if "sync" in given else set()  # they belong to the run's own
     kept = {name: value for name, value in resumed.items() if name not in outdated}
     config = assemble(kept | given)
     _refuse_changes(config, resumed)
     return config
-
-
-def read_given(words: Sequence[str], folder: Path = Path()) -> dict[str, Any]:
-    """Return the options on a command line, and in the file that it names, by name.
-
-    Args:
-        words: of the command line, without the program.
-        folder: where the command was given.
-
-    Errors are those of `parse`.
-    """
-    given = read_words(words, list(all_options().values()), PROGRAM, DESCRIPTION)
-    return (read_file(folder / given["config"]) if given.get("config") else {}) | given
 
 
 def read_file(file: Path) -> dict[str, Any]:
@@ -297,7 +284,7 @@ class PlaceConfig:
             at_least_one("--dp", self.dp)
         not_negative("--simulate", self.simulate)
 
-    def open(self, folder: Path, group: Group, check: Callable[[Config], None] = lambda config: None) -> Run:
+    def open(self, folder: Path, group: Group) -> Run:
         """Return the run, with its model on the ranks. Collective.
 
         Raises:
@@ -305,12 +292,7 @@ class PlaceConfig:
         """
         backend = take_backend(self.backend, group, group.local_rank())
         layout = Layout(self.dp, self.pp, self.tp, sp=self.sp)
-
-        def fits(config: Config) -> None:
-            check_positions(config.model.model, self.sp)
-            check(config)
-
-        return open_run(folder, group, layout, backend, self.best, self.weights, fits)
+        return open_run(folder, group, layout, backend, self.best, self.weights)
 
 
 def launch_use(

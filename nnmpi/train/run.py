@@ -50,7 +50,7 @@ from nnmpi.train.build import (
 )
 from nnmpi.train.checkpoint import Checkpoint, Extent, find, load_weights
 from nnmpi.train.computing import Computing, choose_computing, explained
-from nnmpi.train.config import Config, ModelConfig, assemble, flatten
+from nnmpi.train.config import Config, ModelConfig, assemble, check_positions, flatten
 from nnmpi.train.folder import RunFolder, read_run
 from nnmpi.train.inputs import Inputs, load_inputs, text_source
 from nnmpi.train.signature import TOKENS, ModelSignature, read_metadata
@@ -276,7 +276,6 @@ def open_run(
     backend: Backend | None = None,
     best: bool = False,
     weights: Path | None = None,
-    check: Callable[[Config], None] = lambda config: None,
 ) -> Run:
     """Return a run whose model lies on the ranks of a group as a layout says. Collective.
 
@@ -287,7 +286,6 @@ def open_run(
         backend: where it computes; NumPy by default.
         best: take the weights with the best evaluation.
         weights: a state_dict of PyTorch's, for other values than the run's.
-        check: looks at the run's options before its weights are read, and raises what is wrong with them.
 
     Raises:
         UsageError: on all ranks, when there is no such run, or the layout does not fit.
@@ -297,7 +295,7 @@ def open_run(
     config = assemble(on_root(group, lambda: flatten(_read_config(folder))))
     is_run = config.model.pretrained != folder
     with agreed(group):
-        check(config)
+        check_positions(config.model.model, layout.sp)
         if best and not is_run:
             raise UsageError(f"{folder}: a model in Hugging Face's files has no best weights; leave --best away")
     last = find(RunFolder(folder), group, writes=False, best=best) if is_run else None

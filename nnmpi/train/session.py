@@ -81,7 +81,6 @@ def begin(config: Config, group: Group, console: Console, words: Sequence[str] =
         facts, settled = header(run), run.settled()
         first = RunState(samples=len(run.inputs.train), data=run.inputs.identity)
         state, notices = restore(run.trainer, last, folder, first) if resuming else (first, [])
-        state.check(run.extent, folder.path)
         if resuming and group.is_root and not folder.finished.exists():
             notices.append(f"{folder.path} had not come to its end: it has no {folder.finished.name}")
         if state.step >= run.extent.steps:

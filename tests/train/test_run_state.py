@@ -3,12 +3,8 @@
 import json
 from dataclasses import replace
 from math import inf
-from pathlib import Path
-
-import pytest
 
 from nnmpi.compose.stats import EvalReport, Totals
-from nnmpi.errors import CheckpointError
 from nnmpi.train.checkpoint import Extent, RunState
 
 STEP = Totals(steps=1, samples=4, targets=4, loss_sum=0.1, score_sum=3.0, wall_s=0.5)
@@ -45,11 +41,3 @@ def test_json_keeps_every_bit() -> None:
 def test_passes_count_the_fraction_of_an_epoch() -> None:
     extent = Extent(epochs=3, steps=12, train_batches=4, test_batches=1)
     assert extent.passes(RunState(step=9, epoch=2, batch=1)) == 2.25
-
-
-@pytest.mark.parametrize(("step", "epoch", "batch"), [(23, 2, 4), (24, 2, 3), (20, 1, 10)])
-def test_step_epoch_and_batch_must_go_together(step: int, epoch: int, batch: int) -> None:
-    extent = Extent(epochs=5, steps=50, train_batches=10, test_batches=1)
-    RunState(step=23, epoch=2, batch=3).check(extent, Path("run"))
-    with pytest.raises(CheckpointError, match=f"is of step {step}, epoch {epoch} and batch {batch}, which do not go"):
-        RunState(step=step, epoch=epoch, batch=batch).check(extent, Path("run"))
