@@ -17,13 +17,11 @@ from nnmpi.compose.stats import PARTS
 from nnmpi.errors import UsageError
 from nnmpi.pages.page import write_page
 from nnmpi.reading import parse_json
-from nnmpi.synchrony.staleness import Staleness
 from nnmpi.train.config import all_options
 from nnmpi.train.folder import RunFolder, read_run
 from nnmpi.train.metrics import read_metrics, sum_staleness
 
 MOST_POINTS = 500  # of a line
-MOST_BARS = 60  # of a histogram
 STEPS, SECONDS = ("global_step", "step"), ("elapsed_s", "seconds")
 TRAINED, TESTED = {"training": "train"}, {"test data": "eval"}
 BOTH = TRAINED | TESTED
@@ -78,27 +76,17 @@ def gather(run: Path) -> dict[str, Any]:
         raise UsageError(f"{run}: the metrics of the run cannot be read: {error}") from None
     trained = [each for each, kind in zip(records, kinds, strict=True) if kind == "train"]
     stale = sum_staleness(records)
-    width, heights = bars(stale) if stale.count() else (1, [])
+    heights = [[each.get(n, 0) for n in range(stale.largest() + 1)] for each in stale.histograms if stale.count()]
     return {
         "head": began[-1].get("facts", []) if began else [],
         "results": [_result(each) for each in records if each["kind"] in ("eval", "test")][-2:],
         "charts": [chart for panel in PANELS if (chart := _chart(*panel, records))["lines"]],
         "times": {label: mean for key, label in PARTS.items() if (mean := _mean(trained, key))},
         "memory": {key.removeprefix(_MEMORY): n for key, n in (trained or [{}])[-1].items() if key.startswith(_MEMORY)},
-        "staleness": {"width": width, "heights": heights, "mean": stale.mean(), "max": stale.largest()},
+        "staleness": {"heights": heights, "mean": stale.mean(), "max": stale.largest()},
         "options": _options(options),
         "commands": commands,
     }
-
-
-def bars(stale: Staleness) -> tuple[int, list[list[int]]]:
-    """Return how many values of staleness share a bar, and the heights of each worker's bars, from staleness 0 on."""
-    width = -(-(stale.largest() + 1) // MOST_BARS)
-    heights = [[0] * (stale.largest() // width + 1) for _ in stale.histograms]
-    for own, histogram in zip(heights, stale.histograms, strict=True):
-        for staleness, count in histogram.items():
-            own[staleness // width] += count
-    return width, heights
 
 
 def _result(record: Mapping[str, Any]) -> dict[str, Any]:

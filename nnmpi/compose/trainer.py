@@ -231,10 +231,6 @@ class Trainer(ABC):
         """Put back what `scalars` gave, of this trainer or of another kind."""
         self.optimizer.steps = values["steps"]
 
-    def algorithms(self) -> list[str] | None:
-        """Return the all-reduce that was chosen for each bucket of gradients; None where none are summed by one."""
-        return None
-
     def describe_exchange(self) -> str:
         """Return what sums gradients over the ranks, in words; empty where none are summed by an all-reduce."""
         return ""

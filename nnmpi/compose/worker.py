@@ -449,10 +449,6 @@ class Worker(Trainer):
         """Return why the last pass was not replayed, as `nnmpi.compile` would do it; nothing if it was."""
         return self.passes.replay.explain()
 
-    def algorithms(self) -> list[str]:
-        """See `Trainer.algorithms`."""
-        return [choice.algorithm for choice in self.parallel.exchange.choices]
-
     def describe_exchange(self) -> str:
         """Return the buckets, the all-reduce algorithms that were chosen for them, and why (for the first of each)."""
         exchange, where = self.parallel.exchange, self.arrangement

@@ -1,5 +1,5 @@
 // DATA: {head: [[what, words]], results, charts: [{title, label, along, lines: [{name, points}]}], times: {what: seconds},
-// memory: {what: bytes}, staleness: {width, heights: [worker][bar], mean, max}, options: [[option, value]],
+// memory: {what: bytes}, staleness: {heights: [worker][staleness], mean, max}, options: [[option, value]],
 // commands}
 
 const number = (value) => value === null || value === undefined ? "" : String(Number(Number(value).toPrecision(4)));
@@ -15,7 +15,7 @@ function barsOf(values, words) {
 }
 
 // How many gradients there were of each staleness, the workers' on top of one another.
-function histogram(width, { heights, width: values }) {
+function histogram(width, { heights }) {
   const count = heights[0].length, sums = heights[0].map((_, i) => heights.reduce((sum, own) => sum + own[i], 0));
   const high = 200, wide = (width - 10) / count, most = Math.max(...sums);
   const picture = draw("svg", { width, height: high + 22, role: "img", "aria-label": "gradients by staleness" });
@@ -27,7 +27,7 @@ function histogram(width, { heights, width: values }) {
       picture.append(draw("rect", { x: 5 + i * wide, y: top, width: Math.max(1, wide - 1), height: tall, fill: colour(worker, heights.length) }));
     });
     if (i % Math.ceil(count / 10) === 0) picture.append(
-      draw("text", { x: 5 + (i + .5) * wide, y: high + 16, "text-anchor": "middle", class: "soft" }, i * values));
+      draw("text", { x: 5 + (i + .5) * wide, y: high + 16, "text-anchor": "middle", class: "soft" }, i));
   }
   return picture;
 }

@@ -299,7 +299,7 @@ def time_layout(
         group.fit = find_fit(group)
     wanted = layout if needs_arrangement(layout, mesh) else None
     model = build_whole(config, inputs.train, backend, group)
-    trainer = build_trainer(config, model, group, inputs, backend, None, wanted)
+    trainer = build_trainer(config, model, group, inputs, backend, wanted)
     if not isinstance(trainer, Worker):
         raise UsageError("only layouts of ranks in step are raced")
     batches = (batch for epoch in numbers() for batch in inputs.train_loader.epoch(epoch))

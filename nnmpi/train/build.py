@@ -3,7 +3,6 @@
 `train.run.set_up` calls these in the order in which things depend on one another.
 """
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +11,6 @@ import numpy as np
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
 from nnmpi.comm.agreement import agreed
-from nnmpi.comm.algorithms.registry import AUTO, How
-from nnmpi.comm.gradients import bucket_limit, overlaps, plan_buckets
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, arrange, find_mesh
 from nnmpi.compose.asynchronous import AsynchronousWorker
@@ -272,7 +269,6 @@ def build_trainer(
     group: Group,
     inputs: Inputs,
     backend: Backend,
-    algorithms: Sequence[str] | None = None,
     layout: Layout | None = None,
 ) -> Trainer:
     """Return what trains: an initialized model and its optimizer, on ranks that go on as the options say. Collective.
@@ -283,7 +279,6 @@ def build_trainer(
         group: all ranks of the run.
         inputs: the data.
         backend: where this rank computes.
-        algorithms: the all-reduce of each bucket, in the place of "auto", when a run goes on that had chosen them.
         layout: how the model is spread over the ranks; None for all of it on each.
 
     Raises:
@@ -313,7 +308,7 @@ def build_trainer(
     }
     if sync.rule.asynchronous:
         return AsynchronousWorker(model, optimizer, group, sync.rule, **common)
-    exchange = build_exchange(config.parallel, group, where, model.storage, algorithms)
+    exchange = GradientExchange(own_or_name(config.parallel.allreduce, "--allreduce", "(rank, size)"))
     return Worker(model, optimizer, group, exchange=exchange, arrangement=where, **common)
 
 
@@ -331,36 +326,6 @@ def build_losses(config: OptimizationConfig, where: Arrangement | None) -> dict[
         "loss": sum_cross_entropy(where, config.label_smoothing),
         "evaluation_loss": sum_cross_entropy(where),
     }
-
-
-def build_exchange(
-    config: ParallelConfig,
-    group: Group,
-    where: Arrangement | None,
-    storage: FlatStorage,
-    algorithms: Sequence[str] | None,
-) -> GradientExchange:
-    """Return how gradients are to be summed. Collective.
-
-    A run that goes on keeps the algorithms that it had chosen, one for each bucket. With another layout the buckets
-    are others, for which they were not chosen. The worker makes its buckets later, by this same plan.
-
-    Args:
-        where: how the model lies on the ranks; None for all of it on each.
-        storage: of this rank's part of the model.
-        algorithms: see `build_trainer`.
-    """
-    allreduce: How | Sequence[How] = own_or_name(config.allreduce, "--allreduce", "(rank, size)")
-    if algorithms and allreduce == AUTO:
-        replicas = group if where is None else where.mesh.replicas
-        if len(algorithms) == _count_buckets(storage, bucket_limit(None, overlaps(replicas))):  # else it begins anew
-            allreduce = algorithms
-    return GradientExchange(allreduce)
-
-
-def _count_buckets(storage: FlatStorage, bucket_bytes: int) -> int:
-    spans = [(span.buffer, span.start, span.stop) for span in storage.spans]
-    return len(plan_buckets(spans, [grad.dtype.itemsize for grad in storage.grads], bucket_bytes))
 
 
 def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:

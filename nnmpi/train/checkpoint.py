@@ -47,7 +47,7 @@ from nnmpi.compose.stats import EvalReport, Totals
 from nnmpi.compose.trainer import Trainer
 from nnmpi.errors import CheckpointError, DataError, counted
 from nnmpi.files import sha256, sync_folder, write_atomically, write_synced
-from nnmpi.mesh import AXES, Coordinates, Mesh
+from nnmpi.mesh import AXES, Mesh
 from nnmpi.nn.module import Module
 from nnmpi.parallel.model_state import ArraySpec
 from nnmpi.reading import read_json
@@ -173,17 +173,6 @@ class Checkpoint:
     def mesh(self) -> Mesh:
         """The layout of the run that wrote it."""
         return Mesh(**self.values["layout"])
-
-    def algorithms(self, mesh: Mesh, rank: int) -> list[str] | None:
-        """Return the all-reduce that the run had chosen for each bucket of this rank.
-
-        Another algorithm would add in another order, and the run would not go on bit for bit. None on another mesh,
-        where no choice can be kept, and after a fused update, which has none.
-        """
-        if self.mesh.shape != mesh.shape:
-            return None
-        algorithms: Mapping[str, list[str]] = self.values["algorithms"]
-        return algorithms.get(_part(mesh.coordinates(rank))) or None
 
     def cuts(self, mesh: Mesh, virtual_stages: int) -> list[int] | None:
         """Return how many layers of the model's chain each stage had; None with another number of stages."""
@@ -412,24 +401,8 @@ def _values(trainer: Trainer, state: RunState) -> dict[str, Any]:
         "layout": dict(zip(AXES, _mesh(trainer).shape, strict=True)),
         "optimizer": trainer.scalars(),
         "fixed": _is_fixed(trainer),
-        "algorithms": _algorithms(trainer),
         "cuts": [] if trainer.arrangement is None else [len(cut) for cut in trainer.arrangement.cuts],
     }
-
-
-def _part(place: Coordinates) -> str:
-    """Return the name of the part of the model that the ranks of a data-parallel group have."""
-    return f"p{place.p} t{place.t}"
-
-
-def _algorithms(trainer: Trainer) -> dict[str, list[str]]:
-    """Return the all-reduce of each bucket by part of the model, for each has buckets of its own. Collective."""
-    own = trainer.algorithms()
-    if own is None:
-        return {}
-    everyones, mesh = trainer.group.gather(own), _mesh(trainer)
-    # Several ranks have the same part, and the last of them in this order stays: that is the lowest rank.
-    return {_part(mesh.coordinates(rank)): names for rank, names in reversed(list(enumerate(everyones)))}
 
 
 def _moved(last: Checkpoint, trainer: Trainer) -> list[str]:

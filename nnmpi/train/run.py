@@ -199,7 +199,7 @@ def set_up(
 
     Args:
         folder: where the run will write; it is not touched here.
-        last: the checkpoint that the run goes on from: its choices of algorithms and cuts hold again.
+        last: the checkpoint that the run goes on from: its cuts hold again.
         say: called with a sentence when a download begins.
         local_rank: this rank's number on its node.
         computing: what computes, where that has been chosen; None to choose it.
@@ -218,7 +218,6 @@ def set_up(
         schedule = build_schedule(config.optimization, extent)
     if group.size > 1 and not config.sync.rule.asynchronous:
         group.fit = find_fit(group)
-    algorithms = None if last is None else last.algorithms(mesh, group.rank)
     cuts = None if last is None else last.cuts(mesh, layout.virtual_stages)
     if cuts is not None and layout.split == MEASURED:  # measured again, they might fall elsewhere
         layout = replace(layout, split=cuts)
@@ -227,7 +226,7 @@ def set_up(
     if computing is None:
         config, computing = choose_computing(config, model, inputs.train, backend, group)
     stack.enter_context(computing.in_use())
-    trainer = build_trainer(config, model, group, inputs, backend, algorithms, wanted)
+    trainer = build_trainer(config, model, group, inputs, backend, wanted)
     return TrainingRun(
         config=config,
         group=group,

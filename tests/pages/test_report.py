@@ -50,7 +50,7 @@ def test_the_numbers_are_the_runs(run: Path) -> None:
     assert found["charts"][0]["lines"][0]["points"] == [[1, 4.0], [2, 2.0], [3, 4 / 3], [4, 1.0]]
     assert found["times"] == pytest.approx({"compute": 0.003, "synchronization": 0.001})
     assert found["memory"] == {"parameters": 1024, "optimizer": 3072, "peak": 4096}
-    assert found["staleness"] == {"width": 1, "heights": [[1, 1, 1]], "mean": 1.0, "max": 2}
+    assert found["staleness"] == {"heights": [[1, 1, 1]], "mean": 1.0, "max": 2}
     given = [["--lr", "0.25"], ["--jit", "on"], ["--model", "mlp"], ["--hidden", "3 4"], ["--dp", "2"]]
     assert sorted(found["options"]) == sorted(given)
     assert found["commands"] == ["python -m nnmpi.train --model mlp --hidden 3 4 --config lr.toml    # ranks: 2"]

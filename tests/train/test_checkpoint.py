@@ -15,13 +15,11 @@ from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.errors import CheckpointError
 from nnmpi.files import sha256
-from nnmpi.mesh import Mesh
 from nnmpi.models.gpt import gpt
 from nnmpi.models.mlp import mlp
 from nnmpi.optim import updates
 from nnmpi.train import checkpoint as module
 from nnmpi.train.checkpoint import (
-    Checkpoint,
     CheckpointWriter,
     RunState,
     Saver,
@@ -210,19 +208,6 @@ def test_what_the_disk_refuses_beside_training_is_told_on_all_ranks(group: Group
         saver.save(worker, RunState(step=7, samples=9))
         saver.wait()
         assert find(folder, group) is not None
-
-
-def make_kept(ranks: int, layout: dict[str, int], algorithms: dict[str, list[str]]) -> Checkpoint:
-    return Checkpoint({"ranks": ranks, "layout": layout, "algorithms": algorithms}, Path())
-
-
-def test_algorithms_are_kept_on_the_same_mesh_only() -> None:
-    kept = make_kept(4, {"dp": 2, "pp": 2, "tp": 1}, {"p0 t0": ["ring", "tree"], "p1 t0": ["star"]})
-    expected = [["ring", "tree"], ["star"]] * 2
-    assert [kept.algorithms(Mesh(2, 2, 1), rank) for rank in range(4)] == expected
-    assert kept.algorithms(Mesh(4, 1, 1), 0) is None
-    fused = make_kept(2, {"dp": 2, "pp": 1, "tp": 1}, {"p0 t0": []})
-    assert fused.algorithms(Mesh(2), 1) is None
 
 
 @pytest.mark.simulated
