@@ -55,25 +55,25 @@ RULES: Mapping[str, Rule] = MappingProxyType(
 class Pointwise(Elementwise):
     """The array library's function of a name in `RULES`."""
 
-    __slots__ = ("name",)
+    __slots__ = ("name", "rule")
 
     replayable = True
 
     def __init__(self, name: str) -> None:
-        self.name = name
+        self.name, self.rule = name, RULES[name]
 
     def forward(self, *inputs: Any) -> Array:
         y = getattr(self.xp, self.name)(*inputs)
         values = (*inputs, y)
-        self.saved = tuple(values[i] for i in RULES[self.name].kept)
+        self.saved = tuple([values[i] for i in self.rule.kept])
         return y
 
     def backward(self, grad: Array) -> Grads:
-        _, *rules = RULES[self.name]
-        return tuple(
-            rule(self.xp, grad, *self.saved) if rule is not None and needed else None
-            for rule, needed in zip(rules, self.needs, strict=False)
-        )
+        (_, to_first, to_second), needs, saved = self.rule, self.needs, self.saved
+        first = to_first(self.xp, grad, *saved) if needs[0] else None
+        if to_second is None:
+            return (first,)
+        return first, to_second(self.xp, grad, *saved) if needs[1] else None
 
 
 class Power(Elementwise):
