@@ -28,13 +28,12 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.cuda.kernels import device_kernels, works_on
-from nnmpi.backend.precision import is_low
+from nnmpi.backend.precision import FLOAT32
 from nnmpi.errors import UsageError
 
 if TYPE_CHECKING:
     from nnmpi.backend.jit.kernels import CompiledKernels
 
-FLOAT32: np.dtype[Any] = np.dtype(np.float32)
 
 _compiled: ContextVar[CompiledKernels | None] = ContextVar("nnmpi_kernels", default=None)
 _refused: ContextVar[bool] = ContextVar("nnmpi_kernels_refused", default=False)
@@ -97,23 +96,3 @@ def load() -> CompiledKernels:
             f"compiled kernels need numba, which cannot be imported ({error}); install nnmpi[jit], or leave jit out"
         ) from error
     return CompiledKernels()
-
-
-def cast(xp: Any, x: Array, dtype: np.dtype[Any]) -> Array:
-    """Return x in another dtype, rounded to the nearest; x itself where it has that dtype.
-
-    Args:
-        xp: the array's module, or a recorder's stand-in for it.
-        x: any shape and strides.
-        dtype: of the result, also bfloat16, which NumPy and CuPy know by name alone.
-    """
-    if x.dtype == dtype:
-        return x
-    result: Array = xp.empty(x.shape, dtype)
-    xp.copyto(result, x, casting="unsafe")  # NumPy's rules of safety know nothing of bfloat16
-    return result
-
-
-def to_float32(xp: Any, x: Array) -> Array:
-    """Return x in float32 where it is float16 or bfloat16, else x itself."""
-    return cast(xp, x, FLOAT32) if is_low(x.dtype) else x

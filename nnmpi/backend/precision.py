@@ -19,7 +19,10 @@ from typing import Any
 
 import numpy as np
 
+from nnmpi.backend.array import Array
 from nnmpi.errors import UsageError
+
+FLOAT32: np.dtype[Any] = np.dtype(np.float32)
 
 MODES = ("float32", "tf32", "bf16", "fp16")
 _mode: ContextVar[str] = ContextVar("nnmpi_precision", default="float32")
@@ -93,3 +96,23 @@ def dtype_named(name: str) -> np.dtype[Any]:
     """
     dtype: np.dtype[Any] = bfloat16() if name == "bfloat16" else np.dtype(name)
     return dtype
+
+
+def cast(xp: Any, x: Array, dtype: np.dtype[Any]) -> Array:
+    """Return x in another dtype, rounded to the nearest; x itself where it has that dtype.
+
+    Args:
+        xp: the array's module, or a recorder's stand-in for it.
+        x: any shape and strides.
+        dtype: of the result, also bfloat16, which NumPy and CuPy know by name alone.
+    """
+    if x.dtype == dtype:
+        return x
+    result = xp.empty(x.shape, dtype)
+    xp.copyto(result, x, casting="unsafe")  # NumPy's rules of safety know nothing of bfloat16
+    return result
+
+
+def to_float32(xp: Any, x: Array) -> Array:
+    """Return x in float32 where it is float16 or bfloat16, else x itself."""
+    return cast(xp, x, FLOAT32) if is_low(x.dtype) else x

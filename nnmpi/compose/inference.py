@@ -9,8 +9,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
-from nnmpi.backend.kernels import to_float32
-from nnmpi.backend.precision import use_precision
+from nnmpi.backend.precision import to_float32, use_precision
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.executor import Executor
 from nnmpi.nn.mode import evaluation

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace, zero
-from nnmpi.backend.kernels import FLOAT32, cast, kernels_for
-from nnmpi.backend.precision import is_low
+from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.precision import FLOAT32, cast, is_low
 from nnmpi.backend.sums import row_blocks
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.linear import LinearFunction, bias_grad, check_linear, linear_options

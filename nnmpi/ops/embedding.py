@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, namespace
-from nnmpi.backend.kernels import FLOAT32, cast, kernels_for
-from nnmpi.backend.precision import is_low
+from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.precision import FLOAT32, cast, is_low
 from nnmpi.backend.recording import perform
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.tensor.function import Function

@@ -7,8 +7,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array, zero
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels import FLOAT32, cast, kernels_for, to_float32
-from nnmpi.backend.precision import is_floating, is_low
+from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.precision import FLOAT32, cast, is_floating, is_low, to_float32
 from nnmpi.backend.sums import row_sum
 from nnmpi.errors import ShapeError
 from nnmpi.tensor.function import Function

@@ -8,7 +8,8 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, Residuals, is_array, namespace, ones, steps
-from nnmpi.backend.kernels import cast, kernels_for
+from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.precision import cast
 from nnmpi.backend.recording import perform
 from nnmpi.backend.sums import row_blocks, sum_of_squares
 from nnmpi.errors import DtypeError, ShapeError, UsageError

@@ -36,8 +36,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, mixed_error, namespace
-from nnmpi.backend.kernels import cast, to_float32
-from nnmpi.backend.precision import is_low
+from nnmpi.backend.precision import cast, is_low, to_float32
 from nnmpi.backend.recording import active
 from nnmpi.backend.sums import sum_over
 from nnmpi.errors import DtypeError, GraphError

@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, namespace
-from nnmpi.backend.kernels import FLOAT32, cast, kernels_for, to_float32
-from nnmpi.backend.precision import is_floating, is_low, low_dtype, precision
+from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.precision import FLOAT32, cast, is_floating, is_low, low_dtype, precision, to_float32
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor.function import Elementwise, Function, Grads, Variable
 from nnmpi.tensor.placement import is_cut

@@ -22,8 +22,7 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, mixed_error, namespace, ones
-from nnmpi.backend.kernels import FLOAT32, cast, to_float32
-from nnmpi.backend.precision import dtype_named, is_floating, is_low, precision
+from nnmpi.backend.precision import FLOAT32, cast, dtype_named, is_floating, is_low, precision, to_float32
 from nnmpi.backend.recording import refuse
 from nnmpi.errors import DtypeError, GraphError, LayoutError, ShapeError, UsageError
 from nnmpi.launcher import read_launch

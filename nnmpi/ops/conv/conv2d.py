@@ -25,8 +25,8 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.kernels import FLOAT32, cast, compiled_kernels
-from nnmpi.backend.precision import is_low
+from nnmpi.backend.kernels import compiled_kernels
+from nnmpi.backend.precision import FLOAT32, cast, is_low
 from nnmpi.backend.windows import Pair, out_size, pair
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.activation import relu

@@ -38,8 +38,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels import FLOAT32, cast
-from nnmpi.backend.precision import is_floating, is_low
+from nnmpi.backend.precision import FLOAT32, cast, is_floating, is_low
 from nnmpi.backend.sums import row_sum
 from nnmpi.backend.windows import corners, tap, windows
 from nnmpi.ops.conv.algorithm import Algorithm, ConvSpec, Gradients

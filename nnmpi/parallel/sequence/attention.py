@@ -51,8 +51,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from nnmpi.backend.array import Array, Residuals, namespace
-from nnmpi.backend.kernels import cast, to_float32
-from nnmpi.backend.precision import is_low
+from nnmpi.backend.precision import cast, is_low, to_float32
 from nnmpi.backend.recording import perform
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import ExchangeRequest, send_and_receive, start_exchange
