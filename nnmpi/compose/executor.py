@@ -268,6 +268,7 @@ class Executor:
             report.samples.append((one, end - begin))
             report.compute_s += end - begin
             report.peak_live = max(report.peak_live, sum(stage.live for stage in self.stages.values()))
+            report.peak_waiting = max(report.peak_waiting, sum(stage.waiting_bytes for stage in self.stages.values()))
         elif kind in SENDS:
             report.transfer_s += end - begin
         if self._timeline is not None and kind not in RECEIVES and (kind is not Kind.STEP or microbatch is not None):

@@ -178,6 +178,7 @@ class PassReport:
         sent_bytes: bytes of activations and gradients that it sent.
         messages: how many arrays that were.
         peak_live: the most microbatches whose activations it held at once.
+        peak_waiting: the most bytes that it held of those whose activations are computed again.
         total_s: from the first instruction to the last.
     """
 
@@ -189,6 +190,7 @@ class PassReport:
     sent_bytes: int = 0
     messages: int = 0
     peak_live: int = 0
+    peak_waiting: int = 0
     total_s: float = 0.0
 
 

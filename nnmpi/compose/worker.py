@@ -178,7 +178,10 @@ class Worker(Trainer):
             raise
         self.passes = Passes(self, self.parallel, synchronous_sends)
         self.ledger, self._recorded_bytes = MemoryLedger(self._predict_memory()), 0
-        self._at_once = 1  # microbatches whose activations there are
+        self._at_once, self._waiting = (
+            1,
+            0,
+        )  # microbatches with activations, bytes of others
         self._counted_bytes: int | None = None  # of the largest batch of those whose steps were counted
         self.ledger.note(self._held_memory())
         self.notice = self.notice or self.parallel.notice
@@ -254,6 +257,7 @@ class Worker(Trainer):
             outcome = self.passes.train(batch, step, factor, not counts)
             alone = outcome.report is None or (self.arrangement is not None and self.arrangement.layout.recomputes)
             self._at_once = 1 if alone or outcome.report is None else outcome.report.peak_live
+            self._waiting = 0 if outcome.report is None else outcome.report.peak_waiting
         if self.passes.replay.held_bytes != self._recorded_bytes:  # there are new recordings
             self._recorded_bytes = self.passes.replay.held_bytes
             self._note_memory({ACTIVATIONS: self._recorded_bytes})
@@ -330,7 +334,7 @@ class Worker(Trainer):
 
     @contextmanager
     def _counting(self) -> Iterator[None]:
-        with self.ledger.measuring(lambda: self._at_once):
+        with self.ledger.measuring(lambda most: most * self._at_once + self._waiting):
             yield
         self._note_memory(self._held_memory(), self.ledger.report().peaks[ACTIVATIONS])
 

@@ -86,11 +86,11 @@ class MemoryLedger:
         self._named = {}
 
     @contextmanager
-    def measuring(self, at_once: Callable[[], int]) -> Iterator[None]:
+    def measuring(self, of_all: Callable[[int], int]) -> Iterator[None]:
         """Count what the block's operations save as activations.
 
         Args:
-            at_once: returns how many microbatches were on their way at once, after the block.
+            of_all: the most bytes of one microbatch -> those of all that were on their way at once, after the block.
         """
         before, most = self._held[ACTIVATIONS], 0  # what recordings keep
 
@@ -105,7 +105,7 @@ class MemoryLedger:
             yield
         finally:
             watching.reset(token)
-        self.note({ACTIVATIONS: before + most * at_once()})
+        self.note({ACTIVATIONS: before + of_all(most)})
         self._held[ACTIVATIONS] = before
 
     def peaks_by_name(self) -> Mapping[str, int]:

@@ -93,6 +93,13 @@ class Stage:
         """The number of microbatches whose activations are kept now."""
         return len(self._in_flight) + len(self._halves)
 
+    @property
+    def waiting_bytes(self) -> int:
+        """The bytes that came in of microbatches whose rest is to be computed again."""
+        if not self._recompute:
+            return 0
+        return sum(leaf.data.nbytes for flight in self._in_flight.values() for leaf in flight.leaves)
+
     def ends(self, microbatch: int) -> Sequence[Tensor]:
         """Return what a microbatch that is under way ended with, if that is kept."""
         return self._in_flight[microbatch].ends or ()
