@@ -19,7 +19,8 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.compose.inference import Inference
-from nnmpi.compose.losses import ERRORS, perplexity, r2, rmse
+from nnmpi.compose.losses import ERRORS
+from nnmpi.compose.stats import perplexity, r2, rmse
 from nnmpi.data.dataset import IGNORED, Dataset, Samples
 from nnmpi.errors import DataError
 from nnmpi.ops.loss import cross_entropy, mse

@@ -22,8 +22,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Hashable, Mapping
 from functools import partial
-from math import exp, inf, log, nan, prod, sqrt
-from sys import float_info
+from math import nan, prod
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -104,26 +103,6 @@ def squared_errors(outputs: Tensor, targets: Array) -> Array | float:
     difference = to_float32(xp, outputs.data).reshape(targets.shape) - targets
     total: Array = -(difference * difference).sum() / max(prod(targets.shape[1:]), 1)
     return total
-
-
-def rmse(score: float) -> float:
-    """Return the root of the mean squared error whose score this is, a mean over samples."""
-    return sqrt(-score) if score <= 0 else nan
-
-
-def perplexity(loss: float) -> float:
-    """Return e to a mean loss; inf where that is too large a number."""
-    return exp(loss) if loss < log(float_info.max) else inf
-
-
-def r2(score: float, variance: float) -> float:
-    """Return the share of the targets' variance that is explained, 1 - mse / variance; NaN where they do not vary.
-
-    Args:
-        score: a mean over samples.
-        variance: of the targets; see `Dataset.variance`.
-    """
-    return 1 + score / variance if variance > 0 else nan
 
 
 def _fits(outputs: Tensor, targets: Array) -> bool:

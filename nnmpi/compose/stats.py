@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from math import nan
+from math import exp, inf, log, nan, sqrt
+from sys import float_info
 from typing import Any
 
-from nnmpi.compose.losses import perplexity, rmse
 from nnmpi.schedule.instruction import Instruction
 
 ROUNDING = 1e-4  # of a step's time: less than is printed of it
@@ -23,6 +23,26 @@ PARTS = {  # of a step's time: what is printed, recorded and drawn of it
     "sync_s": "synchronization",
     "input_s": "input",
 }
+
+
+def rmse(score: float) -> float:
+    """Return the root of the mean squared error whose score this is, a mean over samples."""
+    return sqrt(-score) if score <= 0 else nan
+
+
+def perplexity(loss: float) -> float:
+    """Return e to a mean loss; inf where that is too large a number."""
+    return exp(loss) if loss < log(float_info.max) else inf
+
+
+def r2(score: float, variance: float) -> float:
+    """Return the share of the targets' variance that is explained, 1 - mse / variance; NaN where they do not vary.
+
+    Args:
+        score: a mean over samples.
+        variance: of the targets; see `Dataset.variance`.
+    """
+    return 1 + score / variance if variance > 0 else nan
 
 
 @dataclass

@@ -13,8 +13,7 @@ from typing import Any
 
 from nnmpi import clock
 from nnmpi.command import Console
-from nnmpi.compose.losses import perplexity, r2
-from nnmpi.compose.stats import PARTS, EvalReport, Totals
+from nnmpi.compose.stats import PARTS, EvalReport, Totals, perplexity, r2
 from nnmpi.compose.trainer import SegmentReport
 from nnmpi.train.checkpoint import RunState
 from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
