@@ -14,7 +14,6 @@ import torch
 from benchmarks.gpu.cases import BF16, FLOAT32, TF32, CaseArrays
 from benchmarks.gpu.trainer import Arrays, DeviceTrainer
 from benchmarks.training.cases import CNN, CROSS_ENTROPY
-from benchmarks.training.contestants import EXPLICIT, SDPA
 from benchmarks.training.layouts import from_torch, to_torch
 from benchmarks.training.trainer_torch import build
 
@@ -37,8 +36,7 @@ class TorchDeviceTrainer(DeviceTrainer):
         torch.cuda.empty_cache()
         images = self.case.model == CNN
         order = torch.channels_last if images and dtype == FLOAT32 else torch.contiguous_format
-        # the reference writes attention out, so that it shares no kernel with whom it judges
-        model = build(self.case, SDPA if dtype == FLOAT32 else EXPLICIT).to(self._dtype)
+        model = build(self.case).to(self._dtype)
         self._model = model.to(device=device, memory_format=order)
         x, y = map(torch.from_numpy, arrays.batch(dtype))
         if images:
