@@ -16,7 +16,7 @@ from benchmarks.training.contestants import COMPILED, WORKER, Contestant
 from benchmarks.training.member import Trainer
 from nnmpi import Tensor, models, nn, ops, optim
 from nnmpi.backend import keep_freed_memory
-from nnmpi.backend.mkl import installed_mkl
+from nnmpi.backend.blas import installed_mkl
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
 

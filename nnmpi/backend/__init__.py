@@ -4,8 +4,7 @@ Read in this order:
 
     array, backend     an array of either library; `Backend`, what the rest of nnmpi may ask of a library and its
                        device, with its streams and events
-    kernels/           what operations compute with, as one interface; here by functions of NumPy or CuPy
-    jit/, cuda/        the same kernels compiled by numba for the host, and written in CUDA C++ for a device
+    kernels            what is compiled for operations, and when; jit/ by numba for the host, cuda/ for a device
     recording          a step's calls as a list that can be made again, which `nnmpi.compile` is built on
     memory_pool        the memory of such a step's results
 
@@ -13,9 +12,8 @@ Products of matrices:
 
     precision          what they are computed in: float32, tf32, bf16, fp16
     gemm               the product that operations ask for
-    matrices, cublas   how matrices lie in memory and the fewest calls that multiply them; these calls on a device
-    mkl                products by another BLAS than NumPy's own
-    blas               whether NumPy's BLAS runs code for an older processor
+    cublas             how matrices lie in memory and the fewest calls that multiply them on a device
+    blas               another BLAS than NumPy's own; whether NumPy's runs code for an older processor
 
 A device:
 
@@ -30,7 +28,7 @@ Beside them:
 
 To change where something happens:
 
-    how an operation computes               its family in kernels/, and the overrides in jit/ and cuda/
+    how an operation computes               its Function in ops/, and the kernels in jit/ and cuda/
     which library computes products         gemm
     what a product is computed in           precision, then what gemm and the kernels do with its dtype
     what a new kind of device can do        a class like device's, derived from `Backend`, and a name in `select`

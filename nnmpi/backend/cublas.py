@@ -2,22 +2,42 @@
 
 What is gained over cupy.matmul (14.2): float32 results of float16 and bfloat16, stacks of bfloat16 (which it refuses),
 stacks of float16 without a detour by way of float32, transposed views without a copy, adding to what is there, TF32.
+
+BLAS counts by columns, NumPy by rows: a matrix that lies in rows is, to BLAS, its transpose. So it is asked for
+
+    out^T (m, n)  =  b^T (m, k)  a^T (k, n)            instead of            out (n, m)  =  a (n, k)  b (k, m)
+
+and all three are read as they lie. An operand that lies in columns (a transposed view) is the other way round, for
+which BLAS has a flag; rows may be further apart than they are long (a slice of columns, a head of attention): `lead`.
+
+    in rows        in columns       neither: copied
+    ..[# # # #]..  [#]. [#]. [#].   [#].[#].[#].        . between the elements of a row and of a column
+    ..[# # # #]..  [#]. [#]. [#].
+    lead: 8        lead: 3          [#].[#].[#].
+
+A stack is one call if its matrices are equally far apart in each of the three arrays (0 for one that serves all). What
+would take many calls is copied, too.
 """
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import product
+from math import prod
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from nnmpi.backend.array import Array, mixed_error
 from nnmpi.backend.device import cublas_bindings
-from nnmpi.backend.matrices import LIMIT, Plan, StridedLayout, check_operands, plan
 from nnmpi.errors import DtypeError, ShapeError
 
 KEPT_CALLS = 4096  # a run has as many as it has products of different shapes
+FEW_CALLS = 8  # a copy costs about as much
+LIMIT = 2**31 - 1  # of numbers given to BLAS
 
 # cuBLAS's codes: cudaDataType_t of the elements, cublasComputeType_t of how they are added up.
 REAL = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
@@ -26,10 +46,50 @@ DEFAULT_ALGORITHM = -1
 # cublasMath_t: a long sum may be cut into parts, and these are not to be added up in the result's 16 bits.
 WIDE_SUMS = 16
 
-# What a product is of: the operands' dtype, the result's, and whether float32 may be rounded to TF32.
-Kind = tuple[np.dtype[Any], np.dtype[Any], bool]
-
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
+
+Shape = tuple[int, ...]
+
+
+class Matrices(NamedTuple):
+    """Where the elements of an array of two or more axes lie: its shape, and its strides in elements."""
+
+    shape: Shape
+    strides: Shape
+
+    @classmethod
+    def of(cls, x: Array) -> Matrices:
+        """Return where an array's elements lie."""
+        size = x.dtype.itemsize
+        return cls(x.shape, tuple(stride // size if stride % size == 0 else -1 for stride in x.strides))
+
+    @property
+    def flipped(self) -> Matrices:
+        """The matrices transposed."""
+        return Matrices((*self.shape[:-2], *self.shape[:-3:-1]), (*self.strides[:-2], *self.strides[:-3:-1]))
+
+    @property
+    def form(self) -> tuple[int, int] | None:
+        """0 for matrices that lie in rows, 1 for those in columns, with their lead; None if they lie otherwise."""
+        (rows, columns), (down, right) = self.shape[-2:], self.strides[-2:]
+        if min(self.strides) < 0:
+            return None
+        if (right == 1 or columns == 1) and (rows == 1 or down >= columns):
+            return 0, max(columns, 1) if rows == 1 else down
+        if (down == 1 or rows == 1) and (columns == 1 or right >= rows):
+            return 1, max(rows, 1) if columns == 1 else right
+        return None
+
+    def over(self, leading: Shape) -> Shape:
+        """Return the strides of the leading axes when the array is broadcast to these."""
+        own = [0 if length == 1 else stride for length, stride in zip(self.shape[:-2], self.strides[:-2], strict=True)]
+        return (0,) * (len(leading) - len(own)) + tuple(own)
+
+    def is_spread(self, leading: Shape) -> bool:
+        """Return whether a copy would be one stack and the array is none; not if the copy would have to be larger."""
+        strides = self.over(leading)
+        repeated = any(length > 1 and stride == 0 for length, stride in zip(leading, strides, strict=True))
+        return not repeated and len(_collapsed(leading, strides)) > 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,8 +98,7 @@ class Calls:
 
     Attributes:
         function: gemmEx or gemmStridedBatchedEx.
-        handle: gives the handle.
-        swapped: whether a comes before b; see `matrices`.
+        swapped: whether a comes before b, because the result lies in columns.
         head, first, second, result: the arguments before the first address, and behind each of the three.
         factors: the addresses of 0 and 1, one of which is beta.
         narrow: whether the result has 16 bits.
@@ -47,12 +106,11 @@ class Calls:
     """
 
     function: Callable[..., None]
-    handle: Callable[[], int]
     swapped: bool
-    head: tuple[int, ...]
-    first: tuple[int, ...]
-    second: tuple[int, ...]
-    result: tuple[int, ...]
+    head: Shape
+    first: Shape
+    second: Shape
+    result: Shape
     factors: tuple[int, int]
     narrow: bool
     starts: tuple[tuple[int, int, int], ...]
@@ -71,77 +129,83 @@ class Products:
         self._calls: dict[Any, Calls] = {}
         # cuBLAS reads its two factors from the host's memory, in the type in which it adds up.
         self._factors = {dtype: np.array([0, 1], dtype) for dtype in (_SINGLE, _DOUBLE)}
-        self._addresses = {
-            dtype: (each.ctypes.data, each.ctypes.data + each.itemsize) for dtype, each in self._factors.items()
-        }
 
     def multiply(self, a: Array, b: Array, out: Array, add: bool, tf32: bool) -> None:
-        """Write, or add, a @ b to `out`.
+        """Write, or add, a @ b to `out`; shapes and dtypes fit one another.
 
         Args:
             tf32: whether operands of float32 may be rounded to TF32.
 
         Raises:
-            DtypeError, ShapeError: when the arrays do not fit one another.
+            DtypeError, ShapeError: for dtypes and sizes that cuBLAS has not.
             DeviceError: when one of them is in the host's memory.
         """
         key = (a.shape, b.shape, out.shape, a.strides, b.strides, out.strides, a.dtype, b.dtype, out.dtype, tf32)
         calls = self._calls.get(key)
         if calls is None:
-            self._multiply_new(a, b, out, add, (a.dtype, out.dtype, tf32 and a.dtype == _SINGLE), key)
-        else:
-            self._launch(calls, a, b, out, add)
-
-    def _multiply_new(self, a: Array, b: Array, out: Array, add: bool, kind: Kind, key: Any) -> None:
-        """Multiply arrays whose shapes and strides are new, and remember by the key the calls that this takes."""
-        check_operands(a, b, out)
-        if kind[0].name not in REAL or kind[1].name not in REAL:
-            raise DtypeError(f"a device multiplies no matrices of {kind[0]} to {kind[1]}; convert them with astype")
-        if out.size == 0:
-            return
-        if a.shape[-1] == 0:
-            if not add:
-                out.fill(0)
-            return
-        gemms = plan(_layout(a), _layout(b), _layout(out), a.dtype.itemsize)
-        if max(gemms.m, gemms.n, gemms.k, gemms.batch, *gemms.leads) > LIMIT:
-            raise ShapeError(f"cuBLAS takes no sizes above {LIMIT}, as of shapes {a.shape} and {b.shape}; cut them")
-        if True in gemms.copies:
-            self._multiply_copied(gemms.copies, a, b, out, add, kind[2])
-            return
-        calls = self._prepare(gemms, kind)
-        if len(self._calls) >= KEPT_CALLS:
-            self._calls.clear()
-        self._calls[key] = calls
+            if a.dtype.name not in REAL or out.dtype.name not in REAL:
+                raise DtypeError(f"a device multiplies no matrices of {a.dtype} to {out.dtype}; convert them")
+            if out.size == 0:
+                return
+            if a.shape[-1] == 0:
+                if not add:
+                    out.fill(0)
+                return
+            leading, lies = out.shape[:-2], [Matrices.of(x) for x in (a, b, out)]
+            copied = [x.form is None for x in lies]
+            if True not in copied:
+                calls = self._prepare(lies[0], lies[1], lies[2], a.dtype, out.dtype, tf32)
+                if len(calls.starts) > FEW_CALLS:
+                    copied = [x.is_spread(leading) for x in lies]
+            if True in copied or calls is None:
+                self._multiply_copied(copied, a, b, out, add, tf32)
+                return
+            if len(self._calls) >= KEPT_CALLS:
+                self._calls.clear()
+            self._calls[key] = calls
         self._launch(calls, a, b, out, add)
 
-    def _prepare(self, gemms: Plan, kind: Kind) -> Calls:
-        """Return a plan in the bindings' words, all but the addresses."""
-        size, result_size = kind[0].itemsize, kind[1].itemsize
-        given, result = REAL[kind[0].name], REAL[kind[1].name]
-        wide = kind[0] == _DOUBLE
-        compute = COMPUTE_64F if wide else COMPUTE_32F_FAST_TF32 if kind[2] else COMPUTE_32F
-        zero, one = self._addresses[_DOUBLE if wide else _SINGLE]
-        stacked = gemms.batch > 1
-        apart = [(each,) if stacked else () for each in gemms.apart]
+    def _prepare(
+        self, a: Matrices, b: Matrices, out: Matrices, given: np.dtype[Any], wanted: np.dtype[Any], tf32: bool
+    ) -> Calls:
+        """Return the calls for arrays that BLAS can read as they lie."""
+        swapped = _form(out)[0] == 1
+        if swapped:  # out^T = b^T a^T lies in rows
+            a, b, out = b.flipped, a.flipped, out.flipped
+        a, b, out = _stacked_up(a, b, out)
+        leading, three = out.shape[:-2], (b, a, out)
+        axes = _collapsed(leading, *(x.over(leading) for x in three))
+        batch: Shape = (1, 0, 0, 0)
+        if axes:
+            batch = axes.pop(max(range(len(axes)), key=lambda i: axes[i][0]))
+        stacked, forms = batch[0] > 1, [_form(x) for x in three]
+        m, n, k = b.shape[-1], a.shape[-2], a.shape[-1]
+        if max(m, n, k, batch[0], *(lead for _, lead in forms)) > LIMIT:
+            raise ShapeError(f"cuBLAS takes no sizes above {LIMIT}, as of shapes {a.shape} and {b.shape}; cut them")
+        wide = given == _DOUBLE
+        compute = COMPUTE_64F if wide else COMPUTE_32F_FAST_TF32 if tf32 and given == _SINGLE else COMPUTE_32F
+        factors = self._factors[_DOUBLE if wide else _SINGLE]
+        zero, one = factors.ctypes.data, factors.ctypes.data + factors.itemsize
+        sizes = given.itemsize, given.itemsize, wanted.itemsize
+        kinds = (REAL[given.name], REAL[given.name], REAL[wanted.name])
+        behind = [
+            (kind, lead, *((apart,) if stacked else ()))
+            for kind, (_, lead), apart in zip(kinds, forms, batch[1:], strict=True)
+        ]
+        starts = [
+            tuple(size * sum(i * axis[x] for i, axis in zip(at, axes, strict=True)) for x, size in enumerate(sizes, 1))
+            for at in product(*(range(axis[0]) for axis in axes))
+        ]
         return Calls(
             function=self._bindings.gemmStridedBatchedEx if stacked else self._bindings.gemmEx,
-            handle=self._handle,
-            swapped=gemms.swapped,
-            head=(*gemms.flags, gemms.m, gemms.n, gemms.k, one),
-            first=(given, gemms.leads[0], *apart[0]),
-            second=(given, gemms.leads[1], *apart[1]),
-            result=(
-                result,
-                gemms.leads[2],
-                *apart[2],
-                *((gemms.batch,) if stacked else ()),
-                compute,
-                DEFAULT_ALGORITHM,
-            ),
+            swapped=swapped,
+            head=(forms[0][0], forms[1][0], m, n, k, one),
+            first=behind[0],
+            second=behind[1],
+            result=(*behind[2], *((batch[0],) if stacked else ()), compute, DEFAULT_ALGORITHM),
             factors=(zero, one),
-            narrow=result_size < _SINGLE.itemsize,
-            starts=tuple((size * x, size * y, result_size * z) for x, y, z in gemms.starts),
+            narrow=wanted.itemsize < _SINGLE.itemsize,
+            starts=tuple(starts),  # type: ignore[arg-type]  # three each
         )
 
     def _launch(self, calls: Calls, a: Array, b: Array, out: Array, add: bool) -> None:
@@ -152,7 +216,7 @@ class Products:
             at_b, at_a, at_out = b.data.ptr, a.data.ptr, out.data.ptr  # type: ignore[attr-defined]
         except AttributeError as error:
             raise mixed_error((a, b)) or mixed_error((a, b, out)) or error from None
-        handle, beta = calls.handle(), calls.factors[add]
+        handle, beta = self._handle(), calls.factors[add]
         if calls.narrow:
             self._bindings.setMathMode(handle, WIDE_SUMS)  # each time: others use this handle too
         for x, y, z in calls.starts:
@@ -160,9 +224,7 @@ class Products:
                 handle, *calls.head, at_b + x, *calls.first, at_a + y, *calls.second, beta, at_out + z, *calls.result
             )
 
-    def _multiply_copied(
-        self, copies: tuple[bool, bool, bool], a: Array, b: Array, out: Array, add: bool, tf32: bool
-    ) -> None:
+    def _multiply_copied(self, copies: Sequence[bool], a: Array, b: Array, out: Array, add: bool, tf32: bool) -> None:
         """Multiply contiguous copies of some of the arrays."""
         xp = self._xp
         a = xp.array(a, order="C") if copies[0] else a
@@ -181,27 +243,39 @@ def products_of(xp: ModuleType) -> Products:
     return Products(xp)
 
 
-def multiply_plainly(xp: Any, a: Array, b: Array, out: Array, add: bool) -> None:
-    """Write, or add, a @ b to `out` with the library's own matmul, half precision by way of float32.
+def _collapsed(lengths: Shape, *strides: Shape) -> list[Shape]:
+    """Return as few axes that run over the same elements in the same order: each its length and its strides."""
+    result: list[Shape] = []
+    for length, *steps in zip(lengths, *strides, strict=True):
+        if length == 1:
+            continue
+        if result and all(outer == inner * length for outer, inner in zip(result[-1][1:], steps, strict=True)):
+            result[-1] = (result[-1][0] * length, *steps)
+        else:
+            result.append((length, *steps))
+    return result
 
-    Args:
-        xp: the arrays' module.
-        a: (..., n, k).
-        b: (..., k, m), of a's dtype.
-        out: (..., n, m), which is written.
-        add: whether the product is added to what `out` holds.
+
+def _stacked_up(a: Matrices, b: Matrices, out: Matrices) -> tuple[Matrices, Matrices, Matrices]:
+    """Return one matrix in the place of a stack, where one b serves all and those of a and out lie one below another.
+
+    [a1]         [a1 b]          It is one product then, and a larger one, which devices are quicker at.
+    [a2]  [b] =  [a2 b]
     """
-    if a.dtype.itemsize == _SINGLE.itemsize // 2:
-        a, b = a.astype(_SINGLE), b.astype(_SINGLE)
-    # NumPy's dot is quicker than its matmul, which also warns of what OpenBLAS computes in lanes that nobody reads.
-    product = xp.dot(a, b) if xp is np and a.ndim == b.ndim == 2 else xp.matmul(a, b)
-    if add:
-        product = product + out.astype(product.dtype)
-    out[...] = product
+    leading = out.shape[:-2]
+    if prod(leading) > 1 and not any(b.over(leading)):
+        down = (*a.over(leading), a.strides[-2]), (*out.over(leading), out.strides[-2])
+        axes = _collapsed(out.shape[:-1], *down)
+        if len(axes) == 1:
+            rows, down_a, down_out = axes[0]
+            tall = Matrices((rows, a.shape[-1]), (down_a, a.strides[-1]))
+            tall_out = Matrices((rows, out.shape[-1]), (down_out, out.strides[-1]))
+            if tall.form is not None and (tall_out.form or (1,))[0] == 0:
+                return tall, Matrices(b.shape[-2:], b.strides[-2:]), tall_out
+    return a, b, out
 
 
-def _layout(x: Array) -> StridedLayout:
-    """Return where an array's elements lie in memory."""
-    size = x.dtype.itemsize
-    strides = tuple(stride // size if stride % size == 0 else -1 for stride in x.strides)  # -1: to be copied
-    return StridedLayout(x.shape, strides)
+def _form(x: Matrices) -> tuple[int, int]:
+    found = x.form
+    assert found is not None, x
+    return found

@@ -8,15 +8,19 @@ CuPy            cuBLAS, called by nnmpi           cuBLAS, which adds up in float
 """
 
 import sys
+from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.cublas import multiply_plainly, products_of
-from nnmpi.backend.matrices import HALF_BYTES, check_operands, product_shape
-from nnmpi.backend.mkl import installed_mkl
-from nnmpi.backend.precision import precision
+from nnmpi.backend.blas import installed_mkl
+from nnmpi.backend.cublas import products_of
+from nnmpi.backend.precision import is_floating, precision
 from nnmpi.backend.recording import perform
-from nnmpi.errors import UsageError
+from nnmpi.errors import DtypeError, ShapeError, UsageError
+
+HALF_BYTES = 2  # float16 and bfloat16 are the only floating dtypes of this size
 
 
 def gemm(xp: Any, a: Array, b: Array, out: Array | None = None, add: bool = False, dtype: Any = None) -> Array:
@@ -42,12 +46,12 @@ def gemm(xp: Any, a: Array, b: Array, out: Array | None = None, add: bool = Fals
     if library != "numpy" or a.dtype.itemsize == HALF_BYTES:
         if out is None:
             out = xp.empty(product_shape(a.shape, b.shape), a.dtype if dtype is None else dtype)
+        check_operands(a, b, out)
         if library == "cupy":
             products = products_of(sys.modules[library])  # xp may be a stand-in for the module
             perform(products.multiply, a, b, out, add, precision() == "tf32")
         else:
-            check_operands(a, b, out)
-            perform(multiply_plainly, namespace(out), a, b, out, add)
+            perform(_multiply_halves, namespace(out), a, b, out, add)
         return out
     product: Array | None
     mkl = installed_mkl()
@@ -64,3 +68,50 @@ def gemm(xp: Any, a: Array, b: Array, out: Array | None = None, add: bool = Fals
     else:
         product = multiply(a, b, out=out)
     return product
+
+
+def _multiply_halves(xp: Any, a: Array, b: Array, out: Array, add: bool) -> None:
+    """Write, or add, a product by way of float32."""
+    a, b = a.astype(np.float32), b.astype(np.float32)
+    # NumPy's dot is quicker than its matmul, which also warns of what OpenBLAS computes in lanes that nobody reads.
+    product = xp.dot(a, b) if a.ndim == b.ndim == 2 else xp.matmul(a, b)
+    out[...] = product + out.astype(product.dtype) if add else product
+
+
+@lru_cache(1024)
+def product_shape(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the shape of a @ b.
+
+    Raises:
+        ShapeError: when they do not fit.
+    """
+    if min(len(a), len(b)) < 2 or a[-1] != b[-2]:
+        raise ShapeError(f"no product of arrays of shapes {a} and {b}: it needs (..., n, k) and (..., k, m)")
+    try:
+        leading = np.broadcast_shapes(a[:-2], b[:-2])
+    except ValueError:
+        raise ShapeError(f"no product of arrays of shapes {a} and {b}: the leading axes do not fit") from None
+    return (*leading, a[-2], b[-1])
+
+
+def check_operands(a: Array, b: Array, out: Array) -> None:
+    """Refuse a product of these arrays that is none.
+
+    Args:
+        a: (..., n, k).
+        b: (..., k, m).
+        out: where the product is to go.
+
+    Raises:
+        DtypeError: for two dtypes, or a result that they cannot have.
+        ShapeError: when they do not fit.
+    """
+    if not is_floating(a.dtype):
+        raise DtypeError(f"no product of {a.dtype} arrays: convert them to a floating dtype")
+    if a.dtype != b.dtype:
+        raise DtypeError(f"no product of {a.dtype} and {b.dtype}: convert one of them")
+    if out.dtype != a.dtype and not (a.dtype.itemsize == HALF_BYTES and out.dtype == np.float32):
+        raise DtypeError(f"the product of {a.dtype} arrays cannot be written to {out.dtype}")
+    shape = product_shape(a.shape, b.shape)
+    if out.shape != shape:
+        raise ShapeError(f"the product of shapes {a.shape} and {b.shape} is {shape}, but the place for it {out.shape}")

@@ -4,8 +4,7 @@ import platform
 
 import threadpoolctl
 
-from nnmpi.backend.blas import blas_pool, find_older
-from nnmpi.backend.mkl import installed_mkl
+from nnmpi.backend.blas import blas_pool, find_older, installed_mkl
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, describe_stages
 from nnmpi.compose.trainer import Trainer

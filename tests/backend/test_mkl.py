@@ -6,16 +6,16 @@ from hypothesis import given, settings
 
 import nnmpi
 from nnmpi import Tensor, nn, ops, optim
-from nnmpi.backend.mkl import Mkl, installed_mkl
+from nnmpi.backend.blas import Mkl, load_mkl
 from tests.backend.test_gemm import Case, cases, check
 
-pytestmark = pytest.mark.skipif(installed_mkl() is None, reason="MKL is not installed")
+pytestmark = pytest.mark.skipif(load_mkl() is None, reason="MKL is not installed")
 
 
 @pytest.fixture(scope="module")
 def every_size() -> Mkl:
     """MKL for products of any size."""
-    mkl = installed_mkl()
+    mkl = load_mkl()
     assert mkl is not None
     return Mkl(mkl._library, 1, least=0)
 
@@ -41,7 +41,7 @@ def test_these_are_mkls(every_size: Mkl, turned: tuple[int, ...]) -> None:
 
 def test_what_stays_with_numpy() -> None:
     """Small products, whole numbers, stacks, what lies neither in rows nor in columns, and what is no product."""
-    mkl = installed_mkl()
+    mkl = load_mkl()
     assert mkl is not None
     large, small = np.ones((128, 128), np.float32), np.ones((64, 64), np.float32)
     assert mkl.takes(large, large, None)
