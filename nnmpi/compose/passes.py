@@ -44,7 +44,7 @@ from nnmpi.compose.losses import (
     to_device,
 )
 from nnmpi.compose.options import GradientExchange
-from nnmpi.compose.replayed import Replay
+from nnmpi.compose.replayed import LOOKED_AT, Replay
 from nnmpi.compose.stats import EvalReport, PassReport
 from nnmpi.compose.trainer import Trainer
 from nnmpi.data.loader import Batch
@@ -257,10 +257,13 @@ class Passes(GradientSink):
         now = self._now = Running(batch, device_batch, step, self._losses[0], self.scalars, cuts, scale=scale)
         self._waiting, self._traffic, self._report = self._holders(), Traffic(), None
         if cuts:
-            # Half a backward is done by what the graph knows. A short last batch would take memory of its own.
-            can = not self.is_cut or (not self.executor.plan(len(cuts)).has_halves and len(batch.y) >= self._most_rows)
+            refusal = "" if may_replay else LOOKED_AT
+            if self.is_cut and self.executor.plan(len(cuts)).has_halves:
+                refusal = "half a backward is done by what the graph knows"
+            elif self.is_cut and len(batch.y) < self._most_rows:
+                refusal = "a short last batch would take memory of its own"
             self._most_rows = max(self._most_rows, len(batch.y))
-            self.replay.go(now.kind, self._train, may_replay and can)
+            self.replay.go(now.kind, self._train, refusal)
         traffic = self._traffic if self.updates else self._finish()
         self._keep(self._report, now.staleness)
         sums = self._sums if self.fixed is None else partial(self._sums_fixed, self.fixed)
@@ -274,7 +277,7 @@ class Passes(GradientSink):
         cuts = [Cut(part.start, part.stop, batch.first_row + part.start, m) for m, part in enumerate(found)]
         self._now = Running(batch, device_batch, 0, self._losses[1], scalars, cuts, trains=False)
         with no_grad():
-            self.replay.go(self._now.kind, self._evaluate, timeline.current() is None)
+            self.replay.go(self._now.kind, self._evaluate, LOOKED_AT if timeline.current() else "")
         return self.counts
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:

@@ -28,6 +28,7 @@ from nnmpi.parallel.pipeline.stage import Part, Work, as_it_stands
 
 OWN = "nnmpi"
 MOST_SHAPES = 256  # that are remembered: sentences may have any length
+LOOKED_AT = "somebody looks at this pass: a trace, the count of memory, or an observer of layers"
 MOST_CHANGES = 16  # of the model; one that changes all the time is not worth recording
 
 
@@ -73,18 +74,19 @@ class Replay(Compiled):
         """What the recordings keep of memory between two passes."""
         return self.pool.size_bytes
 
-    def go(self, kind: tuple[Any, ...], run: Callable[[], None], may_replay: bool = True) -> None:
+    def go(self, kind: tuple[Any, ...], run: Callable[[], None], refusal: str = "") -> None:
         """Do a pass: replayed if there is a recording, recorded if these shapes were seen before.
 
         Args:
             kind: what tells recordings apart: shapes, dtypes, and what else the calls depend on.
             run: the pass, whose parts go through `part`.
-            may_replay: whether it may be recorded and replayed.
+            refusal: why this one may not be recorded and replayed; else empty.
         """
         self._step, mode = run, current()
-        if self._refused or not may_replay or mode.observe is not None or active() is not None:
-            if not self._refused:
-                self._reason = "somebody looks at this pass: a trace, the count of memory, or an observer of layers"
+        if mode.observe is not None or active() is not None:
+            refusal = LOOKED_AT
+        if self._refused or refusal:
+            self._reason = self._reason if self._refused else refusal
             run()
             return
         key = (mode.fused, setting(), precision(), *kind)

@@ -106,6 +106,7 @@ def train(
                     report = worker.step(batch)
             seen.append((report.loss, report.score, report.grad_norm))
             replays += worker.passes.replay.replays - before
+            assert (worker.passes.replay.replays == before) == bool(worker.explain_replay())
         with nullcontext() if replayed else timeline.recording(timeline.Timeline()):
             evaluated = worker.evaluate(loader.epoch(epoch))
         seen.append((evaluated.loss, evaluated.score, float(evaluated.samples)))
