@@ -27,7 +27,7 @@ from nnmpi.ops.loss import cross_entropy, mse
 from nnmpi.shard import part
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.train.cli import PlaceConfig, ask, launch_use, read_command
-from nnmpi.train.config import Config, at_least_one
+from nnmpi.train.config import Config, check_numbers
 from nnmpi.train.inputs import load_samples
 from nnmpi.train.log import describe_measures
 from nnmpi.train.run import Run
@@ -219,7 +219,7 @@ class EvaluationConfig:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        at_least_one("--batch-size", self.batch_size)
+        check_numbers(self, "batch_size", 1)
 
 
 parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (EvaluationConfig, PlaceConfig))

@@ -20,8 +20,7 @@ from nnmpi.train.cli import PlaceConfig, ask, launch_use, read_command
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
     Config,
-    at_least_one,
-    not_negative,
+    check_numbers,
     require,
 )
 
@@ -53,9 +52,8 @@ class WritingConfig:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        at_least_one("--tokens", self.tokens)
-        for option, value in (("--temperature", self.temperature), ("--top-k", self.top_k), ("--seed", self.seed)):
-            not_negative(option, value)
+        check_numbers(self, "tokens", 1)
+        check_numbers(self, "temperature top_k seed", 0)
         require(0 < self.top_p <= 1, f"--top-p is {self.top_p}; give a number above 0, up to 1")
 
 

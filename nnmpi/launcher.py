@@ -18,7 +18,6 @@ class Variables:
     size: str
     rank: str
     local_size: str
-    local_rank: str
     node: str = ""
 
 
@@ -30,12 +29,9 @@ LAUNCHERS = (
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
     ),
-    Variables("MPICH's mpirun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
-    Variables(
-        "srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_LOCALID", "SLURM_NODEID"
-    ),
+    Variables("MPICH's mpirun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"),
+    Variables("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"),
 )
 
 
@@ -48,14 +44,12 @@ class Launch:
         size: processes that were started together.
         rank: the number of this one.
         local_size: how many of them are on this node; None where the launcher does not say.
-        local_rank: the number of this one on its node; None where the launcher does not say.
     """
 
     name: str
     size: int
     rank: int
     local_size: int | None
-    local_rank: int | None
 
 
 def read_launch(environ: Mapping[str, str]) -> Launch | None:
@@ -64,7 +58,7 @@ def read_launch(environ: Mapping[str, str]) -> Launch | None:
         size, rank = _number(environ, variables.size), _number(environ, variables.rank)
         if size is not None and rank is not None:
             local_size = _tasks_here(environ.get(variables.local_size, ""), _number(environ, variables.node) or 0)
-            return Launch(variables.name, size, rank, local_size, _number(environ, variables.local_rank))
+            return Launch(variables.name, size, rank, local_size)
     return None
 
 

@@ -37,7 +37,7 @@ from nnmpi.train.config import (
     OptimizationConfig,
     RunConfig,
     assemble,
-    at_least_one,
+    check_numbers,
     require,
 )
 from nnmpi.train.inputs import load_samples, match_loss
@@ -82,14 +82,10 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        if self.ranks is not None:
-            at_least_one("--ranks", self.ranks)
-        at_least_one("--nodes", self.nodes)
-        at_least_one("--kept", self.kept)
-        at_least_one("--classes", self.classes)
+        check_numbers(self, "ranks nodes kept classes", 1)
         if self.shape is not None:
             require(bool(self.shape), "--shape is empty; give the lengths of one sample's axes, such as 28 28 1")
-            at_least_one("--shape", min(self.shape))
+            require(min(self.shape) > 0, f"--shape has an axis of length {min(self.shape)}; give 1 or more")
         _ = self.memory_bytes
 
     @property

@@ -99,10 +99,10 @@ def test_what_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str
     (folder / "checkpoints").rename(folder / "gone")
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
         written(f"{folder} --prompt 1", 1, capfd)
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | {"model": "cnn", "features": None}))
-    with pytest.raises(UsageError, match="is a run of model cnn; only lstm or gpt can write"):
-        written(f"{folder} --prompt 1", 1, capfd)
+    words = f"--model mlp --dataset iris --max-steps 1 --out {tmp_path / 'classes'}"
+    simulate(lambda group: train(words.split(), group), 1)
+    with pytest.raises(UsageError, match="is a run of model mlp; only lstm or gpt can write"):
+        written(f"{tmp_path / 'classes'} --prompt 1", 1, capfd)
 
 
 def test_a_prompt_longer_than_the_context(tmp_path: Path) -> None:

@@ -8,15 +8,13 @@ OPEN_MPI = {
     "OMPI_COMM_WORLD_SIZE": "8",
     "OMPI_COMM_WORLD_RANK": "5",
     "OMPI_COMM_WORLD_LOCAL_SIZE": "4",
-    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
 }
-MPICH = {"PMI_SIZE": "8", "PMI_RANK": "5", "MPI_LOCALNRANKS": "4", "MPI_LOCALRANKID": "1"}
+MPICH = {"PMI_SIZE": "8", "PMI_RANK": "5", "MPI_LOCALNRANKS": "4"}
 SLURM = {
     "SLURM_STEP_NUM_TASKS": "8",
     "SLURM_PROCID": "5",
     "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
     "SLURM_NODEID": "1",
-    "SLURM_LOCALID": "1",
 }
 
 
@@ -24,7 +22,7 @@ SLURM = {
     ("environ", "name"), [(OPEN_MPI, "Open MPI's mpirun"), (MPICH, "MPICH's mpirun"), (SLURM, "srun")]
 )
 def test_each_launcher_is_read(environ: dict[str, str], name: str) -> None:
-    assert read_launch(environ) == Launch(name, size=8, rank=5, local_size=4, local_rank=1)
+    assert read_launch(environ) == Launch(name, size=8, rank=5, local_size=4)
 
 
 @pytest.mark.parametrize("environ", [{}, {"SLURM_NTASKS": "4", "SLURM_PROCID": "0"}, {"PMI_SIZE": "4"}])

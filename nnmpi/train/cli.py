@@ -32,10 +32,9 @@ from nnmpi.train.config import (
     Config,
     all_options,
     assemble,
-    at_least_one,
     check,
+    check_numbers,
     flatten,
-    not_negative,
 )
 from nnmpi.train.folder import default_folder, find_model, read_run
 from nnmpi.train.loop import StopSignals
@@ -277,12 +276,8 @@ class PlaceConfig:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        at_least_one("--pp", self.pp)
-        at_least_one("--tp", self.tp)
-        at_least_one("--sp", self.sp)
-        if self.dp is not None:
-            at_least_one("--dp", self.dp)
-        not_negative("--simulate", self.simulate)
+        check_numbers(self, "dp pp tp sp", 1)
+        check_numbers(self, "simulate", 0)
 
     def open(self, folder: Path, group: Group) -> Run:
         """Return the run, with its model on the ranks. Collective.

@@ -35,35 +35,26 @@ def require(holds: bool, sentence: str) -> None:
         raise UsageError(sentence)
 
 
-def positive(option: str, value: float, limit: float = math.inf) -> None:
-    """Refuse a value that is not above 0 and below the limit, NaN too.
+def check_numbers(section: Any, names: str, least: float, below: float = math.inf, above: bool = False) -> None:
+    """Refuse numbers below `least`, or not below `below`, among these options of a section; words and None pass.
 
     Args:
-        option: how the option is written, for the message.
-        value: what was given.
-        limit: the first number that is too large.
+        section: has the options.
+        names: of them, with spaces between.
+        least, below: the bounds; NaN is within none.
+        above: whether `least` itself is too little.
 
     Raises:
-        UsageError: naming the option, the value and what would work.
+        UsageError: naming the option, its value and what would work.
     """
-    bound = "a finite number above 0" if limit == math.inf else f"a number above 0 and below {limit:g}"
-    require(0 < value < limit, f"{option} is {value}; give {bound}")
-
-
-def not_negative(option: str, value: float, limit: float = math.inf) -> None:
-    """Refuse a value that is not 0 or above and below the limit, as `positive` does."""
-    bound = "0 or a finite number above it" if limit == math.inf else f"a number from 0 up to, not including, {limit:g}"
-    require(0 <= value < limit, f"{option} is {value}; give {bound}")
-
-
-def fraction(option: str, value: float) -> None:
-    """Refuse a value outside [0, 1)."""
-    require(0 <= value < 1, f"{option} is {value}; give a number from 0 up to, not including, 1")
-
-
-def at_least_one(option: str, value: int) -> None:
-    """Refuse counts below 1."""
-    require(value >= 1, f"{option} is {value}; give a whole number, 1 or more")
+    for name in names.split():
+        value = getattr(section, name)
+        if isinstance(value, int | float):
+            kind = "whole number" if isinstance(value, int) else "finite number"
+            bound = f"{kind} above {least:g}" if above else f"{kind}, {least:g} or more"
+            limit = "" if below == math.inf else f", and below {below:g}"
+            fits = (least < value if above else least <= value) and value < below
+            require(fits, f"--{name.replace('_', '-')} is {value}; give a {bound}{limit}")
 
 
 @dataclass(frozen=True)
@@ -120,13 +111,7 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         """Check the values; whether they fit the number of ranks is checked when that is known."""
-        for option, ranks in (("--dp", self.dp), ("--pp", self.pp), ("--tp", self.tp)):
-            if ranks != "auto":
-                at_least_one(option, ranks)
-        at_least_one("--sp", self.sp)
-        at_least_one("--virtual-stages", self.virtual_stages)
-        if self.microbatches is not None:
-            at_least_one("--microbatches", self.microbatches)
+        check_numbers(self, "dp pp tp sp virtual_stages microbatches", 1)
         _ = (
             self.layers_per_stage,
             self.memory_limit_bytes,
@@ -214,7 +199,7 @@ class SyncConfig:
         ):
             require(not given or self.sync == mode, f"{option} is for --sync {mode}, not {self.sync}; leave it out")
         _ = (self.rule, self.slowness(0), self.machine)  # each raises for words that it cannot read
-        not_negative("--simulate", self.simulate, MOST_SIMULATED_RANKS)
+        check_numbers(self, "simulate", 0, MOST_SIMULATED_RANKS)
         require(
             self.simulate > 0 or not self.network,
             "--network is for --simulate; messages between real ranks take their time",
@@ -302,8 +287,7 @@ class ModelConfig:
         require(self.model in MODELS or is_custom(self.model), f"--model is {self.model}; {known}")
         for width in self.hidden:
             require(1 <= width <= LONG, f"--hidden has a layer of width {width}; give whole numbers from 1 to {LONG:g}")
-        if self.dropout is not None:
-            fraction("--dropout", self.dropout)
+        check_numbers(self, "dropout", 0, 1)
         plain = {each.name: each.default for each in fields(self)}
         for name, models in MODELS_WITH.items():
             known, given = " or ".join(models), getattr(self, name) != plain[name]
@@ -315,9 +299,7 @@ class ModelConfig:
         self._check_sequences()
 
     def _check_sequences(self) -> None:
-        for name in ("layers", "features", "heads", "context"):
-            if getattr(self, name) is not None:
-                at_least_one(f"--{name}", getattr(self, name))
+        check_numbers(self, "layers features heads context", 1)
         if self.model == "gpt" and self.pretrained is None:
             _, features, heads = self.sizes
             require(features % heads == 0, f"--features {features} is not a multiple of --heads {heads}; choose others")
@@ -371,10 +353,7 @@ class DataConfig:
     def __post_init__(self) -> None:
         """Check the values; whether the data set exists is found out when it is loaded."""
         require(self.dataset != "", "--dataset is empty; give a name such as digits, or a path")
-        require(
-            0 < self.test_fraction < 1,
-            f"--test-fraction is {self.test_fraction}; give a number between 0 and 1, such as 0.2",
-        )
+        check_numbers(self, "test_fraction", 0, 1, above=True)
         require(
             bool(self.columns) or not self.text_columns,
             f"--text-columns {self.text_columns!r} has no name; give names with commas, or leave it out",
@@ -423,19 +402,11 @@ class OptimizationConfig:
 
     def __post_init__(self) -> None:
         """Check the values and that no option is given that the others make idle."""
-        at_least_one("--epochs", self.epochs)
-        if self.max_steps is not None:
-            at_least_one("--max-steps", self.max_steps)
-        if self.batch_size != "full":
-            at_least_one("--batch-size", self.batch_size)
-        positive("--lr", self.lr)
-        fraction("--momentum", self.momentum)
-        fraction("--label-smoothing", self.label_smoothing)
-        not_negative("--warmup-epochs", self.warmup_epochs or 0.0, LONG)
-        if self.weight_decay is not None:
-            not_negative("--weight-decay", self.weight_decay)
-        if self.clip is not None:
-            positive("--clip", self.clip)
+        check_numbers(self, "epochs max_steps batch_size", 1)
+        check_numbers(self, "lr clip", 0, above=True)
+        check_numbers(self, "momentum label_smoothing", 0, 1)
+        check_numbers(self, "warmup_epochs", 0, LONG)
+        check_numbers(self, "weight_decay", 0)
         _ = self.drops
         plain = self.loss == "cross-entropy" or not self.label_smoothing
         require(plain, "--label-smoothing belongs to the cross-entropy; leave it out, or --loss")
@@ -521,14 +492,13 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         """Check the values and combinations; the folders are looked at when the run starts."""
-        at_least_one("--log-every", self.log_every)
-        not_negative("--stall-limit", self.stall_limit)
+        check_numbers(self, "log_every", 1)
+        check_numbers(self, "stall_limit seed", 0)
         in_order = not self.stall_limit or self.stall_limit >= WARNING_S
         require(in_order, f"--stall-limit {self.stall_limit:g} is less than the {WARNING_S:g} s before a warning")
         self._check_products()
         compiled = self.dtype == self.precision == "float32" and self.backend != "cupy"
         require(compiled or self.jit != "on", "--jit compiles for float32 on the CPU alone; leave it out otherwise")
-        not_negative("--seed", self.seed)
         _ = self.evaluates, self.saves  # each raises for words that it cannot read
         both = self.out is not None and self.resume is not None and self.out != self.resume
         require(not both, f"--resume goes on in its own folder {self.resume}; leave --out {self.out} out")

@@ -4,7 +4,7 @@ import platform
 
 import threadpoolctl
 
-from nnmpi.backend.blas import blas_pool, find_older, installed_mkl
+from nnmpi.backend.blas import blas_pool, installed_mkl
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, describe_stages
 from nnmpi.compose.trainer import Trainer
@@ -46,8 +46,7 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
         *_communication(group, trainer),
         f"run folder: {config.run.out}",
     ]
-    facts = [line.partition(": ") for line in (*named, *([] if backend.is_device else blas_warnings(group)))]
-    return [(name, text) for name, _, text in facts]
+    return [(name, text) for name, _, text in (line.partition(": ") for line in named)]
 
 
 def _samples(samples: Samples) -> str:
@@ -57,15 +56,6 @@ def _samples(samples: Samples) -> str:
         return f"{kind} {samples.context} tokens, of a vocabulary of {samples.classes} ({samples.tokenizer.name})"
     targets = samples.describe_targets() if isinstance(samples, Dataset) else f"{samples.classes} classes"
     return f"samples of {' x '.join(map(str, samples.sample_shape))}, {targets}"
-
-
-def blas_warnings(group: Group) -> list[str]:
-    """Return a line for each way in which BLAS runs code for an older processor on some node. Collective."""
-    nodes: dict[str, list[str]] = {}
-    for node, sentence in group.gather([platform.node(), find_older()]):
-        if sentence is not None and node not in nodes.setdefault(sentence, []):
-            nodes[sentence].append(node)
-    return [f"warning: on {', '.join(names[:4])}: {sentence}" for sentence, names in nodes.items()]
 
 
 def _numbers(config: Config) -> str:

@@ -15,9 +15,8 @@ from nnmpi.train.config import (
     ModelConfig,
     OptimizationConfig,
     ParallelConfig,
-    at_least_one,
+    check_numbers,
     check_positions,
-    not_negative,
     require,
 )
 
@@ -61,13 +60,11 @@ class TrialConfig:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        at_least_one("--samples", self.samples)
-        at_least_one("--steps", self.steps)
-        not_negative("--seed", self.seed)
+        check_numbers(self, "samples steps classes", 1)
+        check_numbers(self, "seed", 0)
         if self.shape is not None:
             require(bool(self.shape), "--shape is empty; give the lengths of one sample's axes, such as 28 28 1")
-            at_least_one("--shape", min(self.shape))
-        at_least_one("--classes", self.random_classes)
+            require(min(self.shape) > 0, f"--shape is {min(self.shape)}; give lengths of 1 or more")
 
     @property
     def random_classes(self) -> int:

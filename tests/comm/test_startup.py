@@ -56,9 +56,9 @@ def test_a_wrong_limit_is_refused(limit: str) -> None:
 # Which pairs of launcher and MPI library are refused.
 
 
-OPEN_MPI = Launch("Open MPI's mpirun", 4, 0, 4, 0)
-MPICH = Launch("MPICH's mpirun", 4, 0, 4, 0)
-SRUN = Launch("srun", 4, 0, 4, 0)
+OPEN_MPI = Launch("Open MPI's mpirun", 4, 0, 4)
+MPICH = Launch("MPICH's mpirun", 4, 0, 4)
+SRUN = Launch("srun", 4, 0, 4)
 HYDRA = {"HYDI_CONTROL_FD": "7"}
 
 
@@ -76,7 +76,7 @@ def test_a_foreign_launcher_is_refused_before_mpi_starts(vendor: str, launch: La
         ("MPICH", SRUN, {}),
         ("Open MPI", SRUN, {}),
         ("Open MPI", MPICH, {}),  # srun --mpi=pmi2 sets the same variables as MPICH's mpirun
-        ("MPICH", Launch("Open MPI's mpirun", 1, 0, 1, 0), {}),
+        ("MPICH", Launch("Open MPI's mpirun", 1, 0, 1), {}),
         ("MPICH", None, {}),
     ],
 )
@@ -96,7 +96,7 @@ def test_srun_is_told_of_its_option() -> None:
         refuse_lonely_rank(1, "Open MPI", SRUN)
 
 
-@pytest.mark.parametrize("launch", [None, Launch("srun", 1, 0, 1, 0)])
+@pytest.mark.parametrize("launch", [None, Launch("srun", 1, 0, 1)])
 def test_a_single_process_is_welcome(launch: Launch | None) -> None:
     refuse_lonely_rank(1, "Open MPI", launch)
 
@@ -105,10 +105,10 @@ def test_a_single_process_is_welcome(launch: Launch | None) -> None:
     ("launch", "environ", "stays"),
     [
         (OPEN_MPI, {"PMIX_RANK": "0"}, True),
-        (Launch("srun", 1, 0, 1, 0), {}, True),
+        (Launch("srun", 1, 0, 1), {}, True),
         (None, {"HOME": "/"}, True),
-        (Launch("Open MPI's mpirun", 8, 0, 4, 0), {}, False),
-        (Launch("srun", 4, 0, None, None), {}, False),
+        (Launch("Open MPI's mpirun", 8, 0, 4), {}, False),
+        (Launch("srun", 4, 0, None), {}, False),
         (None, {"PMIX_RANK": "0"}, False),  # of a launcher that is not known here
         (OPEN_MPI, {"OMPI_MCA_btl": "tcp,self"}, False),
         (OPEN_MPI, {"OMPI_MCA_pml": "cm"}, False),  # which needs an mtl

@@ -54,7 +54,11 @@ WRONG: list[tuple[type, dict[str, Any], str]] = [
     (OptimizationConfig, {"weight_decay": -1e-4}, "--weight-decay is -0.0001"),
     (OptimizationConfig, {"warmup_epochs": -1.0}, "--warmup-epochs is -1.0"),
     *((OptimizationConfig, {"schedule": text}, f"--schedule is {text}") for text in WRONG_SCHEDULES),
-    (OptimizationConfig, {"warmup_epochs": 1e300}, "--warmup-epochs is 1e+300; give a number from 0 up to"),
+    (
+        OptimizationConfig,
+        {"warmup_epochs": 1e300},
+        "--warmup-epochs is 1e+300; give a finite number, 0 or more, and below",
+    ),
     (OptimizationConfig, {"clip": 0.0}, "--clip is 0.0"),
     (ParallelConfig, {"microbatches": 0}, "--microbatches is 0"),
     (OptimizationConfig, {"label_smoothing": 1.0}, "--label-smoothing is 1.0"),
