@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from nnmpi import clock
 from nnmpi.backend.array import Array, namespace
@@ -76,47 +76,15 @@ class _GraphInput(Function):
 
 
 class LayerGraph:
-    """The graph of one layer, without its input and its result, for one backward.
+    """The graph of one layer, without its input and its result, for one backward; `keep` makes it."""
 
-    Args:
-        layer: what is computed.
-        value: what comes to it.
-        needed: whether that needs a gradient.
-
-    Attributes:
-        result: the value; take it away with `take`.
-    """
-
-    def __init__(self, layer: Layer, value: Value, needed: bool) -> None:
-        self._input: _GraphInput | None = None
-        x = Tensor(value.array, requires_grad=needed)
-        if needed:
-            self._input = _GraphInput()
-            x = self._input(x)
-            self._input.edges = (None,)  # nothing is passed on to the leaf, which would keep the value
-        y, cuts = plain(layer(value.marked(x)))
-        self._node, self._tape = y.node, y.tape
-        self._result: Value | None = Value(y.data, cuts)
-
-    def take(self) -> Value:
-        """Return the result, which is then here no more."""
-        result, self._result = self._result, None
-        assert result is not None
-        return result
+    def __init__(self, first: _GraphInput | None, end: Tensor) -> None:
+        self._input, self._node, self._tape = first, end.node, end.tape
 
     @property
     def operations(self) -> Sequence[Function]:
         """What is on its tape."""
         return self._tape.find().nodes if self._tape is not None else ()
-
-    def take_out(self, outside: Iterable[Array], backend: Backend) -> KeptArrays:
-        """Return what was kept, which is then here no more, until it has come back.
-
-        Args:
-            outside: arrays that are there anyway.
-            backend: whose arrays they are.
-        """
-        return KeptArrays(self.operations, outside, backend)
 
     def backward(self, grad: Array) -> Array | None:
         """Return the gradient of the input; what was kept goes."""
@@ -128,17 +96,26 @@ class LayerGraph:
         return None if first is None else first.taken
 
 
+def keep(layer: Layer, value: Value, needed: bool) -> tuple[Value, LayerGraph]:
+    """Return what a layer makes of a value, and its graph.
+
+    Args:
+        needed: whether what comes to it needs a gradient.
+    """
+    first, x = None, Tensor(value.array, requires_grad=needed)
+    if needed:
+        first = _GraphInput()
+        x = first(x)
+        first.edges = (None,)  # nothing is passed on to the leaf, which would keep the value
+    y, cuts = plain(layer(value.marked(x)))
+    return Value(y.data, cuts), LayerGraph(first, y)
+
+
 def forward(layer: Layer, value: Value) -> Value:
     """Return what a layer makes of a value, without a graph."""
     with no_grad():
         x, cuts = plain(layer(value.tensor()))
     return Value(x.data, cuts)
-
-
-def parameters_of(layers: Sequence[Layer]) -> list[Parameter]:
-    """Return the parameters of some layers, each once."""
-    found = {id(p): p for layer in layers if isinstance(layer, Module) for p in layer.parameters()}
-    return list(found.values())
 
 
 @contextmanager
@@ -153,38 +130,18 @@ def again() -> Iterator[None]:
         restore(mode)
 
 
-class ShardedWeights(Protocol):
-    """A strategy in which a module's weights are there for a while (see `parallel.zero`)."""
+def gathered(layer: Module, weights: Any | None) -> Layer:
+    """Return what computes a layer: if a strategy has the weights (see `parallel.zero`), it lets them come before."""
 
-    def gather_for(self, module: Module) -> None:
-        """Let a module's weights be in their places, until others come there."""
+    def run(x: Tensor) -> Any:
+        assert weights is not None
+        weights.gather_for(layer)
+        return layer(x)
 
-    def begin_backward(self, module: Module) -> None:
-        """The same, before its backward; gradients of what lies behind it are final."""
-
-
-class GatheredLayer(Module):
-    """A layer whose weights come before it is computed.
-
-    Args:
-        layer: what is computed.
-        weights: who lets them come.
-    """
-
-    def __init__(self, layer: Module, weights: ShardedWeights) -> None:
-        self.layer, self._weights = layer, weights
-
-    def forward(self, x: Tensor) -> Any:
-        """Return what the layer makes of it."""
-        self._weights.gather_for(self.layer)
-        return self.layer(x)
-
-    def begin_backward(self) -> None:
-        """Let the weights be there for the backward."""
-        self._weights.begin_backward(self.layer)
+    return layer if weights is None else run
 
 
-def find_layers(model: Module, value: Value, weights: ShardedWeights | None = None) -> list[range]:
+def find_layers(model: Module, value: Value, weights: Any | None = None) -> list[range]:
     """Return which layers of a model's chain go into each of a plan's, given what comes to it.
 
     Args:
@@ -200,7 +157,7 @@ def find_layers(model: Module, value: Value, weights: ShardedWeights | None = No
     with again(), no_grad():
         for run in closed_runs(chain):
             part = ModelPart(model, chain[run.start : run.stop])
-            x = (part if weights is None else GatheredLayer(part, weights))(x)
+            x = gathered(part, weights)(x)
             if isinstance(x, Tensor) and not namespace(x.data).may_share_memory(before.data, x.data):
                 starts.append(run.stop)
                 before = x
@@ -382,10 +339,9 @@ def _moves(layer: Measured, before: _Around, nbytes: int, first: bool, backend: 
         outside.append(value.array)  # the caller has it
     else:
         value = value._replace(array=value.array.copy())
-    graph = LayerGraph(lambda x: layer.run(x, {}), value, needs)
+    graph = keep(lambda x: layer.run(x, {}), value, needs)[1]
     del value
-    graph.take()
-    kept = graph.take_out(outside, backend)
+    kept = KeptArrays(graph.operations, outside, backend)
     memory = kept.watch()
     kept.send(store)
     kept.leave()

@@ -27,15 +27,15 @@ from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.errors import GraphError, UsageError
 from nnmpi.memory.layers import (
-    GatheredLayer,
     Layer,
     LayerGraph,
     Measured,
-    ShardedWeights,
     Value,
     again,
     find_layers,
     forward,
+    gathered,
+    keep,
     measure,
     plain,
     unwatched,
@@ -71,11 +71,19 @@ class PlannedPass:
         value: what comes to the first layer.
         backend: where they are.
         store: where what is kept goes, if the plan sends some out.
+        weights: see `RecomputedModel`.
     """
 
     def __init__(
-        self, layers: Sequence[Module], plan: Plan, value: Value, backend: Backend, store: Store | None = None
+        self,
+        layers: Sequence[Module],
+        plan: Plan,
+        value: Value,
+        backend: Backend,
+        store: Store | None,
+        weights: Any | None,
     ) -> None:
+        self._weights = weights
         self._layers, self._plan, self._next = layers, plan, 0
         self._input, self._backend, self._store = value.array, backend, store
         self._values, self._graphs, self._kept = {0: value}, dict[int, LayerGraph](), dict[int, KeptArrays]()
@@ -117,9 +125,8 @@ class PlannedPass:
         self._next += 1
         if layer in self._kept:
             self._kept.pop(layer).arrive()
-        called = self._layers[layer]
-        if isinstance(called, GatheredLayer):
-            called.begin_backward()
+        if self._weights is not None:
+            self._weights.begin_backward(self._layers[layer])
         found = self._graphs.pop(layer).backward(grad)
         self._do_rest()
         return found
@@ -134,7 +141,7 @@ class PlannedPass:
         elif action.act is Act.OUT:
             assert self._store is not None
             outside = [self._input, *(each.data for each in self._layers[layer].parameters())]
-            self._kept[layer] = self._graphs[layer].take_out(outside, self._backend)
+            self._kept[layer] = KeptArrays(self._graphs[layer].operations, outside, self._backend)
             self._kept[layer].send(self._store)
         elif action.act is Act.AWAY:
             self._kept[layer].leave()
@@ -143,11 +150,12 @@ class PlannedPass:
         elif layer == len(self._layers):
             return  # the caller's
         elif action.act is Act.FORWARD:
-            self._values[layer + 1] = forward(self._layers[layer], self._values[layer])
+            self._values[layer + 1] = forward(gathered(self._layers[layer], self._weights), self._values[layer])
         else:
             with unwatched(self._layers[layer].parameters()):  # the tape's own operation is heard of
-                graph = self._graphs[layer] = LayerGraph(self._layers[layer], self._values[layer], self._needed[layer])
-            self._values[layer + 1] = graph.take()
+                called = gathered(self._layers[layer], self._weights)
+                found = keep(called, self._values[layer], self._needed[layer])
+            self._values[layer + 1], self._graphs[layer] = found
 
     def _do_rest(self) -> None:
         """Do what is to be done before the next layer is computed."""
@@ -187,7 +195,7 @@ class RecomputedModel:
         group: the ranks that compute along, which must do the same; None where that is no matter.
         store: where to what is kept may go and come back, where that is quicker than to compute it again (see
             `memory.store`); None for nowhere.
-        weights: the strategy that lets the model's weights come, if they are not there.
+        weights: the strategy that lets the model's weights come, if they are not there (see `parallel.zero`).
 
     Attributes:
         plans: those of the last measurement, without anything moved.
@@ -202,7 +210,7 @@ class RecomputedModel:
         backend: Backend | None = None,
         group: Group | None = None,
         store: Store | None = None,
-        weights: ShardedWeights | None = None,
+        weights: Any | None = None,
     ) -> None:
         self._weights = weights
         self.model, self.budget, self.store = model, budget, store
@@ -256,7 +264,7 @@ class RecomputedModel:
         if size > self._size:
             self.measure(Value(x.data, cuts), x.requires_grad, head)
             self._size = size
-        run = PlannedPass(self._layers, self.plan, Value(x.data, cuts), self._backend, self.store)
+        run = PlannedPass(self._layers, self.plan, Value(x.data, cuts), self._backend, self.store, self._weights)
         for i, layer in enumerate(self._layers):
             node = PlannedLayer(run, i, self._peak)
             x = node(x, *layer.parameters())
@@ -276,13 +284,10 @@ class RecomputedModel:
             runs = [range(*ends) for ends in group.gather([(run.start, run.stop) for run in runs])[0]]
             # what a rank without samples sees says nothing
         chain = open_chain(self.model)
-        layers: Sequence[Module] = [ModelPart(self.model, chain[run.start : run.stop]) for run in runs]
-        if self._weights is not None:
-            layers = [GatheredLayer(layer, self._weights) for layer in layers]
-        self._layers = tuple(layers)
+        self._layers = tuple(ModelPart(self.model, chain[run.start : run.stop]) for run in runs)
         measured = [
-            Measured(_name(chain[run.start]), partial(_alone, layer), layer.parameters())
-            for run, layer in zip(runs, layers, strict=True)
+            Measured(_name(chain[run.start]), partial(_alone, gathered(layer, self._weights)), layer.parameters())
+            for run, layer in zip(runs, self._layers, strict=True)
         ]
         measured.append(Measured("result" if head is _as_it_is else "loss", partial(_alone, head), ()))
         with nullcontext() if group is None else agreed(group):
