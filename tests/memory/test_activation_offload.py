@@ -1,7 +1,6 @@
 """Activations that leave memory and come back: the bits of an ordinary pass, bytes and time as predicted, errors."""
 
 import gc
-import heapq
 import os
 import random
 import re
@@ -13,72 +12,22 @@ import pytest
 
 from benchmarks.memory.throttled import ThrottledStore
 from nnmpi import nn
-from nnmpi.backend.backend import numpy_backend
-from nnmpi.backend.device import cupy_backend
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import UsageError
 from nnmpi.memory.optimal import OptimalPlans, swapping_plan
-from nnmpi.memory.plan import Act, Action, PlanState, draw_plan, parse_plan, price_plan
+from nnmpi.memory.plan import draw_plan, parse_plan, price_plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 from tests.device.here import here, on_device
-from tests.memory.test_plan import random_chain
-from tests.memory.test_recompute import CASES, case, one_pass
-
-
-def backend_here():
-    """Return the backend of this run's arrays."""
-    return cupy_backend(0) if on_device() else numpy_backend()
-
-
-def store_here(folder):
-    """Return where activations of this run's arrays go, and their backend."""
-    return Store("host" if on_device() else folder, backend_here()), backend_here()
+from tests.memory.test_plan import quickest, random_chain
+from tests.memory.test_recompute import backend_here, case, one_pass, store_here
 
 
 def movable(costs):
     """Return a chain whose layers can all leave memory, but for the loss."""
     return [*(replace(cost, moves=True) for cost in costs[:-1]), costs[-1]]
-
-
-def quickest(costs, budget, bandwidth, bound):
-    """Return the least time of all plans, by a search through all that can be done; none takes more than `bound`."""
-
-    def to_come(state):
-        there = state._kept | state._away | state._back
-        return sum(costs[i].backward_s + (i not in there) * costs[i].keep_s for i in range(state._grad))
-
-    def actions(state):
-        there = state._kept | state._away | state._back
-        for action in (Action(act, i) for act in Act for i in range(len(costs))):
-            i, act = action.layer, action.act
-            forward = act in (Act.FORWARD, Act.KEEP)
-            idle = act is Act.FORWARD and (i + 1 in state._values or i == len(costs) - 1)
-            idle |= (forward and (i >= state._grad or i in there)) or (act is Act.DROP and i == 0)
-            if not idle and state.has_for(action):
-                yield action
-
-    waiting, seen, number = [(0.0, 0, PlanState(costs, bandwidth))], {}, 0
-    while waiting:
-        _, _, state = heapq.heappop(waiting)
-        if state.is_over:
-            return state.seconds
-        for action in actions(state):
-            after = state.copy()
-            least = after.do(action) <= budget and after.seconds + to_come(after)
-            if least is False or least > bound:
-                continue
-            sets = (after._values, after._kept, after._away, after._back)
-            waits = (after._idle_s, *(after.done[each] for each in sorted(after._back | set(after.leaving))))
-            times = (after.seconds, *(max(each, after.seconds) for each in waits))
-            known = seen.setdefault((*map(frozenset, sets), after._grad, after.leaving), [])
-            if not any(all(a <= b for a, b in zip(each, times, strict=True)) for each in known):
-                known.append(times)
-                number += 1
-                heapq.heappush(waiting, (least, number, after))
-    return None
 
 
 def test_plans_that_swap_are_near_the_best_of_all():
@@ -115,33 +64,6 @@ def test_a_plan_waits_for_what_moves():
             price_plan(costs, parse_plan(text))
     with pytest.raises(UsageError, match=r"give at least \d+"):
         swapping_plan(OptimalPlans(costs), 1, 100.0)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_what_has_been_away_gives_the_same_bits(name, tmp_path):
-    """Loss, gradients and running statistics, by plans in which most layers leave."""
-    make, x, y = case(name)
-    model = make().initialize(seed=0)
-    first = model.state()
-    store, backend = store_here(tmp_path)
-    forward = RecomputedModel(model, None, backend, store=store)
-    one_pass(forward, x, y, model)
-    model.zero_grad()
-    model.load_state(first)
-    ordinary = one_pass(lambda x, head: head(model(Tensor(x))), x, y, model)
-    forward.bandwidth, moved = 1e12, 0
-    for budget in forward.plans.budgets(3)[:2]:
-        forward.plan = forward.find_plan(budget)
-        moved += forward.price.moved
-        model.zero_grad()
-        model.load_state(first)
-        found = one_pass(forward, x, y, model)
-        assert forward.price.peak <= budget
-        for ours, theirs in zip(found, ordinary, strict=True):
-            np.testing.assert_array_equal(ours, theirs)
-    assert moved and "go out and come back" in forward.describe()
-    assert not list(tmp_path.iterdir())  # the file has no name
-    forward.release()
 
 
 class Slow(Function):

@@ -3,7 +3,7 @@
 import heapq
 import random
 from dataclasses import replace
-from math import comb
+from math import comb, inf
 
 import pytest
 
@@ -12,7 +12,9 @@ from nnmpi.memory.__main__ import main
 from nnmpi.memory.optimal import OptimalPlans
 from nnmpi.memory.plan import (
     Act,
+    Action,
     LayerCost,
+    PlanState,
     draw_plan,
     keep_all,
     parse_plan,
@@ -41,60 +43,41 @@ def random_chain(draw, count):
     return costs
 
 
-def best_time(costs, budget, bound=float("inf")):
-    """Return the least time of all plans in which a value that is held stays until its layer is kept or gone back.
+def quickest(costs, budget, bandwidth=inf, bound=inf):
+    """Return the least time of all plans, by a search through all that can be done; none takes more than `bound`."""
 
-    A search through everything that can be held (A*), with no thought of how layers are parted. A state is: the values
-    that are held, the one that was made last and not used yet, what is kept, and the gradient that is there. Plans
-    that take longer than `bound` are left out.
-    """
-    count = len(costs)
+    def to_come(state):
+        there = state._kept | state._away | state._back
+        return sum(costs[i].backward_s + (i not in there) * costs[i].keep_s for i in range(state._grad))
 
-    def to_come(kept, grad):
-        return sum(costs[i].backward_s + (i not in kept) * costs[i].keep_s for i in range(grad))
+    def actions(state):
+        there = state._kept | state._away | state._back
+        for action in (Action(act, i) for act in Act for i in range(len(costs))):
+            i, act = action.layer, action.act
+            forward = act in (Act.FORWARD, Act.KEEP)
+            idle = act is Act.FORWARD and (i + 1 in state._values or i == len(costs) - 1)
+            idle |= (forward and (i >= state._grad or i in there)) or (act is Act.DROP and i == 0)
+            if not idle and state.has_for(action):
+                yield action
 
-    def alive(held, new, kept, grad):
-        values = {*held, new} | {i for i in kept if costs[i].keeps_input}
-        values |= {i + 1 for i in kept if costs[i].keeps_result}
-        total = sum(costs[i].kept for i in kept) + sum(costs[i - 1].value for i in values if i and i < count)
-        return total + (costs[grad].gradient if grad < count else 0)
-
-    def actions(held, new, kept, grad):
-        for i in [new] if new else held:
-            if i < grad:
-                for stays in (True, False):  # the value, of which layer i makes the next one
-                    if (stays and i) or not i or i in held:
-                        after = held | {i} if stays else held
-                        yield costs[i].forward_s, costs[i].value, (after, i + 1, kept, grad)
-                    elif not stays:
-                        yield costs[i].forward_s, costs[i].value, (held, i + 1, kept, grad)
-                    if i not in kept:
-                        after = held | {i} if stays or not i else held - {i}
-                        for result in (i + 1, 0):
-                            yield costs[i].keep_s, costs[i].value + costs[i].kept, (after, result, kept | {i}, grad)
-        if grad - 1 in kept:
-            i = grad - 1
-            yield costs[i].backward_s, costs[i].gradient, (held - {i} | {0}, 0, kept - {i}, i)
-
-    start = (frozenset([0]), 0, frozenset(), count)
-    waiting, best, number = [(0.0, 0, 0.0, start)], {start: 0.0}, 0
+    waiting, seen, number = [(0.0, 0, PlanState(costs, bandwidth))], {}, 0
     while waiting:
-        _, _, seconds, state = heapq.heappop(waiting)
-        if state[3] == 0:
-            return seconds
-        if seconds > best[state]:
-            continue
-        before = alive(*state)
-        for more, peak, after in actions(*state):
-            if after[1] == count:
-                after = (after[0], 0, *after[2:])
-            total = seconds + more
-            least = total + to_come(*after[2:])
-            if least > bound or total >= best.get(after, float("inf")):
+        _, _, state = heapq.heappop(waiting)
+        if state.is_over:
+            return state.seconds
+        for action in actions(state):
+            after = state.copy()
+            least = after.do(action) <= budget and after.seconds + to_come(after)
+            if least is False or least > bound:
                 continue
-            if max(before + peak, alive(*after)) <= budget:
-                best[after], number = total, number + 1
-                heapq.heappush(waiting, (least, number, total, after))
+            sets = (after._values, after._kept, after._away, after._back)
+            waits = (after._idle_s, *(after.done[each] for each in sorted(after._back | set(after.leaving))))
+            times = (after.seconds, *(max(each, after.seconds) for each in waits))
+            known = seen.setdefault((*map(frozenset, sets), after._grad, after.leaving), [])
+            if not any(all(a <= b for a, b in zip(each, times, strict=True)) for each in known):
+                known.append(times)
+                number += 1
+                heapq.heappush(waiting, (least, number, after))
     return None
 
 
@@ -107,8 +90,8 @@ def test_no_plan_is_quicker(seed):
     for budget in plans.budgets(4):
         price = price_plan(costs, plans.plan(budget))
         assert price.peak <= budget
-        assert price.seconds == best_time(costs, budget, price.seconds)
-    assert best_time(costs, plans.least - 1) is None
+        assert price.seconds == quickest(costs, budget, bound=price.seconds)
+    assert quickest(costs, plans.least - 1) is None
     assert price_plan(costs, plans.plan(plans.least)).peak == plans.least
     with pytest.raises(UsageError, match=rf"give at least {plans.least}"):
         plans.plan(plans.least - 1)

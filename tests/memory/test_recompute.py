@@ -6,11 +6,14 @@ import numpy as np
 import pytest
 
 from nnmpi import models, nn, ops
+from nnmpi.backend.backend import numpy_backend
+from nnmpi.backend.device import cupy_backend
 from nnmpi.errors import GraphError, UsageError
 from nnmpi.memory.recompute import RecomputedModel
+from nnmpi.memory.store import Store
 from nnmpi.nn.compiled import compile
 from nnmpi.tensor.tensor import Tensor
-from tests.device.here import here
+from tests.device.here import here, on_device
 
 DRAW = np.random.default_rng(0)
 TOKENS = DRAW.integers(0, 20, (2, 2, 16))
@@ -49,30 +52,45 @@ def as_numpy(array):
     return Tensor(array).numpy()
 
 
+def backend_here():
+    """Return the backend of this run's arrays."""
+    return cupy_backend(0) if on_device() else numpy_backend()
+
+
+def store_here(folder):
+    """Return where activations of this run's arrays go, and their backend."""
+    return Store("host" if on_device() else folder, backend_here()), backend_here()
+
+
+@pytest.mark.parametrize("away", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_every_budget_gives_the_bits(name):
-    """With budgets from the least to all: loss, gradients and running statistics; what the run holds is the plan's."""
+def test_every_budget_gives_the_bits(name, away, tmp_path):
+    """From the least to all: loss, gradients and running statistics, also where most layers leave memory."""
     make, x, y = case(name)
     model = make().initialize(seed=0)
     first = model.state()
-    forward = RecomputedModel(model, None)
+    store, backend = store_here(tmp_path)
+    forward = RecomputedModel(model, None, backend, store=store if away else None)
     one_pass(forward, x, y, model)  # constants are made once
     model.zero_grad()
     model.load_state(first)
     ordinary = one_pass(lambda x, head: head(model(Tensor(x))), x, y, model)
-    seen = set()
-    for budget in forward.plans.budgets(8):
-        forward.plan = forward.plans.plan(budget)
+    forward.bandwidth, seen, moved = 1e12, set(), 0
+    for budget in forward.plans.budgets(3 if away else 8):
+        forward.plan = forward.find_plan(budget)
         if forward.plan in seen:
             continue
         seen.add(forward.plan)
+        moved += forward.price.moved
         model.zero_grad()
         model.load_state(first)
         found = one_pass(forward, x, y, model)
         assert forward.price.peak <= budget
         for ours, theirs in zip(found, ordinary, strict=True):
             np.testing.assert_array_equal(ours, theirs)
-    assert len(seen) > 1
+    assert len(seen) > 1 and bool(moved) == away
+    assert not list(tmp_path.iterdir())  # the file has no name
+    forward.release()
 
 
 def test_gradients_are_added_up():

@@ -16,12 +16,12 @@ from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
 from nnmpi.errors import DeviceError, UsageError
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS, PARAMETERS, STATE
-from tests.memory.test_activation_offload import store_here
+from tests.memory.test_recompute import store_here
 
 ON_HOST = pytest.mark.host_only("a device's arrays go to the host's memory")
 
 
-def steps(group, layout, count=2, start=None):
+def steps(group, layout):
     """Return the ledger's report after some steps, all arrays, and the worker's line about memory."""
     data = Dataset("numbers", np.random.default_rng(0).normal(size=(8, 9)).astype("f4"), np.arange(8) % 3, 3)
     where = arrange(models.mlp((9,), 3, (64,) * 9), group, layout, data.x[:2])
@@ -29,15 +29,8 @@ def steps(group, layout, count=2, start=None):
     optimizer = optim.AdamW(where.model.storage)
     exchange = GradientExchange("native", fused_update=False)
     worker = Worker(where.model, optimizer, group, arrangement=where, exchange=exchange)
-    if start is not None:
-        for each, found in zip(worker.state(), start, strict=True):
-            each.scatter(found.__getitem__)
-        optimizer.steps = 2
-    batches = Loader(data, 4, rank=where.data_rank, world=where.data_ranks, workers=0)
-    for epoch in range(count // 2):
-        epoch += start is not None
-        for batch in batches.epoch(epoch):
-            worker.step(batch)
+    for batch in Loader(data, 4, rank=where.data_rank, world=where.data_ranks, workers=0).epoch(0):
+        worker.step(batch)
     state = [each.to_dict(everywhere=True) for each in worker.state()]
     report, line = nnmpi.memory.report(), worker.memory()[0]
     worker.release()
@@ -65,20 +58,6 @@ def test_a_model_that_does_not_fit_trains(tmp_path):
         assert sum(report.peaks[kind] for kind in KINDS if kind != ACTIVATIONS) <= limit + 2**12  # the batch, too
         assert "as predicted" in line
         for ours, theirs in zip(state, plain[1], strict=True):
-            for name, value in theirs.items():
-                np.testing.assert_array_equal(ours[name], value, err_msg=name)
-
-
-@ON_HOST
-def test_a_run_goes_on_from_either_place(tmp_path):
-    """What was saved in memory is loaded out of it, in another stage, and the other way round."""
-    away = Layout(zero=3, unit_bytes=1, offload=str(tmp_path), offload_state="all")
-    near = Layout(zero=1, unit_bytes=1)
-    whole = simulate(lambda group: steps(group, near, 4), 2)[0][1]
-    for first, second in ((near, away), (away, near)):
-        half = simulate(lambda group, at=first: steps(group, at), 2)[0][1]
-        found = simulate(lambda group, at=second, half=half: steps(group, at, 2, half), 2)[0][1]
-        for ours, theirs in zip(found, whole, strict=True):
             for name, value in theirs.items():
                 np.testing.assert_array_equal(ours[name], value, err_msg=name)
 
