@@ -45,10 +45,20 @@ def sum_of_squares(grads: Sequence[Array]) -> float:
     """
     refuse("a gradient's norm")
     with np.errstate(over="ignore", invalid="ignore"):  # the result says it, and the caller acts on that
-        total = float(sum(_squares(grad, grad.dtype) for grad in grads))
+        total = _read(sum(_squares(grad, grad.dtype) for grad in grads))
         if not trusted(total):
-            total = float(sum(_squares(grad, "float64") for grad in grads))
+            total = _read(sum(_squares(grad, "float64") for grad in grads))
     return total
+
+
+def _read(total: Array | float) -> float:
+    """Return a number, for which a device is waited for; `float` would do so without a word."""
+    if isinstance(total, float | int | np.ndarray | np.generic):
+        return float(total)
+    stream, host = namespace(total).cuda.get_current_stream(), np.empty(())
+    total.get(stream=stream, out=host, blocking=False)
+    stream.synchronize()
+    return float(host)
 
 
 def trusted(total: float) -> bool:

@@ -140,11 +140,3 @@ def test_a_fault_among_positions_is_found(monkeypatch: pytest.MonkeyPatch, capfd
     )
     assert not any(verify(f"{GPT} --dp 1 --sp 2 --heads 1", 2))
     assert "NOT EQUAL: loss of step 1, gradients of step 1" in capfd.readouterr().out
-
-
-def test_more_ranks_than_heads_are_refused() -> None:
-    def main_of(group: Group) -> None:
-        with pytest.raises(LayoutError, match="heads"):
-            main(f"{GPT} --dp 1 --sp 4".split(), group)
-
-    simulate(main_of, 4)
