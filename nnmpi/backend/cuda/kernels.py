@@ -254,8 +254,8 @@ class DeviceKernels:
 
         y = x where the bits of `random_bits` say so, divided by 1 - rate, and 0 times x elsewhere.
         """
-        x, rows = xp.ascontiguousarray(x), x.shape[0] if x.ndim else 1
         result: Array = xp.empty(x.shape, x.dtype)
+        x, rows = xp.ascontiguousarray(x), x.shape[0] if x.ndim else 1  # of a number it makes an array of one axis
         threshold = min(round(rate * 2**32), 2**32 - 1)
         numbers = (key[0], (first_row + key[1]) & 0xFFFFFFFF, threshold, 1 / (1 - rate), rows, x.size // max(rows, 1))
         self._launcher.flat("dropout", x.size, x.dtype.itemsize, x, result, columns, *numbers)
