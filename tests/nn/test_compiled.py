@@ -165,23 +165,6 @@ def test_records_again_when_the_model_moves():
     assert model[0].weight.grad is None
 
 
-def test_mode_is_part_of_the_kind():
-    """A step that is called in training and in evaluation is recorded for each, also when it sets the mode itself."""
-    model = nn.Sequential(nn.Dropout(0.5)).initialize()
-
-    def trained(x):
-        with nn.training(seed=1, step=7):
-            y = model(x)
-        return y, model(x)
-
-    inside = nnmpi.compile(trained)
-    for _ in range(2):
-        first, second = inside(np.ones((4, 4), "float32"))
-        assert (first.data == 0).any()
-        assert (second.data == 1).all()
-    assert not nn.current().training
-
-
 class Doubled(Function):
     """An operation of a user's own, which knows nothing of recordings."""
 
@@ -286,10 +269,6 @@ def test_numbers_of_numpys_and_in_tuples_are_values():
         np.testing.assert_array_equal(result, [right, right])
         assert np.signbit(result[0]) == np.signbit(right)
     assert step.recordings == 5
-    scaled = nnmpi.compile(lambda x, factor: x * factor)
-    for factor in (np.float32(2), np.float32(3), np.float64(2)):
-        result = scaled(np.ones(2, "float32"), factor)
-        assert (result.data == factor).all() and result.dtype == "float32"
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.nn.activation import ReLU
 from nnmpi.nn.container import Sequential
@@ -77,22 +76,6 @@ def test_groups_and_allocator_reach_the_storage():
     made = model().initialize(group=lambda name, parameter: name.partition(".")[0], allocate=allocate)
     assert made.storage.groups == ["0", "1", "3"]
     assert asked == [(32, np.float32)] * 6
-    calls = []
-    base = numpy_backend()
-    backend = Backend("numpy", CountedNumpy(calls), base.device, base.to_host, base.synchronize)
-    model().initialize(backend=backend)
-    assert {"asarray", "zeros"} <= set(calls)
-
-
-class CountedNumpy:
-    """NumPy, noting which functions were asked for."""
-
-    def __init__(self, calls):
-        self.calls = calls
-
-    def __getattr__(self, name):
-        self.calls.append(name)
-        return getattr(np, name)
 
 
 def test_initializers():

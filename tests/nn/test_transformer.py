@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import nn, ops, optim
+from nnmpi import nn
 
 torch = pytest.importorskip("torch")
 torch.set_num_threads(1)  # the arrays are small, and other tests want the cores
@@ -69,36 +69,3 @@ def test_values_and_gradients_are_pytorchs(dtype, tolerance, size):
     pairs += [(p.grad, theirs.of(name).grad.numpy().T) for name, p in model.named_parameters()]
     for ours, exact in pairs:
         np.testing.assert_allclose(ours, exact, rtol=0, atol=tolerance * max(abs(exact).max(), 1))
-
-
-def train(compiled, fused):
-    """Return the weights after some updates."""
-    model = nn.TransformerBlock(12, 3).initialize(seed=0)
-    optimizer = optim.SGD(model.storage, lr=0.05)
-
-    def step(x, y):
-        with nn.training():
-            loss = ops.mse(model(x), y)
-        model.zero_grad()
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    step = nnmpi.compile(step) if compiled else step
-    rng = np.random.default_rng(0)
-    for time in (5, 5, 70, 5, 70):
-        x, y = (rng.standard_normal((2, time, 12)).astype("float32") for _ in range(2))
-        if fused:
-            step(x, y)
-        else:
-            with nn.unfused():
-                step(x, y)
-    return model.state()
-
-
-@pytest.mark.parametrize(("compiled", "fused"), [(True, True), (False, False), (True, False)])
-def test_ways_to_run_it_agree(compiled, fused):
-    """Compiled or not, fused or not: bit for bit the same."""
-    ours, plain = train(compiled, fused), train(False, True)
-    for name in plain:
-        np.testing.assert_array_equal(ours[name], plain[name])

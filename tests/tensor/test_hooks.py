@@ -73,15 +73,3 @@ def test_graphs_that_meet(leaves, log):
     log.clear()
     (plain * 1.0 + c).sum().backward()
     assert log == [("c", 1)]
-
-
-def test_an_exception_in_a_hook_comes_through(leaves):
-    """It ends the pass."""
-    a, _, _ = leaves
-
-    def fails(leaf):
-        raise ArithmeticError("on purpose")
-
-    a.hook = fails
-    with pytest.raises(ArithmeticError, match="on purpose"):
-        (a * 2.0).sum().backward()

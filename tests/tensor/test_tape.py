@@ -11,7 +11,7 @@ from nnmpi.errors import GraphError, ShapeError
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.tensor.backward import Deferred
-from nnmpi.tensor.function import Function, Tape, join
+from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
 from tests.tensor.graphs import leaf
 
@@ -24,21 +24,6 @@ def test_pairwise_sums_join_tapes_in_a_tree():
     assert leaves[0].tape.find() is layer[0].tape.find()
     layer[0].backward()
     assert layer[0].item() == sum(range(2**12))
-
-
-def test_joining_copies_each_operation_a_few_times_only():
-    """The shorter tape goes to the longer one: the work of n joins is n log n."""
-    tape = Tape()
-    tape.nodes = [None] * 1000
-    nodes = tape.nodes
-    for _ in range(10):
-        small = Tape()
-        small.nodes = [None]
-        assert join(small, tape) is tape
-        assert small.find() is tape
-        assert small.nodes == []
-    assert tape.nodes is nodes
-    assert len(nodes) == 1010
 
 
 # ---------------------------------------------------------------- shapes of graphs
