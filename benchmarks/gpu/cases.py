@@ -11,7 +11,7 @@
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
@@ -46,28 +46,6 @@ TINY: Mapping[str, Case] = MappingProxyType(
         "cnn": Case("cnn", CNN, 4, (8, 8, 1, 10)),
     }
 )
-
-
-@dataclass(frozen=True)
-class Target:
-    """How many times as fast as PyTorch eager nnmpi is to be, at least."""
-
-    case: str
-    modes: tuple[str, ...]
-    ratio: float
-
-
-TARGETS = (
-    Target("mlp-fill", (TF32, BF16), 0.95),
-    Target("gpt-fill", (TF32, BF16), 0.95),
-    Target("cnn", MODES, 0.9),
-    Target("cnn-1024", MODES, 0.9),
-)
-
-
-def target(case: str, mode: str) -> float | None:
-    """Return the target of a case in a mode; None where there is none."""
-    return next((each.ratio for each in TARGETS if each.case == case and mode in each.modes), None)
 
 
 class CaseArrays:

@@ -64,9 +64,3 @@ def mpi_library() -> str:
         return str(import_mpi().Get_library_version()).strip().splitlines()[0][:100]
     except LaunchError as error:
         return f"none: {error}"
-
-
-def short_name(backend: Backend) -> str:
-    """Return the card's name as a part of a file's name."""
-    words = "stand-in" if is_stand_in(backend) else backend.device.partition(",")[0]
-    return "-".join("".join(c.lower() if c.isalnum() else " " for c in words).split())

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from benchmarks.gpu.cases import FLOAT32, CaseArrays, target
+from benchmarks.gpu.cases import FLOAT32, CaseArrays
 from benchmarks.gpu.judge import TrainingCourse, course, examine, rate
 from benchmarks.gpu.trainer import DeviceTrainer, device_s, host_s
 from benchmarks.gpu.trainer_nnmpi import NnmpiDeviceTrainer
@@ -149,7 +149,5 @@ def ratios(rows: Sequence[Row]) -> list[Row]:
         fields: Row = {"case": case, "mode": mode, "nnmpi": ours["name"], "torch": theirs["name"]}
         for clock in ("device", "host"):
             fields |= ratio(clock, theirs[f"{clock}_blocks_s"], ours[f"{clock}_blocks_s"])
-        fields["target"] = target(case, mode)
-        fields["reached"] = None if fields["target"] is None else fields["device"] >= fields["target"]
         found.append(fields)
     return found

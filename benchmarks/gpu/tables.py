@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from benchmarks.gpu.measure import ratios
-from benchmarks.harness.tables import Columns, ms, number, render, spread
+from benchmarks.harness.tables import Columns, ms, render, spread
 
 Row = Mapping[str, Any]
 
@@ -35,7 +35,7 @@ def contestants(rows: Sequence[Row], markdown: bool = False) -> str:
 
 
 def speeds(rows: Sequence[Row], markdown: bool = False) -> str:
-    """Return how many times as fast as PyTorch nnmpi is, beside the targets."""
+    """Return how many times as fast as PyTorch nnmpi is."""
     columns = (
         ("case", "case"),
         ("mode", "mode"),
@@ -43,7 +43,5 @@ def speeds(rows: Sequence[Row], markdown: bool = False) -> str:
         ("PyTorch's way", "torch"),
         ("PyTorch / nnmpi, device (quartiles)", lambda row: spread(row["device"], row["device_quartiles"])),
         ("end-to-end (quartiles)", lambda row: spread(row["host"], row["host_quartiles"])),
-        ("target", lambda row: number(row["target"])),
-        ("reached", lambda row: {None: "-", True: "yes", False: "no"}[row["reached"]]),
     )
     return render(columns, ratios(rows), markdown)

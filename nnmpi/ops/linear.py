@@ -172,7 +172,11 @@ def bias_grad(xp: Any, grad: Array, to_bias: Array) -> None:
     if kernels is not None:
         kernels.bias_grad(xp, grad, to_bias)
     else:
-        row_sum(xp, to_float32(xp, grad), out=to_bias)
+        grad = to_float32(xp, grad)
+        if grad.dtype == to_bias.dtype:
+            row_sum(xp, grad, out=to_bias)
+        else:
+            xp.copyto(to_bias, row_sum(xp, grad), casting="unsafe")
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -1,4 +1,4 @@
-"""Every layer and every method of a Tensor on the device: results, gradients and running statistics are the host's."""
+"""Every layer on the device: results, gradients and running statistics are the host's."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -11,8 +11,8 @@ import nnmpi.nn
 from nnmpi import nn
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.tensor.tensor import Tensor
-from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, TOLERANCES, call, differences, precise, rounded
-from tests.gpu.table import COLUMNS, ROWS, Sample, anywhere, images, positive, ranked
+from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, TOLERANCES, differences, precise, rounded
+from tests.gpu.table import anywhere, images
 from tests.nn.test_layers import NO_LAYERS
 
 DRAW = np.random.default_rng(3)
@@ -85,91 +85,3 @@ def test_every_layer_is_here() -> None:
     """A new one without a check fails."""
     classes = {found.__name__ for name in nnmpi.nn.__all__ if inspect.isclass(found := getattr(nnmpi.nn, name))}
     assert {name for name in classes if not name.endswith("Loss")} - NO_LAYERS == {name.split()[0] for name in LAYERS}
-
-
-PAIR = (anywhere(ROWS, COLUMNS, draw=DRAW), positive(ROWS, COLUMNS, draw=DRAW))
-# Methods and operators by name: what they are called with, and on what.
-METHODS: Mapping[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
-    "__add__": (lambda x, y: x + y, PAIR),
-    "__radd__": (lambda x: 2 + x, PAIR[:1]),
-    "__sub__": (lambda x, y: x - y, PAIR),
-    "__rsub__": (lambda x: 2 - x, PAIR[:1]),
-    "__mul__": (lambda x, y: x * y, PAIR),
-    "__rmul__": (lambda x: 2 * x, PAIR[:1]),
-    "__truediv__": (lambda x, y: x / y, PAIR),
-    "__rtruediv__": (lambda x: 2 / x, PAIR[1:]),
-    "__pow__": (lambda x: x**3, PAIR[:1]),
-    "__rpow__": (lambda x: 2**x, PAIR[:1]),
-    "__matmul__": (lambda x, y: x @ y, (PAIR[0], anywhere(COLUMNS, 9, draw=DRAW))),
-    "__rmatmul__": (lambda x: np.eye(ROWS) @ x if isinstance(x.data, np.ndarray) else x, PAIR[:1]),
-    "__neg__": (lambda x: -x, PAIR[:1]),
-    "__abs__": (lambda x: abs(x), PAIR[1:]),
-    "__getitem__": (lambda x: x[3:20, ::2], PAIR[:1]),
-    "__iter__": (lambda x: [*x][1], PAIR[:1]),
-    "T": (lambda x: x.T * 2, PAIR[:1]),
-    "sum": (lambda x: x.sum(0), PAIR[:1]),
-    "mean": (lambda x: x.mean(1, keepdims=True), PAIR[:1]),
-    "var": (lambda x: x.var(0, correction=1), PAIR[:1]),
-    "max": (lambda x: x.max(1), (ranked(9, 130, draw=DRAW),)),
-    "min": (lambda x: x.min(0), (ranked(9, 130, draw=DRAW),)),
-    "exp": (lambda x: x.exp(), PAIR[:1]),
-    "log": (lambda x: x.log(), PAIR[1:]),
-    "sqrt": (lambda x: x.sqrt(), PAIR[1:]),
-    "tanh": (lambda x: x.tanh(), PAIR[:1]),
-    "clip": (lambda x: x.clip(-10, 10), PAIR[:1]),
-    "astype": (lambda x: x.astype("float64"), PAIR[:1]),
-    "reshape": (lambda x: x.reshape(-1, 10), PAIR[:1]),
-    "permute": (lambda x: x.permute(1, 0), PAIR[:1]),
-    "view": (lambda x: x.view(-1), PAIR[:1]),
-    "transpose": (lambda x: x.transpose(1, 0), PAIR[:1]),
-    "flatten": (lambda x: x.flatten(0), PAIR[:1]),
-}
-# What gives plain numbers and arrays, or is about the tensor itself.
-PLAIN: Mapping[str, Callable[[Tensor], Any]] = {
-    "numpy": lambda x: x.numpy(),
-    "item": lambda x: x.sum().item(),
-    "__float__": lambda x: float(x.sum()),
-    "__int__": lambda x: int(x[0, 0]),
-    "__format__": lambda x: f"{x[0, 0]:.3f}",
-    "__bool__": lambda x: bool(x.sum()),
-    "__len__": len,
-    "__lt__": lambda x: x < 0.5,
-    "__le__": lambda x: x <= 0.5,
-    "__gt__": lambda x: x > 0.5,
-    "__ge__": lambda x: x >= 0.5,
-    "argmax": lambda x: x.argmax(1),
-    "shape": lambda x: x.shape,
-    "dtype": lambda x: str(x.dtype),
-    "ndim": lambda x: x.ndim,
-    "size": lambda x: x.size,
-    "__repr__": lambda x: repr(x[:2, :2]),
-    "__eq__": lambda x: x == x,  # noqa: PLR0124
-    "detach": lambda x: x.detach().numpy(),
-}
-ELSEWHERE = {"__init__", "__hash__", "__module__", "__slots__", "__doc__", "__array_ufunc__", "blank", "backward"}
-ELSEWHERE |= {"__getattr__", "__array__", "__setitem__", "__qualname__", "__firstlineno__", "__static_attributes__"}
-
-
-@pytest.mark.parametrize("mode", [FLOAT64, FLOAT32])
-@pytest.mark.parametrize("name", METHODS)
-def test_method_is_the_hosts(device: Backend, name: str, mode: str) -> None:
-    """Result and gradients."""
-    function, inputs = METHODS[name]
-    sample = Sample(function, [rounded(x, mode) for x in inputs])
-    right = call(sample, numpy_backend(), [np.dtype(FLOAT64)] * len(inputs))
-    found = call(sample, device, [np.dtype(mode)] * len(inputs))
-    if name != "__rmatmul__":  # a host's array on its left is refused, see test_errors
-        assert not differences(found, right, TOLERANCES[mode])
-
-
-@pytest.mark.parametrize("name", PLAIN)
-def test_plain_answer_is_the_hosts(device: Backend, name: str) -> None:
-    """Numbers, shapes, comparisons."""
-    here, there = (PLAIN[name](Tensor(each.asarray(PAIR[0]))) for each in (numpy_backend(), device))
-    there = device.to_host(there) if hasattr(there, "get") else there
-    assert np.allclose(here, there, rtol=1e-12) if not isinstance(here, str) else here == there
-
-
-def test_every_method_is_here() -> None:
-    """A new one without a check fails."""
-    assert set(vars(Tensor)) - ELSEWHERE == METHODS.keys() | PLAIN.keys()

@@ -8,7 +8,6 @@ from nnmpi import nn, optim
 from nnmpi.backend.jit import winograd
 from nnmpi.backend.kernels import compiled_kernels, jit
 from nnmpi.ops.activation import relu
-from nnmpi.ops.conv import conv2d as choice
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
 from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
 from nnmpi.ops.loss import cross_entropy
@@ -24,7 +23,7 @@ pytestmark = pytest.mark.host_only("kernels that numba compiles for NumPy's arra
 @pytest.fixture(autouse=True)
 def products(monkeypatch):
     """Skip where compiled code cannot call the BLAS; let few outputs be computed, which is slow but right."""
-    monkeypatch.setattr(choice, "FEWEST_OUTPUTS", 1)
+    monkeypatch.setattr("nnmpi.ops.conv.conv2d.FEWEST_OUTPUTS", 1)
     with jit():
         if not compiled_kernels().has_products():
             pytest.skip("this NumPy's BLAS cannot be called from compiled code")

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import nnmpi
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.errors import ShapeError
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv import im2col, winograd_numpy
 from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
@@ -136,19 +136,3 @@ def test_replayed(function, channels, monkeypatch):
         for one, other in zip(replayed, eager, strict=True):
             np.testing.assert_array_equal(one, other)
     assert compiled.recordings == 1
-
-
-@pytest.mark.parametrize(
-    ("arrays", "options", "error", "words"),
-    [
-        (((1, 5, 5, 1), (3, 3, 2, 2)), {}, ShapeError, r"needs a weight \(\.\., \.\., 1, \.\.\)"),
-        (((1, 2, 5, 1), (3, 3, 1, 2)), {}, ShapeError, "does not fit a height of 2"),
-        (((1, 5, 5, 1), (3, 3, 1, 2)), {"pool": 4}, ShapeError, r"window of \(4, 4\) does not fit the height"),
-        (((1, 5, 5, 1), (3, 3, 1, 2)), {"pool": 0}, UsageError, "pool is one whole number of at least 1"),
-        (((1, 5, 5, 1), (3, 3, 1, 2), (3,)), {}, ShapeError, r"bias has shape \(3,\)"),
-    ],
-)
-def test_what_does_not_fit(arrays, options, error, words):
-    """The same sentences as the chain's."""
-    with pytest.raises(error, match=words):
-        conv_relu_pool(*[Tensor(np.zeros(shape)) for shape in arrays], **options)

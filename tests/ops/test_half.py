@@ -35,6 +35,8 @@ QKV, HEADS = values(2, 4, 12), values(2, 2, 4, 3)
 # name: (function, inputs in half precision, parameters in float32, whether the result is of half precision)
 CASES: dict[str, tuple[Callable[..., Tensor], list[Any], list[Any], bool]] = {
     "linear": (ops.linear, [ROWS], [W, B], True),
+    "linear of half precision alone": (ops.linear, [ROWS, W, B], [], True),
+    "linear_relu of half precision alone": (ops.linear_relu, [ROWS, W, B], [], True),
     "linear_gelu": (ops.linear_gelu, [X], [W, B], True),
     "embedding": (lambda w: ops.embedding(w, PLACES), [], [X], True),
     "scaled attention": (ops.scaled_dot_product_attention, [HEADS, HEADS[::-1].copy(), HEADS * 0.5], [], True),
