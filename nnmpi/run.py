@@ -31,7 +31,7 @@ from types import FrameType
 from typing import Any
 
 from nnmpi.comm.mpi.shutdown import STALLED
-from nnmpi.command import HelpAsked, Parser, printable, say
+from nnmpi.command import HelpAsked, Parser, positive_count, printable, say
 from nnmpi.errors import LaunchError, NnmpiError, UsageError, counted
 from nnmpi.launching import Launcher, find_launcher, given_hosts, kill, ranks_of
 from nnmpi.reading import read_json
@@ -370,8 +370,13 @@ def main(words: Sequence[str]) -> str:
         UsageError: for wrong options, of this command or of the train command.
         GaveUp: see `Supervisor.run`.
     """
-    own, train = _split(words)
-    options = _read_own(own)
+    at = [*words, "--"].index("--")
+    options, unknown = _parser().parse_known_args(words[:at])
+    train = words[at + 1 :]
+    if unknown:
+        raise UsageError(f"{unknown[0]} is not an option of {PROGRAM}; those of the train command stand behind --")
+    if options.restarts < 0 or not 0 <= options.start_limit < inf:
+        raise UsageError("--restarts and --start-limit are numbers from 0 on")
     try:
         config = parse(train)
     except HelpAsked as asked:
@@ -398,30 +403,9 @@ def main(words: Sequence[str]) -> str:
     return "nnmpi.run: " + Supervisor(plan, find_launcher(options.ranks, hosts), _say).run()
 
 
-def _split(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the words before and behind the first --."""
-    listed = list(words)
-    at = listed.index("--") if "--" in listed else len(listed)
-    return listed[:at], listed[at + 1 :]
-
-
-def _read_own(words: Sequence[str]) -> argparse.Namespace:
-    """Return the options of this command, checked."""
-    options, unknown = _parser().parse_known_args(words)
-    if unknown:
-        raise UsageError(f"{unknown[0]} is not an option of {PROGRAM}; those of the train command stand behind --")
-    if options.ranks < 1:
-        raise UsageError(f"-n {options.ranks} is less than 1 rank")
-    if options.restarts < 0:
-        raise UsageError(f"--restarts is {options.restarts}; give 0 or more")
-    if not 0 <= options.start_limit < inf:
-        raise UsageError(f"--start-limit is {options.start_limit}; give a number of seconds, or 0 for no limit")
-    return options
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(PROGRAM, description=DESCRIPTION, allow_abbrev=False, usage=f"{PROGRAM} [options] -- TRAIN OPTIONS")
-    parser.add_argument("-n", "--ranks", type=int, default=1, help="how many ranks train (default: 1)")
+    parser.add_argument("-n", "--ranks", type=positive_count, default=1, help="how many ranks train (default: 1)")
     parser.add_argument(
         "--restarts",
         type=int,

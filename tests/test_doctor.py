@@ -125,17 +125,6 @@ def test_files_that_are_damaged_hide_nothing_else(file: str, text: bytes, finish
     assert f"--resume '{run}'" in diagnose(run).advice  # as a shell takes it
 
 
-@pytest.mark.parametrize(
-    ("end", "told"),
-    [({"rmse": 0.5, "r2": None}, "2 ranks, test RMSE 0.5, R2 nan; the"), ({"perplexity": 3.0}, "2 ranks; the")],
-)
-def test_it_tells_how_good_numbers_are(end: dict[str, Any], told: str, finished: Path, tmp_path: Path) -> None:
-    run = shutil.copytree(finished, tmp_path / "run")
-    there = json.loads((run / "finished.json").read_text())
-    write(run / "finished.json", json.dumps(there | {"accuracy": None} | end))
-    assert told in diagnose(run).happened
-
-
 @pytest.mark.parametrize("name", ENDS)
 def test_it_says_what_happened(name: str, finished: Path, tmp_path: Path) -> None:
     spoil, happened, advice = ENDS[name]

@@ -18,7 +18,7 @@ from nnmpi.data.loader import Loader
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
 from nnmpi.shard import split
-from nnmpi.train.checkpoint import MODEL_FILE, OPTIMIZER_FILE, RunState, Saver, find, restore
+from nnmpi.train.checkpoint import RunState, Saver, find, restore
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
 from tests.equivalence.reference import digits
@@ -119,23 +119,6 @@ def test_it_goes_on_under_another_layout(group: Group, tmp_path: Path, name: str
         assert not any(group.gather(wrong)), (first, second, wrong)
         before.close()
         after.close()
-    alone.free()
-
-
-@pytest.mark.parametrize("name", sorted(MODELS))
-def test_the_file_is_that_of_one_rank(group: Group, tmp_path: Path, name: str) -> None:
-    folder = RunFolder(Path(group.share(str(tmp_path))))
-    alone, own = group.split(group.rank), RunFolder(tmp_path / f"alone{group.rank}")
-    own.path.mkdir()
-    Job(alone, name, None).save(own, step=0)
-    for step, layout in enumerate(layouts(group.size, name)[:: 1 if name == "mlp" else 2]):
-        job = Job(group, name, layout)
-        job.save(folder, step)
-        job.close()
-        for file in (MODEL_FILE, OPTIMIZER_FILE):
-            found = (folder.checkpoints / f"step-{step:08d}" / file).read_bytes()
-            assert all(group.gather(found == (own.checkpoints / "step-00000000" / file).read_bytes())), (layout, file)
-        group.barrier()
     alone.free()
 
 

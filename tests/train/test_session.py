@@ -17,7 +17,6 @@ from nnmpi.data.loader import Loader
 from nnmpi.errors import CheckpointError, DataError, DeviceError, DivergenceError, UsageError
 from nnmpi.files import sha256
 from nnmpi.reading import read_json
-from nnmpi.train.build import build_model
 from nnmpi.train.checkpoint import CheckpointWriter
 from nnmpi.train.cli import main
 from nnmpi.train.folder import RunFolder
@@ -171,10 +170,6 @@ def test_options_that_change_the_weights(train: Train, words: str) -> None:
     assert not same(train("--epochs 2"), train(f"--epochs 2 {words}" if "--epochs" not in words else words))
 
 
-def test_momentum_changes_the_weights(train: Train) -> None:
-    assert not same(train("--epochs 2 --optimizer sgd"), train("--epochs 2 --optimizer sgd --momentum 0.9"))
-
-
 @pytest.mark.parametrize("words", ["--augment shift", "--augment flip", "--augment shift-flip", "--model resnet"])
 def test_options_for_images_change_the_weights(train: Train, words: str) -> None:
     base = "--dataset digits --max-steps 2 --batch-size 32"
@@ -198,16 +193,6 @@ def test_options_for_images_change_the_weights(train: Train, words: str) -> None
 )
 def test_options_that_must_not_change_the_weights(train: Train, words: str) -> None:
     assert same(train("--epochs 2"), train(f"--epochs 2 {words}"))
-
-
-def test_naming_the_backend_that_is_taken_changes_nothing(train: Train) -> None:
-    assert same(train("--epochs 2"), train(f"--epochs 2 --backend {'cupy' if on_device() else 'numpy'}"))
-
-
-def test_parts_of_a_batch_give_the_same_update(train: Train) -> None:
-    whole, parts = (weights(train(f"--epochs 2 --dtype float64 {words}")) for words in ("", "--microbatches 5"))
-    for name, array in whole.items():
-        np.testing.assert_allclose(parts[name], array, rtol=1e-9, atol=1e-12)
 
 
 def test_schedules_give_the_rates_they_promise(train: Train) -> None:
@@ -272,12 +257,6 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_written_is_a_usage_error(group: Group, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    with pytest.raises(UsageError, match=r"cannot be written \(Not a directory\)"):
-        main(f"--model mlp --dataset iris --out {tmp_path / 'file' / 'run'}".split(), group)
-
-
 def test_a_model_above_the_limit_is_refused_before_anything_is_written(train: Train, tmp_path: Path) -> None:
     with pytest.raises(
         DeviceError, match=r"^rank 0 needs .* more than the limit of 1 KB; spread the model over at least"
@@ -306,14 +285,6 @@ def test_a_model_without_memory_is_one_sentence(train: Train, monkeypatch: pytes
         train("")
     monkeypatch.undo()
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_builds_its_model_once(train: Train, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is looked up of its matrices, and counted of its multiplications, is of the model that trains."""
-    built: list[Any] = []
-    monkeypatch.setattr("nnmpi.train.build.build_model", lambda *given: built.append(build_model(*given)) or built[-1])
-    train("--epochs 1")
-    assert len(built) == 1
 
 
 @pytest.mark.host_only("batches on a device lie where the next ones will")
