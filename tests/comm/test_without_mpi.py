@@ -9,7 +9,7 @@ import pytest
 
 import nnmpi
 
-MPI = [f"nnmpi.comm.mpi.{name}" for name in ("window", "mpi_world", "watchdog")]
+MPI = [f"nnmpi.comm.mpi.{name}" for name in ("mpi_world", "watchdog")]
 OTHERS = ("nnmpi.backend.jit",)  # numba
 
 
