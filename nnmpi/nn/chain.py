@@ -6,9 +6,9 @@
                       \\________________ kept as "1" _______________^
 
 This is the one list of where a model may be cut: stages of a pipeline, units of ZeRO, memory plans and the planner read
-it. Sequences within sequences and residual blocks are opened, transformers' blocks are two layers, and any other module
-is one. Where a cut leaves a kept value open, it travels beside the activation. Parameters keep the names that they have
-in the whole model.
+it. Sequences within sequences and residual blocks are opened, a module that has `links` is as many layers (a
+transformer's block is two), and any other one is one. Where a cut leaves a kept value open, it travels beside the
+activation. Parameters keep the names that they have in the whole model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from nnmpi.errors import UsageError
 from nnmpi.nn.container import Pop, Residual, Sequential, Stash, check_empty, fetch, fuse, keep
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
-from nnmpi.nn.transformer import TransformerBlock
 from nnmpi.tensor.parameter import Parameter
 
 Kept: TypeAlias = dict[str, Any]
@@ -98,12 +97,10 @@ def _layers(module: Module, path: str) -> Iterator[ChainLayer]:
         yield _keeper(path, start)
         yield from _layers(module.body, f"{inside}body")
         yield _taker(path, start, module.close, shortcut)
-    elif type(module) is TransformerBlock:
-        for number, (name, half) in enumerate((("attention", module.attend), ("mlp", module.feed)), start=1):
-            own = (f"norm{number}", name, f"drops.{number - 1}")
-            yield ChainLayer(
-                inside + name, partial(_alone, half), tuple((inside + each, module.get(each)) for each in own)
-            )
+    elif "links" in vars(type(module)):
+        for name, half, own in module.links:
+            members = tuple((inside + each, module.get(each)) for each in own)
+            yield ChainLayer(inside + name, partial(_alone, getattr(module, half)), members)
     else:
         yield ChainLayer(path, lambda x, kept: module(x), ((path, module),), module=module)
 

@@ -77,9 +77,12 @@ class Module:
             feature may go anywhere by default.
         replayable: of a class of your own, whether all that its `forward` does is a function of shapes and of the mode,
             by operations on Tensors: then a `Worker` may replay it (see `nnmpi.compile`). Each subclass says it anew.
+        links: of a class of your own whose `forward` is some of its methods one after another, between which a chain of
+            layers may be cut (see `nn.chain`): of each a name, the method's, and those of the modules that it calls.
     """
 
     replayable: ClassVar[bool] = False
+    links: ClassVar[tuple[tuple[str, str, tuple[str, ...]], ...]] = ()
     path: str = ""
     sharding: Table = NO_TABLE
     units: Mapping[str, Units] = NO_UNITS

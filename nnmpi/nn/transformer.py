@@ -77,6 +77,7 @@ class TransformerBlock(Module):
             attention's probabilities.
     """
 
+    links = (("attention", "attend", ("norm1", "attention", "drops.0")), ("mlp", "feed", ("norm2", "mlp", "drops.1")))
     sharding = MappingProxyType(
         {
             **{f"attention.{name}": sharding for name, sharding in CausalSelfAttention.sharding.items()},
