@@ -28,7 +28,7 @@ from nnmpi.compose.trainer import Progress, SegmentReport, Trainer
 from nnmpi.compose.worker import Worker
 from nnmpi.nn.mode import evaluation
 from nnmpi.ops.loss import cross_entropy
-from nnmpi.parallel.server.parameter_server import ParameterServer
+from nnmpi.parallel.server import ParameterServer
 from nnmpi.synchrony.slow import Slow
 from nnmpi.synchrony.staleness import Staleness
 from nnmpi.synchrony.sync import Sync

@@ -9,7 +9,6 @@ gossip     worker 0   step | with 3 and 1 | step | with 3 and 1 |
 from nnmpi import clock, timeline
 from nnmpi.comm.agreement import PeriodicCheck
 from nnmpi.compose.local_gradient import LocalGradient
-from nnmpi.compose.segment import meet
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
@@ -42,8 +41,8 @@ class AveragingRunner:
         self._broken = ""
         self.steps_done = 0
 
-    def run(self, segment: TrainingSegment) -> SegmentReport:
-        """Run one segment."""
+    def run(self, segment: TrainingSegment) -> tuple[SegmentReport, str, int]:
+        """Run one segment; see `ParameterServerRunner.run`."""
         loader, begin = segment.loader, clock.now()
         if (loader.rank, loader.world) != (self.group.rank, self.group.size):
             raise UsageError(
@@ -90,7 +89,7 @@ class AveragingRunner:
             updates=done,
             staleness=staleness if self._is_local else None,
         )
-        return meet(self.group, report, self._broken, done, clock.now() - begin)
+        return report, self._broken, done
 
     def release(self) -> None:
         """Take everything off the model again. Collective."""

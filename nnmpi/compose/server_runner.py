@@ -10,11 +10,9 @@ it is slowed down. What it does for others is in the time of its step, but is no
 
 from nnmpi import clock, timeline
 from nnmpi.compose.local_gradient import LocalGradient
-from nnmpi.compose.segment import meet
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
-from nnmpi.parallel.server.parameter_server import ParameterServer, Push
-from nnmpi.parallel.server.push_pull import PushPull
+from nnmpi.parallel.server import ParameterServer, Push, PushPull
 from nnmpi.synchrony.sync import Sync
 
 TOLD = ("samples", "targets", "loss_sum", "score_sum", "compute_s", "sync_s", "input_s")  # of a gradient, in its Push
@@ -43,8 +41,8 @@ class ParameterServerRunner:
         self._served_s = 0.0  # spent on others' messages while a gradient was computed
         self.steps_done = 0
 
-    def run(self, segment: TrainingSegment) -> SegmentReport:
-        """Run one segment."""
+    def run(self, segment: TrainingSegment) -> tuple[SegmentReport, str, int]:
+        """Run one segment; return what this rank did, what was wrong with a gradient of its, and the batches of all."""
         self._begin_s = self._told_s = clock.now()
         self._segment = segment
         if self._steps < 0:
@@ -65,7 +63,7 @@ class ParameterServerRunner:
         )
         batches = 0 if server is None else server.controller.batches_done
         self.optimizer.steps = int(self.group.share(self.optimizer.steps))
-        return meet(self.group, report, broken, batches, clock.now() - self._begin_s)
+        return report, broken, batches
 
     def release(self) -> None:
         """Take everything off the model again, and give all ranks the optimizer's state. Collective.

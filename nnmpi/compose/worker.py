@@ -50,7 +50,7 @@ from nnmpi.compose.passes import Outcome, Passes, data_parallel, evaluate_all
 from nnmpi.compose.stats import EvalReport, StepReport, Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
-from nnmpi.errors import DeviceError, NnmpiError, UsageError, counted
+from nnmpi.errors import DeviceError, NnmpiError, UsageError
 from nnmpi.memory.ledger import (
     ACTIVATIONS,
     BATCHES,
@@ -67,7 +67,6 @@ from nnmpi.parallel.fused import FusedUpdate, fusing_pays
 from nnmpi.parallel.replication import check_free, check_replicas
 from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.parallel.zero.storage import ShardedStorage
-from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.parallel.zero.units import predict_bytes
 from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.timeline import COUNTER, Timeline, TraceEvent, current, recording
@@ -454,8 +453,8 @@ class Worker(Trainer):
         return self.passes.replay.explain()
 
     def describe_exchange(self) -> str:
-        """Return the buckets, the all-reduce algorithms that were chosen for them, and why (for the first of each)."""
-        exchange, where = self.parallel.exchange, self.arrangement
+        """Return what becomes of gradients, in words."""
+        where = self.arrangement
         if self.group.size == 1:
             return "none, one rank has nothing to add"
         if where is not None and where.layout.fixed:
@@ -464,13 +463,7 @@ class Worker(Trainer):
             return "none of gradients, as there is one replica"
         if self.fused is not None:
             return "fused with the update, through shared memory"
-        if isinstance(self.parallel, ShardedDataParallel):
-            return ", ".join([self.parallel.describe(), *([self.notice] if self.notice else [])])
-        words = [counted(len(exchange.buckets), "bucket")]
-        first = {choice.algorithm: choice for choice in reversed(exchange.choices)}
-        words += [f"{name} ({choice.reason})" for name, choice in reversed(first.items())]
-        words.append("overlapped with the backward pass" if exchange.overlap else "after the backward pass")
-        return ", ".join([*words, self.notice] if self.notice else words)
+        return ", ".join([self.parallel.describe(), *([self.notice] if self.notice else [])])
 
     def summary(self) -> list[str]:
         """Return lines about the pipeline's passes, if there are any."""

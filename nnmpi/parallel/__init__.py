@@ -6,7 +6,7 @@
       fused with the update        fused                the same, and the parameters, in memory of the node
       ZeRO                         zero/                the same, and state, gradients, parameters, each in parts
     model averaging                averaging            weights now and then (local SGD, gossip)
-    parameter servers              server/              gradients and weights, with servers, at each rank's own pace
+    parameter servers              server               gradients and weights, with servers, at each rank's own pace
     pipeline parallelism           pipeline/            the layers one after the other; activations and their gradients
     tensor parallelism             tensor, sharded/     each layer; activations before or after it
 

@@ -26,7 +26,7 @@ from nnmpi.comm.buffers import is_device
 from nnmpi.comm.fit import SHARED_BYTES
 from nnmpi.comm.gradients import BucketExchange, Traffic, predict_traffic
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, DeviceError, NnmpiError, UsageError
+from nnmpi.errors import CommError, DeviceError, NnmpiError, UsageError, counted
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
 from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model, digest
@@ -203,6 +203,14 @@ class DataParallel:
     def end_pass(self) -> None:
         """End a pass, whether it is complete or an exception has ended it."""
         self._last = None
+
+    def describe(self) -> str:
+        """Return the buckets, the all-reduce algorithms that were chosen for them, and why (for the first of each)."""
+        words = [counted(len(self.exchange.buckets), "bucket")]
+        first = {choice.algorithm: choice for choice in reversed(self.exchange.choices)}
+        words += [f"{name} ({choice.reason})" for name, choice in reversed(first.items())]
+        words.append("overlapped with the backward pass" if self.exchange.overlap else "after the backward pass")
+        return ", ".join(words)
 
     def check_equal(self) -> None:
         """Compare a hash of the parameters over all ranks; collective.

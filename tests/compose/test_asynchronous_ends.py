@@ -9,9 +9,8 @@ import pytest
 from nnmpi import nn
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
-from nnmpi.compose.asynchronous import AsynchronousWorker
+from nnmpi.compose.asynchronous import AsynchronousWorker, average_buffers
 from nnmpi.compose.losses import sum_cross_entropy
-from nnmpi.compose.segment import average_buffers
 from nnmpi.errors import DivergenceError
 from nnmpi.synchrony.sync import Sync
 from nnmpi.tensor.tensor import Tensor

@@ -3,7 +3,7 @@
 import pytest
 
 from nnmpi.comm.group import Group
-from nnmpi.compose.segment import SHOWN_WORKERS, StalenessSummary
+from nnmpi.compose.asynchronous import SHOWN_WORKERS, describe_segments
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Progress, SegmentReport
 from nnmpi.synchrony.staleness import Staleness
@@ -78,18 +78,14 @@ def stale(*workers: list[int]) -> Staleness:
     return found
 
 
-def test_segments_are_put_together_told_and_forgotten() -> None:
-    summary, two, four = StalenessSummary(), Totals(steps=2), Totals(steps=4)
-    assert summary.lines() == []
-    summary.add(SegmentReport(two, messages=6, bytes=2 * 2**20, staleness=stale([0, 1], [2]), lead=1))
-    summary.add(SegmentReport(four, messages=12, bytes=10 * 2**20, staleness=stale([3], [0, 0]), disagreement=0.025))
-    assert summary.lines() == [
-        "staleness 1.00 on average, at most 3; at most 1 step ahead; steps by worker: 3, 3; "
-        "weights differed by 2.5 % before they were averaged at the end",
-        "3 messages with 2 MB per step, over all ranks",
-    ]
-    assert summary.lines() == []
-    summary.add(SegmentReport(two, messages=4, bytes=2**19))
-    assert summary.lines() == ["2 messages with 0.25 MB per step, over all ranks"]
-    summary.add(SegmentReport(two, staleness=stale(*[[0]] * (SHOWN_WORKERS + 1))))
-    assert summary.lines()[0].endswith("steps by worker: " + ", ".join(["1"] * SHOWN_WORKERS) + ", ...")
+def test_segments_are_put_together_and_told() -> None:
+    two, four = Totals(steps=2), Totals(steps=4)
+    assert describe_segments(SegmentReport()) == []
+    first = SegmentReport(two, messages=6, bytes=2 * 2**20, staleness=stale([0, 1], [2]), lead=1)
+    second = SegmentReport(four, messages=12, bytes=10 * 2**20, staleness=stale([3], [0, 0]), disagreement=0.025)
+    told, sent = describe_segments(first.plus(second))
+    for words in ("1.00 on average, at most 3", "1 step ahead", "steps by worker: 3, 3", "differed by 2.5 %"):
+        assert words in told
+    assert sent.startswith("3 messages with 2 MB per step")
+    many = describe_segments(SegmentReport(two, staleness=stale(*[[0]] * (SHOWN_WORKERS + 1))))
+    assert many[0].endswith("steps by worker: " + ", ".join(["1"] * SHOWN_WORKERS) + ", ...")

@@ -317,14 +317,14 @@ FAULTS = (
     ),
     Fault(
         "server: an update of a part has the whole rate",
-        "nnmpi/parallel/server/parameter_server.py",
+        "nnmpi/parallel/server.py",
         "self.optimizer.lr = lr * share",
         "self.optimizer.lr = lr",
         "tests/parallel/server",
     ),
     Fault(
         "server: gradients in the order in which they came",
-        "nnmpi/parallel/server/parameter_server.py",
+        "nnmpi/parallel/server.py",
         "key=lambda each: (each[0].batch, each[0].part))",
         "key=lambda each: 0)",
         "tests/parallel/server",

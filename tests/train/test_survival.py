@@ -15,7 +15,7 @@ from nnmpi.comm.simulated.scheduler import Faults
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.trainer import Trainer
 from nnmpi.errors import CommError
-from nnmpi.parallel.server.parameter_server import ParameterServer
+from nnmpi.parallel.server import ParameterServer
 from nnmpi.run import Supervisor
 from nnmpi.train import checkpoint, folder, metrics, session
 from nnmpi.train.checkpoint import CheckpointWriter, TensorWriter

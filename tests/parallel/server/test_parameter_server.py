@@ -5,7 +5,7 @@ import pytest
 
 from nnmpi.errors import CommError
 from nnmpi.optim.updates import SGD, Adam
-from nnmpi.parallel.server.parameter_server import ParameterServer, Push
+from nnmpi.parallel.server import ParameterServer, Push
 from nnmpi.synchrony.consistency import Task
 from nnmpi.tensor.parameter import FlatStorage, Parameter
 

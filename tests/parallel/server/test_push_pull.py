@@ -15,8 +15,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CommError
 from nnmpi.nn.module import Module
-from nnmpi.parallel.server.parameter_server import ParameterServer, Push
-from nnmpi.parallel.server.push_pull import PushPull, Reply
+from nnmpi.parallel.server import ParameterServer, Push, PushPull, Reply
 from nnmpi.shard import part
 from nnmpi.synchrony.consistency import Task
 from nnmpi.tensor import Tensor
