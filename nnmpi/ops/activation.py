@@ -13,10 +13,9 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace, zero
 from nnmpi.backend.kernels import kernels_for
-from nnmpi.backend.precision import FLOAT32, cast, is_low
 from nnmpi.backend.sums import row_blocks
 from nnmpi.errors import ShapeError, UsageError
-from nnmpi.ops.linear import LinearFunction, bias_grad, check_linear, linear_options
+from nnmpi.ops.linear import LinearFunction, bias_grad, check_linear, multiply
 from nnmpi.tensor.function import Elementwise, Function
 from nnmpi.tensor.operand import in_float32, require_floating, with_kernels
 from nnmpi.tensor.placement import Placement, uncut
@@ -221,12 +220,6 @@ class LinearGeluFunction(LinearFunction):
         slope: Array | None = xp.empty(y.shape, y.dtype) if kernels is not None or True in self.needs else None
         if kernels is not None:
             kernels.bias_gelu(xp, y, bias, slope, self.tanh)
-        elif is_low(y.dtype):  # in float32, rounded once
-            z, wide = cast(xp, y, FLOAT32), xp.empty(y.shape, FLOAT32)
-            _in_blocks(xp, self.tanh, z, z, wide, bias)
-            for place, values in ((y, z), (slope, wide)):
-                if place is not None:
-                    xp.copyto(place, values, casting="unsafe")
         else:
             _in_blocks(xp, self.tanh, y, y, slope, bias)
         return slope
@@ -365,7 +358,7 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, approxima
     """
     reads = check_linear("linear_gelu", x, weight, bias)
     require_floating("linear_gelu", x)
-    return LinearGeluFunction(_is_tanh(approximate), linear_options(x, reads))(x, weight, bias)
+    return multiply(partial(LinearGeluFunction, _is_tanh(approximate)), reads, x, weight, bias)
 
 
 def _is_tanh(approximate: str) -> bool:

@@ -1,5 +1,6 @@
 """The linear layer's operation, x W + b, alone or with an activation on top."""
 
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -12,7 +13,7 @@ from nnmpi.backend.precision import FLOAT32, cast, is_floating, is_low, to_float
 from nnmpi.backend.sums import row_sum
 from nnmpi.errors import ShapeError
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import read_as, refuse_parts
+from nnmpi.tensor.operand import converted, read_as, refuse_parts
 from nnmpi.tensor.placement import Placement, is_cut, uncut
 from nnmpi.tensor.tensor import Tensor
 
@@ -23,14 +24,13 @@ class LinearFunction(Function):
         x (rows, in)   W (in, out)         y = x W + b                  an activation works on y where it lies
         dW = x^T d     db = 1^T d          dx = d W^T                   d: the gradient of x W + b
 
-    On a device, and in half precision anywhere:
+    On a device:
 
         x, W --read as float16 or bfloat16-->  GEMM, adds up in float32  -->  y, in half precision, + b
         dW, db in the dtypes of W and b (float32): the GEMM writes, or adds, dW where it belongs
 
     Args:
-        reads: the dtype in which such a product reads x and W, and gives the result; None where the product of NumPy's
-            arrays as they are serves, at no further cost.
+        reads: the dtype in which a device's product reads x and W, and gives the result; None for NumPy's arrays.
         gives: the dtype of the result, if it is another one: float32.
     """
 
@@ -155,12 +155,7 @@ class LinearReluFunction(LinearFunction):
         if kernels is not None:
             result = kernels.relu_grad_bias(xp, grad, kept, to_bias)
             return result
-        if is_low(grad.dtype):
-            result = xp.empty(grad.shape, grad.dtype)
-            xp.greater(kept, 0, out=result, casting="unsafe")  # 0 and 1 in the gradient's dtype
-            xp.multiply(grad, result, out=result)
-        else:
-            result = xp.multiply(grad, xp.greater(kept, zero(xp, kept.dtype)))
+        result = xp.multiply(grad, xp.greater(kept, zero(xp, kept.dtype)))
         if to_bias is not None:
             bias_grad(xp, result, to_bias)
         return result
@@ -175,7 +170,7 @@ def bias_grad(xp: Any, grad: Array, to_bias: Array) -> None:
         grad = to_float32(xp, grad)
         if grad.dtype == to_bias.dtype:
             row_sum(xp, grad, out=to_bias)
-        else:
+        else:  # a device's, without its kernels
             xp.copyto(to_bias, row_sum(xp, grad), casting="unsafe")
 
 
@@ -195,7 +190,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         DtypeError: when x, weight and bias differ in dtype (and none is float32 in a mode of mixed precision).
         UsageError: for tf32 with NumPy's arrays.
     """
-    return LinearFunction(linear_options(x, check_linear("linear", x, weight, bias)))(x, weight, bias)
+    return multiply(LinearFunction, check_linear("linear", x, weight, bias), x, weight, bias)
 
 
 def linear_transposed(x: Tensor, weight: Tensor) -> Tensor:
@@ -212,7 +207,7 @@ def linear_transposed(x: Tensor, weight: Tensor) -> Tensor:
     """
     if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ShapeError(f"linear_transposed of {x.shape} and a weight {weight.shape} needs (..., in) and (out, in)")
-    return TransposedLinearFunction(linear_options(x, read_as("linear_transposed", x, weight)))(x, weight, None)
+    return multiply(TransposedLinearFunction, read_as("linear_transposed", x, weight), x, weight)
 
 
 def linear_part(x: Tensor, weight: Tensor) -> Tensor:
@@ -221,7 +216,8 @@ def linear_part(x: Tensor, weight: Tensor) -> Tensor:
     Arguments and errors are those of `linear`.
     """
     reads = check_linear("linear", x, weight, None)
-    return LinearFunction(linear_options(x, reads), gives=FLOAT32 if is_low(reads) else None)(x, weight, None)
+    gives = FLOAT32 if is_low(reads) else None
+    return multiply(lambda reads: LinearFunction(reads, gives), reads, x, weight, narrow=False)
 
 
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -229,13 +225,31 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
     Arguments and errors are those of `linear`. (By compiled kernels the bias's gradient differs in the last bits.)
     """
-    return LinearReluFunction(linear_options(x, check_linear("linear_relu", x, weight, bias)))(x, weight, bias)
+    return multiply(LinearReluFunction, check_linear("linear_relu", x, weight, bias), x, weight, bias)
 
 
-def linear_options(x: Tensor, reads: np.dtype[Any]) -> np.dtype[Any] | None:
-    """Return the dtype in which a product reads its inputs, as `LinearFunction` wants it."""
-    is_plain = not is_low(reads) if type(x.data) is np.ndarray else not is_floating(reads)
-    return None if is_plain else reads
+def multiply(
+    make: Callable[[np.dtype[Any] | None], Callable[..., Any]],
+    reads: np.dtype[Any],
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    narrow: bool = True,
+) -> Tensor:
+    """Apply an operation on a product: by NumPy in float32 where less is read, and rounded once.
+
+    Args:
+        make: returns the operation, given the dtype in which a device's product reads its inputs, or None.
+        reads: that dtype.
+        x, weight, bias: its inputs.
+        narrow: whether NumPy's result is rounded; otherwise it stays float32.
+    """
+    if type(x.data) is not np.ndarray:
+        return make(reads if is_floating(reads) else None)(x, weight, bias)
+    if not is_low(reads):
+        return make(None)(x, weight, bias)
+    y = make(None)(*(None if each is None else converted(each, FLOAT32) for each in (x, weight, bias)))
+    return converted(y, reads) if narrow else y
 
 
 def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> np.dtype[Any]:

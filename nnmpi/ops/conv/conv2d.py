@@ -14,11 +14,9 @@ NumPy                             3 x 3, many channels, even size   WinogradNump
 any library                       no ReLU                           Im2col
                                   otherwise                         None: conv2d, max_pool2d and relu one by one
 
-In half precision a device computes with float16 or bfloat16; NumPy's arrays are rounded to it, computed in float32, and
-the result is rounded again (`in_low_precision`).
+In half precision a device computes with float16 or bfloat16; NumPy computes in float32, and the result is rounded.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -26,7 +24,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import compiled_kernels
-from nnmpi.backend.precision import FLOAT32, cast, is_low
+from nnmpi.backend.precision import FLOAT32, cast
 from nnmpi.backend.windows import Pair, out_size, pair
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.activation import relu
@@ -34,9 +32,10 @@ from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
 from nnmpi.ops.conv.im2col import Im2col, Im2colReluPool
 from nnmpi.ops.conv.winograd_numpy import WinogradNumpy, image_bytes
+from nnmpi.ops.linear import multiply
 from nnmpi.ops.pool import max_pool2d
-from nnmpi.tensor.function import Elementwise, Function, recording
-from nnmpi.tensor.operand import converted, read_as, require_floating
+from nnmpi.tensor.function import Function, recording
+from nnmpi.tensor.operand import read_as, require_floating
 from nnmpi.tensor.tensor import Tensor
 
 # WinogradNumpy, measured against im2col
@@ -209,9 +208,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> 
         DtypeError: when x, weight and bias differ in dtype, and the precision does not say that they may.
     """
     dtype = read_as("conv2d", x, weight, bias)
-    if type(x.data) is np.ndarray:
-        return in_low_precision(dtype, partial(_convolve, spec, None), x, weight, bias)
-    return _convolve(spec, dtype, x, weight, bias)
+    return multiply(lambda reads: partial(_convolve, spec, reads), dtype, x, weight, bias)
 
 
 def _convolve(spec: ConvSpec, reads: np.dtype[Any] | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -224,50 +221,6 @@ def _convolve(spec: ConvSpec, reads: np.dtype[Any] | None, x: Tensor, weight: Te
     y = _convolve(spec._replace(relu=False, pool=NO_POOL), reads, x, weight, bias)
     # the largest first: of the larger array nothing is kept then
     return relu(y if spec.pool == NO_POOL else max_pool2d(y, spec.pool))
-
-
-class _Rounded(Elementwise):
-    """x with what half precision keeps of it, in float32; the gradient stays as exact as it comes."""
-
-    __slots__ = ("low",)
-
-    replayable = True
-
-    def __init__(self, low: np.dtype[Any]) -> None:
-        self.low = low
-
-    def forward(self, x: Array) -> Array:
-        return cast(self.xp, cast(self.xp, x, self.low), FLOAT32)
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (grad,)
-
-
-def in_low_precision(
-    dtype: np.dtype[Any],
-    function: Callable[[Tensor, Tensor, Tensor | None], Tensor],
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-) -> Tensor:
-    """Return function(x, weight, bias); in half precision of rounded inputs, with sums in float32, and rounded.
-
-    A float32 weight is rounded where it is read, and gets a float32 gradient.
-
-    Args:
-        dtype: in which inputs are read. If it is float16 or bfloat16, `function` is given float32.
-        function: computes in the dtype of its arguments.
-        x: images (n, h, w, c).
-        weight: (kh, kw, c / groups, o).
-        bias: (o,), or None.
-    """
-    if not is_low(dtype):
-        return function(x, weight, bias)
-    x = converted(converted(x, dtype), FLOAT32)
-    weight = _Rounded(dtype)(weight) if weight.dtype == FLOAT32 else converted(weight, FLOAT32)
-    bias = None if bias is None else converted(bias, FLOAT32)
-    result: Tensor = converted(function(x, weight, bias), dtype)
-    return result
 
 
 def checked_spec(
