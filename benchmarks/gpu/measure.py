@@ -1,6 +1,6 @@
 """A case in a mode, from its arrays to its rows: trainers are made, judged, asked for their memory, and timed in turns.
 
-    round 0    torch   nnmpi   nnmpi compiled       a block of steps each by events, and one by the host's clock;
+    round 0    torch   nnmpi   nnmpi compiled       a block of steps each, timed by events on the device;
     round 1    nnmpi   torch   ...                  another order every round; nobody else uses the card meanwhile
 
 All trainers live in one process and on one stream each, so that no context is switched between blocks.
@@ -12,7 +12,7 @@ from typing import Any
 
 from benchmarks.gpu.cases import FLOAT32, CaseArrays
 from benchmarks.gpu.judge import TrainingCourse, course, examine, rate
-from benchmarks.gpu.trainer import DeviceTrainer, device_s, host_s
+from benchmarks.gpu.trainer import DeviceTrainer, device_s
 from benchmarks.gpu.trainer_nnmpi import NnmpiDeviceTrainer
 from benchmarks.harness.turns import WrongResultError, ratio, shuffled, steps_in_block, summary
 from benchmarks.training.measure import LR
@@ -96,8 +96,7 @@ def measure(arrays: CaseArrays, mode: str, made: Makers, right: TrainingCourse, 
     time_blocks(trainers, timing)
     for trainer, row in trainers:
         trainer.close()
-        for clock in ("device", "host"):
-            row |= summary(clock, row[f"{clock}_blocks_s"])
+        row |= summary("device", row["device_blocks_s"])
     return rows
 
 
@@ -106,7 +105,6 @@ def _look(trainer: DeviceTrainer, arrays: CaseArrays, right: TrainingCourse, row
     row["errors"] = asdict(examine(trainer, arrays.weights, right))
     trainer.lr = LR
     for _ in range(WARM_UP):
-        trainer.upload()
         trainer.read(trainer.step())
 
 
@@ -117,13 +115,12 @@ def time_blocks(trainers: Sequence[tuple[DeviceTrainer, Row]], timing: Timing) -
     first = [(device_s(trainer, WARM_UP), device_s(trainer, WARM_UP))[1] for trainer, _ in trainers]
     steps = steps_in_block(timing.block_s, first, MOST_STEPS)
     for _, row in trainers:
-        row.update(steps=steps, device_blocks_s=[], host_blocks_s=[])
+        row.update(steps=steps, device_blocks_s=[])
     for number in range(-1, timing.rounds):  # the first round warms up
         for trainer, row in shuffled(trainers, number):
-            device, host = device_s(trainer, steps), host_s(trainer, steps)
+            seconds = device_s(trainer, steps)
             if number >= 0:
-                row["device_blocks_s"].append(device)
-                row["host_blocks_s"].append(host)
+                row["device_blocks_s"].append(seconds)
 
 
 def fastest(rows: Sequence[Row], case: str, mode: str, side: str) -> Row | None:
@@ -147,7 +144,6 @@ def ratios(rows: Sequence[Row]) -> list[Row]:
         if ours is None or theirs is None:
             continue
         fields: Row = {"case": case, "mode": mode, "nnmpi": ours["name"], "torch": theirs["name"]}
-        for clock in ("device", "host"):
-            fields |= ratio(clock, theirs[f"{clock}_blocks_s"], ours[f"{clock}_blocks_s"])
+        fields |= ratio("device", theirs["device_blocks_s"], ours["device_blocks_s"])
         found.append(fields)
     return found

@@ -21,7 +21,6 @@ def contestants(rows: Sequence[Row], markdown: bool = False) -> str:
         ("mode", "mode"),
         ("contestant", "name"),
         ("device ms (quartiles)", lambda row: spread(row["device_s"], row["device_quartiles_s"], ms)),
-        ("end-to-end ms (quartiles)", lambda row: spread(row["host_s"], row["host_quartiles_s"], ms)),
         (
             "error of losses, of the change",
             lambda row: f"{row['errors']['loss']:.0e}, {row['errors']['change']:.0e}",
@@ -42,6 +41,5 @@ def speeds(rows: Sequence[Row], markdown: bool = False) -> str:
         ("nnmpi's way", "nnmpi"),
         ("PyTorch's way", "torch"),
         ("PyTorch / nnmpi, device (quartiles)", lambda row: spread(row["device"], row["device_quartiles"])),
-        ("end-to-end (quartiles)", lambda row: spread(row["host"], row["host_quartiles"])),
     )
     return render(columns, ratios(rows), markdown)

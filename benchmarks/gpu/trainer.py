@@ -1,6 +1,5 @@
-"""What every contestant can do on the device, nnmpi's and PyTorch's; and the two clocks that time it."""
+"""What every contestant can do on the device, nnmpi's and PyTorch's; and the clock that times it."""
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,11 +12,10 @@ Arrays = list[NDArray[np.float64]]
 
 
 class DeviceTrainer:
-    """One contestant: a model on the device with its optimizer (plain SGD), and one batch in host and device memory.
+    """One contestant: a model on the device with its optimizer (plain SGD), and one batch there.
 
-    Each has restore (the first weights), weights (copies in host memory, in nnmpi's order and layout), upload (of the
-    batch, without waiting), step (returns the loss, on the device), read (it, as a number), wait (for the device), mark
-    (an event) and between (two events: seconds).
+    Each has restore (the first weights), weights (copies in host memory, in nnmpi's order and layout), step (returns the
+    loss, on the device), read (it, as a number), wait (for the device), mark (an event) and between (two events: seconds).
 
     Attributes:
         name: unique among those of a case and mode.
@@ -28,7 +26,6 @@ class DeviceTrainer:
     lr: float = 0.0
     restore: Callable[[], None]
     weights: Callable[[], Arrays]
-    upload: Callable[[], None]
     step: Callable[[], Any]
     read: Callable[[Any], float]
     wait: Callable[[], None]
@@ -52,13 +49,3 @@ def device_s(trainer: DeviceTrainer, steps: int) -> float:
     end = trainer.mark()
     trainer.wait()
     return trainer.between(begin, end) / steps
-
-
-def host_s(trainer: DeviceTrainer, steps: int) -> float:
-    """Return the seconds per step by the host's clock: upload of the batch, step, and the loss as a number."""
-    trainer.wait()
-    begin = time.perf_counter()
-    for _ in range(steps):
-        trainer.upload()
-        trainer.read(trainer.step())
-    return (time.perf_counter() - begin) / steps

@@ -11,7 +11,6 @@ from benchmarks.training.trainer_nnmpi import build, mean_loss
 from nnmpi import Tensor, nn, optim
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
-from nnmpi.comm.buffers import room_for
 
 
 class NnmpiDeviceTrainer(DeviceTrainer):
@@ -33,9 +32,6 @@ class NnmpiDeviceTrainer(DeviceTrainer):
         self._model = build(self.case).initialize(seed=self.case.seed, dtype=dtype, backend=backend)
         self._optimizer = optim.SGD(self._model.storage, lr=0.01)
         x, y = arrays.batch(dtype)
-        self._host = [room_for(backend.xp, each.shape, each.dtype) for each in (x, y)]
-        for host, values in zip(self._host, (x, y), strict=True):
-            host[...] = values
         self._x, self._y = backend.asarray(x), backend.asarray(y)
         self._run = nnmpi.compile(self._loop) if compiled else self._loop
 
@@ -46,10 +42,6 @@ class NnmpiDeviceTrainer(DeviceTrainer):
     def weights(self) -> Arrays:
         found = [self._backend.to_host(parameter.data) for parameter in self._model.parameters()]
         return [np.array(array, np.float64) for array in found]
-
-    def upload(self) -> None:
-        for host, array in zip(self._host, (self._x, self._y), strict=True):
-            array.set(host, stream=self._backend.xp.cuda.get_current_stream())  # type: ignore[attr-defined]
 
     def step(self) -> Any:
         self._optimizer.lr = self.lr

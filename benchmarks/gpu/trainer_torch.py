@@ -41,8 +41,7 @@ class TorchDeviceTrainer(DeviceTrainer):
         x, y = map(torch.from_numpy, arrays.batch(dtype))
         if images:
             x = x.permute(0, 3, 1, 2).contiguous(memory_format=order)
-        self._host = [each.pin_memory() for each in (x, y)] if device == "cuda" else [x, y]
-        self._x, self._y = (each.to(device) for each in self._host)
+        self._x, self._y = x.to(device), y.to(device)
         self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.01)
 
     def restore(self) -> None:
@@ -53,10 +52,6 @@ class TorchDeviceTrainer(DeviceTrainer):
     def weights(self) -> Arrays:
         parts = [parameter.detach().cpu().contiguous().numpy().reshape(-1) for parameter in self._model.parameters()]
         return from_torch(self.case, np.concatenate(parts).astype(np.float64), self._first)
-
-    def upload(self) -> None:
-        self._x.copy_(self._host[0], non_blocking=True)
-        self._y.copy_(self._host[1], non_blocking=True)
 
     def step(self) -> Any:
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = self.mode == TF32

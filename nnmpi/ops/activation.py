@@ -81,25 +81,6 @@ class SigmoidFunction(Elementwise):
         return (xp.multiply(to_x, grad, out=to_x),)
 
 
-class Silu(Elementwise):
-    """x * sigmoid(x)"""
-
-    replayable = True
-
-    def forward(self, x: Array) -> Array:
-        s = _sigmoid(self.xp, x)
-        y: Array = self.xp.multiply(x, s)
-        self.saved = (y, s)
-        return y
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        (y, s), xp = self.saved, self.xp
-        to_x = xp.subtract(1, s, out=xp.empty(s.shape, s.dtype))  # the derivative is s + y (1 - s)
-        xp.multiply(to_x, y, out=to_x)
-        xp.add(to_x, s, out=to_x)
-        return (xp.multiply(to_x, grad, out=to_x),)
-
-
 def _sigmoid(xp: Any, x: Array) -> Any:
     """Return 1 / (1 + e^-x) as e^min(x, 0) / (1 + e^-|x|), in which no exponential overflows."""
     small, below = xp.empty(x.shape, x.dtype), xp.empty(x.shape, x.dtype)
@@ -130,7 +111,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 def silu(x: Tensor) -> Tensor:
     """Return x * sigmoid(x), elementwise: SiLU, also called swish (Elfwing, Uchibe and Doya, 2017)."""
-    return in_float32(Silu(), require_floating("silu", x))
+    return require_floating("silu", x) * sigmoid(x)
 
 
 tanh = Tensor.tanh

@@ -66,7 +66,7 @@ class DeviceKernels:
     # ---- dense layers: rows are all axes but the last
 
     def bias_grad(self, xp: Any, grad: Array, to_bias: Array) -> None:
-        """Add up the rows."""
+        """Add up the rows; with few columns this is several times as fast as CuPy's sum."""
         self._launcher.sums("column_sum", "column_total", (grad,), (to_bias,))
 
     def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> None:
@@ -209,12 +209,6 @@ class DeviceKernels:
             self._launcher.over_rows("layer_norm_grad", *x.shape, *kept, scale, to_x, *x.shape)
         if to_scale is not None or to_shift is not None:
             self._launcher.sums("layer_norm_sums", "layer_norm_total", kept, (to_scale, to_shift))
-
-    def column_sums(self, xp: Any, a: Array, out: Array | None) -> Array:
-        """Return the columns' sums, which with few columns are several times as fast as CuPy's."""
-        place: Array = xp.empty(a.shape[1:], a.dtype) if out is None else out
-        self.bias_grad(xp, xp.ascontiguousarray(a), place)
-        return place
 
     # ---- tables
 
