@@ -14,8 +14,9 @@ Arrays = list[NDArray[np.float64]]
 class DeviceTrainer:
     """One contestant: a model on the device with its optimizer (plain SGD), and one batch there.
 
-    Each has restore (the first weights), weights (copies in host memory, in nnmpi's order and layout), step (returns the
-    loss, on the device), read (it, as a number), wait (for the device), mark (an event) and between (two events: seconds).
+    Each has restore (the first weights), weights (copies in host memory, in nnmpi's order and layout), step
+    (returns the loss, on the device), read (it, as a number), wait (for the device), mark (an event) and between
+    (two events: seconds).
 
     Attributes:
         name: unique among those of a case and mode.
