@@ -333,9 +333,10 @@ def summed(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
 
 def _refuse_mean(loss: SumLoss) -> None:
     """Refuse a loss that says by its arguments that it is no sum, such as `cross_entropy` as it stands."""
-    if isinstance(loss, Module) and getattr(loss, "reduction", "sum") != "sum":
+    named = getattr(loss, "options", vars(loss)).get("reduction", "sum") if isinstance(loss, Module) else "sum"
+    if named != "sum":
         raise UsageError(
-            f"the loss has reduction={loss.reduction!r}, but a Worker divides the sum of all ranks' losses once: "
+            f"the loss has reduction={named!r}, but a Worker divides the sum of all ranks' losses once: "
             f'make it by nn.{type(loss).__name__}(reduction="sum")'
         )
     try:

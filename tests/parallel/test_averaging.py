@@ -241,18 +241,6 @@ def test_gossip_mixes_as_its_matrix_says_and_meets_at_the_mean(group: Group) -> 
     gossip.release()
 
 
-@pytest.mark.simulated(min_size=2, max_size=2)
-@pytest.mark.parametrize("kind", SGD)
-def test_gossip_of_two_is_the_synchronous_run(group: Group, kind: str) -> None:
-    model = network()
-    gossip = Gossip(group, model.storage, SGD[kind](model.storage))
-    train(gossip, model, list(split(8, 2)), 5)
-    right = same_bits(group, model.storage.data)
-    right = right and close(flat(model.storage.data), flat(serial(SGD[kind], 8, 5)[0].storage.data))
-    gossip.release()
-    assert all(group.gather(right))
-
-
 def all_kinds(group: Group, storage: Any) -> list[Averaging]:
     """Return one of each kind that works with so many ranks."""
     kinds: list[Averaging] = [LocalSGD(group, storage, ADAM(storage), every=2)]

@@ -225,51 +225,6 @@ def test_a_parameter_frozen_on_one_rank(group: Group, strategy: str) -> None:
     Setting(group).assert_refused(make, CommError, "models: rank 0 has bias (2,) float64, frozen; ")
 
 
-UPDATES: dict[str, tuple[Callable[[Any, int], Any], str, str]] = {
-    "rule": (lambda model, rank: (optim.Adam if rank else optim.SGD)(model.storage, lr=0.1), "SGD", "Adam"),
-    "rate": (lambda model, rank: optim.SGD(model.storage, lr=0.1 + rank), "lr 0.1", "lr 1.1"),
-    "option": (lambda model, rank: optim.SGD(model.storage, 0.1, momentum=0.5 * rank), "momentum 0.0", "momentum 0.5"),
-    "betas": (
-        lambda model, rank: optim.Adam(model.storage, betas=(0.9, 0.5 * rank)),
-        "betas (0.9, 0.0)",
-        "betas (0.9, 0.5)",
-    ),
-    "decay": (
-        lambda model, rank: optim.SGD(model.storage, 0.1, weight_decay=0.5 * rank),
-        "weight decay (0.0,)",
-        "weight decay (0.5,)",
-    ),
-    "clip": (lambda model, rank: optim.SGD(model.storage, lr=0.1), "clip None", "clip 1.0"),
-}
-
-
-@pytest.mark.simulated(max_size=2, min_size=2)
-@pytest.mark.parametrize("what", UPDATES)
-@pytest.mark.parametrize("asynchronous", [False, True])
-def test_different_updates(group: Group, what: str, asynchronous: bool) -> None:
-    """Replicas would go apart, or wait for one another."""
-    build, ours, theirs = UPDATES[what]
-    setting = Setting(group)
-    optimizer = build(setting.model, group.rank)
-    numerics = Numerics(clip=1.0 if what == "clip" and group.rank else None)
-    make = partial(AsynchronousWorker, sync=Sync("asp")) if asynchronous else Worker
-    setting.assert_refused(
-        lambda: make(setting.model, optimizer, group, numerics=numerics),
-        UsageError,
-        f"the ranks' updates differ: rank 0 has {ours}; rank 1 has {theirs}; give all the same",
-    )
-
-
-LOSSES: dict[str, tuple[Callable[[int], Any], str]] = {
-    "name": (
-        lambda rank: "mse" if rank else None,
-        "cross-entropy with label_smoothing 0.0; rank 1 has mse; give all the same",
-    ),
-    "option": (lambda rank: partial(ops.huber, reduction="sum", delta=1.0 + rank), "huber with"),
-    "function": (lambda rank: _twice if rank else _once, "_once; rank 1 has _twice"),
-}
-
-
 def _once(x: Any, y: Any) -> Tensor:
     return ops.mse(x, y, reduction="sum")
 
@@ -278,32 +233,36 @@ def _twice(x: Any, y: Any) -> Tensor:
     return ops.mse(x, y, reduction="sum") * 2
 
 
+def sgd(model: Any, **options: Any) -> Any:
+    return optim.SGD(model.storage, **{"lr": 0.1, **options})
+
+
+# (model, rank) -> what this rank gives a trainer, and words of the refusal.
+DIFFERENT: dict[str, tuple[Callable[[Any, int], dict[str, Any]], str]] = {
+    "rule": (lambda m, r: {"optimizer": optim.Adam(m.storage, lr=0.1) if r else sgd(m)}, "updates differ: .*Adam"),
+    "rate": (lambda m, r: {"optimizer": sgd(m, lr=0.1 + r)}, "updates differ: .*lr 1.1"),
+    "option": (lambda m, r: {"optimizer": sgd(m, momentum=0.5 * r)}, "updates differ: .*momentum 0.5"),
+    "betas": (lambda m, r: {"optimizer": optim.Adam(m.storage, betas=(0.9, 0.5 * r))}, "updates differ: .*betas"),
+    "decay": (lambda m, r: {"optimizer": sgd(m, weight_decay=0.5 * r)}, "updates differ: .*weight decay"),
+    "clip": (lambda m, r: {"numerics": Numerics(clip=1.0 if r else None)}, "updates differ: .*clip 1.0"),
+    "loss": (lambda m, r: {"loss": "mse" if r else None}, "losses differ: .*cross-entropy .*rank 1 has mse"),
+    "delta": (lambda m, r: {"loss": partial(ops.huber, reduction="sum", delta=1.0 + r)}, "losses differ: .*huber with"),
+    "function": (lambda m, r: {"loss": _twice if r else _once}, "losses differ: .*_once; rank 1 has _twice"),
+    "seed": (lambda m, r: {"seed": r}, "seeds differ: rank 0 has 0; rank 1 has 1"),
+}
+
+
 @pytest.mark.simulated(max_size=2, min_size=2)
-@pytest.mark.parametrize("what", LOSSES)
+@pytest.mark.parametrize("what", DIFFERENT)
 @pytest.mark.parametrize("asynchronous", [False, True])
-def test_different_losses(group: Group, what: str, asynchronous: bool) -> None:
-    """The sum of the gradients of two losses is that of neither."""
-    build, words = LOSSES[what]
+def test_ranks_that_would_train_differently(group: Group, what: str, asynchronous: bool) -> None:
+    """Replicas would go apart, or wait for one another; the sum of two losses' gradients is that of neither."""
+    build, words = DIFFERENT[what]
     setting = Setting(group)
-    optimizer = optim.SGD(setting.model.storage, lr=0.1)
+    options = {"optimizer": sgd(setting.model), **build(setting.model, group.rank)}
     make = partial(AsynchronousWorker, sync=Sync("asp")) if asynchronous else Worker
-    setting.assert_refused(
-        lambda: make(setting.model, optimizer, group, loss=build(group.rank)),
-        UsageError,
-        f"the ranks' losses differ: rank 0 has {words}",
-    )
-
-
-@pytest.mark.simulated(max_size=2, min_size=2)
-def test_different_seeds(group: Group) -> None:
-    """Each rank would drop other elements than one rank alone."""
-    setting = Setting(group)
-    optimizer = optim.SGD(setting.model.storage, lr=0.1)
-    setting.assert_refused(
-        lambda: Worker(setting.model, optimizer, group, seed=group.rank),
-        UsageError,
-        "the ranks' seeds differ: rank 0 has 0; rank 1 has 1; give all the same",
-    )
+    with pytest.raises(UsageError, match=words):
+        make(setting.model, group=group, **options)
 
 
 @pytest.mark.simulated(min_size=2)

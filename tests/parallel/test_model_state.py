@@ -1,8 +1,9 @@
 """What one layout gives, any other takes: whole arrays on rank 0, from slices that lie anywhere, and back."""
 
+import re
 from collections.abc import Callable
 from functools import partial
-from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.errors import CheckpointError, CommError, LayoutError, NnmpiError
-from nnmpi.parallel.model_state import ArraySpec, ModelState, StateEntry
+from nnmpi.parallel.model_state import ArraySpec, ModelState, StateEntry, describe, shard_maps
 from nnmpi.shard import Region, part
 
 SHAPES: dict[str, tuple[int, ...]] = {
@@ -220,23 +221,46 @@ def test_ranks_that_know_other_names_are_refused(group: Group) -> None:
         assert text == f"{differ}: {others} not what rank 0 has"
 
 
-def draw(seed: int, group: Group) -> dict[str, tuple[Region | None, bool]]:
-    """Return any layout: each array cut along any axis at any places, dealt to any ranks, with replicas."""
-    rng = np.random.default_rng(seed)
-    held: dict[str, tuple[Region | None, bool]] = {}
-    for name, shape in SHAPES.items():
-        axes = [axis for axis, length in enumerate(shape) if length]
-        regions: list[Region | None] = [None]
-        if axes and rng.random() < 0.8:
-            axis = int(rng.choice(axes))
-            repeats = int(rng.choice([n for n in range(1, shape[axis] + 1) if shape[axis] % n == 0]))
-            length = shape[axis] // repeats
-            cuts = sorted(rng.integers(0, length + 1, size=rng.integers(0, group.size)).tolist())
-            regions = [Region(shape, axis, *ends, repeats) for ends in pairwise([0, *cuts, length])]
-        owners = rng.permutation(group.size)[: len(regions)].tolist()
-        replicas = rng.integers(-1, len(regions), size=group.size).tolist()  # -1: has none of it
-        if group.rank in owners:
-            held[name] = (regions[owners.index(group.rank)], True)
-        elif replicas[group.rank] >= 0:
-            held[name] = (regions[replicas[group.rank]], False)
-    return held
+OUTLINE = ArraySpec((4, 6), "float32")
+
+
+def columns(start: int, stop: int, repeats: int = 1) -> Region:
+    return Region((4, 6), 1, start, stop, repeats)
+
+
+def say(region: Region | None = None, owned: bool = True, spec: ArraySpec = OUTLINE, name: str = "w") -> list[Any]:
+    return describe(name, spec, region, owned)
+
+
+@pytest.mark.parametrize(
+    ("everyones", "text"),
+    [
+        ([[say()], [say()]], "w is written by ranks 0-1; one may own it"),
+        ([[say()], [say(columns(0, 2))]], "w is written by ranks 0-1; one may own it"),
+        (
+            [[say(columns(0, 2))], [say(columns(3, 6))]],
+            "the slices of w do not join on axis 1: one ends at 2, the next",
+        ),
+        (
+            [[say(columns(0, 4))], [say(columns(3, 6))]],
+            "the slices of w do not join on axis 1: one ends at 4, the next",
+        ),
+        ([[say(columns(0, 2))], [say(columns(2, 5))]], "the end of w is written by no rank; give an owner"),
+        ([[say(owned=False)], []], "the end of w is written by no rank; give an owner"),
+        ([[say(columns(0, 3))], [say(columns(2, 3, 2))]], "w is cut along 2 different axes; its slices must be of one"),
+        ([[], []], "no rank has 'w'; every array of the model must be somewhere"),
+        ([[say()], [say(name="v")]], "rank 1 has 'v', which is not among the 1 names of the model"),
+        ([[say(), say(owned=False)]], "rank 0 has 'w' twice; a rank gives each array once"),
+        (
+            [[say()], [say(owned=False, spec=ArraySpec((4, 6), "float64"))]],
+            "w has shape (4, 6) and float32 on rank 0, but shape (4, 6) and float64 on rank 1",
+        ),
+    ],
+)
+def test_slices_that_make_no_whole_are_refused(everyones: list[list[Any]], text: str) -> None:
+    with pytest.raises(LayoutError, match=f"^{re.escape(text)}"):
+        shard_maps(everyones, ["w"])
+
+
+def test_an_array_without_elements_needs_no_owner() -> None:
+    assert shard_maps([[say(owned=False, spec=ArraySpec((0, 3), "int64"))]], ["w"])["w"].written == []
