@@ -191,7 +191,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         if folder is not None:
             try:
                 self._place = os.stat(folder.path)
-                self._stream = FileIO(folder.metrics, "ab")
+                self._stream = folder.metrics.open("ab", buffering=0)
                 self._length = self._stream.tell()
                 self._events = EventFile(folder.events, first_step + 1) if can_write() else None
             except OSError as error:
