@@ -1,13 +1,14 @@
-"""Linear layers and losses by compiled kernels: the plain ones in float64, and what is left to these."""
+"""Linear layers, losses and LSTM by compiled kernels: the plain ones in float64, and what is left to these."""
 
 import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi.backend.kernels import jit
+from nnmpi.backend.kernels import jit, kernels_for
 from nnmpi.errors import ShapeError
 from nnmpi.ops.linear import linear_relu
 from nnmpi.ops.loss import cross_entropy
+from nnmpi.ops.lstm import lstm
 from nnmpi.tensor.tensor import Tensor
 
 pytest.importorskip("numba")
@@ -24,14 +25,14 @@ def run(function, arrays, dtype, compiled):
     return [y.data, *(t.grad for t in tensors)]
 
 
-def compare(function, arrays):
-    """Compare with the plain operation in float64, within 2e-6 of the largest."""
+def compare(function, arrays, share=2e-6):
+    """Compare with the plain operation in float64, within a share of the largest."""
     expected = run(function, arrays, np.float64, False)
     found = run(function, arrays, np.float32, True)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.shape == theirs.shape
         assert mine.dtype == np.float32
-        np.testing.assert_allclose(mine, theirs, rtol=0, atol=2e-6 * abs(theirs).max(initial=1e-3))
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=share * abs(theirs).max(initial=1e-3))
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (2, 3, 4), (0, 3), (1, 1), (70, 2, 3)])
@@ -84,3 +85,28 @@ def test_other_losses_are_plain(settings, compiled_calls):
     compare(lambda x: cross_entropy(x, labels, **settings), [logits])
     compare(lambda x: cross_entropy(x, labels.astype(np.uint8)), [logits])
     assert compiled_calls == []
+
+
+@pytest.mark.parametrize("lengths", [None, [1, 4, 3]])
+def test_lstm(lengths):
+    """Forward and backward, gates near their ends, and sequences of several lengths; by other bits than NumPy."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(size, dtype=np.float32) * 2 for size in ((3, 4, 5), (5, 24), (6, 24), (24,))]
+
+    def function(*given):
+        return lstm(*given, lengths=None if lengths is None else np.array(lengths))
+
+    compare(function, arrays, 3e-6)
+    ours, plain = (run(function, arrays, np.float32, compiled) for compiled in (True, False))
+    assert not np.array_equal(ours[0], plain[0]) and not np.array_equal(ours[1], plain[1])
+
+
+def test_tanh():
+    """Within 3 units of the last place of float64's, near 0 and far from it."""
+    x = np.float32([0.0, -0.0, 1e-20, 3e-4, -0.1, 0.62, 0.63, -1.5, 5.0, -9.0, 50.0, np.inf, -np.inf, np.nan])
+    gates = np.zeros((1, 4 * x.size), np.float32)
+    gates[0, -x.size :] = x
+    zeros = np.zeros((1, x.size), np.float32)
+    with jit():
+        kernels_for(x, "lstm_step").lstm_step(gates, np.zeros_like(gates), zeros, zeros.copy(), zeros.copy())
+    np.testing.assert_allclose(gates[0, -x.size :], np.tanh(x.astype("float64")), rtol=4e-7)

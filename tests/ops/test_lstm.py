@@ -1,4 +1,4 @@
-"""Long short-term memory: gradients against differences; packed, padded and one by one; the state passed on."""
+"""Long short-term memory: packed, padded and one by one; the state passed on."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,6 @@ import pytest
 import nnmpi
 from nnmpi import Tensor, nn, ops
 from nnmpi.errors import DtypeError, ShapeError, UsageError
-from nnmpi.tensor import check_gradients
 from tests.device.here import here
 
 BATCH, TIME, INPUTS, FEATURES = 5, 7, 3, 4
@@ -15,17 +14,6 @@ DRAW = np.random.default_rng(0)
 X = DRAW.standard_normal((BATCH, TIME, INPUTS))
 WEIGHTS = [DRAW.standard_normal(shape) for shape in ((INPUTS, 16), (FEATURES, 16), (16,))]
 STATE = [DRAW.standard_normal((BATCH, FEATURES)) for _ in range(2)]
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("lengths", [None, LENGTHS])
-def test_gradients(reverse: bool, lengths: np.ndarray | None) -> None:
-    """Of x, the weights and the first state, through all results."""
-
-    def all_results(x: Tensor, w: Tensor, r: Tensor, b: Tensor, h: Tensor, c: Tensor) -> Tensor:
-        return ops.lstm(x, w, r, b, (h, c), lengths, reverse, ends=True)
-
-    check_gradients(all_results, [here(each) for each in (X, *WEIGHTS, *STATE)])
 
 
 def layer(**options: bool) -> nn.LSTM:
