@@ -29,8 +29,8 @@ from nnmpi.compose.worker import Worker
 from nnmpi.nn.mode import evaluation
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.parallel.server import ParameterServer
+from nnmpi.synchrony.consistency import Staleness
 from nnmpi.synchrony.slow import Slow
-from nnmpi.synchrony.staleness import Staleness
 from nnmpi.synchrony.sync import Sync
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor

@@ -34,8 +34,8 @@ from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.averaging import average
 from nnmpi.parallel.replication import broadcast_state, check_free
+from nnmpi.synchrony.consistency import Staleness
 from nnmpi.synchrony.slow import NOT_SLOW, Slow
-from nnmpi.synchrony.staleness import Staleness
 from nnmpi.synchrony.sync import Sync
 
 SHOWN_WORKERS = 16

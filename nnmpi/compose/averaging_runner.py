@@ -15,7 +15,7 @@ from nnmpi.data.loader import Batch
 from nnmpi.errors import UsageError
 from nnmpi.optim.clip import scale
 from nnmpi.parallel.averaging import Gossip, LocalSGD
-from nnmpi.synchrony.staleness import Staleness
+from nnmpi.synchrony.consistency import Staleness
 from nnmpi.synchrony.sync import Sync
 
 

@@ -34,8 +34,8 @@ from nnmpi.data.loader import Batch, Loader
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.model_state import ModelState
+from nnmpi.synchrony.consistency import Staleness
 from nnmpi.synchrony.slow import NOT_SLOW, Slow
-from nnmpi.synchrony.staleness import Staleness
 
 
 @dataclass

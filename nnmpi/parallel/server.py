@@ -64,8 +64,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages
 from nnmpi.errors import CommError
 from nnmpi.optim.optimizer import Arrays, Optimizer
-from nnmpi.synchrony.consistency import ConsistencyController, Task
-from nnmpi.synchrony.staleness import Staleness
+from nnmpi.synchrony.consistency import ConsistencyController, Staleness, Task
 from nnmpi.tensor.parameter import FlatStorage
 
 

@@ -68,7 +68,7 @@ from nnmpi import clock
 from nnmpi.errors import CheckpointError, NnmpiError
 from nnmpi.files import write_atomically
 from nnmpi.reading import parse_json
-from nnmpi.synchrony.staleness import Staleness
+from nnmpi.synchrony.consistency import Staleness
 from nnmpi.train.folder import RunFolder
 
 to_line = json.JSONEncoder(allow_nan=False).encode  # `json.dumps` makes an encoder for each call

@@ -8,9 +8,8 @@ import pytest
 
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CommError, UsageError
-from nnmpi.synchrony.consistency import ConsistencyController, Task, WorkerClocks, WorkQueue
+from nnmpi.synchrony.consistency import ConsistencyController, Staleness, Task, WorkerClocks, WorkQueue
 from nnmpi.synchrony.slow import Slow
-from nnmpi.synchrony.staleness import Staleness
 from nnmpi.synchrony.sync import MODES, Sync
 
 

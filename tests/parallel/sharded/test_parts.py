@@ -209,19 +209,3 @@ def test_compiled_steps_refuse_too() -> None:
             nnmpi.compile(lambda x: head(x))(np.ones((2, 4)))
 
     nnmpi.simulate(main, ranks=2)
-
-
-def test_what_the_issue_saw() -> None:
-    """Two blocks with attention by columns and rows under tp 2: the first loss is the serial one."""
-
-    def main(group: Group) -> float:
-        model = nn.Sequential(nn.TransformerBlock(8, 2), nn.TransformerBlock(8, 2))
-        if group.size > 1:
-            shard(model, group, {f"*.{name}": sharding for name, sharding in HEADS.items()})
-        model.initialize(seed=0, dtype="float64")
-        x = np.random.default_rng(0).standard_normal((2, 5, 8))
-        with training():
-            return (model(Tensor(x)) ** 2).sum().item()
-
-    (serial,) = nnmpi.simulate(main, ranks=1)
-    assert nnmpi.simulate(main, ranks=2) == pytest.approx([serial, serial], rel=1e-12)
