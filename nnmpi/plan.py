@@ -2,10 +2,11 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -19,13 +20,8 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.measure import find_fit
 from nnmpi.command import Console, Option, options_of, read_words
 from nnmpi.data.dataset import Dataset, Samples
-from nnmpi.errors import UsageError
-from nnmpi.planner.network import PlannedNetwork, find_network
-from nnmpi.planner.price import Pricer
-from nnmpi.planner.report import describe, options, to_json
-from nnmpi.planner.search import plan
-from nnmpi.planner.shapes import ModelShapes
-from nnmpi.train.auto_layout import take_network, take_profile, workload_of
+from nnmpi.errors import UsageError, counted
+from nnmpi.memory.ledger import KINDS
 from nnmpi.train.build import build_whole
 from nnmpi.train.cli import ask, start_ranks
 from nnmpi.train.computing import check_backend, choose_computing, take_backend
@@ -41,6 +37,10 @@ from nnmpi.train.config import (
     require,
 )
 from nnmpi.train.inputs import load_samples, match_loss
+from nnmpi.train.planner.auto_layout import take_network
+from nnmpi.train.planner.network import PlannedNetwork, find_network
+from nnmpi.train.planner.price import LayoutSearch, ModelShapes, PlannedLayout, Pricer, plan
+from nnmpi.train.planner.profile import Workload, take_profile
 from nnmpi.units import format_bytes, format_seconds, parse_bytes
 
 PROGRAM = "python -m nnmpi.plan"
@@ -50,10 +50,13 @@ mpirun -n 2 python -m nnmpi.plan --model gpt --dataset paradise-lost --batch-siz
 python -m nnmpi.plan --model cnn --shape 28 28 1 --ranks 64 --nodes 16 --network ethernet-10g
 mpirun -n 2 python -m nnmpi.plan --model nets/mine.py:build --batch-size 64 --memory 2GiB
 
-The model's parts are measured once, by all ranks of this job at the same time, and kept. Every layout has a price;
-those whose bounds are above the ten best are not simulated. With --memory, layouts that would not fit may come with a
-budget for activations, some of which are then computed again. Prints the ten, their bytes, why others fall out, and the
-command that runs the first."""
+The model's parts are measured once, by all ranks of this job at the same time, and kept. Every layout has a price. With
+--memory, layouts that would not fit may come with the least activations, and compute the others again. Prints the ten
+best, their bytes, why others fall out, and the command that runs the first."""
+WIDTH = 100
+TIMES = ("computing", "bubble", "messages", "update")
+SHORT = ("weights", "gradients", "state", "activations", "exchange", "batches")  # the ledger's kinds, as headings
+REASONS = 8  # of those that most layouts fall out for
 
 
 @dataclass(frozen=True)
@@ -187,15 +190,17 @@ def _plan(asked: _Asked, samples: Samples, ranks: int, group: Group, backend: Ba
     machine, config = asked.machine, asked.config
     say = (lambda line: None) if machine.json else console.say
     network = _network(machine, ranks, group, say)  # first: it may be none, and measuring the model takes longer
-    workload, profile = take_profile(workload_of(config, samples), group, ranks, backend, say)
+    workload = Workload(config, (samples, samples))
+    profile, _ = take_profile(workload, group, ranks, backend, say)
 
     def look() -> list[str]:
-        pricer = Pricer(workload, profile, network, ModelShapes(workload, profile, backend))
+        shapes = ModelShapes(workload, profile, backend)
+        pricer = Pricer(workload.batch_size, workload.row_bytes, profile, network, shapes)
         found = plan(pricer, machine.memory_bytes, machine.kept)
-        command = train_command(asked, ranks, options(found.best[0]))
+        command = train_command(asked, ranks, found.best[0].options())
         if machine.json:
             return [json.dumps({**to_json(found), "command": command}, indent=1)]
-        step_s = profile.step((1, 1), workload.batch_size, "seconds")
+        step_s = profile.step(workload.batch_size, "seconds")
         return [*_header(asked, ranks, network, step_s), *describe(found), "", command]
 
     console.say(*on_root(group, look))
@@ -249,16 +254,50 @@ def _header(asked: _Asked, ranks: int, network: PlannedNetwork, step_s: float) -
     machine = asked.machine
     memory = "any memory" if machine.memory_bytes is None else f"{format_bytes(machine.memory_bytes)} each"
     return [
-        f"{asked.config.model.model}, batches of {asked.config.optimization.batch_size}; {_count(ranks, 'rank')} on "
-        f"{_count(len(set(network.nodes)), 'node')}, {memory}",
+        f"{asked.config.model.model}, batches of {asked.config.optimization.batch_size}; {counted(ranks, 'rank')} on "
+        f"{counted(len(set(network.nodes)), 'node')}, {memory}",
         f"messages: {network.name}",
         f"computing: measured here; a step of one rank takes {format_seconds(step_s, 3)} without the update",
         "",
     ]
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def describe(found: LayoutSearch) -> Iterator[str]:
+    """Yield the lines that tell what a search found, at most 100 columns wide."""
+    yield f"{counted(found.looked_at, 'layout')}, priced in {found.seconds:.2f} s"
+    yield ""
+    yield f"{'':>3}{'step':>10}" + "".join(f"{name:>10}" for name in TIMES) + "  layout"
+    for number, one in enumerate(found.best, 1):
+        times = "".join(f"{format_seconds(each, 3):>10}" for each in (one.price.seconds, *vars(one.price).values()))
+        first, *rest = wrap(str(one.candidate), WIDTH - 55)
+        yield f"{number:>3}{times}  {first}"
+        yield from (f"{'':>55}{line}" for line in rest)
+    yield ""
+    yield f"{'':>3}{'bytes':>12}" + "".join(f"{name:>13}" for name in SHORT)
+    for number, one in enumerate(found.best, 1):
+        sizes = "".join(f"{format_bytes(one.memory.get(kind, 0)):>13}" for kind in KINDS)
+        yield f"{number:>3}{format_bytes(one.bytes):>12}{sizes}"
+    if found.refused:
+        yield ""
+        yield "fall out:"
+    for reason, count in found.refused.most_common(REASONS):
+        first, *rest = wrap(reason, WIDTH - 10)
+        yield f"{count:>8}  {first}"
+        yield from (f"{'':>10}{line}" for line in rest)
+
+
+def to_json(found: LayoutSearch) -> dict[str, Any]:
+    """Return what a search found as JSON values."""
+    best = [layout_to_json(one) for one in found.best]
+    told = {"layouts": found.looked_at, "seconds": found.seconds, "refused": dict(found.refused)}
+    return {**told, "best": best}
+
+
+def layout_to_json(one: PlannedLayout) -> Mapping[str, Any]:
+    """Return a layout, its price and its bytes as JSON values."""
+    times = {f"{name}_s": seconds for name, seconds in zip(TIMES, vars(one.price).values(), strict=True)}
+    layout = {**vars(one.candidate), "split": list(one.split)}
+    return {**layout, "step_s": one.price.seconds, **times, "memory": dict(one.memory)}
 
 
 def train_command(asked: _Asked, ranks: int, layout: Any) -> str:

@@ -3,12 +3,10 @@
 import argparse
 import json
 import sys
-import time
 from dataclasses import replace
 from itertools import permutations
 from math import nan
 from pathlib import Path
-from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout
 
@@ -16,24 +14,14 @@ from nnmpi.backend.backend import numpy_backend  # noqa: E402
 from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
 from nnmpi.comm.mpi.start import start  # noqa: E402
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS  # noqa: E402
-from nnmpi.planner.price import Pricer  # noqa: E402
-from nnmpi.planner.report import layout_to_json, options  # noqa: E402
-from nnmpi.planner.search import plan  # noqa: E402
-from nnmpi.planner.shapes import ModelShapes  # noqa: E402
-from nnmpi.planner.space import Candidate  # noqa: E402
-from nnmpi.train.auto_layout import (  # noqa: E402
-    choose,
-    kind_of,
-    take_network,
-    take_profile,
-    time_layout,
-    with_options,
-    workload_of,
-)
+from nnmpi.plan import layout_to_json  # noqa: E402
 from nnmpi.train.build import build_whole  # noqa: E402
 from nnmpi.train.cli import parse  # noqa: E402
 from nnmpi.train.computing import choose_computing  # noqa: E402
 from nnmpi.train.inputs import load_samples  # noqa: E402
+from nnmpi.train.planner.auto_layout import RACE_S, choose, take_network  # noqa: E402
+from nnmpi.train.planner.price import ModelShapes, Pricer, plan  # noqa: E402
+from nnmpi.train.planner.profile import Workload, ready, take_profile, usual_s, with_options  # noqa: E402
 
 CASES = {
     "mlp": "--model mlp --hidden 512 512 --batch-size 256",
@@ -42,7 +30,6 @@ CASES = {
     "lstm": "--model lstm --dataset paradise-lost --batch-size 16",
 }
 SMALL = "--model mlp --hidden 16 --batch-size 16"
-EVERY = 10**6
 
 
 def spread(planned, wanted):
@@ -50,56 +37,47 @@ def spread(planned, wanted):
     plain = [one for one in planned if one.candidate.pp == 1]
     others = [one for one in planned if one.candidate.pp > 1]
     left = max(wanted - len(plain), 2)
-    step = max(1, len(others) // left)
-    best = {kind_of(one.candidate): one for one in reversed(planned)}.values()
-    chosen = {id(one) for one in [*best, *plain, *others[::step][:left]]}
+    best = {one.candidate.kind: one for one in reversed(planned)}.values()
+    chosen = {id(one) for one in [*best, *plain, *others[:: max(1, len(others) // left)][:left]]}
     return [one for one in planned if id(one) in chosen]
 
 
 def run(words, group, wanted, rounds, say):
     """Measure one model's layouts with the kernels and BLAS of a run; return everything as JSON values. Collective."""
     backend, config = numpy_backend(), parse(words.split())
-    train, _ = load_samples(config, group, group.rank, say)
-    config, computing = choose_computing(config, build_whole(config, train, backend, group), train, backend, group)
+    samples = load_samples(config, group, group.rank, say)
+    model = build_whole(config, samples[0], backend, group)
+    config, computing = choose_computing(config, model, samples[0], backend, group)
     with computing.in_use():
-        return {"command": words, **measure_layouts(config, train, backend, group, wanted, rounds, say)}
-
-
-def measure_layouts(config, train, backend, group, wanted, rounds, say):
-    """Measure the layouts of a run; return everything as JSON values. Collective."""
-    begin = time.perf_counter()
-    workload, profile = take_profile(workload_of(config, train), group, group.size, backend, say)
-    profiled_s = time.perf_counter() - begin
-    network = take_network(group, say)
-    group.fit = network.fit
-    shapes = ModelShapes(workload, profile, backend)
-    everything = plan(Pricer(workload, profile, network, shapes), kept=EVERY)
-    quick = plan(Pricer(workload, profile, network, shapes))
-    chosen = spread(everything.best, wanted)
-    rows: dict[Candidate, dict[str, Any]] = {
-        one.candidate: {**layout_to_json(one), "words": str(one.candidate), "rounds": []} for one in chosen
-    }
-    for _ in range(rounds):
-        for one in chosen:
-            timed = time_layout(with_options(config, options(one)), group, backend, group.rank)
-            rows[one.candidate]["bytes"] = timed.memory
-            rows[one.candidate]["rounds"].append(timed.seconds)
-        chosen.reverse()  # a machine that gets slower in each round is so for those at both ends
-    for row in rows.values():
-        row["took_s"] = min(row["rounds"])
-        say(f"{row['words']}: {1e3 * row['step_s']:.3f} ms, took {1e3 * row['took_s']:.3f}")
-    auto = choose(replace(config, parallel=replace(config.parallel, layout="auto")), group, backend, group.rank, say)
-    won = next(one for one in chosen if with_options(config, options(one)).parallel == auto.config.parallel)
-    same = [a.candidate for a in quick.best] == [b.candidate for b in everything.best[: len(quick.best)]]
+        workload = Workload(config, samples)
+        profile, _ = take_profile(workload, group, group.size, backend, say)
+        network = take_network(group, say)
+        group.fit = network.fit
+        shapes = ModelShapes(workload, profile, backend)
+        pricer = Pricer(workload.batch_size, workload.row_bytes, profile, network, shapes)
+        everything = plan(pricer, kept=10**6)
+        chosen = spread(everything.best, wanted)
+        rows = {one.candidate: {**layout_to_json(one), "words": str(one.candidate), "rounds": []} for one in chosen}
+        for _ in range(rounds):
+            for one in chosen:
+                with ready(workload, one.options(), None, group, backend) as (worker, batches):
+                    took_s = usual_s(group, lambda batch, own=worker: own.step(batch, 0.0), batches, RACE_S)
+                    peaks = group.gather(dict(worker.ledger.report().peaks))
+                rows[one.candidate]["rounds"].append(took_s)
+                rows[one.candidate]["bytes"] = max(peaks, key=lambda kinds: sum(kinds.values()))
+            chosen.reverse()  # a machine that gets slower in each round is so for those at both ends
+        for row in rows.values():
+            row["took_s"] = min(row["rounds"])
+            say(f"{row['words']}: {1e3 * row['step_s']:.3f} ms, took {1e3 * row['took_s']:.3f}")
+        left_open = replace(config, parallel=replace(config.parallel, layout="auto"))
+        auto = choose(left_open, group, backend, group.rank, say).config.parallel
+    won = next((rows[one.candidate] for one in chosen if with_options(config, one.options()).parallel == auto), None)
     return {
+        "command": words,
         "ranks": group.size,
         "layouts": everything.looked_at,
-        "priced": quick.priced,
-        "search_s": quick.seconds,
-        "all_priced_s": everything.seconds,
-        "same_as_all": same,
-        "profile_s": profiled_s,
-        "auto_took_s": rows[won.candidate]["took_s"],
+        "search_s": everything.seconds,
+        "auto_took_s": nan if won is None else won["took_s"],
         "rows": list(rows.values()),
     }
 
@@ -122,8 +100,7 @@ def judge(found):
         f"{rows[0]['took_s'] / fastest:.3f} / {found['auto_took_s'] / fastest:.3f}",
         f"{state_off} B",
         f"{100 * max(plain, default=0):.2f} / {100 * max(kept_off):.0f} %",
-        f"{found['priced']} of {found['layouts']} in {found['search_s']:.2f} s",
-        "yes" if found["same_as_all"] else "NO",
+        f"{found['layouts']} in {found['search_s']:.2f} s",
     ]
 
 
@@ -137,12 +114,11 @@ TITLES = (
     "state off",
     "activations off: whole replicas / all",
     "priced",
-    "the same as all priced",
 )
 
 
 def main():
-    """Print the table; end with status 1 where the search does not find what full enumeration finds."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="a small model, few layouts")
     parser.add_argument("--only", default="", help=f"one of {', '.join(CASES)}")
@@ -163,8 +139,7 @@ def main():
         if given.json is not None:
             before = json.loads(given.json.read_text()) if given.json.exists() else []
             given.json.write_text(json.dumps([*before, *found], indent=1) + "\n")
-    return 0 if all(each["same_as_all"] for each in found) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

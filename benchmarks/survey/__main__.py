@@ -3,8 +3,7 @@
 systems.json    paper, model, devices, the system's own strategy, and what was published, with the place where it stands
 described       the model's layers, and a profile from the devices' stated speeds
 
-Each is priced as its system lays it out, and planned with what nnmpi has. What is assumed stands in the file, and is
-printed.
+Each is priced as its system lays it out. What is assumed stands in the file, and is printed.
 """
 
 import argparse
@@ -13,34 +12,24 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from math import prod
 from pathlib import Path
 from textwrap import wrap
 from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout
 
-from benchmarks.survey.described import DescribedLayer, DescribedShapes, describe_layers, grouped, profile_of  # noqa: E402
+from benchmarks.survey.described import DescribedLayer, DescribedShapes, describe_layers, profile_of  # noqa: E402
 from nnmpi.comm.machine import Curve, Link, Machine, blocks  # noqa: E402
-from nnmpi.errors import LayoutError  # noqa: E402
 from nnmpi.memory.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS, PARAMETERS, STATE  # noqa: E402
-from nnmpi.planner.network import BYTES_PER_GBIT, PlannedNetwork  # noqa: E402
-from nnmpi.planner.price import LayoutPrice, Pricer  # noqa: E402
-from nnmpi.planner.search import PlannedLayout, plan  # noqa: E402
-from nnmpi.planner.space import Candidate  # noqa: E402
+from nnmpi.plan import SHORT  # noqa: E402
+from nnmpi.train.planner.network import BYTES_PER_GBIT, PlannedNetwork  # noqa: E402
+from nnmpi.train.planner.price import LayoutPrice, Memory, Pricer  # noqa: E402
+from nnmpi.train.planner.space import Candidate  # noqa: E402
 from nnmpi.units import format_bytes, format_seconds  # noqa: E402
 
 WIDTH = 100
-MOST_SHARED = (1, 2, 4, 8, 16)  # ranks of one replica's layers
-MOST_LAYERS = 16  # of the chain that is planned: so many stages at most, and a search of seconds
 CLOSE = 1.3  # a factor between predicted and published that needs no explanation
-
-
-@dataclass(frozen=True)
-class SurveyBatch:
-    """Rows of a global batch, and the bytes of one: what a price takes of a workload."""
-
-    batch_size: int
-    row_bytes: int
 
 
 @dataclass(frozen=True)
@@ -79,44 +68,33 @@ class SurveyedSystem:
         add = Curve.line(0.0, 3 / (told["device"]["memory_gbyte_s"] * 1e9))  # two are read, one is written
         return PlannedNetwork(told["system"], Machine(inside, across if several else None, nodes, add), told["devices"])
 
-    def pricer(self, layers: Sequence[DescribedLayer], shares: Sequence[int], split: Sequence[int] = ()) -> Pricer:
-        """Return what prices layouts of a chain, with so many ranks for a replica's layers."""
+    def pricer(self, tp: int = 1, split: Sequence[int] = ()) -> Pricer:
+        """Return what prices layouts of the chain, with so many ranks for a replica's layers."""
         told = self.told
-        state = sum(told["bytes"].values()) * self.parameters
-        profile = profile_of(
-            layers,
-            self.flops_s,
-            [(tp, 1) for tp in shares],
-            [1, told["batch"]],
-            told["recompute"],
-            state / (told["device"]["memory_gbyte_s"] * 1e9),
-            told.get("partitioned", False),
-        )
+        update_s = sum(told["bytes"].values()) * self.parameters / (told["device"]["memory_gbyte_s"] * 1e9)
+        profile = profile_of(self.layers, self.flops_s, tp, told["batch"], update_s, told)
         sample = told["model"].get("sample") or [told["model"].get("sequence") or told["model"].get("pixels", 1) ** 2]
-        row_bytes = 4
-        for length in sample:
-            row_bytes *= length
-        batch = SurveyBatch(told["batch"], row_bytes)
-        shapes = DescribedShapes(layers, told["bytes"], split)
-        return Pricer(batch, profile, self.network, shapes)
+        shapes: Any = DescribedShapes(self.layers, told["bytes"], split)
+        return Pricer(told["batch"], 4 * prod(sample), profile, self.network, shapes)
 
-    def own(self) -> tuple[LayoutPrice, int]:
-        """Return what its own strategy takes, and the bytes of all devices together."""
+    def own(self) -> tuple[LayoutPrice, Memory, int]:
+        """Return what its own strategy takes, the bytes of the device that has most, and those of all devices."""
         own = dict(self.told["own"])
         kind, split = own.pop("kind"), own.pop("split", ())
         del own["words"]
         if kind == "replicated":
             return self._replicated(own["replicas"], own["layers"])
         one = Candidate(**own)
-        pricer = self.pricer(self.layers, sorted({1, one.tp}), split)
+        pricer = self.pricer(one.tp, split)
         price, everyones = pricer.price(one), pricer.everyones_memory(one)
+        memory = max(everyones, key=lambda kinds: sum(kinds.values()))
         total = sum(sum(kinds.values()) for kinds in everyones) * (one.ranks // len(everyones))
         if kind == "host":
-            price = self._from_host(price)
-            total = price.bytes * one.ranks
-        return price, total
+            price, memory = self._from_host(price, memory)
+            total = sum(memory.values()) * one.ranks
+        return price, memory, total
 
-    def _from_host(self, price: LayoutPrice) -> LayoutPrice:
+    def _from_host(self, price: LayoutPrice, memory: Memory) -> tuple[LayoutPrice, Memory]:
         """Return a price with weights, gradients and state in the host's memory, of which two blocks are here.
 
         Weights come for the forward and for the backward, and gradients go, while blocks before and behind compute.
@@ -125,16 +103,11 @@ class SurveyedSystem:
         moved_s = self.parameters * (2 * each["parameters"] + each["gradients"])
         moved_s /= self.told["host_gbit"] * BYTES_PER_GBIT
         block = 2 * max(layer.parameters for layer in self.layers)
-        memory = {**price.memory, STATE: 0}
-        memory |= {kind: round(block * each[kind]) for kind in (PARAMETERS, GRADIENTS)}
-        return replace(
-            price,
-            memory=memory,
-            exposed_s=price.exposed_s + max(0.0, moved_s - price.computing_s),
-            update_s=0.0,
-        )
+        held = {**memory, STATE: 0, **{kind: round(block * each[kind]) for kind in (PARAMETERS, GRADIENTS)}}
+        exposed_s = price.exposed_s + max(0.0, moved_s - price.computing_s)
+        return replace(price, exposed_s=exposed_s, update_s=0.0), held
 
-    def _replicated(self, replicas: int, layers: int) -> tuple[LayoutPrice, int]:
+    def _replicated(self, replicas: int, layers: int) -> tuple[LayoutPrice, Memory, int]:
         """Return what a pipeline takes whose first stage has replicas and whose second has one rank, when it is full.
 
         A step is one minibatch of every replica: the slower of the replicas with their sum, and of the second stage.
@@ -144,7 +117,7 @@ class SurveyedSystem:
         for part, count, own in ((self.layers[:layers], replicas, rows), (self.layers[layers:], 1, rows * replicas)):
             busy_s = own * 3 * sum(layer.flops for layer in part) / self.flops_s
             gradients = sum(layer.parameters for layer in part) * self.told["bytes"]["gradients"]
-            sums_s = self.network.exchange("all-reduce", "ring", tuple(range(count)), round(gradients))
+            sums_s = self.network.exchange("all-reduce", range(count), round(gradients))
             times.append((busy_s, sums_s))
             versions = 2 if count > 1 else 1  # of weights and activations: those of the minibatch under way, too
             memories.append(
@@ -160,26 +133,7 @@ class SurveyedSystem:
         busy_s, sums_s = times[slow]
         most = max(memories, key=lambda kinds: sum(kinds.values()))
         total = replicas * sum(memories[0].values()) + sum(memories[1].values())
-        return LayoutPrice(computing_s=busy_s, bubble_s=0.0, exposed_s=sums_s, update_s=0.0, memory=most), total
-
-    def choose(self) -> PlannedLayout | None:
-        """Return the layout of nnmpi that takes the least time on the same machine; None where none fits.
-
-        Where the file says so, it is planned for fewer devices with as much smaller a batch: with 2048 a search takes
-        minutes, and what each byte of a ring takes is the same.
-        """
-        few = self.told.get("planned_devices", self.told["devices"])
-        if few < self.told["devices"]:
-            batch = self.told["batch"] * few // self.told["devices"]
-            return SurveyedSystem({**self.told, "devices": few, "batch": batch, "planned_devices": few}).choose()
-        total, layers = self.told["devices"], grouped(self.layers, MOST_LAYERS)
-        # nnmpi shares out the layers of transformers and of dense ones.
-        wide = self.told["model"]["kind"] in ("transformer", "dense")
-        pricer = self.pricer(layers, [tp for tp in MOST_SHARED if total % tp == 0] if wide else [1])
-        try:
-            return plan(pricer, self.limit_bytes, 1).best[0]
-        except LayoutError:
-            return None
+        return LayoutPrice(busy_s, 0.0, sums_s, 0.0), most, total
 
 
 @dataclass(frozen=True)
@@ -189,16 +143,16 @@ class SurveyRow:
     Attributes:
         system: which.
         own: what its own strategy takes; a step is the pass of one batch.
+        memory: of the device that has most, by kind.
         total_bytes: of all its devices.
         figure: what was published, as it is predicted here; None where nothing was.
-        chosen: what nnmpi would run on the same machine; None where no layout fits.
     """
 
     system: SurveyedSystem
     own: LayoutPrice
+    memory: Memory
     total_bytes: int
-    figure: float | None
-    chosen: PlannedLayout | None
+    figure: float | None = None
 
     @property
     def factor(self) -> float | None:
@@ -223,8 +177,7 @@ def systems() -> Iterator[SurveyedSystem]:
 def survey() -> Iterator[SurveyRow]:
     """Yield the rows of the table, one system after the other."""
     for system in systems():
-        own, total = system.own()
-        row = SurveyRow(system, own, total, None, system.choose())
+        row = SurveyRow(system, *system.own())
         yield replace(row, figure=figure_of(row))
 
 
@@ -238,8 +191,7 @@ def figure_of(row: SurveyRow) -> float | None:
         return float(flops / step_s / told["devices"] / 1e12)
     if told["published"]["what"] == "speedup":
         few = SurveyedSystem({**told, "devices": told["baseline"]["pp"], "per_node": told["baseline"]["pp"]})
-        base = few.pricer(few.layers, [1]).price(Candidate(**told["baseline"]))
-        return base.seconds / step_s
+        return few.pricer().price(Candidate(**told["baseline"])).seconds / step_s
     figures: dict[str, float] = {
         "step_s": step_s,
         "samples_per_s": row.rows / step_s,
@@ -248,13 +200,11 @@ def figure_of(row: SurveyRow) -> float | None:
     return figures[told["published"]["what"]]
 
 
-SHORT = ("weights", "gradients", "state", "activations", "exchange", "batches")
-
-
 def describe_survey(row: SurveyRow) -> Iterator[str]:
     """Yield the lines that tell of one system."""
     told, own, device = row.system.told, row.own, row.system.told["device"]
-    fits = "fits" if own.bytes <= row.system.limit_bytes else "DOES NOT FIT"
+    held = sum(row.memory.values())
+    fits = "fits" if held <= row.system.limit_bytes else "DOES NOT FIT"
     yield f"{told['system']}: {told['model']['name']}, {_count(row.system.parameters)} parameters, on " + (
         f"{told['devices']} x {device['name']}"
     )
@@ -269,13 +219,12 @@ def describe_survey(row: SurveyRow) -> Iterator[str]:
             f"{told['per_node']} on a node, {told['inside_gbit']} Gbit/s inside, {told['across_gbit']} between",
         ),
         ("own", told["own"]["words"]),
-        ("", f"{fits}: {format_bytes(own.bytes)} of {format_bytes(row.system.limit_bytes)}: {_kinds(own)}"),
+        ("", f"{fits}: {format_bytes(held)} of {format_bytes(row.system.limit_bytes)}: {_kinds(row.memory)}"),
         ("", f"step of {row.rows} samples {format_seconds(own.seconds, 3)}, {row.rows / own.seconds:.4g} samples/s"),
         ("published", _published(row)),
     ]
     if row.factor is not None and not 1 / CLOSE <= row.factor <= CLOSE:
         told_lines.append(("why", told.get("why", "not explained")))
-    told_lines.append(("planner", _chosen(row)))
     told_lines.append(("assumed", told["assumed"]))
     for name, text in told_lines:
         first, *rest = wrap(text, WIDTH - 12)
@@ -287,8 +236,8 @@ def _count(number: float) -> str:
     return f"{number / 1e9:.3g} billion" if number >= 1e9 else f"{number / 1e6:.3g} million"
 
 
-def _kinds(price: LayoutPrice) -> str:
-    held = [(name, price.memory.get(kind, 0)) for name, kind in zip(SHORT, KINDS, strict=True)]
+def _kinds(memory: Memory) -> str:
+    held = [(name, memory.get(kind, 0)) for name, kind in zip(SHORT, KINDS, strict=True)]
     return ", ".join(f"{name} {format_bytes(nbytes)}" for name, nbytes in held if nbytes)
 
 
@@ -302,39 +251,18 @@ def _published(row: SurveyRow) -> str:
     )
 
 
-def _chosen(row: SurveyRow) -> str:
-    if row.chosen is None:
-        return "no layout fits: it cuts pipelines by time alone, and keeps nothing in the host's memory"
-    price, told = row.chosen.price, row.system.told
-    devices = told.get("planned_devices", told["devices"])
-    batch = told["batch"] * devices // told["devices"]
-    times = (batch / price.seconds / devices) / (row.rows / row.own.seconds / told["devices"])
-    return (
-        f"{row.chosen.candidate} on {devices} devices: {format_bytes(price.bytes)}, step of {batch} samples "
-        f"{format_seconds(price.seconds, 3)}: {times:.2f} times the samples/s of its own strategy, device by device"
-    )
-
-
 def survey_to_json(row: SurveyRow) -> dict[str, Any]:
     """Return one system's row as JSON values, with what the file says of it."""
-    chosen: Any = row.chosen
-    if isinstance(row.chosen, PlannedLayout):
-        chosen = {
-            **vars(row.chosen.candidate),
-            "step_s": row.chosen.price.seconds,
-            "memory": dict(row.chosen.price.memory),
-        }
     return {
         **row.system.told,
         "parameters": row.system.parameters,
-        "fits": row.own.bytes <= row.system.limit_bytes,
-        "memory": dict(row.own.memory),
+        "fits": sum(row.memory.values()) <= row.system.limit_bytes,
+        "memory": dict(row.memory),
         "step_s": row.own.seconds,
         "samples_per_s": row.rows / row.own.seconds,
         "total_bytes": row.total_bytes,
         "predicted": row.figure,
         "factor": row.factor,
-        "chosen": chosen,
     }
 
 
@@ -346,7 +274,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.check:
         row = next(survey())
-        sys.exit(row.own.bytes > row.system.limit_bytes)
+        sys.exit(sum(row.memory.values()) > row.system.limit_bytes)
     rows = list(survey())
     print(json.dumps([survey_to_json(row) for row in rows], indent=1) if given.json else "", end="")
     if not given.json:

@@ -13,10 +13,8 @@ from typing import Any
 
 from nnmpi.memory.plan import LayerCost
 from nnmpi.parallel.zero.units import StateBytes
-from nnmpi.planner.profile import Profile, Share, StepCost
-from nnmpi.planner.shapes import CutModel
 from nnmpi.schedule.partition import partition
-from nnmpi.shard import split
+from nnmpi.train.planner.profile import Profile, ShareCost, StepCost
 
 BACKWARD = 2  # times the operations of a forward: one product for the weights, one for what came in
 
@@ -111,7 +109,7 @@ def _dense(model: Mapping[str, Any], itemsize: int) -> list[DescribedLayer]:
 
 
 class DescribedShapes:
-    """What ranks hold of a described model; see `shapes.ModelShapes`.
+    """What ranks hold of a described model; see `price.ModelShapes`.
 
     Args:
         layers: of the chain.
@@ -120,25 +118,20 @@ class DescribedShapes:
     """
 
     def __init__(
-        self,
-        layers: Sequence[DescribedLayer],
-        bytes_each: Mapping[str, int],
-        split: Sequence[int] = (),
+        self, layers: Sequence[DescribedLayer], bytes_each: Mapping[str, int], split: Sequence[int] = ()
     ) -> None:
         self.layers, self.bytes_each, self._split = layers, bytes_each, tuple(split)
-        self._parts: dict[tuple[int, int], CutModel] = {}
 
     def states(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> tuple[StateBytes, ...]:
         """Return what each of a pipeline's ranks holds; that of all layers without one."""
-        cuts = self.part(tp, pp, virtual).cuts if pp > 1 else (range(len(self.layers)),)
+        cuts = self.cuts(pp, virtual)
         return tuple(
             self._held([self.layers[i] for cut in cuts[r::pp] for i in cut], tp, zero, replicas) for r in range(pp)
         )
 
     def _held(self, layers: Sequence[DescribedLayer], tp: int, zero: int, replicas: int) -> StateBytes:
-        whole = sum(layer.parameters for layer in layers) / tp
+        whole, unit = sum(each.parameters for each in layers) / tp, max(each.parameters for each in layers) / tp
         parameters, gradients, state = (self.bytes_each[kind] for kind in ("parameters", "gradients", "state"))
-        unit = max(layer.parameters for layer in layers) / tp
         shares = [replicas if zero >= stage else 1 for stage in (3, 2, 1)]
         count = max(1, round(whole / unit)) if unit else 1
         return StateBytes(
@@ -150,84 +143,52 @@ class DescribedShapes:
             round(unit * parameters / replicas),
         )
 
-    def part(self, tp: int, pp: int, virtual: int) -> CutModel:
+    def tied_bytes(self, tp: int, pp: int, virtual: int) -> int:
+        """Return that no stages share parameters."""
+        return 0
+
+    def cuts(self, pp: int, virtual: int) -> tuple[range, ...]:
         """Return where the chain is cut for so many stages."""
-        stages = pp * virtual
-        if (pp, virtual) not in self._parts:
-            if stages == len(self._split):
-                ends = [sum(self._split[: i + 1]) for i in range(stages)]
-                cuts = tuple(range(end - size, end) for end, size in zip(ends, self._split, strict=True))
-            else:
-                cuts = partition([layer.flops for layer in self.layers], stages)
-            self._parts[pp, virtual] = CutModel(cuts)
-        return self._parts[pp, virtual]
-
-
-def grouped(layers: Sequence[DescribedLayer], count: int) -> list[DescribedLayer]:
-    """Return a chain of at most so many layers, of neighbours taken together."""
-    found = []
-    for part in split(len(layers), min(count, len(layers))):
-        own = [layers[i] for i in part]
-        sums = [sum(getattr(layer, name) for layer in own) for name in ("parameters", "flops", "kept_bytes")]
-        found.append(DescribedLayer(sums[0], sums[1], own[-1].value_bytes, sums[2]))
-    return found
+        if pp * virtual != len(self._split):
+            return partition([layer.flops for layer in self.layers], pp * virtual)
+        ends = [sum(self._split[: i + 1]) for i in range(pp * virtual)]
+        return tuple(range(end - size, end) for end, size in zip(ends, self._split, strict=True))
 
 
 def profile_of(
-    layers: Sequence[DescribedLayer],
-    flops_s: float,
-    shares: Sequence[Share],
-    rows: Sequence[int],
-    recompute: bool = False,
-    update_s: float = 0.0,
-    partitioned: bool = False,
+    layers: Sequence[DescribedLayer], flops_s: float, tp: int, rows: int, update_s: float, told: Mapping[str, Any]
 ) -> Profile:
     """Return what `profile.measure` would find on a device of a stated speed.
 
     Args:
         layers: of the chain.
         flops_s: operations per second that the device sustains.
-        shares: (tp, sp) to plan with.
+        tp: ranks that share the layers.
         rows: to tell it for.
-        recompute: whether each layer keeps only what came in, and computes its forward again.
         update_s: of the update of all parameters by one rank.
-        partitioned: whether ranks that share layers share these inputs out, too, as ZeRO-R does.
+        told: "recompute", whether each layer keeps only what came in, and computes its forward again; "partitioned",
+            whether ranks that share layers share these inputs out, too, as ZeRO-R does.
     """
-    times = 1 + BACKWARD + recompute
+    recompute = told["recompute"]
+    times, inner = 1 + BACKWARD + recompute, [each for each in layers if each.parameters and each.value_bytes]
 
-    def layer(number: int, one: DescribedLayer, count: int) -> LayerCost:
-        forward_s = count * one.flops / flops_s
-        return LayerCost(
-            str(number),
-            value=round(count * one.value_bytes),
-            gradient=0,
-            kept=round(count * (one.value_bytes if recompute else one.kept_bytes)),
-            keeps_input=False,  # that is in what it keeps
-            keeps_result=False,
-            forward_s=forward_s,
-            keep_s=forward_s,
-            backward_s=(times - 1) * forward_s,
-            input_s=(times - 1) * forward_s / 2,
-            elements=round(one.parameters),
-        )
+    def layer(number: int, one: DescribedLayer) -> LayerCost:
+        forward_s = rows * one.flops / flops_s
+        kept, value = (one.value_bytes if recompute else one.kept_bytes), round(rows * one.value_bytes)
+        rest = False, False, forward_s, forward_s, (times - 1) * forward_s
+        # what comes in is in what it keeps
+        return LayerCost(str(number), value, 0, round(rows * kept), *rest, elements=round(one.parameters))
 
-    def step(tp: int, count: int) -> StepCost:
-        inner = [each for each in layers if each.parameters and each.value_bytes]
-        # Two sums forward, two backward and, where the forward is computed again, two more: Megatron-LM, figure 4.
-        sums = (("all-reduce", round(count * inner[-1].value_bytes), 2 * (2 + recompute) * (len(inner) - 1)),)
-        seconds = count * times * sum(each.flops for each in layers) / flops_s / tp
-        kept = sum(each.kept_bytes for each in layers) / tp
-        if recompute:
-            inputs = sum(each.value_bytes for each in layers) / (tp if partitioned else 1)
-            kept = inputs + max(each.kept_bytes for each in layers) / tp
-        return StepCost(
-            seconds=seconds,
-            eager_s=seconds,
-            update_s=update_s / tp,
-            activations=round(count * kept),
-            exchanges=sums if tp > 1 else (),
-        )
+    # Two sums forward, two backward and, where the forward is computed again, two more: Megatron-LM, figure 4.
+    sums = (("all-reduce", inner[-1].value_bytes, 2 * (2 + recompute) * (len(inner) - 1)),)
 
-    steps = {(tp, sp): {count: step(tp, count) for count in rows} for tp, sp in shares}
-    chain = {count: tuple(layer(i, each, count) for i, each in enumerate(layers)) for count in rows}
-    return Profile(facts={}, steps=steps, layers=chain)
+    def kept(shared: int) -> float:
+        if not recompute:
+            return sum(each.kept_bytes for each in layers) / shared
+        inputs = sum(each.value_bytes for each in layers) / (shared if told.get("partitioned") else 1)
+        return inputs + max(each.kept_bytes for each in layers) / shared
+
+    shares = {(1, 1): ShareCost(), (tp, 1): ShareCost(1 / tp, kept(tp) / kept(1), sums if tp > 1 else ())}
+    seconds = rows * times * sum(each.flops for each in layers) / flops_s
+    steps = {rows: StepCost(seconds, update_s, rows * kept(1))}
+    return Profile(steps, shares, tuple(layer(i, each) for i, each in enumerate(layers)), rows)

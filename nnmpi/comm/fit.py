@@ -137,14 +137,14 @@ def save_fit(fit: Fit, file: Path) -> None:
     write_atomically(file, json.dumps(fit.to_json(), indent=1).encode() + b"\n")
 
 
-def default_file(facts: Mapping[str, Any]) -> Path:
+def default_file(facts: Mapping[str, Any], name: str = "fit") -> Path:
     """Return where a fit with these facts is kept for reuse.
 
     Raises:
         UsageError: as `cache_folder`.
     """
     nodes = len(set(facts["nodes"]))
-    words = f"fit-{facts['host']}-{facts['mpi']}-{facts['ranks']}-ranks" + (f"-{nodes}-nodes" if nodes > 1 else "")
+    words = f"{name}-{facts['host']}-{facts['mpi']}-{facts['ranks']}-ranks" + (f"-{nodes}-nodes" if nodes > 1 else "")
     return cache_folder() / (re.sub(r"[^a-z0-9.]+", "-", words.lower()) + ".json")
 
 

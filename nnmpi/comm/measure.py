@@ -69,16 +69,16 @@ def measure(group: Group, progress: Progress | None = None, budget_s: float = BU
     return Fit(machine, native, started, shared, group.share(facts(group)))
 
 
-def find_fit(group: Group) -> Fit | None:
-    """Return the fit that was kept for these ranks, nodes and MPI; None if none was. Collective.
+def find_fit(group: Group, otherwise: str = "fit") -> Fit | None:
+    """Return the fit that was kept for these ranks, nodes and MPI, or under another name; None if none was. Collective.
 
     Rank 0 reads; so the ranks agree, and need no common file system.
     """
     known, kept = facts(group), None
     if group.is_root:
         with suppress(UsageError, OSError):
-            file = default_file(known)
-            kept = load_fit(file).to_json() if file.exists() else None
+            files = [file for name in ("fit", otherwise) if (file := default_file(known, name)).exists()]
+            kept = load_fit(files[0]).to_json() if files else None
     answer = group.share(kept)
     fit = None if answer is None else Fit.from_json(answer)
     return fit if fit is not None and fit.fits(group.size, known["nodes"], known["mpi"]) else None

@@ -70,7 +70,7 @@ def begin(config: Config, group: Group, console: Console, words: Sequence[str] =
         last = find(folder, group) if resuming else None
         chosen = None
         if config.parallel.layout == "auto":
-            from nnmpi.train.auto_layout import check_open, choose  # the planner, which other starts do without
+            from nnmpi.train.planner.auto_layout import check_open, choose  # the planner, which other starts do without
 
             with agreed(group):
                 check_open(config.parallel, config.sync.rule.asynchronous, resuming)
@@ -113,7 +113,7 @@ def begin(config: Config, group: Group, console: Console, words: Sequence[str] =
         _finish(run, loop.state, loop.report, console, loop.reporter)
         if group.is_root:
             if chosen is not None:
-                console.say(chosen.compare(run.inputs.batch_size, read_metrics(folder.metrics)))
+                console.say(*chosen.compare(run.inputs.batch_size, read_metrics(folder.metrics)))
             console.say(f"curves: python -m nnmpi.report {quote(str(folder.path))}")
 
 

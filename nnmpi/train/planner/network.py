@@ -10,13 +10,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
-from nnmpi.comm.algorithms.registry import ALGORITHMS, HIERARCHICAL, NATIVE, SHARED, find_collective
+from nnmpi.comm.algorithms.registry import NATIVE, SHARED, find_collective
 from nnmpi.comm.fit import Fit
 from nnmpi.comm.machine import Curve, Link, Machine, blocks, parse_network
 from nnmpi.comm.simulate import price
 from nnmpi.errors import UsageError
 
 BYTES_PER_GBIT = 1e9 / 8
+WAYS = ("ring", "tree", "halving-doubling")  # the last of an all-reduce alone
 
 
 @dataclass(frozen=True)
@@ -93,49 +94,29 @@ class PlannedNetwork:
         nodes = self.nodes
         return self.machine.link(nodes[sender] != nodes[receiver]).one_way(nbytes)
 
-    def exchange(
-        self, operation: str, how: str, ranks: Sequence[int], nbytes: int, sharing: int = 1, started: bool = False
-    ) -> float:
-        """Return the seconds of a collective.
+    def exchange(self, operation: str, ranks: Sequence[int], nbytes: int, sharing: int = 1) -> float:
+        """Return the seconds of a collective by the way that is quickest here.
 
         Args:
             operation: "all-reduce", "reduce-scatter" or "all-gather".
-            how: an algorithm's name; MPI's own one is taken for as quick as the quickest here, where it was not fitted,
-                and for some of the ranks for as many times as long as the quickest as for all of them.
             ranks: who takes part.
             nbytes: of the whole buffer.
             sharing: how many such groups of ranks use a node's link at once.
-            started: whether it is started under computation, which in MPI is other code: over links of 100 Mbit/s
-                Open MPI's takes 4.7 times as long as the blocking one.
         """
         if len(ranks) < 2 or not nbytes:
             return 0.0
-        key = (operation, how, tuple(ranks), nbytes, sharing, started)
+        key = (operation, tuple(ranks), nbytes, sharing)
         if key not in self._known:
-            self._known[key] = self._exchange(operation, how, ranks, nbytes, sharing, started)
+            machine, ways = self._part(ranks, sharing), WAYS[: 3 if operation == "all-reduce" else 2]
+            found = [price(find_collective(operation, way, machine.nodes), len(ranks), nbytes, machine) for way in ways]
+            if operation == "all-reduce" and self.fit is not None and len(ranks) == self.fit.ranks:
+                found.append(self.fit.predict(NATIVE, nbytes))
+            self._known[key] = min(found)
         return self._known[key]
 
-    def _exchange(
-        self, operation: str, how: str, ranks: Sequence[int], nbytes: int, sharing: int, started: bool
-    ) -> float:
-        if how == SHARED and self.fit is not None:
-            return self.fit.predict(SHARED, nbytes)
-        if how == NATIVE:
-            return self._native(operation, ranks, nbytes, sharing, started)
-        machine = self._part(ranks, sharing)
-        return price(find_collective(operation, how, machine.nodes), len(ranks), nbytes, machine)
-
-    def _native(self, operation: str, ranks: Sequence[int], nbytes: int, sharing: int, started: bool) -> float:
-        whole = operation == "all-reduce"
-        if self.fit is not None and len(ranks) == self.fit.ranks:
-            return self.fit.predict(NATIVE, nbytes, started) * (1.0 if whole else 0.5)
-        ways = [name for name in ALGORITHMS if name != HIERARCHICAL] if whole else ["ring", "tree"]
-        found_s = min(self.exchange(operation, name, ranks, nbytes, sharing) for name in ways)
-        if self.fit is None:
-            return found_s
-        everyone = range(self.fit.ranks)
-        all_s = min(self.exchange("all-reduce", name, everyone, nbytes) for name in ways)
-        return found_s * self.fit.predict(NATIVE, nbytes, started) / all_s
+    def shared(self, nbytes: int) -> float:
+        """Return the seconds of an all-reduce of all ranks through shared memory, where `has_shared`."""
+        return self.fit.predict(SHARED, nbytes) if self.fit is not None else 0.0
 
     def _part(self, ranks: Sequence[int], sharing: int) -> Machine:
         """Return the machine of some of the ranks, whose nodes' links others use, too."""

@@ -1,0 +1,190 @@
+"""A layout that the planner chooses: `--layout auto`.
+
+profile and fit (kept or measured)  ->  the best layout of each kind  ->  race of the first ones  ->  options
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import inf
+from statistics import median
+from typing import Any
+
+from nnmpi import clock
+from nnmpi.backend.backend import Backend
+from nnmpi.comm.agreement import on_root
+from nnmpi.comm.fit import default_file, save_fit
+from nnmpi.comm.group import Group
+from nnmpi.comm.machine import Machine
+from nnmpi.comm.measure import find_fit
+from nnmpi.comm.measure import measure as measure_fit
+from nnmpi.errors import UsageError, counted
+from nnmpi.train import computing as kernels
+from nnmpi.train.build import build_whole
+from nnmpi.train.computing import Computing, choose_computing, multiplications
+from nnmpi.train.config import Config, ParallelConfig
+from nnmpi.train.inputs import load_samples
+from nnmpi.train.planner.network import PlannedNetwork
+from nnmpi.train.planner.price import ModelShapes, Pricer, plan
+from nnmpi.train.planner.profile import Say, Workload, ready, take_profile, usual_s, with_options
+from nnmpi.units import format_seconds
+
+FIT_S, QUICK = 6.0, "quick-fit"  # for a fit that is made on the way; `python -m nnmpi.comm fit` takes its time
+RACE_S = 0.6  # of a turn
+RACERS = 4  # of different kinds
+RACE_ROUNDS, BEHIND = 3, 1.15  # what is so far behind after a round does not run in the next
+
+
+@dataclass(frozen=True)
+class ChosenLayout:
+    """What `--layout auto` has chosen.
+
+    Attributes:
+        config: with the layout's options.
+        computing: what computes on the host, as it was priced.
+        lines: for the header.
+        predicted_s: of a step; None where nothing was measured.
+    """
+
+    config: Config
+    computing: Computing
+    lines: tuple[str, ...]
+    predicted_s: float | None = None
+
+    def compare(self, batch_size: int, records: Sequence[Mapping[str, Any]]) -> list[str]:
+        """Return a line with the step as it was predicted and as it was measured, the median of the metrics."""
+        if self.predicted_s is None:
+            return []
+        rates = [each["samples_per_second"] for each in records if each.get("kind") == "train"]
+        rates = [rate for rate in rates[1:] or rates if rate]
+        predicted = f"step predicted {format_seconds(self.predicted_s, 3)}"
+        if not rates:
+            return [f"{predicted}; too few steps to measure it"]
+        took_s = batch_size / median(rates)
+        off = 100 * (self.predicted_s / took_s - 1)
+        return [f"{predicted}, measured {format_seconds(took_s, 3)} ({off:+.0f} %)"]
+
+
+def take_network(group: Group, say: Say) -> PlannedNetwork:
+    """Return what messages cost between the ranks of a job: as kept, or measured in a few seconds. Collective."""
+    if group.size == 1:
+        return PlannedNetwork("one rank sends nothing", Machine.uniform(0.0, 0.0), 1)
+    fit = find_fit(group, QUICK)
+    if fit is None:
+        say("measuring messages for some seconds, once; python -m nnmpi.comm fit measures longer")
+        fit = measure_fit(group, budget_s=FIT_S)
+        if group.is_root:
+            with suppress(UsageError, OSError):
+                save_fit(fit, default_file(fit.facts, QUICK))
+    return PlannedNetwork.fitted(fit)
+
+
+def choose(config: Config, group: Group, backend: Backend, local_rank: int, say: Say) -> ChosenLayout:
+    """Return the configuration with the layout that takes least time; the same on all ranks. Collective.
+
+    A run that multiplies little takes less time than a search: it has replicas.
+
+    Args:
+        config: with the layout left open.
+        group: all ranks of the run.
+        backend: where this rank computes.
+        local_rank: this rank's number on its node.
+        say: called with a sentence when something takes its time.
+
+    Raises:
+        UsageError: on all ranks, for options that leave nothing to choose.
+        LayoutError: on all ranks, when nothing fits the memory.
+    """
+    samples = load_samples(config, group, local_rank, say)
+    model = build_whole(config, samples[0], backend, group)
+    config, computing = choose_computing(config, model, samples[0], backend, group)
+    work = multiplications(config.optimization, model, samples[0])
+    if group.size == 1 or (work < kernels.PAYS and config.parallel.memory_limit is None):
+        line = (
+            f"planner: replicas; a search pays in runs of {kernels.PAYS:.0e} multiplications, this one has {work:.0e}"
+        )
+        return ChosenLayout(with_options(config, {}), computing, (line,))
+    with computing.in_use():
+        return _search(Workload(config, samples), computing, group, backend, say)
+
+
+def _search(workload: Workload, computing: Computing, group: Group, backend: Backend, say: Say) -> ChosenLayout:
+    begin, config = clock.now(), workload.config
+    profile, place = take_profile(workload, group, group.size, backend, say)
+    network = take_network(group, say)
+
+    def look() -> tuple[list[list[Any]], int]:
+        shapes = ModelShapes(workload, profile, backend)
+        pricer = Pricer(workload.batch_size, workload.row_bytes, profile, network, shapes)
+        found = plan(pricer, config.parallel.memory_limit_bytes, kind=lambda one: one.kind)
+        racing = list(found.best[:RACERS])
+        # Replicas are measured as a whole, and so are the most reliable: one of them races.
+        replicas = [one for one in found.best if one.candidate.dp == group.size]
+        if replicas and not any(one in racing for one in replicas):
+            racing[RACERS - 1 :] = replicas[:1]
+        return [[str(one.candidate), one.options(), one.price.seconds] for one in racing], found.looked_at
+
+    first, looked_at = on_root(group, look)
+    names = [name for name, _, _ in first]
+    kept = all(name in profile.raced for name in names)
+    if not kept:
+        say(f"racing {counted(len(first), 'layout')} for some steps each, which is done once and kept")
+        times = race(workload, [options for _, options, _ in first], group, backend)
+        profile = replace(profile, raced=dict(zip(names, times, strict=True)))
+        on_root(group, lambda: place.save(profile, say))
+    order = sorted((profile.raced[name], i) for i, name in enumerate(names))
+    name, options, seconds = first[order[0][1]]
+    lines = [
+        f"planner: {looked_at} layouts; messages {network.name}",
+        *(
+            f"race{' (kept)' if kept else ''}: {names[i]}: predicted {format_seconds(first[i][2], 3)}, "
+            f"took {format_seconds(took_s, 3)}"
+            for took_s, i in order
+        ),
+        f"chosen: {name}; a step is predicted to take {format_seconds(seconds, 3)} (found in "
+        f"{format_seconds(clock.now() - begin, 2)})",
+    ]
+    return ChosenLayout(with_options(config, options), computing, tuple(lines), seconds)
+
+
+def race(workload: Workload, layouts: Sequence[Mapping[str, Any]], group: Group, backend: Backend) -> list[float]:
+    """Return the seconds of a step of each layout, the least of some rounds. Collective.
+
+    They run in turns, forwards and backwards, as the machine's speed may change meanwhile. What is far behind after a
+    round is out, and has the time that it took until then.
+    """
+    times = [inf] * len(layouts)
+    running = list(range(len(layouts)))
+    for _ in range(RACE_ROUNDS):
+        for i in running:
+            times[i] = min(times[i], time_layout(workload, layouts[i], group, backend))
+        running = [i for i in reversed(running) if times[i] <= BEHIND * min(times)]
+        if len(running) == 1:
+            break
+    return times
+
+
+def time_layout(workload: Workload, options: Mapping[str, Any], group: Group, backend: Backend) -> float:
+    """Return the seconds of a step of a layout. Collective."""
+    with ready(workload, options, None, group, backend) as (worker, batches):
+        return usual_s(group, lambda batch: worker.step(batch, 0.0), batches, RACE_S)
+
+
+def check_open(config: ParallelConfig, asynchronous: bool, resuming: bool = False) -> None:
+    """Refuse options that say themselves what the planner is to choose.
+
+    Raises:
+        UsageError: naming the first.
+    """
+    if asynchronous:
+        raise UsageError("--layout auto is for ranks in step; leave it, or --sync, out")
+    if resuming:
+        raise UsageError("--layout auto is for a new run; leave it out: with --resume the run's own layout goes on")
+    plain = ParallelConfig()
+    left_open = (
+        *("dp", "pp", "tp", "sp", "pipeline", "virtual_stages", "microbatches", "split", "reduction"),
+        *("zero", "activation_memory", "offload_state", "allreduce"),
+    )
+    for name in left_open:
+        if getattr(config, name) != getattr(plain, name):
+            raise UsageError(f"--layout auto chooses --{name.replace('_', '-')} itself; leave one of them out")

@@ -1,0 +1,385 @@
+"""What a layout takes, seconds of a step and bytes by kind, and the layouts that take least.
+
+    step = computing + bubble      of one replica measured; of a pipeline from its stages' layers
+         + exposed messages        sums of gradients, exchanges of shared layers and sequences, ties, loss
+         + update                  measured, of a rank's part
+
+    bubble        of stages whose ranks compute a, b, c (b the longest) for a microbatch: a + c, divided by the virtual
+                  stages of a rank; halves of backwards fill it but for the forwards; and the messages there and back
+
+Messages take the time of fitted links. A price that is 10 % off must not choose: see `auto_layout`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from nnmpi import clock
+from nnmpi.backend.backend import Backend
+from nnmpi.comm.gradients import BUCKET_BYTES
+from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
+from nnmpi.errors import LayoutError
+from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
+from nnmpi.memory.plan import kept_bytes
+from nnmpi.mesh import Mesh
+from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain
+from nnmpi.nn.module import Module
+from nnmpi.parallel.zero.units import StateBytes, predict_bytes
+from nnmpi.schedule.partition import partition
+from nnmpi.schedule.registry import make
+from nnmpi.schedule.schedule import most_kept
+from nnmpi.train.planner.network import PlannedNetwork
+from nnmpi.train.planner.profile import Profile, Workload
+from nnmpi.train.planner.space import Candidate, Refusals, candidates
+
+NUMBERS_BYTES = 40  # loss, right answers, targets and hashes, which all ranks add up in a step
+END_S = 25e-6  # of the processor, which a pipeline's message takes at each end
+KEPT = 10
+Memory = Mapping[str, int]
+"""Bytes by the ledger's kinds."""
+
+
+@dataclass(frozen=True)
+class LayoutPrice:
+    """What a step of a layout takes, in seconds.
+
+    Attributes:
+        computing_s: forward and backward of the rank that computes longest.
+        bubble_s: for how long that rank waits in its pipeline.
+        exposed_s: messages with nothing to hide them.
+        update_s: of the weights.
+    """
+
+    computing_s: float
+    bubble_s: float
+    exposed_s: float
+    update_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.computing_s + self.bubble_s + self.exposed_s + self.update_s
+
+
+class ModelShapes:
+    """A model's shapes on the ranks of a layout, without values: where its chain is cut, and what each rank holds.
+
+    Args:
+        workload: whose model it is.
+        profile: its layers' times, by which the chain is cut.
+        backend: for shapes alone; nothing is computed.
+    """
+
+    def __init__(self, workload: Workload, profile: Profile, backend: Backend) -> None:
+        self.workload, self._backend = workload, backend
+        self._seconds = [layer.seconds for layer in profile.layers]
+        self.cuts, self.states, self._model = cache(self._cuts), cache(self._states), cache(self._spread)
+
+    def tied_bytes(self, tp: int, pp: int, virtual: int) -> int:
+        """Return the bytes of the parameters that stand on several ranks of a pipeline."""
+        layers, cuts = self._model(tp)[1], self.cuts(pp, virtual)
+        sizes = [{id(p): p.size for _, module in layer.members for p in module.parameters()} for layer in layers]
+        held = [{key: size for cut in cuts[r::pp] for i in cut for key, size in sizes[i].items()} for r in range(pp)]
+        count = Counter(key for each in held for key in each)
+        tied = sum(size for key, size in {k: s for each in held for k, s in each.items()}.items() if count[key] > 1)
+        return tied * np.dtype(self.workload.dtype).itemsize
+
+    def _states(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> tuple[StateBytes, ...]:
+        """Return what each of a pipeline's ranks holds."""
+        itemsize, arrays = np.dtype(self.workload.dtype).itemsize, self.workload.state_arrays
+        model, layers = self._model(tp)
+        parts = [model]
+        if pp > 1:
+            cuts = self.cuts(pp, virtual)
+            parts = [ModelPart(model, [layers[i] for cut in cuts[rank::pp] for i in cut]) for rank in range(pp)]
+        return tuple(predict_bytes(each, zero, 0, replicas, itemsize, arrays, None, once) for each in parts)
+
+    def _spread(self, tp: int) -> tuple[Module, tuple[ChainLayer, ...]]:
+        """Return the model as the first of tp ranks has it, without values, and its chain."""
+        model = self.workload.build()
+        if tp > 1:
+            dtype, sample = self.workload.dtype, self.workload.rows(1)
+
+            def spread(group: Group) -> Module:
+                return arrange(self.workload.build(), group, Layout(1, 1, tp), sample, dtype, self._backend).model
+
+            model = simulate(spread, tp)[0]
+        return model, open_chain(model)
+
+    def _cuts(self, pp: int, virtual: int) -> tuple[range, ...]:
+        """Return where the chain is cut for so many stages, by the times of its layers."""
+        return partition(self._seconds, pp * virtual)
+
+
+class Pricer:
+    """Prices layouts of one workload on one machine.
+
+    Args:
+        batch_size: rows of the global batch.
+        row_bytes: of a sample and its labels.
+        profile: what was measured of it.
+        network: what messages cost.
+        shapes: where the model is cut, and what ranks hold of it.
+    """
+
+    def __init__(
+        self, batch_size: int, row_bytes: int, profile: Profile, network: PlannedNetwork, shapes: ModelShapes
+    ) -> None:
+        self.batch_size, self.row_bytes, self.profile = batch_size, row_bytes, profile
+        self.network, self.shapes = network, shapes
+        self._mesh = cache(self._make_mesh)
+
+    # ---- seconds ----
+
+    def price(self, one: Candidate) -> LayoutPrice:
+        """Return what a step takes."""
+        busy_s, bubble_s = self._pipeline(one) if one.pp > 1 else (self._computing(one), 0.0)
+        return LayoutPrice(busy_s, bubble_s, self._exposed(one, busy_s), self._update_s(one))
+
+    def _rows(self, one: Candidate) -> int:
+        """Return the most rows of a microbatch on one replica."""
+        return one.rows(self.batch_size)[0]
+
+    def _computing(self, one: Candidate) -> float:
+        """Return the seconds of forward and backward of a microbatch on the ranks of a replica that has all layers."""
+        again = 1 + one.recompute * self._forward_part()
+        return again * self.profile.step(self._rows(one), "seconds") * self.profile.shares[one.tp, one.sp].seconds
+
+    def _forward_part(self) -> float:
+        layers = self.profile.layers
+        return sum(layer.keep_s for layer in layers) / max(sum(layer.seconds for layer in layers), 1e-12)
+
+    def _pipeline(self, one: Candidate) -> tuple[float, float]:
+        """Return for how long the longest rank computes in a pass, and for how long it waits."""
+        cuts, layers, rows = self.shapes.cuts(one.pp, one.virtual_stages), self.profile.layers, self._rows(one)
+        whole_s = sum(layer.seconds for layer in layers) or 1.0
+        sent_s = self._sent(one) / len(cuts)
+        work = []
+        for stage, cut in enumerate(cuts):
+            ends = 2 * END_S * ((stage > 0) + (stage < len(cuts) - 1))
+            share = sum(layers[i].seconds for i in cut) / whole_s
+            work.append(share * self._computing(one) + sent_s + ends)
+        busy = [sum(work[rank :: one.pp]) for rank in range(one.pp)]
+        longest, links_s = max(busy), 0.0
+        mesh = self._mesh(one.axes)
+        for rank in range(one.pp - 1):
+            nbytes = self._entering(cuts[rank + 1].start, rows) / one.sp
+            sender, receiver = mesh.rank_at(0, rank, 0), mesh.rank_at(0, rank + 1, 0)
+            links_s += 2 * self.network.message(sender, receiver, nbytes)
+        fill_s = (sum(busy) - longest) / one.virtual_stages
+        if one.schedule == "zero-bubble":
+            fill_s *= self._forward_part()
+        return one.microbatches * longest, fill_s + links_s
+
+    def _update_s(self, one: Candidate) -> float:
+        """Return the seconds of the update: in proportion to what a rank updates."""
+        (whole,) = self.shapes.states(1, 1, 1, 0, 1, False)
+        states = self.shapes.states(one.tp, one.pp, one.virtual_stages, 0, 1, False)
+        part = max(each.parameters for each in states) / max(whole.parameters, 1)
+        shared = one.replicas if one.zero or self._fused(one) else 1
+        return min(cost.update_s for cost in self.profile.steps.values()) * part / shared
+
+    def _through_memory(self, one: Candidate) -> bool:
+        """Whether replicas sum through shared memory."""
+        return self.network.has_shared and one.pp == one.tp == 1
+
+    def _fused(self, one: Candidate) -> bool:
+        """Whether replicas of the whole model share its parameters and update parts of them."""
+        return self._through_memory(one) and one.sp == 1 and not one.zero
+
+    def _exposed(self, one: Candidate, busy_s: float) -> float:
+        """Return the seconds of the messages that nothing hides; those of a pipeline's pass are in the pass."""
+        network, found = self.network, 0.0 if one.pp > 1 else self._sent(one)
+        if not self._fused(one):
+            found += network.exchange("all-reduce", range(one.ranks), NUMBERS_BYTES)
+        if one.pp > 1:
+            mesh = self._mesh(one.axes)
+            ends = mesh.rank_at(0, 0, 0), mesh.rank_at(0, one.pp - 1, 0)
+            found += network.exchange("all-reduce", ends, self.shapes.tied_bytes(one.tp, one.pp, one.virtual_stages))
+        return found + (self._sums(one, busy_s) if one.replicas > 1 else 0.0)
+
+    def _sent(self, one: Candidate) -> float:
+        """Return the seconds of the messages between the ranks of shared layers or positions, for a microbatch."""
+        mesh, found = self._mesh(one.axes), 0.0
+        ranks = [mesh.rank_at(0, 0, t, s) for s in range(one.sp) for t in range(one.tp)]
+        for what, row_bytes, count in self.profile.shares[one.tp, one.sp].exchanges:
+            nbytes = round(row_bytes * self._rows(one))
+            for operation in ("all-reduce", "all-gather", "reduce-scatter"):
+                if what.startswith(operation):
+                    found += count * self.network.exchange(operation, ranks, nbytes)
+                    break
+            else:
+                found += count * self.network.message(ranks[0], ranks[-1], nbytes)
+        return found
+
+    def _sums(self, one: Candidate, busy_s: float) -> float:
+        """Return the seconds of the sums of gradients over the replicas, and of parameters that are gathered."""
+        mesh, network, nodes = self._mesh(one.axes), self.network, self.network.nodes
+        ranks = tuple(mesh.rank_at(d, 0, 0, s) for d in range(one.dp) for s in range(one.sp))
+        sharing = 1  # groups of replicas that use a node's link at once
+        if len({nodes[rank] for rank in ranks}) > 1:
+            sharing = max(1, nodes.count(nodes[0]) // sum(nodes[rank] == nodes[0] for rank in ranks))
+        states = self.shapes.states(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, False)
+        if one.zero:
+            gathers, found = (2 if one.zero == 3 else 1), 0.0
+            for nbytes in max(states, key=lambda each: each.total).lengths:
+                if self._through_memory(one):  # parameters stand once, and are not gathered
+                    found += network.shared(nbytes) / 2
+                else:
+                    found += network.exchange("reduce-scatter", ranks, nbytes, sharing)
+                    found += gathers * network.exchange("all-gather", ranks, nbytes, sharing)
+            return found
+        nbytes = max(each.gradients for each in states)
+        if self._through_memory(one):
+            return network.shared(nbytes)
+        whole_s = network.exchange("all-reduce", ranks, nbytes, sharing)
+        if network.on_one_node or one.pp > 1:
+            return whole_s
+        # Between nodes buckets are summed while backward goes on: all but the last may be hidden under it.
+        last_s = network.exchange("all-reduce", ranks, min(nbytes, BUCKET_BYTES), sharing)
+        hidden = 1 - 1 / max(1, -(-nbytes // BUCKET_BYTES))
+        return max(whole_s - (1 - self._forward_part()) * busy_s * hidden, last_s)
+
+    # ---- bytes ----
+
+    def memory(self, one: Candidate) -> Memory:
+        """Return the bytes of the rank that has most, by kind."""
+        return max(self.everyones_memory(one), key=lambda kinds: sum(kinds.values()))
+
+    def everyones_memory(self, one: Candidate) -> list[Memory]:
+        """Return the bytes of each of a pipeline's ranks, by kind."""
+        once = one.zero > 0 and self._through_memory(one)
+        states = self.shapes.states(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once)
+        return [self._held(one, *each) for each in zip(states, self._activations(one), strict=True)]
+
+    def _held(self, one: Candidate, state: StateBytes, activations: int) -> Memory:
+        shares = one.dp if self._fused(one) else 1  # how often they stand once per node
+        arriving = state.longest if one.zero and one.replicas > 1 and not self._through_memory(one) else 0
+        return {
+            PARAMETERS: state.parameters // shares,
+            GRADIENTS: state.gradients,
+            STATE: state.optimizer // shares,
+            ACTIVATIONS: activations,
+            COMMUNICATION: state.units + arriving,
+            BATCHES: sum(one.rows(self.batch_size)) * self.row_bytes // one.sp,
+        }
+
+    def _activations(self, one: Candidate) -> list[int]:
+        """Return the activations of each of a pipeline's ranks: measured without one, else as layers keep them."""
+        rows, layers, share = self._rows(one), self.profile.layers, one.tp * one.sp
+        scale = rows / self.profile.layer_rows
+        if one.pp == 1:
+            if one.recompute:  # values between layers, and what one layer keeps
+                values = sum(layer.value for layer in layers)
+                most = max(kept_bytes(layers, range(i, i + 1)) for i in range(len(layers)))
+                return [round(scale * (values + 2 * most) / share)]
+            whole = self.profile.step(rows, "activations") * self.profile.shares[one.tp, one.sp].activations
+            return [round(whole)]
+        schedule = make(one.schedule, one.pp, one.microbatches, one.virtual_stages)
+        cuts = self.shapes.cuts(one.pp, one.virtual_stages)
+        found = []
+        for rank in range(one.pp):
+            stages = {s: cuts[s] for s in schedule.stages_of(rank)}
+            entering = {s: self._entering(cut.start, rows) for s, cut in stages.items()}
+            inside = {s: scale * kept_bytes(layers, cut) for s, cut in stages.items()}
+            leaving = sum(self._entering(cut.stop, rows) for cut in stages.values() if cut.stop < cuts[-1].stop)
+            peak = sum(entering.values()) + leaving  # a receive of each kind is posted ahead
+            waiting = inside  # layers save what comes to them, too
+            if one.recompute:
+                waiting, peak = entering, peak + max(inside.values())
+            found.append(round((most_kept(schedule, rank, waiting) + peak) / share))
+        return found
+
+    def _entering(self, layer: int, rows: int) -> float:
+        """Return the bytes that go over the cut before a layer."""
+        if not layer:
+            return rows * self.row_bytes
+        return self.profile.layers[layer - 1].value * rows / self.profile.layer_rows
+
+    def _make_mesh(self, axes: tuple[int, int, int, int]) -> Mesh:
+        dp, pp, tp, sp = axes
+        return Mesh(dp, pp, tp, None if self.network.on_one_node else self.network.nodes, sp)
+
+
+@dataclass(frozen=True)
+class PlannedLayout:
+    """A layout, what it takes, the bytes of the rank that has most, and the layers of each stage of its pipeline."""
+
+    candidate: Candidate
+    price: LayoutPrice
+    memory: Memory
+    split: Sequence[int]
+
+    @property
+    def bytes(self) -> int:
+        """Of all kinds together."""
+        return sum(self.memory.values())
+
+    def options(self) -> dict[str, object]:
+        """Return the train command's options that mean it."""
+        return self.candidate.options() | ({"split": ",".join(map(str, self.split))} if self.split else {})
+
+
+@dataclass(frozen=True)
+class LayoutSearch:
+    """The layouts of the least times, the least first; how many fall out for which reason; and how many there were."""
+
+    best: tuple[PlannedLayout, ...]
+    refused: Refusals
+    looked_at: int
+    seconds: float
+
+
+def plan(
+    pricer: Pricer,
+    limit_bytes: int | None = None,
+    kept: int = KEPT,
+    kind: Callable[[Candidate], Hashable] = lambda one: one,
+) -> LayoutSearch:
+    """Return the best layouts of a workload on the ranks of a machine.
+
+    Args:
+        pricer: of the workload there.
+        limit_bytes: what a rank may have of everything; None for any.
+        kept: how many are wanted.
+        kind: of those of one kind only the best counts.
+
+    Raises:
+        LayoutError: when there is no layout, or none fits the memory; it says what comes nearest.
+    """
+    begin, ranks = clock.now(), pricer.network.ranks
+    found, refused = candidates(ranks, pricer.batch_size, pricer.profile.shares, len(pricer.profile.layers))
+    if not found:
+        reasons = "; ".join(f"{count} fall out: {reason}" for reason, count in refused.most_common())
+        raise LayoutError(f"{ranks} ranks can have no layout of this model ({reasons}); give other ranks")
+    best: dict[Hashable, PlannedLayout] = {}
+    too_large: list[PlannedLayout] = []
+    prices = {one: pricer.price(one) for one in found}
+    for one in sorted(found, key=lambda each: (prices[each].seconds, each)):
+        if kind(one) in best:
+            continue
+        split = tuple(map(len, pricer.shapes.cuts(one.pp, one.virtual_stages))) if one.pp > 1 else ()
+        planned = PlannedLayout(one, prices[one], pricer.memory(one), split)
+        if limit_bytes is not None and planned.bytes > limit_bytes:
+            too_large.append(planned)
+            continue
+        best[kind(one)] = planned
+        if len(best) == kept:
+            break
+    if not best:
+        nearest = min(too_large, key=lambda each: each.bytes)
+        raise LayoutError(
+            f"no layout of {ranks} rank{'s'[: ranks > 1]} fits {limit_bytes} bytes on each; "
+            f"{nearest.candidate} would with {nearest.bytes}: give that much, more ranks or a smaller batch"
+        )
+    if too_large:
+        refused[f"more than {limit_bytes} bytes on a rank, of those that might be as quick"] = len(too_large)
+    return LayoutSearch(tuple(best.values()), refused, len(found), clock.now() - begin)

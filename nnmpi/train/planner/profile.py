@@ -1,0 +1,421 @@
+"""What a model's parts take on this machine, measured once and kept: steps, layers, updates, bytes.
+
+    steps      of one replica, for several numbers of rows: seconds, update, activations
+    shares     of replicas whose layers or positions ranks share: their part of that, and the messages between them
+    layers     of the chain, forward and backward: their parts of a step
+
+All ranks measure at the same time, as they will compute at the same time, and the slowest counts. Replicas whose
+layers or sequences are shared out run on simulated ranks: of these the ratio to one rank counts, measured likewise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
+from itertools import count as numbers
+from itertools import product, repeat
+from math import inf
+from typing import Any
+
+import numpy as np
+import threadpoolctl
+
+from nnmpi import clock
+from nnmpi.backend.backend import Backend
+from nnmpi.backend.precision import use_precision
+from nnmpi.comm.agreement import on_root
+from nnmpi.comm.group import Group
+from nnmpi.comm.measure import find_fit
+from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.compose.worker import Worker
+from nnmpi.custom import custom_file
+from nnmpi.data.dataset import Samples
+from nnmpi.data.loader import Batch
+from nnmpi.errors import NnmpiError, UsageError
+from nnmpi.files import cache_folder, write_atomically
+from nnmpi.memory.layers import measure as measure_layers
+from nnmpi.memory.layers import of_chain
+from nnmpi.memory.ledger import ACTIVATIONS
+from nnmpi.memory.plan import LayerCost
+from nnmpi.nn.chain import open_chain
+from nnmpi.nn.mode import training
+from nnmpi.nn.module import Module
+from nnmpi.parallel.sharded.collectives import CATEGORY
+from nnmpi.reading import read_json
+from nnmpi.tensor.tensor import Tensor
+from nnmpi.timeline import Timeline, recording
+from nnmpi.train.build import build_model, build_trainer, build_whole, find_layout, needs_arrangement
+from nnmpi.train.computing import explained
+from nnmpi.train.config import Config, to_json
+from nnmpi.train.inputs import load_inputs
+from nnmpi.train.signature import ModelSignature
+from nnmpi.version import VERSION
+
+FORMAT = 15
+MOST_SHARES = 8  # ranks of one replica's layers and positions that are measured; more are not looked at
+PARTS_PER_RANK = 8  # the smallest part of a batch that is measured is that of so many microbatches for each rank
+LONGEST_S = 0.5  # a step that would take longer is not measured, but estimated from those of fewer rows
+MEASURE_S, LEAST_STEPS, MOST_STEPS, WARM_UP_STEPS = 0.15, 5, 100, 3
+QUARTILE = 0.25  # what other programs disturb is above it
+SETTLED = 3  # the first of so many parts of the steps does not count: 2 ms are 12 % longer in the first 0.1 s
+ROUNDS, PATIENCE_S = 3, 15.0  # some time apart, but for what takes long: what disturbs for a second does not decide
+
+Say = Callable[[str], None]
+Share = tuple[int, int]
+"""(tp, sp): how many ranks share the layers, and the positions."""
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What a configuration trains, with its training and test set."""
+
+    config: Config
+    samples: tuple[Samples, Samples]
+
+    @property
+    def dtype(self) -> str:
+        """Of the model."""
+        return self.config.run.dtype
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of the global batch."""
+        wanted, most = self.config.optimization.batch_size, len(self.samples[0])
+        return most if wanted == "full" else min(wanted, most)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a sample and its labels."""
+        return int(self.rows(1).nbytes + self.samples[0].labels(np.arange(1)).nbytes)
+
+    @property
+    def state_arrays(self) -> int:
+        """How many arrays of each parameter's size the optimizer keeps."""
+        options = self.config.optimization
+        return 2 if options.optimizer != "sgd" else int(options.momentum > 0)
+
+    @property
+    def outputs(self) -> int:
+        """Of the model: one for each class, or number that is predicted."""
+        return ModelSignature.of(self.samples[0], None).outputs
+
+    def rows(self, count: int) -> Any:
+        """Return so many samples as the model takes them."""
+        return self.samples[0].rows(np.arange(count), self.dtype)
+
+    def build(self) -> Module:
+        """Return the model, uninitialized."""
+        return build_model(self.config.model, self.samples[0].sample_shape, self.outputs)
+
+    def key(self, group: Group, ranks: int, backend: Backend) -> dict[str, Any]:
+        """Return what the measured times depend on, the same on all ranks. Collective."""
+        config, options = self.config, self.config.optimization
+        files = [file for name in (config.model.model, options.optimizer, options.loss) if (file := custom_file(name))]
+        pools = threadpoolctl.threadpool_info()
+        key = {
+            "format": FORMAT,
+            "model": to_json(config.model),
+            "own": hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest(),
+            "sample": [*self.samples[0].sample_shape, self.outputs, self.batch_size],
+            "optimizer": [options.optimizer, options.momentum, options.clip],
+            "numbers": [config.run.dtype, config.run.precision, config.run.jit, backend.name],
+            "blas": [[each.get(name) for name in ("internal_api", "version", "num_threads")] for each in pools],
+            "ranks": [ranks, group.size],
+            "host": [platform.node(), VERSION],
+        }
+        shared: dict[str, Any] = group.share(key)
+        return shared
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """A step of one replica for so many rows: seconds without the update, those of the update, bytes of activations."""
+
+    seconds: float
+    update_s: float
+    activations: float
+
+
+@dataclass(frozen=True)
+class ShareCost:
+    """A step of a replica on its (tp, sp) ranks, beside one on one rank.
+
+    Attributes:
+        seconds, activations: by those of one rank, without messages.
+        exchanges: (operation, bytes for each row, how often) of the messages between the ranks.
+    """
+
+    seconds: float = 1.0
+    activations: float = 1.0
+    exchanges: tuple[tuple[str, float, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured of a workload.
+
+    Attributes:
+        steps: by rows.
+        shares: by (tp, sp).
+        layers: in the order of the chain, for `layer_rows` rows; their times are parts of a step's.
+        raced: by the text of a layout, the seconds of a step as it ran, of those that have raced.
+    """
+
+    steps: Mapping[int, StepCost]
+    shares: Mapping[Share, ShareCost]
+    layers: tuple[LayerCost, ...]
+    layer_rows: int
+    raced: Mapping[str, float] = field(default_factory=dict)
+
+    def step(self, rows: int, name: str) -> float:
+        """Return one of the fields of `StepCost` for any number of rows: on the straight lines through those known."""
+        known = {each: float(getattr(cost, name)) for each, cost in sorted(self.steps.items())}
+        if len(known) == 1:
+            ((only, value),) = known.items()
+            return value * rows / only
+        places = list(known)
+        right = min(max(int(np.searchsorted(places, rows)), 1), len(places) - 1)
+        low, high = places[right - 1], places[right]
+        return max(known[low] + (known[high] - known[low]) * (rows - low) / (high - low), 0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        return {
+            "steps": [[rows, asdict(one)] for rows, one in self.steps.items()],
+            "shares": [[share, asdict(one)] for share, one in self.shares.items()],
+            "layers": [asdict(layer) for layer in self.layers],
+            "layer_rows": self.layer_rows,
+            "raced": dict(self.raced),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Profile:
+        """Return what `to_json` gave the values of.
+
+        Raises:
+            KeyError, TypeError, ValueError: for values that are none.
+        """
+        shares = {}
+        for (tp, sp), one in value["shares"]:
+            shares[tp, sp] = ShareCost(**{**one, "exchanges": tuple(map(tuple, one["exchanges"]))})
+        return cls(
+            {int(rows): StepCost(**one) for rows, one in value["steps"]},
+            shares,
+            tuple(LayerCost(**each) for each in value["layers"]),
+            int(value["layer_rows"]),
+            {str(name): float(seconds) for name, seconds in value["raced"].items()},
+        )
+
+
+# ---- kept between runs ----
+
+
+class KeptProfile:
+    """The file of a workload's profile, where this user has a folder for such.
+
+    Args:
+        key: what the profile depends on.
+    """
+
+    def __init__(self, key: Mapping[str, Any]) -> None:
+        self.key, self.file = key, None
+        digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=8).hexdigest()
+        try:
+            self.file = cache_folder() / f"profile-{digest}.json"
+        except UsageError:  # no home folder: it is measured anew each time
+            return
+
+    def load(self) -> dict[str, Any] | None:
+        """Return the profile as JSON values; None if there is none of this key, or it is damaged."""
+        try:
+            found = read_json(self.file) if self.file is not None else {}
+            return Profile.from_json(found).to_json() if found.get("key") == json.loads(json.dumps(self.key)) else None
+        except (OSError, KeyError, TypeError, ValueError, AttributeError, NnmpiError):
+            return None
+
+    def save(self, profile: Profile, say: Say) -> None:
+        """Keep a profile; say so where that cannot be."""
+        if self.file is None:
+            return
+        try:
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(self.file, json.dumps({"key": self.key, **profile.to_json()}).encode())
+        except OSError as error:
+            say(f"the profile cannot be kept: {error}")
+
+
+def take_profile(
+    workload: Workload, group: Group, ranks: int, backend: Backend, say: Say
+) -> tuple[Profile, KeptProfile]:
+    """Return the profile that is kept for a workload, or measure and keep one; and where. Collective.
+
+    Args:
+        workload: what is to be trained.
+        group: that measures.
+        ranks: that a layout is sought for.
+        backend: where this rank computes.
+        say: called with a sentence before it is measured.
+    """
+    place = KeptProfile(workload.key(group, ranks, backend))
+    kept: Any = on_root(group, place.load)
+    if kept is not None:
+        return Profile.from_json(kept), place
+    say("measuring the model's parts, which is done once and kept")
+    with explained(backend, "the model's parts are measured here, and do not fit ({}); give a smaller model or batch"):
+        found = measure(workload, group, ranks, shares_of(ranks), backend)
+    on_root(group, lambda: place.save(found, say))
+    return found, place
+
+
+def shares_of(ranks: int) -> list[Share]:
+    """Return every (tp, sp) but (1, 1) that a number of ranks may have and that is measured."""
+    few = [n for n in range(1, min(ranks, MOST_SHARES) + 1) if ranks % n == 0]
+    return [(tp, sp) for tp, sp in product(few, few) if 1 < tp * sp <= MOST_SHARES and ranks % (tp * sp) == 0]
+
+
+# ---- measuring ----
+
+
+def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share], backend: Backend) -> Profile:
+    """Measure a workload with all ranks of a group at once; the slowest counts. Collective.
+
+    Args:
+        ranks: for so many ranks a layout is sought, which says how small parts of a batch may be.
+        shares: (tp, sp) to measure besides (1, 1), as far as the model can be shared out so.
+    """
+    alone, batch = group.split(group.rank), workload.batch_size
+    steps: dict[int, StepCost] = {}
+    for rows in sorted({-(-batch // part) for part in (1, ranks, PARTS_PER_RANK * ranks)}):
+        expected = Profile(steps, {}, (), rows).step(rows, "seconds") if steps else 0.0
+        if expected <= LONGEST_S:
+            steps[rows] = _least(group, partial(_measure_replica, workload, rows, alone, backend))
+    alone.free()
+    rows = max(steps)
+    with use_precision(workload.config.run.precision), training():
+        model = workload.build()
+        measured = of_chain(model, open_chain(model), workload.dtype, backend)
+        layers = measure_layers(measured, Tensor(backend.asarray(workload.rows(rows))), backend)
+    found = {(1, 1): ShareCost()}
+    for share in shares:
+        cost = _measure_share(group, workload, share, rows, backend)
+        if cost is not None:
+            found[share] = cost
+    return Profile(steps, found, tuple(layers), rows)
+
+
+def _least(group: Group, run: Callable[[], StepCost]) -> StepCost:
+    """Return the quickest of some rounds, each as long as on the slowest rank. Collective."""
+    begin, found = clock.now(), StepCost(inf, inf, 0)
+    for _ in range(ROUNDS):
+        one = run()
+        seconds, update_s, taken_s = group.max_floats([one.seconds, one.update_s, clock.now() - begin])
+        found = replace(one, seconds=min(seconds, found.seconds), update_s=min(update_s, found.update_s))
+        if taken_s > PATIENCE_S:
+            break
+    return found
+
+
+def _measure_replica(workload: Workload, rows: int, group: Group, backend: Backend) -> StepCost:
+    with ready(workload, {}, rows, group, backend) as (worker, batches):
+        step_s = usual_s(group, lambda batch: worker.step(batch, 0.0), batches)
+        update_s = usual_s(group, lambda _: worker.optimizer.step(), repeat(None))
+        activations = worker.ledger.report().peaks[ACTIVATIONS]
+    return StepCost(max(step_s - update_s, 0.0), update_s, activations)
+
+
+def _measure_share(group: Group, workload: Workload, share: Share, rows: int, backend: Backend) -> ShareCost | None:
+    """Return the cost of a replica on several simulated ranks; None where it cannot be shared out so. Collective."""
+
+    def run(tp: int, sp: int, own: Group) -> tuple[float, float, dict[tuple[str, int], int]]:
+        with ready(workload, {"tp": tp, "sp": sp}, rows, own, backend) as (worker, batches):
+            timeline = Timeline()
+            with recording(timeline):
+                worker.step(next(batches), 0.0)
+            sent = Counter((e.name, int((e.args or {})["bytes"])) for e in timeline.events if e.category == CATEGORY)
+            step_s = usual_s(own, lambda batch: worker.step(batch, 0.0), batches)
+            return step_s, worker.ledger.report().peaks[ACTIVATIONS], dict(sent)
+
+    try:
+        with threadpoolctl.threadpool_limits(limits=1, user_api="blas"):
+            ((whole_s, whole, _),) = simulate(partial(run, 1, 1), 1)
+            (step_s, activations, sent), *_ = simulate(partial(run, *share), share[0] * share[1])
+    except NnmpiError:
+        return None
+    (ratio,) = group.max_floats([step_s / max(whole_s, 1e-12)])
+    exchanges = tuple((what, nbytes / rows, count) for (what, nbytes), count in sent.items())
+    return ShareCost(ratio, activations / max(whole, 1), exchanges)
+
+
+@contextmanager
+def ready(
+    workload: Workload, options: Mapping[str, Any], rows: int | None, group: Group, backend: Backend
+) -> Iterator[tuple[Worker, Iterator[Batch]]]:
+    """Make what trains a workload in a layout, after some steps, and give its batches. Collective.
+
+    What is trained is thrown away.
+
+    Args:
+        workload: what is trained.
+        options: of the layout.
+        rows: of a batch, where other than the run's.
+        group: all ranks.
+        backend: where this rank computes.
+
+    Raises:
+        NnmpiError: on all ranks, where the layout cannot be.
+    """
+    config = with_options(workload.config, options)
+    if rows is not None:
+        config = replace(config, optimization=replace(config.optimization, batch_size=rows))
+    layout, mesh = find_layout(config, group)
+    place = mesh.coordinates(group.rank).d, mesh.dp
+    samples = workload.samples
+    inputs = load_inputs(config, group, group.local_rank(), lambda _: None, place, mesh.pp, samples)
+    if group.size > 1 and group.fit is None:
+        group.fit = find_fit(group)
+    wanted = layout if needs_arrangement(layout, mesh) else None
+    model = build_whole(config, inputs.train, backend, group)
+    trainer = build_trainer(config, model, group, inputs, backend, wanted)
+    if not isinstance(trainer, Worker):
+        raise UsageError("only layouts of ranks in step are measured")
+    batches = (batch for epoch in numbers() for batch in inputs.train_loader.epoch(epoch))
+    for _ in range(WARM_UP_STEPS):
+        trainer.step(next(batches), 0.0)
+    yield trainer, batches
+    trainer.release()
+    if trainer.arrangement is not None:
+        trainer.arrangement.free()
+
+
+def usual_s(group: Group, call: Callable[[Any], Any], arguments: Iterator[Any], budget_s: float | None = None) -> float:
+    """Return the lower quartile of what a call takes, of the slowest rank; the ranks make as many. Collective.
+
+    There are as many as fit into a time, but no more than a small model needs.
+
+    Args:
+        group: all ranks.
+        call: with one of the arguments.
+        arguments: made before the clock runs.
+        budget_s: for all of it (MEASURE_S).
+    """
+    times: list[float] = []
+    most_s = MEASURE_S if budget_s is None else budget_s
+    while not times or (len(times) < MOST_STEPS and group.max_floats([sum(times)])[0] < most_s):
+        for _ in range(LEAST_STEPS):
+            argument = next(arguments)
+            group.barrier()
+            begin = clock.now()
+            call(argument)
+            times.append(clock.now() - begin)
+    return group.max_floats([float(np.quantile(times[len(times) // SETTLED :], QUARTILE))])[0]
+
+
+def with_options(config: Config, options: Mapping[str, Any]) -> Config:
+    """Return a configuration with the options of a layout, and none left open."""
+    return replace(config, parallel=replace(config.parallel, **options, layout="given"))

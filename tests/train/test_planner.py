@@ -1,0 +1,434 @@
+"""The planner: prices add up, the best are found, bytes are the ledger's; and `--layout auto`, which races them."""
+
+import json
+import shlex
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+
+from nnmpi import nn, plan
+from nnmpi.backend.backend import numpy_backend
+from nnmpi.backend.kernels import compiled_kernels
+from nnmpi.comm import measure
+from nnmpi.comm.group import Group
+from nnmpi.comm.machine import Curve, Link, Machine, blocks
+from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.data.dataset import Dataset
+from nnmpi.errors import LayoutError, UsageError
+from nnmpi.memory.ledger import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
+from nnmpi.memory.plan import LayerCost
+from nnmpi.nn.chain import ModelPart, open_chain
+from nnmpi.schedule.instruction import Kind
+from nnmpi.schedule.lower import lower
+from nnmpi.schedule.registry import make
+from nnmpi.schedule.simulate import InstructionCosts, simulate_schedule
+from nnmpi.train import computing
+from nnmpi.train.cli import main, parse
+from nnmpi.train.config import ParallelConfig, assemble
+from nnmpi.train.planner import auto_layout, profile
+from nnmpi.train.planner import price as prices
+from nnmpi.train.planner.auto_layout import ChosenLayout, check_open, choose, race
+from nnmpi.train.planner.network import PRESETS, PlannedNetwork, find_network
+from nnmpi.train.planner.price import ModelShapes, Pricer
+from nnmpi.train.planner.price import plan as search
+from nnmpi.train.planner.profile import KeptProfile, Profile, ShareCost, StepCost, Workload, ready, shares_of
+from nnmpi.train.planner.space import Candidate, candidates
+
+CONTEXT, TOKENS = 8, 12
+SMALL = ["--model", "mlp", "--hidden", "8", "--dataset", "iris", "--batch-size", "12", "--epochs", "1", "--quiet"]
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Plan for the smallest run, measure little, and keep nothing for others."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(computing, "PAYS", 0.0)
+    monkeypatch.setattr(profile, "MEASURE_S", 0.0)
+    monkeypatch.setattr(profile, "ROUNDS", 1)
+    monkeypatch.setattr(auto_layout, "FIT_S", 0.05)
+    monkeypatch.setattr(auto_layout, "RACE_S", 0.0)
+    monkeypatch.setattr(measure, "WHOLE_SIZES", measure.WHOLE_SIZES[:-3])  # up to a megabyte
+
+
+def workload(batch_size: int = 16, samples: Dataset | None = None, **options: Any) -> Workload:
+    drawn = np.random.default_rng(0).integers(0, TOKENS, (batch_size, CONTEXT + 1))
+    dataset = samples or Dataset("tokens", drawn[:, :-1], drawn[:, 1:], TOKENS)
+    gpt = {"model": "gpt", "context": CONTEXT, "features": 16, "layers": 4, "heads": 4}
+    return Workload(assemble({"batch_size": batch_size, "jit": "off", **(options or gpt)}), (dataset, dataset))
+
+
+def made_up(ranks: int, batch_size: int = 16) -> Profile:
+    """Return times that nobody has measured: a row costs what a layer's parameters say."""
+    model = workload().build()
+    elements = [sum(p.size for p in ModelPart(model, [layer]).parameters()) for layer in open_chain(model)]
+    each = [1e-6 + 1e-9 * batch_size * (100 + n) * (1 + i % 3) for i, n in enumerate(elements)]
+    layers = tuple(
+        LayerCost(
+            *(str(i), 64 * batch_size, 0, 500 * batch_size, False, False),
+            *(seconds / 3, seconds / 3, 2 * seconds / 3),
+            elements=n,
+        )
+        for i, (seconds, n) in enumerate(zip(each, elements, strict=True))
+    )
+    steps = {rows: StepCost(sum(each) * rows / batch_size, 1e-4, 500 * rows * len(each)) for rows in (1, batch_size)}
+    shared = {
+        (tp, sp): ShareCost(1.1 / tp / sp, 1 / tp / sp, (("all-reduce", 32.0, 9),)) for tp, sp in shares_of(ranks)
+    }
+    return Profile(steps, {(1, 1): ShareCost(), **shared}, layers, batch_size)
+
+
+@cache
+def pricer(ranks: int, per_node: int, name: str = "", factor: float = 1.0) -> Pricer:
+    """Return prices of a made-up machine, on which one field of the layers or steps is so many times as much."""
+
+    def more(record: Any) -> Any:
+        return replace(record, **{name: factor * getattr(record, name)}) if hasattr(record, name) else record
+
+    work, times = workload(), made_up(ranks)
+    steps = {rows: more(cost) for rows, cost in times.steps.items()}
+    times = replace(times, steps=steps, layers=tuple(map(more, times.layers)))
+    nodes = None if per_node >= ranks else blocks(ranks, per_node)
+    machine = Machine(Link.line(1e-6, 1e-10), Link.line(2e-5, 1e-9), nodes, Curve.line(0.0, 1e-10))
+    shapes = ModelShapes(work, times, numpy_backend())
+    return Pricer(work.batch_size, work.row_bytes, times, PlannedNetwork("made up", machine, ranks), shapes)
+
+
+def layouts(one: Pricer) -> list[Candidate]:
+    return candidates(one.network.ranks, one.batch_size, one.profile.shares, len(one.profile.layers))[0]
+
+
+# ---- prices, and the search ----
+
+
+def test_the_search_finds_the_least_prices() -> None:
+    one = pricer(4, 2)
+    prices = sorted((one.price(each).seconds, each) for each in layouts(one))
+    for kept in (1, 3, 10):
+        found = search(one, kept=kept)
+        assert [each.price.seconds for each in found.best] == [seconds for seconds, _ in prices[:kept]]
+        assert found.looked_at == len(prices)
+    firsts = {each.kind: seconds for seconds, each in reversed(prices)}
+    found = search(one, kept=3, kind=lambda each: each.kind)
+    assert [each.price.seconds for each in found.best] == sorted(firsts.values())[:3]
+
+
+STAGES, REPLICAS = Candidate(pp=4, microbatches=4), Candidate(dp=4)
+HALVES, SHARED = replace(STAGES, schedule="zero-bubble"), Candidate(dp=2, tp=2)
+
+
+@pytest.mark.parametrize(
+    ("field", "dearer", "unchanged"),
+    [
+        ("update_s", [STAGES, REPLICAS, HALVES, SHARED], []),
+        ("value", [STAGES, HALVES], [REPLICAS, SHARED]),
+        ("kept", [], [STAGES, REPLICAS]),
+    ],
+)
+def test_each_measured_number_is_in_the_prices_that_it_belongs_to(
+    field: str, dearer: list[Candidate], unchanged: list[Candidate]
+) -> None:
+    plain, other = pricer(4, 4), pricer(4, 4, field, 3.0)
+    for each in dearer:
+        assert other.price(each).seconds > plain.price(each).seconds, each
+    for each in unchanged:
+        assert other.price(each).seconds == pytest.approx(plain.price(each).seconds), each
+
+
+def test_a_bubble_shrinks_with_microbatches_and_links_cost_what_they_take() -> None:
+    near, far = pricer(4, 4), pricer(4, 1)
+    few, many = (near.price(replace(STAGES, schedule="gpipe", microbatches=count)) for count in (4, 16))
+    assert few.bubble_s / few.computing_s > 1.5 * many.bubble_s / many.computing_s > 0
+    for each in (REPLICAS, STAGES, SHARED):
+        assert far.price(each).seconds > near.price(each).seconds
+    slower_s = far.network.message(0, 1, 256) - near.network.message(0, 1, 256)
+    assert far.price(STAGES).bubble_s - near.price(STAGES).bubble_s > 5.5 * slower_s  # over three links, and back
+    shared = [near.price(Candidate(dp=4, zero=zero)).update_s for zero in (0, 1)]
+    assert shared[0] == pytest.approx(4 * shared[1])
+    (state,) = far.shapes.states(1, 1, 1, 0, 1, False)
+    sums = (far.network.exchange("all-reduce", range(4), nbytes) for nbytes in (state.gradients, 40))
+    assert far.price(REPLICAS).exposed_s == pytest.approx(sum(sums))  # one bucket: nothing hides it
+
+
+@pytest.mark.parametrize(
+    ("name", "virtual", "off"),
+    [("gpipe", 1, 0.1), ("1f1b", 1, 0.1), ("zero-bubble", 1, 0.15), ("interleaved", 2, 0.15)],
+)
+def test_a_pipeline_takes_about_what_its_simulation_takes(
+    name: str, virtual: int, off: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prices, "END_S", 0.0)  # what messages take of the processor
+    one, each = pricer(2, 2), Candidate(pp=2, schedule=name, virtual_stages=virtual, microbatches=4)
+    price, layers = one.price(each), one.profile.layers
+    whole_s = sum(layer.seconds for layer in layers)
+    cuts = one.shapes.cuts(2, virtual)
+    stage_s = [one.profile.step(4, "seconds") * sum(layers[i].seconds for i in cut) / whole_s for cut in cuts]
+    times = {Kind.F: 1 / 3, Kind.B: 2 / 3, Kind.I: 1 / 3, Kind.W: 1 / 3}
+    costs = InstructionCosts({kind: [part * seconds for seconds in stage_s] for kind, part in times.items()})
+    simulated_s = simulate_schedule(lower(make(name, 2, 4, virtual)), costs).makespan_s
+    told_s = price.computing_s + price.bubble_s - 2 * one.network.message(0, 1, 64 * 4)
+    assert told_s == pytest.approx(simulated_s, rel=off)
+
+
+@pytest.mark.parametrize("one", [Candidate(dp=2, zero=zero) for zero in range(1, 4)], ids=str)
+def test_state_is_that_of_the_ledger_to_the_byte(one: Candidate) -> None:
+    work = workload()
+
+    def run(group: Group) -> dict[str, int]:
+        with ready(work, one.options(), 4, group, numpy_backend()) as (worker, _):
+            return dict(worker.ledger.report().held)
+
+    found, told = simulate(run, 2), pricer(2, 1).memory(one)
+    for kind in (GRADIENTS, STATE):
+        assert told[kind] == max(each[kind] for each in found), kind
+    assert told[PARAMETERS] >= max(each[PARAMETERS] for each in found)  # once on a node
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_activations_of_stages_are_near_those_of_the_ledger(recompute: bool) -> None:
+    """What operations take for a moment is not predicted."""
+    table = Dataset("table", np.ones((1024, 64), np.float32), np.zeros(1024, np.int64), 8)
+    work = workload(1024, table, model="mlp", hidden=[32, 32, 32])
+    (times,) = simulate(lambda group: profile.measure(work, group, 2, [], numpy_backend()), 1)
+    one = Candidate(pp=2, schedule="gpipe", microbatches=4, recompute=recompute)
+    shapes = ModelShapes(work, times, numpy_backend())
+    priced = Pricer(1024, work.row_bytes, times, PlannedNetwork("", Machine.uniform(0.0, 0.0), 2), shapes)
+    options = {**one.options(), "split": ",".join(str(len(cut)) for cut in shapes.cuts(2, 1))}
+
+    def run(group: Group) -> int:
+        with ready(work, options, None, group, numpy_backend()) as (worker, _):
+            return worker.ledger.report().peaks[ACTIVATIONS]
+
+    counted = max(simulate(run, 2, cpu_factor=0.0))
+    told = priced.memory(one)[ACTIVATIONS]
+    assert 0.85 * counted <= told <= (5 if recompute else 2) * counted
+
+
+def test_memory_that_is_tight_asks_for_least_activations_and_names_the_least() -> None:
+    one = pricer(2, 2)
+    plain = min(sum(one.memory(each).values()) for each in layouts(one) if not each.recompute)
+    found = search(one, plain - 1)
+    assert all(each.bytes < plain and each.candidate.recompute for each in found.best)
+    assert any("bytes on a rank" in reason for reason in found.refused)
+    with pytest.raises(LayoutError, match=r"would with (\d+): give that much") as refused:
+        search(one, 1000)
+    least = int(str(refused.value).split("would with ")[1].split(":")[0])
+    assert search(one, least).best
+    with pytest.raises(LayoutError):
+        search(one, least - 1)
+
+
+def test_what_is_found_is_told_in_lines_and_in_options() -> None:
+    found = search(pricer(4, 2))
+    assert max(map(len, plan.describe(found))) <= 100
+    piped = replace(found.best[0], candidate=replace(HALVES, recompute=True), split=(2, 2, 1, 1)).options()
+    told = {"pp": 4, "pipeline": "zero-bubble", "microbatches": 4, "activation_memory": "least", "split": "2,2,1,1"}
+    assert {name: piped[name] for name in told} == told
+
+
+def test_candidates_are_layouts_or_counted_with_a_reason() -> None:
+    found, refused = candidates(8, 4, [(1, 1), (2, 1)], 6)
+    assert {each.ranks for each in found} == {8}
+    assert {each.schedule for each in found if each.pp > 1} >= {"gpipe", "1f1b", "zero-bubble"}
+    for word in ("replicas than rows", "stages than the model", "microbatches than", "shared out"):
+        assert any(word in reason for reason in refused), word
+
+
+@pytest.mark.parametrize(
+    ("known", "at", "value"),
+    [({2: 4.0}, 1, 2.0), ({1: 1.0, 3: 5.0}, 2, 3.0), ({1: 1.0, 3: 5.0}, 5, 9.0), ({2: 1.0, 4: 9.0}, 1, 0.0)],
+)
+def test_values_between_rows_are_on_straight_lines(known: dict[int, float], at: int, value: float) -> None:
+    steps = {rows: StepCost(seconds, 0.0, 0) for rows, seconds in known.items()}
+    assert Profile(steps, {}, (), 1).step(at, "seconds") == value
+
+
+@pytest.mark.parametrize(
+    ("text", "nodes", "match"),
+    [("fit", 1, "no fit"), ("token-ring", 1, "'token-ring' is unknown"), ("ethernet-1g", 3, "each of 3 nodes")],
+)
+def test_networks_that_there_are_not_are_refused(text: str, nodes: int, match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        find_network(text, 4, nodes, None)
+
+
+def test_a_network_by_its_name_has_the_rate_that_is_stated() -> None:
+    for name, stated in PRESETS.items():
+        found = find_network(name, 4, 2, None)
+        more_s = found.message(0, 2, 2 * 10**9) - found.message(0, 2, 10**9)
+        assert more_s == pytest.approx(8 / stated.gbit), name
+
+
+# ---- measuring ----
+
+
+def test_a_workload_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares are measured as far as the model can have them; without a folder nothing is kept."""
+    table = Dataset("made up", np.ones((16, 4), np.float32), np.zeros(16, np.int64), 4)
+    work = workload(16, table, model="mlp", hidden=[8])
+    found = simulate(lambda group: profile.measure(work, group, 2, [(2, 1), (1, 2)], numpy_backend()), 2)[0]
+    assert sorted(found.steps) == [1, 8, 16]
+    assert found.shares[2, 1].exchanges and (1, 2) not in found.shares
+    monkeypatch.setenv("NNMPI_DATA", str(tmp_path))
+    place = KeptProfile({"of": "this"})
+    place.save(found, print)
+    assert place.file is not None and Profile.from_json(place.load() or {}) == found
+    assert KeptProfile({"of": "that"}).load() is None
+    for damage in ("{", "[]", json.dumps({"key": {"of": "this"}, "steps": []})):
+        place.file.write_text(damage)
+        assert place.load() is None
+
+    def homeless() -> NoReturn:
+        raise UsageError("this user has no home folder")
+
+    monkeypatch.setattr(profile, "cache_folder", homeless)
+    place = KeptProfile({"of": "this"})
+    place.save(found, print)
+    assert place.load() is None
+
+
+# ---- --layout auto, and the command ----
+
+
+@pytest.mark.simulated(max_size=3)
+@pytest.mark.parametrize("pays", [0.0, 1e12])
+def test_a_run_goes_with_the_layout_that_was_chosen(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pays: float
+) -> None:
+    """A small run does not wait for a search."""
+    monkeypatch.setattr(computing, "PAYS", pays)
+    out = tmp_path.parent / f"run-{group.size}-{pays:.0e}"
+    main([*SMALL, "--layout", "auto", "--out", str(out)], group)
+    group.barrier()  # the first rank prints last
+    console = (out / "console.txt").read_text()
+    searched = group.size > 1 and not pays
+    assert "planner: " in console
+    for words in ("race: ", "chosen: ", "step predicted "):
+        assert (words in console) == searched or words == "chosen: "
+    kept = json.loads((out / "config.json").read_text())
+    assert kept["layout"] == "given"
+
+
+def test_the_layouts_that_may_be_the_best_race_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The quickest is taken, whatever was predicted; what it took is kept for the next run."""
+    ran: list[Any] = []
+
+    def time_layout(_: Workload, options: dict[str, Any], group: Group, *__: Any) -> float:
+        if group.is_root:
+            ran.append(options)
+        return 1e-9 / group.share(len(ran))  # less than any prediction: the first heat is the last
+
+    monkeypatch.setattr(auto_layout, "time_layout", time_layout)
+    network = PlannedNetwork("told", Machine.uniform(1e-5, 1e-9), 2)
+    monkeypatch.setattr(auto_layout, "take_network", lambda *_: network)
+    config = parse([*SMALL, "--layout", "auto", "--jit", "off"])
+
+    def chosen() -> ChosenLayout:
+        return simulate(lambda group: choose(config, group, numpy_backend(), group.rank, lambda _: None), 2)[0]
+
+    first, count = chosen(), len(ran)
+    assert len({str(each) for each in ran}) == auto_layout.RACERS
+    assert first.config == profile.with_options(config, ran[-1])
+    again = chosen()
+    assert (again.config, len(ran)) == (first.config, count)
+    assert sum("race (kept): " in line for line in again.lines) == auto_layout.RACERS
+
+
+def test_a_race_goes_in_turns_without_those_that_are_far_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A layout that is disturbed once is not lost by it."""
+    took = {"a": [2.0, 1.0, 1.2], "b": [9.0], "c": [1.9, 1.1, 1.3]}
+    ran: list[str] = []
+
+    def time_layout(_: Any, name: str, *__: Any) -> float:
+        ran.append(name)
+        return took[name][ran.count(name) - 1]
+
+    monkeypatch.setattr(auto_layout, "time_layout", time_layout)
+    nobody: Any = None
+    assert race(nobody, list("abc"), nobody, nobody) == [1.0, 9.0, 1.1]  # type: ignore[arg-type]
+    assert ran == ["a", "b", "c", "c", "a", "a", "c"]
+
+
+def test_options_that_say_a_layout_are_refused() -> None:
+    refused: list[tuple[str, Callable[[], None]]] = [
+        ("chooses --zero itself", lambda: check_open(ParallelConfig(layout="auto", zero=1), False)),
+        ("ranks in step", lambda: check_open(ParallelConfig(layout="auto"), True)),
+        ("a new run", lambda: check_open(ParallelConfig(layout="auto", dp=2), False, resuming=True)),
+    ]
+    for words, check in refused:
+        with pytest.raises(UsageError, match=words):
+            check()
+
+
+def test_a_model_has_an_output_for_each_number_that_is_predicted() -> None:
+    table = Dataset("table", np.ones((8, 3), np.float32), np.ones((8, 2), np.float32), 0)
+    model: nn.Module = workload(8, table, model="mlp", hidden=[4], loss="mse").build()
+    assert [p.shape for p in model.parameters()][-1] == (2,)
+
+
+def test_a_step_is_compared_with_its_prediction() -> None:
+    records = [{"kind": "train", "samples_per_second": rate} for rate in (1.0, 100.0, 200.0, 300.0)]
+    chosen: Any = ChosenLayout(assemble({}), None, (), 0.1)  # type: ignore[arg-type]
+    assert chosen.compare(20, records) == ["step predicted 100 ms, measured 100 ms (+0 %)"]
+    assert "too few steps" in chosen.compare(20, [])[0]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--ranks", "0"], "--ranks"),
+        (["--shape", "8", "--dataset", "iris"], "--shape stands in the place of --dataset"),
+        (["--memory", "much"], "much"),
+        (["--dp", "2"], "--dp"),
+        (["--shape", "8", "8", "--model", "gpt"], "--shape for --model gpt is one number"),
+        (["--shape", "8", "--context", "4", "--model", "gpt"], "--shape says 8 tokens, and --context 4; leave"),
+    ],
+)
+def test_wrong_words_of_the_plan_are_refused(words: list[str], text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        plan.parse(words)
+
+
+def test_the_command_that_is_printed_is_one_for_a_shell() -> None:
+    given = ["--data-dir", "my data; rm", "--dataset", "it's.csv", "--hidden", "3", "4", "--no-normalize"]
+    words = shlex.split(plan.train_command(plan.parse(given), 2, {"dp": 2}))
+    assert " ".join(words[:6]) == "mpirun -n 2 python -m nnmpi.train"
+    assert parse(words[6:]) == parse([*given, "--dp", "2"])
+    words = shlex.split(plan.train_command(plan.parse(["--shape", "8", "--model", "lstm"]), 2, {"dp": 2}))
+    assert parse([*words[6:-2], "--dataset", "text"]).model.context == 8
+
+
+@pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
+@pytest.mark.parametrize(("word", "compiled"), [("on", True), ("off", False), ("auto", True)])
+def test_parts_are_measured_with_the_kernels_that_train(
+    group: Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, word: str, compiled: bool
+) -> None:
+    """By the plan command, and for a run whose layout is chosen."""
+    pytest.importorskip("numba")
+
+    def measured(*_: Any) -> NoReturn:
+        raise UsageError(f"compiled: {compiled_kernels() is not None}")
+
+    monkeypatch.setattr(plan, "take_profile", measured)
+    monkeypatch.setattr(auto_layout, "take_profile", measured)
+    with pytest.raises(UsageError, match=f"compiled: {compiled}"):
+        plan.main([*SMALL[:-3], "--jit", word], group)
+    if group.size > 1:
+        with pytest.raises(UsageError, match=f"compiled: {compiled}"):
+            main([*SMALL, "--layout", "auto", "--jit", word, "--out", str(tmp_path / "run")], group)
+
+
+@pytest.mark.simulated
+def test_what_the_plan_cannot_do_is_refused(group: Group) -> None:
+    for words, text in (
+        (["--shape", "4", "--loss", "mse"], "has classes, and --loss mse predicts numbers"),
+        (["--shape", str(10**6), str(10**8)], "32 samples of shape .* do not fit this memory"),
+        ([*SMALL[:-3], "--network", "none", "--ranks", "1"], "network 'none' is unknown"),
+        ([*SMALL[:-3], "--nodes", "7", "--ranks", "1"], "cannot be as many on each of 7 nodes"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            plan.main(words, group)
