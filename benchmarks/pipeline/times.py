@@ -21,7 +21,7 @@ from nnmpi import optim
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages
 from nnmpi.compose.arrange import arrange
-from nnmpi.compose.gradient_norm import gradient_norm
+from nnmpi.compose.exchange import gradient_norm
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.stats import PassReport, StepReport
 from nnmpi.compose.worker import Worker

@@ -12,7 +12,7 @@ Read in this order:
     losses               losses and scores by name, and numbers that are read from a device once
     inference,           the same loop without losses: a model's outputs,
     generation             and text
-    gradient_norm        the length of a gradient of which each rank has a part
+    exchange             what becomes of gradients: one interface, a class for each way
     state                the arrays of a model that lies on many ranks, for checkpoints
     asynchronous         AsynchronousWorker: ranks that need not be in step, with its two runners:
     server_runner          gradients and weights go through parameter servers

@@ -18,18 +18,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from math import isfinite, nan
+from math import isfinite
 from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
 from nnmpi import clock, timeline
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.recording import active, perform
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.exchange import Exchange
 from nnmpi.compose.executor import Executor, GradientSink
 from nnmpi.compose.losses import (
     LOSS,
@@ -43,22 +44,17 @@ from nnmpi.compose.losses import (
     summed,
     to_device,
 )
-from nnmpi.compose.options import GradientExchange
 from nnmpi.compose.replayed import LOOKED_AT, Replay
 from nnmpi.compose.stats import EvalReport, PassReport
 from nnmpi.compose.trainer import Trainer
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
-from nnmpi.errors import UsageError
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store
 from nnmpi.nn.mode import current, evaluation, training
 from nnmpi.nn.module import Module
-from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.divergence import explain, explain_gradients
-from nnmpi.parallel.fixed_reduction import FixedReduction
-from nnmpi.parallel.zero.strategy import ShardedDataParallel
 from nnmpi.schedule.instruction import Instruction
 from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.simulate import InstructionCosts, simulate_schedule
@@ -164,15 +160,14 @@ class Passes(GradientSink):
     Args:
         trainer: whose model, losses and seed they are, and which says how the model lies on the ranks; its optimizer is
             used here only where every microbatch is an update.
-        parallel: what sums gradients over the replicas; None where no other rank computes along: then microbatches
-            without rows are left out.
+        exchange: what becomes of gradients; None where no other rank computes along: then microbatches without rows
+            are left out.
         synchronous_sends: see `comm.point_to_point.Messages`.
 
     Attributes:
         scalars: the numbers that are to be known of a step at its end.
         replay: records and replays.
         poll: called before each backward pass, where somebody waits for what this rank does beside it.
-        fixed: what sums the microbatches' gradients in a fixed order, if something does.
         updates: whether weights are updated on the way, and not once by the Worker.
         counts: whether this rank's losses count: it has the last stage, and of those that share it, it is the first.
         planned: the model as it runs by a plan, once it has, where there is a budget for activations.
@@ -181,14 +176,12 @@ class Passes(GradientSink):
     def __init__(
         self,
         trainer: Trainer,
-        parallel: DataParallel | None = None,
+        exchange: Exchange | None = None,
         synchronous_sends: bool = False,
     ) -> None:
         where, backend, model = trainer.arrangement, trainer.backend, trainer.model
         self.model, self.backend, self.world, self._where = model, backend, trainer.group, where
-        self.parallel = parallel
-        fixed = where is not None and where.layout.fixed
-        self.fixed = FixedReduction(model, where.mesh.replicas, backend) if where is not None and fixed else None
+        self.exchange = exchange
         self.poll: Callable[[], None] | None = None
         self._losses, self._seed, self._optimizer = (
             (trainer.loss, trainer.evaluation_loss),
@@ -208,7 +201,7 @@ class Passes(GradientSink):
         if where is not None and budget is not None and where.layout.offload is not None:
             with agreed(where.mesh.world):
                 self._store = Store(where.layout.offload, backend)
-        self._budget = self._asks = budget  # what is asked of all ranks in the first batch
+        self._budget = budget
         self.updates = where is not None and where.layout.asynchronous
         self.replay = Replay(model, self._losses, _refusal(where, backend))
         self._now: Running
@@ -247,12 +240,10 @@ class Passes(GradientSink):
             may_replay: whether passes may be recorded and replayed.
         """
         device_batch, cuts = to_device(batch, self.model, self.backend), batch.cuts
-        if self.parallel is None:
+        if self.exchange is None:
             cuts = tuple(cut for cut in cuts if cut.stop > cut.start)
         else:
-            _check_cuts(batch, self.fixed is not None)
-        if self.fixed is not None:
-            self._begin_fixed(self.fixed, batch)
+            self.exchange.begin(batch)
         self.scalars.clear()
         now = self._now = Running(batch, device_batch, step, self._losses[0], self.scalars, cuts, scale=scale)
         self._waiting, self._traffic, self._report = self._holders(), Traffic(), None
@@ -264,11 +255,10 @@ class Passes(GradientSink):
                 refusal = "a short last batch would take memory of its own"
             self._most_rows = max(self._most_rows, len(batch.y))
             self.replay.go(now.kind, self._train, refusal)
-        traffic = self._traffic if self.updates else self._finish()
+        traffic = self._traffic if self.updates or self.exchange is None else self.exchange.finish()
         self._keep(self._report, now.staleness)
-        sums = self._sums if self.fixed is None else partial(self._sums_fixed, self.fixed)
         targets = batch.own_targets if self.counts else 0
-        return Outcome(partial(sums, cuts), targets, traffic, self._report, tuple(now.staleness))
+        return Outcome(partial(self._sums, cuts), targets, traffic, self._report, tuple(now.staleness))
 
     def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
         """Add LOSS and SCORE of a batch in evaluation mode, if this rank's count; return whether they do."""
@@ -282,7 +272,7 @@ class Passes(GradientSink):
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
         """Return the error that says where a loss or gradient that is not finite came from."""
-        if self.is_cut or self.fixed is not None or isinstance(self.parallel, ShardedDataParallel):
+        if self.is_cut or (self.exchange is not None and not self.exchange.keeps_own):
             return explain_gradients(self.world, self.model, step + 1, value, "microbatches and replicas")
         x, again = self.suspect(batch, step, lambda loss: all(map(isfinite, self.world.sum_floats([loss]))))
         return explain(self.world, self.model, x, again, step + 1, value)
@@ -328,12 +318,9 @@ class Passes(GradientSink):
         """Take everything off the model again; a second call does nothing."""
         if self._store is not None:
             self._store.close()
-        if self.parallel is None or self.parallel.released:
-            return
-        self.parallel.release()
-        if self.fixed is not None:
-            self.fixed.release()
-        self.executor.free()
+        if self.exchange is not None and not self.exchange.parallel.released:
+            self.exchange.release()
+            self.executor.free()
 
     # ---- a pass ----
 
@@ -367,8 +354,8 @@ class Passes(GradientSink):
         if not now.trains:
             return evaluation()
         cut = now.cuts[microbatch]
-        if self.fixed is not None:
-            self.fixed.microbatch = cut.number
+        if self.exchange is not None:
+            self.exchange.enter(cut.number)
         if self.updates and not again:
             now.versions[microbatch] = self._optimizer.steps
         return training(self._seed, now.step + (microbatch if self.updates else 0), cut.first_row, again)
@@ -408,9 +395,7 @@ class Passes(GradientSink):
             return self.executor.end(self.model(x), microbatch)
         batch = self._now.batch
         if self.planned is None:
-            sharded = (
-                self.parallel if isinstance(self.parallel, ShardedDataParallel) and self.parallel.stage > 1 else None
-            )
+            sharded = None if self.exchange is None else self.exchange.weights
             self.planned = RecomputedModel(self.model, self._budget, self.backend, self.world, self._store, sharded)
         return self.planned(x, lambda logits: self.executor.end(logits, microbatch), batch.global_rows)
 
@@ -424,21 +409,18 @@ class Passes(GradientSink):
             self._looks = False
             for loss in self.executor.stages[self.executor.count - 1].ends(microbatch):
                 _warn_of_strangers(self.model, loss)
-        if self.parallel is not None and not self.is_cut:
-            self.parallel.begin_pass(self.fixed is None and microbatch == len(self._now.cuts) - 1)
+        if self.exchange is not None and not self.is_cut:
+            self.exchange.begin_backward(microbatch == len(self._now.cuts) - 1)
 
     def end_backward(self, microbatch: int) -> None:
         """See `GradientSink`."""
-        if self.parallel is not None and not self.is_cut:
-            self.parallel.finish_pass()
-            self.parallel.end_pass()
-        if self.fixed is not None:
-            self.fixed.add(self._now.cuts[microbatch].number)
+        if self.exchange is not None and not self.is_cut:
+            self.exchange.end_backward(self._now.cuts[microbatch].number)
 
     def abort(self) -> None:
         """See `GradientSink`."""
-        if self.parallel is not None:
-            self.parallel.end_pass()
+        if self.exchange is not None:
+            self.exchange.abort()
 
     def reduce(self, stage: int, microbatch: int | None) -> None:
         """See `GradientSink`: only parameters whose last stage this is are final. Of a whole model hooks tell."""
@@ -449,18 +431,19 @@ class Passes(GradientSink):
             self._waiting[number].discard(stage)
             if not self._waiting[number]:
                 final.append(number)
-        assert self.parallel is not None
-        self.parallel.reduce(sorted(final, reverse=True))
+        assert self.exchange is not None
+        self.exchange.final(sorted(final, reverse=True))
 
     def progress(self) -> None:
         """See `GradientSink`."""
-        if self.parallel is not None:
-            self.parallel.exchange.progress()
+        if self.exchange is not None:
+            self.exchange.progress()
 
     def step(self, stage: int, microbatch: int) -> None:
         """See `GradientSink`: sum over the replicas, and update a new copy of the weights."""
         now = self._now
-        self._traffic = self._traffic.plus(self._finish())
+        assert self.exchange is not None
+        self._traffic = self._traffic.plus(self.exchange.finish())
         storage = self.model.storage
         storage.move(data=[data.copy() for data in storage.data])
         for span in storage.spans:  # the move has forgotten the gradients, but they are still where they were
@@ -470,44 +453,6 @@ class Passes(GradientSink):
         storage.zero_grad()
 
     # ---- sums ----
-
-    def _begin_fixed(self, fixed: FixedReduction, batch: Batch) -> None:
-        asks, self._asks = self._asks, None  # all ranks together, in the first batch
-        if asks is not None and 0 in self.world.gather(len(batch.cuts)):
-            raise UsageError(
-                "ranks without samples cannot take part in a plan for the activations of reduction fixed; give a "
-                "larger batch, fewer ranks, or no activation_memory"
-            )
-        fixed.begin(batch.microbatches)
-
-    def _finish(self) -> Traffic:
-        """End an update's sums; return what they were."""
-        parallel, fixed, where = self.parallel, self.fixed, self._where
-        if parallel is None:
-            return Traffic()
-        if fixed is not None:
-            begin = clock.now()
-            fixed.finish()
-            return Traffic(clock.now() - begin, 0.0, fixed.sent_bytes, len(fixed.storage.grads), nan)
-        ties_first = where is not None and where.layout.zero > 0  # afterwards each rank has the sum of another part
-        if ties_first:
-            self._add_ties()
-        parallel.finish()
-        if not ties_first:
-            self._add_ties()
-        return parallel.traffic
-
-    def _add_ties(self) -> None:
-        """Add up the gradients of parameters that stand in stages of several ranks."""
-        ties = () if self._where is None else self._where.ties
-        own = {span.parameter.name: span.parameter for span in self.model.storage.spans} if ties else {}
-        for tie in ties:  # in the same order on all ranks of the pipeline
-            own[tie.name].finish_gradient()
-            grad = own[tie.name].grad
-            assert grad is not None
-            total: Array = namespace(grad).ascontiguousarray(grad)
-            tie.group.all_reduce(total.reshape(-1), check=False)
-            grad[...] = total
 
     def _holders(self) -> dict[int, set[int]]:
         """Return, for each parameter's number, the stages of this rank that have it."""
@@ -519,14 +464,10 @@ class Passes(GradientSink):
 
     def _sums(self, cuts: Sequence[Cut], values: Values) -> tuple[float, float]:
         """See `Outcome.sums`."""
-        if not self.counts:
-            return 0.0, 0.0
-        numbers = range(len(cuts))
-        return sum(values[LOSS, m] for m in numbers), sum(values[SCORE, m] for m in numbers)
-
-    def _sums_fixed(self, fixed: FixedReduction, cuts: Sequence[Cut], values: Values) -> tuple[float, float]:
-        total = fixed.sum_numbers({cut.number: values[LOSS, m] for m, cut in enumerate(cuts)}, self.world)
-        return total if self.world.is_root else 0.0, sum(values[SCORE, m] for m in range(len(cuts)))
+        numbers = range(len(cuts) if self.counts else 0)
+        losses = {cuts[m].number: values[LOSS, m] for m in numbers}
+        score = sum(values[SCORE, m] for m in numbers)
+        return sum(losses.values()) if self.exchange is None else self.exchange.add_up(losses), score
 
     def _keep(self, report: PassReport | None, staleness: list[int]) -> None:
         """Keep a pass for `summary`, unless it is of fewer microbatches than others, as an epoch's short last batch."""
@@ -537,22 +478,6 @@ class Passes(GradientSink):
             self._passes.clear()
         self._passes.append(report)
         self._staleness = staleness
-
-
-def data_parallel(trainer: Trainer, exchange: GradientExchange, is_summed: bool) -> DataParallel:
-    """Return what sums a trainer's gradients over its replicas; with ZeRO it shares the model out, too. Collective.
-
-    Args:
-        exchange: how they are summed.
-        is_summed: whether they are summed there, if not in a fixed order; a fused update does it otherwise.
-    """
-    where, model, backend = trainer.arrangement, trainer.model, trainer.backend
-    replicas, zero = (trainer.group, 0) if where is None else (where.mesh.replicas, where.layout.zero)
-    whole, free = where is None or not where.stages, where is None or not where.layout.fixed
-    if zero:
-        return ShardedDataParallel(model, replicas, zero, exchange.algorithm, backend=backend, runs_backward=whole)
-    how = (exchange.allreduce, exchange.bucket_bytes, exchange.overlap)
-    return DataParallel(model, replicas, *how, backend, is_summed and free, whole, free)
 
 
 def _refusal(where: Arrangement | None, backend: Backend) -> str:
@@ -569,23 +494,6 @@ def _refusal(where: Arrangement | None, backend: Backend) -> str:
         and where.layout.activation_memory is not None,
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
-
-
-def _check_cuts(batch: Batch, fixed: bool) -> None:
-    """Refuse a batch that was dealt to the replicas in another way than they sum gradients.
-
-    Layers that communicate would not meet in whole microbatches, which are for a fixed order of sums alone.
-    """
-    if not fixed and len(batch.cuts) != batch.microbatches:
-        raise UsageError(
-            f"this rank has {len(batch.cuts)} of {batch.microbatches} microbatches, as Loader(whole=True) deals them "
-            'for reduction "fixed"; leave whole out'
-        )
-    if fixed and len(batch.cuts) == batch.microbatches and len(batch.y) != batch.global_rows:
-        raise UsageError(
-            f'this rank has a part of each of {batch.microbatches} microbatches, but with reduction "fixed" each is '
-            "one replica's alone; give Loader(whole=True)"
-        )
 
 
 def _warn_of_strangers(model: Module, loss: Tensor) -> None:

@@ -10,7 +10,6 @@ Every rank runs the same calls and gets the same reports: global means, not its 
 model may be cut and sharded (see `compose.arrange`); without one, every rank has all of it.
 """
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -28,12 +27,11 @@ from nnmpi.backend.memory import return_freed_memory
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.recording import refuse_inside
-from nnmpi.comm.agreement import PeriodicCheck, require_equal
-from nnmpi.comm.algorithms.registry import NATIVE, SHARED
-from nnmpi.comm.gradients import Traffic, predict
+from nnmpi.comm.agreement import PeriodicCheck
+from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.gradient_norm import gradient_norm
+from nnmpi.compose.exchange import make_exchange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.losses import SumLoss, check_loss, to_device
 from nnmpi.compose.options import (
@@ -44,13 +42,12 @@ from nnmpi.compose.options import (
     check_numerics,
     check_optimizer,
     check_pairs,
-    has_whole_model,
 )
-from nnmpi.compose.passes import Outcome, Passes, data_parallel, evaluate_all
+from nnmpi.compose.passes import Outcome, Passes, evaluate_all
 from nnmpi.compose.stats import EvalReport, StepReport, Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
-from nnmpi.errors import DeviceError, NnmpiError, UsageError
+from nnmpi.errors import UsageError
 from nnmpi.memory.ledger import (
     ACTIVATIONS,
     BATCHES,
@@ -61,10 +58,9 @@ from nnmpi.memory.ledger import (
     MemoryLedger,
 )
 from nnmpi.nn.module import Module
-from nnmpi.optim.clip import LossScale, coefficient, global_norm, scale
+from nnmpi.optim.clip import LossScale, coefficient
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.fused import FusedUpdate, fusing_pays
-from nnmpi.parallel.replication import check_free, check_replicas
+from nnmpi.parallel.replication import check_free
 from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.parallel.zero.storage import ShardedStorage
 from nnmpi.parallel.zero.units import predict_bytes
@@ -72,30 +68,7 @@ from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.timeline import COUNTER, Timeline, TraceEvent, current, recording
 from nnmpi.units import format_bytes
 
-
-def check_equal(model: Module, arrangement: Arrangement, backend: Backend) -> None:
-    """Compare hashes of what a tensor group has whole on each rank, and of parameters that are tied over stages.
-
-    Collective.
-
-    Raises:
-        CommError: on all ranks of the group in question, naming the parameter.
-    """
-    if arrangement.mesh.tp.size > 1:
-        check_replicas(model, arrangement.mesh.tp)
-    parameters = dict(model.named_parameters())
-    for tie in arrangement.ties:
-        host = np.ascontiguousarray(backend.to_host(parameters[tie.name].data))
-        require_equal(
-            tie.group,
-            [hashlib.blake2b(host.data, digest_size=16).hexdigest()],
-            f"the weights of {tie.name} differ between the ranks of the stages that share it",
-            show=None,
-        )
-
-
 _AS_IT_IS = nullcontext()
-NUMBERS_BYTES = 3 * 8  # loss, right answers and targets in float64
 
 
 class Worker(Trainer):
@@ -120,7 +93,8 @@ class Worker(Trainer):
 
     Attributes:
         scaling: the loss scale of fp16; None otherwise.
-        fused: the fused update, None where gradients are summed and used one after the other.
+        exchange: what becomes of gradients; see `compose.exchange`.
+        parallel: the strategy in it.
         notice: what is not as it was asked for, and why; else empty.
 
     Raises:
@@ -149,33 +123,17 @@ class Worker(Trainer):
         super().__init__(model, optimizer, group, loss, evaluation_loss, numerics, seed, backend, slow, arrangement)
         for each in (self.loss, self.evaluation_loss):
             check_loss(each, arrangement)
-        self.exchange = exchange
         check_numerics(self)
         self.scaling = LossScale() if self.precision == "fp16" else None
         self._sequence = None if arrangement is None else arrangement.sequence
         self._fixed = arrangement is not None and arrangement.layout.fixed
         self._shares = arrangement is not None and max(arrangement.mesh.tp.size, arrangement.mesh.sp.size) > 1
-        fused_update = exchange.fused_update
-        check_pairs(model, arrangement, fused_update, self.clip, self.scaling is not None, self.backend)
+        self._checks = exchange.check
+        check_pairs(model, arrangement, exchange.fused_update, self.clip, self.scaling is not None, self.backend)
         check_free(model)  # before anything is moved
-        self.fused: FusedUpdate | None = None
-        self.notice = ""
-        if fused_update is None:
-            free = exchange.leaves_choice and has_whole_model(arrangement) and model.storage.state_store is None
-            fused_update = free and fusing_pays(model, group)
-        if fused_update:
-            try:
-                self.fused = FusedUpdate(model.storage, optimizer, group)
-            except DeviceError as error:
-                self.notice = f"the update is not fused: {error}"
-        self._gradient_bytes = sum(grad.nbytes for grad in model.storage.grads)
-        self._predicted_s = self._predict()
-        try:
-            self.parallel = data_parallel(self, exchange, self.fused is None)
-        except NnmpiError:  # on all ranks
-            self._detach()
-            raise
-        self.passes = Passes(self, self.parallel, synchronous_sends)
+        self.exchange = make_exchange(self, exchange)
+        self.parallel, self.notice = self.exchange.parallel, self.exchange.notice
+        self.passes = Passes(self, self.exchange, synchronous_sends)
         self.ledger, self._recorded_bytes = MemoryLedger(self._predict_memory()), 0
         self._at_once, self._waiting = (
             1,
@@ -183,21 +141,8 @@ class Worker(Trainer):
         )  # microbatches with activations, bytes of others
         self._counted_bytes: int | None = None  # of the largest batch of those whose steps were counted
         self.ledger.note(self._held_memory())
-        self.notice = self.notice or self.parallel.notice
         self._signals = PeriodicCheck(group)
         return_freed_memory()  # what values were drawn in, between which a step's arrays would leave holes
-
-    def _predict(self) -> float:
-        """Return the seconds that a step's last sum is predicted to take, NaN without a fit.
-
-        That is the one of loss, right answers and targets; in a fused update they are added up with the gradients, as a
-        shared all-reduce does it, which writes more, and reads as much.
-        """
-        if self.fused is not None:
-            predicted_s = predict(self.group, SHARED, self._gradient_bytes)
-        else:
-            predicted_s = predict(self.group, NATIVE, NUMBERS_BYTES)
-        return nan if predicted_s is None else predicted_s
 
     def release(self) -> None:
         """Take everything off the model again: it is then one that each rank has for itself. Collective.
@@ -205,12 +150,6 @@ class Worker(Trainer):
         A second call does nothing.
         """
         self.passes.release()
-        self._detach()
-
-    def _detach(self) -> None:
-        if self.fused is not None:
-            self.fused.release()
-            self.fused = None
 
     def step(self, batch: Batch, lr: float | None = None) -> StepReport:
         """Do one update with this rank's part of a global batch; collective.
@@ -279,11 +218,9 @@ class Worker(Trainer):
                 with self._deterministic():
                     raise self.passes.explain(batch, step, loss_sum / max(batch.global_targets, 1))
         elif not self.passes.updates:  # else it is PipeDream's, which has updated after each microbatch
-            self._update(norm, factor)
-        if self.fused is not None:
-            traffic = traffic.plus(Traffic(self.fused.waited_s))
-        if self.exchange.check:
-            self._check_equal()
+            traffic = traffic.plus(self._update(norm, factor))
+        if self._checks:
+            self.exchange.check_equal()
         report = self._report(batch, outcome, loss_sum, score_sum, norm, traffic, clock.now() - begin)
         report.loss_scale, report.skipped = factor, skipped
         return report
@@ -303,7 +240,7 @@ class Worker(Trainer):
 
     def _held_memory(self) -> dict[str, int]:
         """Return what this rank holds between steps; of what stands once per node, its part."""
-        storage, shares = self.model.storage, self.fused.memory.size if self.fused is not None else 1
+        storage, shares = self.model.storage, self.exchange.holders
         parameters, gradients, rest = storage.held_bytes()
         state = self.optimizer.state_bytes // shares
         return {PARAMETERS: parameters // shares, GRADIENTS: gradients, STATE: state, COMMUNICATION: rest}
@@ -311,7 +248,7 @@ class Worker(Trainer):
     def _predict_memory(self) -> dict[str, int]:
         """Return what formulas say of it; nothing where parameters stand once per node by a fused update."""
         where, storage = self.arrangement, self.model.storage
-        if self.fused is not None or len(set(storage.groups)) > 1 or not storage.data:
+        if self.exchange.is_fused or len(set(storage.groups)) > 1 or not storage.data:
             return {}
         ranks, layout = (self.group, Layout()) if where is None else (where.mesh.replicas, where.layout)
         once = isinstance(storage, ShardedStorage) and storage.stands_once
@@ -358,18 +295,9 @@ class Worker(Trainer):
             waited_s = traffic.sync_s + (0.0 if outcome.report is None else outcome.report.wait_s)
             self.slow.wait(clock.now() - begin_s - waited_s, self.group.rank, self.optimizer.steps)
         numbers = [*outcome.sums(values), outcome.targets]
-        begin = clock.now()
-        if self.fused is not None:
-            norm, sums = self.fused.reduce(numbers)
-            spent_s = clock.now() - begin
-            return sums, norm, traffic.plus(Traffic(spent_s, 0.0, self._gradient_bytes, 1, self._predicted_s))
-        with timeline.span("other ranks", "waiting", timeline.WAITING):
-            sums = self.group.sum_floats(numbers)
-        if self.group.size > 1:
-            spent_s = clock.now() - begin
-            traffic = traffic.plus(Traffic(spent_s, 0.0, NUMBERS_BYTES, 1, self._predicted_s))
         with self._deterministic():
-            return sums, nan if self.passes.updates else self._norm(), traffic
+            sums, norm, met = self.exchange.meet(numbers)
+        return sums, norm, traffic.plus(met)
 
     def _report(
         self,
@@ -453,17 +381,8 @@ class Worker(Trainer):
         return self.passes.replay.explain()
 
     def describe_exchange(self) -> str:
-        """Return what becomes of gradients, in words."""
-        where = self.arrangement
-        if self.group.size == 1:
-            return "none, one rank has nothing to add"
-        if where is not None and where.layout.fixed:
-            return "in a fixed tree over the microbatches, after the backward pass"
-        if where is not None and where.mesh.replicas.size == 1:
-            return "none of gradients, as there is one replica"
-        if self.fused is not None:
-            return "fused with the update, through shared memory"
-        return ", ".join([self.parallel.describe(), *([self.notice] if self.notice else [])])
+        """See `Trainer.describe_exchange`."""
+        return self.exchange.describe()
 
     def summary(self) -> list[str]:
         """Return lines about the pipeline's passes, if there are any."""
@@ -496,34 +415,19 @@ class Worker(Trainer):
             stack.enter_context(loaded_pools().limit(limits=1, user_api="blas"))
         return stack
 
-    def _norm(self) -> float:
-        """Return the length of the gradient."""
-        if self.arrangement is not None:
-            return gradient_norm(self.model.storage, self.arrangement)
-        return global_norm(self.model.storage.grads)
-
-    def _update(self, norm: float, scaled: float) -> None:
+    def _update(self, norm: float, scaled: float) -> Traffic:
         """Update the weights from gradients that are so many times too large, and whose true length is `norm`."""
         factor = (1.0 if self.clip is None else coefficient(norm, self.clip)) / scaled
         if self.scaling is not None:
             self.scaling.grow()
         with timeline.span("update", "update"):
-            if self.fused is not None:
-                self.fused.update(factor)
-                return
-            scale(self.model.storage.grads, factor)
-            self.optimizer.step()
+            return self.exchange.update(factor)
 
     def _replica(self) -> str:
         """Return where a Loader's arguments are to be found."""
         if self.arrangement is None:
             return "group.rank and group.size"
         return "arrangement.data_rank and arrangement.data_ranks"
-
-    def _check_equal(self) -> None:
-        self.parallel.check_equal()
-        if self.arrangement is not None and self.model.storage.is_whole:
-            check_equal(self.model, self.arrangement, self.backend)
 
 
 def _exchanged(events: Sequence[TraceEvent]) -> Traffic:

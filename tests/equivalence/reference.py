@@ -170,7 +170,7 @@ def gather_gradient(worker: Worker) -> dict[str, Array]:
 
     Nothing after a fused update, which uses the gradients up.
     """
-    if worker.fused is not None:
+    if worker.exchange.is_fused:
         return {}
     where = worker.arrangement
     return gradient_state(worker.model, worker.group, where).to_dict(everywhere=where is None)

@@ -94,7 +94,7 @@ def test_without_room_it_goes_another_way_and_says_so(
     monkeypatch.undo()
     steps = train(worker, batches(ranks))
     told = "there is no room" in worker.notice + str(worker.parallel.exchange.choices)
-    whole = worker.fused is not None or {c.algorithm for c in worker.parallel.exchange.choices} == {"shared"}
+    whole = worker.exchange.is_fused or {c.algorithm for c in worker.parallel.exchange.choices} == {"shared"}
     silent = "allreduce" in way and (ranks.size == 1 or way["allreduce"] == "auto")  # it simply chooses something else
     outcome = [told or silent or (whole and left.windows >= 0), np.isfinite(steps).all()]
     outcome += [np.allclose(worker.model.storage.data[0], reference.model.storage.data[0], atol=2e-3)]

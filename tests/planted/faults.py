@@ -231,7 +231,7 @@ FAULTS = (
     # ---- layouts ----
     Fault(
         "gradient's length: replicas count, too",
-        "nnmpi/compose/gradient_norm.py",
+        "nnmpi/compose/exchange.py",
         "group = mesh.world if arrangement.layout.zero else mesh.model",
         "group = mesh.world",
         "tests/equivalence/test_rows.py",

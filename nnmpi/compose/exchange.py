@@ -1,0 +1,403 @@
+"""What becomes of gradients: one interface for a Worker, and a class for each way.
+
+    begin(batch)                        a step begins
+    enter(m), begin_backward(last), end_backward(m)         a microbatch goes forward, and back
+    final(parameters)                   their gradients are complete: the sum may begin, beside the rest of the pass
+    finish()                            the passes are over: wait for sums that are under way
+    meet(numbers) -> sums, norm         the one meeting of all ranks: losses and the gradient's length
+    update(factor)                      new weights, from the gradients times a factor
+
+    ZeroExchange        each rank keeps a part of gradients, state and weights     parallel.zero
+    FixedExchange       sums in an order that depends on nothing                   parallel.fixed_reduction
+    NodeExchange        sums and updates in memory that a node's ranks share       parallel.fused
+    Exchange            all-reduces of buckets, under the backward pass or after   parallel.data
+
+To add one: a class here or in a file of its own, and its name in `EXCHANGES`; the first that fits is taken.
+
+The length is that of the whole model's gradient, of which each rank has a part. Every element counts once:
+
+    replicated over dp      the sum over a replica's ranks is the whole already
+    replicated over tp      only the first rank of the tensor group counts it
+    tied over stages        only the first stage counts it
+    shards                  each counts its own
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, ClassVar
+
+import numpy as np
+
+from nnmpi import clock, timeline
+from nnmpi.backend.array import Array, namespace
+from nnmpi.comm.agreement import require_equal
+from nnmpi.comm.algorithms.registry import NATIVE, SHARED
+from nnmpi.comm.gradients import Traffic, predict
+from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.options import GradientExchange, has_whole_model
+from nnmpi.data.loader import Batch
+from nnmpi.errors import DeviceError, NnmpiError, UsageError
+from nnmpi.optim.clip import global_norm, scale, sum_of_squares
+from nnmpi.parallel.data import DataParallel
+from nnmpi.parallel.fixed_reduction import FixedReduction
+from nnmpi.parallel.fused import FusedUpdate, fusing_pays
+from nnmpi.parallel.replication import check_replicas
+from nnmpi.parallel.zero.strategy import ShardedDataParallel
+from nnmpi.tensor.parameter import FlatStorage
+
+if TYPE_CHECKING:
+    from nnmpi.compose.trainer import Trainer
+
+NUMBERS_BYTES = 3 * 8  # loss, right answers and targets in float64
+
+
+class Exchange:
+    """Sums buckets of gradients over the replicas by all-reduce; other ways derive from it. Everything is collective.
+
+    Args:
+        trainer: whose gradients they are.
+        options: how they are summed.
+
+    Attributes:
+        parallel: the strategy, as a loop of one's own uses it.
+        weights: what lets weights come before they are computed with; None where they are there.
+        keeps_own: whether each rank still has its own gradients when a step has failed.
+        is_fused: whether the sum is fused with the update, which uses the gradients up.
+        holders: so many ranks hold parameters and the optimizer's state together, of which each is once on a node.
+        notice: what is not as it was asked for, and why; else empty.
+    """
+
+    is_optional: ClassVar[bool] = False
+    keeps_own: ClassVar[bool] = True
+    is_fused: ClassVar[bool] = False
+    holders = 1
+    weights: ShardedDataParallel | None = None
+
+    def __init__(self, trainer: Trainer, options: GradientExchange) -> None:
+        where = self.arrangement = trainer.arrangement
+        self.model, self.optimizer, self.group, self.backend = (
+            trainer.model,
+            trainer.optimizer,
+            trainer.group,
+            trainer.backend,
+        )
+        self.replicas = trainer.group if where is None else where.mesh.replicas
+        self._is_whole = where is None or not where.stages  # then hooks tell which gradients are final
+        self._updates = where is not None and where.layout.asynchronous
+        self.parallel = self._start(options)
+        self.notice = self.parallel.notice
+        predicted_s = predict(self.group, *self._meeting())
+        self._predicted_s = math.nan if predicted_s is None else predicted_s
+
+    @classmethod
+    def fits(cls, trainer: Trainer, options: GradientExchange) -> bool:
+        """Return whether this is the way for a trainer."""
+        return True
+
+    def _start(self, options: GradientExchange) -> DataParallel:
+        how = (options.allreduce, options.bucket_bytes, options.overlap)
+        return DataParallel(self.model, self.replicas, *how, self.backend, runs_backward=self._is_whole)
+
+    def _meeting(self) -> tuple[str, int]:
+        """Return by which all-reduce the ranks meet, and for how many bytes."""
+        return NATIVE, NUMBERS_BYTES
+
+    def begin(self, batch: Batch) -> None:
+        """Begin a step; refuse a batch that was dealt to the replicas in another way than they sum gradients.
+
+        Layers that communicate would not meet in whole microbatches, which are for a fixed order of sums alone.
+        """
+        if len(batch.cuts) != batch.microbatches:
+            raise UsageError(
+                f"this rank has {len(batch.cuts)} of {batch.microbatches} microbatches, as Loader(whole=True) deals "
+                'them for reduction "fixed"; leave whole out'
+            )
+
+    def enter(self, microbatch: int) -> None:
+        """A microbatch's forward begins."""
+
+    def begin_backward(self, last: bool) -> None:
+        """A microbatch is about to go backward through a whole model."""
+        self.parallel.begin_pass(last)
+
+    def end_backward(self, microbatch: int) -> None:
+        """A microbatch has gone backward through a whole model."""
+        self.parallel.finish_pass()
+        self.parallel.end_pass()
+
+    def abort(self) -> None:
+        """An exception has ended the pass."""
+        self.parallel.end_pass()
+
+    def final(self, numbers: Sequence[int]) -> None:
+        """Begin the sum of gradients that are final in this step, by their parameters' numbers in the storage."""
+        self.parallel.reduce(numbers)
+
+    def progress(self) -> None:
+        """Let sums that are under way move on."""
+        self.parallel.exchange.progress()
+
+    def finish(self) -> Traffic:
+        """End the passes' sums, also those of parameters that stand in several stages; return what they were."""
+        self.parallel.finish()
+        self._add_ties()
+        return self.parallel.traffic
+
+    def add_up(self, losses: Mapping[int, float]) -> float:
+        """Return what this rank adds to the sum of all losses, of which it has these, by microbatch."""
+        return sum(losses.values())
+
+    def meet(self, numbers: Sequence[float]) -> tuple[list[float], float, Traffic]:
+        """Return the sums of some numbers over all ranks, the gradient's length, and what was communicated.
+
+        The length is NaN where weights are updated within a pass.
+        """
+        begin = clock.now()
+        with timeline.span("other ranks", "waiting", timeline.WAITING):
+            sums = self.group.sum_floats(numbers)
+        spent_s = clock.now() - begin
+        traffic = Traffic(spent_s, 0.0, NUMBERS_BYTES, 1, self._predicted_s) if self.group.size > 1 else Traffic()
+        return sums, math.nan if self._updates else self._norm(), traffic
+
+    def update(self, factor: float) -> Traffic:
+        """Update the weights from the gradients times a factor; return what that communicated."""
+        scale(self.model.storage.grads, factor)
+        self.optimizer.step()
+        return Traffic()
+
+    def describe(self) -> str:
+        """Return how gradients are summed, in words."""
+        if self.group.size == 1:
+            return "none, one rank has nothing to add"
+        if self.replicas.size == 1:
+            return "none of gradients, as there is one replica"
+        return ", ".join([self._describe(), *([self.notice] if self.notice else [])])
+
+    def _describe(self) -> str:
+        return self.parallel.describe()
+
+    def check_equal(self) -> None:
+        """Compare hashes of what several ranks have: replicas, tensor groups, stages that share a parameter.
+
+        Raises:
+            CommError: on all ranks of the group in question, naming the parameter.
+        """
+        self.parallel.check_equal()
+        where = self.arrangement
+        if where is None or not self.model.storage.is_whole:
+            return
+        if where.mesh.tp.size > 1:
+            check_replicas(self.model, where.mesh.tp)
+        parameters = dict(self.model.named_parameters())
+        for tie in where.ties:
+            host = np.ascontiguousarray(self.backend.to_host(parameters[tie.name].data))
+            require_equal(
+                tie.group,
+                [hashlib.blake2b(host.data, digest_size=16).hexdigest()],
+                f"the weights of {tie.name} differ between the ranks of the stages that share it",
+                show=None,
+            )
+
+    def release(self) -> None:
+        """Take everything off the model again; a second call does nothing."""
+        self.parallel.release()
+
+    def _norm(self) -> float:
+        storage = self.model.storage
+        return global_norm(storage.grads) if self.arrangement is None else gradient_norm(storage, self.arrangement)
+
+    def _add_ties(self) -> None:
+        """Add up the gradients of parameters that stand in stages of several ranks."""
+        ties = () if self.arrangement is None else self.arrangement.ties
+        own = {span.parameter.name: span.parameter for span in self.model.storage.spans} if ties else {}
+        for tie in ties:  # in the same order on all ranks of the pipeline
+            own[tie.name].finish_gradient()
+            grad = own[tie.name].grad
+            assert grad is not None
+            total: Array = namespace(grad).ascontiguousarray(grad)
+            tie.group.all_reduce(total.reshape(-1), check=False)
+            grad[...] = total
+
+
+class NodeExchange(Exchange):
+    """Sums gradients and updates weights in one go, in memory that the ranks of a node share."""
+
+    is_optional = True  # there may be no such memory
+    is_fused = True
+
+    @classmethod
+    def fits(cls, trainer: Trainer, options: GradientExchange) -> bool:
+        """See `Exchange`: where it is asked for, or pays and nothing else is asked for."""
+        if options.fused_update is not None:
+            return options.fused_update
+        model = trainer.model
+        free = options.leaves_choice and has_whole_model(trainer.arrangement) and model.storage.state_store is None
+        return free and fusing_pays(model, trainer.group)
+
+    def _start(self, options: GradientExchange) -> DataParallel:
+        self._fused = FusedUpdate(self.model.storage, self.optimizer, self.group)
+        self.holders = self._fused.memory.size
+        try:
+            return DataParallel(self.model, self.replicas, backend=self.backend, sums_gradients=False)
+        except NnmpiError:  # on all ranks
+            self._fused.release()
+            raise
+
+    def _meeting(self) -> tuple[str, int]:
+        return SHARED, self._gradient_bytes  # as a shared all-reduce does it, which writes more, and reads as much
+
+    @property
+    def _gradient_bytes(self) -> int:
+        return sum(grad.nbytes for grad in self.model.storage.grads)
+
+    def meet(self, numbers: Sequence[float]) -> tuple[list[float], float, Traffic]:
+        """See `Exchange.meet`; the numbers are added up with the gradients."""
+        begin = clock.now()
+        norm, sums = self._fused.reduce(numbers)
+        return sums, norm, Traffic(clock.now() - begin, 0.0, self._gradient_bytes, 1, self._predicted_s)
+
+    def update(self, factor: float) -> Traffic:
+        """See `Exchange.update`."""
+        self._fused.update(factor)
+        return Traffic(self._fused.waited_s)
+
+    def _describe(self) -> str:
+        return "fused with the update, through shared memory"
+
+    def release(self) -> None:
+        """See `Exchange.release`."""
+        if not self.parallel.released:
+            super().release()
+            self._fused.release()
+
+
+class ZeroExchange(Exchange):
+    """Scatters the sums of gradients: each rank has its part of them, of the optimizer's state and of the weights."""
+
+    keeps_own = False
+
+    @classmethod
+    def fits(cls, trainer: Trainer, options: GradientExchange) -> bool:
+        """See `Exchange`."""
+        return trainer.arrangement is not None and trainer.arrangement.layout.zero > 0
+
+    def _start(self, options: GradientExchange) -> DataParallel:
+        assert self.arrangement is not None
+        stage, whole = self.arrangement.layout.zero, self._is_whole
+        found = ShardedDataParallel(
+            self.model, self.replicas, stage, options.algorithm, backend=self.backend, runs_backward=whole
+        )
+        self.weights = found if stage > 1 else None
+        return found
+
+    def finish(self) -> Traffic:
+        """See `Exchange.finish`; ties come first, as each rank has the sum of another part afterwards."""
+        self._add_ties()
+        self.parallel.finish()
+        return self.parallel.traffic
+
+
+class FixedExchange(Exchange):
+    """Sums the microbatches' gradients in one tree, whatever the number of replicas."""
+
+    keeps_own = False
+
+    @classmethod
+    def fits(cls, trainer: Trainer, options: GradientExchange) -> bool:
+        """See `Exchange`."""
+        return trainer.arrangement is not None and trainer.arrangement.layout.fixed
+
+    def _start(self, options: GradientExchange) -> DataParallel:
+        found = DataParallel(
+            self.model, self.replicas, backend=self.backend, sums_gradients=False, shares_batches=False
+        )
+        self._sums = FixedReduction(self.model, self.replicas, self.backend)
+        assert self.arrangement is not None
+        self._asks = self.arrangement.layout.activation_memory is not None  # all ranks together, in the first batch
+        return found
+
+    def begin(self, batch: Batch) -> None:
+        """See `Exchange.begin`."""
+        if len(batch.cuts) == batch.microbatches and len(batch.y) != batch.global_rows:
+            raise UsageError(
+                f'this rank has a part of each of {batch.microbatches} microbatches, but with reduction "fixed" each '
+                "is one replica's alone; give Loader(whole=True)"
+            )
+        asks, self._asks = self._asks, False
+        if asks and 0 in self.group.gather(len(batch.cuts)):
+            raise UsageError(
+                "ranks without samples cannot take part in a plan for the activations of reduction fixed; give a "
+                "larger batch, fewer ranks, or no activation_memory"
+            )
+        self._sums.begin(batch.microbatches)
+
+    def enter(self, microbatch: int) -> None:
+        """See `Exchange.enter`: batch statistics are of this microbatch."""
+        self._sums.microbatch = microbatch
+
+    def begin_backward(self, last: bool) -> None:
+        """See `Exchange.begin_backward`."""
+        self.parallel.begin_pass(False)
+
+    def end_backward(self, microbatch: int) -> None:
+        """See `Exchange.end_backward`."""
+        super().end_backward(microbatch)
+        self._sums.add(microbatch)
+
+    def finish(self) -> Traffic:
+        """See `Exchange.finish`."""
+        begin = clock.now()
+        self._sums.finish()
+        return Traffic(clock.now() - begin, 0.0, self._sums.sent_bytes, len(self.model.storage.grads), math.nan)
+
+    def add_up(self, losses: Mapping[int, float]) -> float:
+        """See `Exchange.add_up`: in the same tree, by the first rank for all."""
+        total = self._sums.sum_numbers(dict(losses), self.group)
+        return total if self.group.is_root else 0.0
+
+    def describe(self) -> str:
+        """See `Exchange.describe`: a single replica, too, has microbatches."""
+        return super().describe() if self.group.size == 1 else self._describe()
+
+    def _describe(self) -> str:
+        return "in a fixed tree over the microbatches, after the backward pass"
+
+    def release(self) -> None:
+        """See `Exchange.release`."""
+        super().release()
+        self._sums.release()
+
+
+EXCHANGES: tuple[type[Exchange], ...] = (ZeroExchange, FixedExchange, NodeExchange, Exchange)
+
+
+def make_exchange(trainer: Trainer, options: GradientExchange) -> Exchange:
+    """Return the first of EXCHANGES that fits a trainer, and that there is room for. Collective."""
+    notice = ""
+    for kind in EXCHANGES[:-1]:
+        if kind.fits(trainer, options):
+            try:
+                return kind(trainer, options)
+            except DeviceError as error:
+                if not kind.is_optional:
+                    raise
+                notice = f"the update is not fused: {error}"
+    found = EXCHANGES[-1](trainer, options)
+    found.notice = notice or found.notice
+    return found
+
+
+def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
+    """Return the Euclidean length of the global gradient; collective over the replica's ranks."""
+    squares = [
+        sum_of_squares([grad])
+        for span, _, grad in storage.held()
+        if grad is not None and arrangement.counts(span.parameter.name, span.parameter)
+    ]
+    total = math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)  # rounded once
+    mesh = arrangement.mesh
+    group = mesh.world if arrangement.layout.zero else mesh.model
+    return math.sqrt(group.sum_floats([total])[0])
