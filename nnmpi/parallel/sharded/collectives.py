@@ -175,7 +175,7 @@ ADJOINTS = {
 }
 
 
-class Exchange(Function):
+class Redistribute(Function):
     """Parts and wholes of an activation that is cut: what a row of `ADJOINTS` says."""
 
     __slots__ = ("group", "placement", "way")
@@ -251,7 +251,7 @@ class PartExchange:
 
 def scatter(x: Tensor, group: Group, placement: Placement) -> Tensor:
     """Return this rank's part of x, which is replicated."""
-    return x if group.size == 1 or placement.is_replicated else Exchange("scatter", group, placement)(x)
+    return x if group.size == 1 or placement.is_replicated else Redistribute("scatter", group, placement)(x)
 
 
 def gather(x: Tensor, group: Group, placement: Placement) -> Tensor:
@@ -260,7 +260,7 @@ def gather(x: Tensor, group: Group, placement: Placement) -> Tensor:
     Raises:
         ShapeError: when x is not the part that the placement says.
     """
-    return x if group.size == 1 or placement.is_replicated else Exchange("gather", group, placement)(x)
+    return x if group.size == 1 or placement.is_replicated else Redistribute("gather", group, placement)(x)
 
 
 def gather_summing_grads(x: Tensor, group: Group, placement: Placement) -> Tensor:
@@ -271,9 +271,9 @@ def gather_summing_grads(x: Tensor, group: Group, placement: Placement) -> Tenso
     """
     if group.size == 1:
         return x
-    return copy(x, group) if placement.is_replicated else Exchange("gather_summing_grads", group, placement)(x)
+    return copy(x, group) if placement.is_replicated else Redistribute("gather_summing_grads", group, placement)(x)
 
 
 def take_part(x: Tensor, group: Group, placement: Placement) -> Tensor:
     """Return this rank's part of x, which all ranks have; its gradient is this rank's share of the whole one's."""
-    return Exchange("take_part", group, placement)(x)
+    return Redistribute("take_part", group, placement)(x)
