@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from nnmpi import clock
+import nnmpi.clock as clock
 from nnmpi.backend.precision import use_precision
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group

@@ -20,8 +20,8 @@ from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
 
+import nnmpi.clock as clock
 import nnmpi.errors as errors
-from nnmpi import clock
 from nnmpi.comm.world import Comm
 from nnmpi.errors import CommError, NnmpiError, UsageError
 

@@ -23,8 +23,9 @@ from dataclasses import dataclass
 from math import nan
 from typing import NamedTuple, TypeAlias
 
+import nnmpi.clock as clock
 import nnmpi.shard as shard
-from nnmpi import clock, timeline
+import nnmpi.timeline as timeline
 from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.algorithms.registry import AUTO, NAMES, NATIVE, NCCL, SHARED, How, find_algorithm, name_of
 from nnmpi.comm.buffers import Buffer, check_any, is_device

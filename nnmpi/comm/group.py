@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from nnmpi import timeline
+import nnmpi.timeline as timeline
 from nnmpi.backend.array import is_array, namespace
 from nnmpi.backend.precision import is_floating, is_low
 from nnmpi.comm.agreement import Communicator, require_equal

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from nnmpi import clock
+import nnmpi.clock as clock
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.collective import Step
 from nnmpi.comm.execution import Execution, NativeExecution, Pending

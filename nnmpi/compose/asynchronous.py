@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import reduce
 from typing import Any
 
-from nnmpi import clock
+import nnmpi.clock as clock
 from nnmpi.backend.backend import Backend
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group

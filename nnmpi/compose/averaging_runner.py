@@ -6,7 +6,8 @@ gossip     worker 0   step | with 3 and 1 | step | with 3 and 1 |
            worker 1   step | with 0 and 2 | step | with 0 and 2 |
 """
 
-from nnmpi import clock, timeline
+import nnmpi.clock as clock
+import nnmpi.timeline as timeline
 from nnmpi.comm.agreement import PeriodicCheck
 from nnmpi.compose.local_gradient import LocalGradient
 from nnmpi.compose.stats import Totals

@@ -31,7 +31,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
-from nnmpi import clock, timeline
+import nnmpi.clock as clock
+import nnmpi.timeline as timeline
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED

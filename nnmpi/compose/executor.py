@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
-from nnmpi import clock, timeline
+import nnmpi.clock as clock
+import nnmpi.timeline as timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.comm.point_to_point import Messages

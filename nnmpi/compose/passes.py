@@ -22,7 +22,8 @@ from math import isfinite
 from statistics import median
 from typing import Any, NamedTuple, TypeAlias
 
-from nnmpi import clock, timeline
+import nnmpi.clock as clock
+import nnmpi.timeline as timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.recording import active, perform

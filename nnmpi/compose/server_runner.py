@@ -8,7 +8,8 @@ Rank 0 looks after its messages after the forward pass, after each layer of the 
 it is slowed down. What it does for others is in the time of its step, but is not multiplied by a straggler's factor.
 """
 
-from nnmpi import clock, timeline
+import nnmpi.clock as clock
+import nnmpi.timeline as timeline
 from nnmpi.compose.local_gradient import LocalGradient
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi import clock, timeline
+import nnmpi.clock as clock
+import nnmpi.timeline as timeline
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.blas import loaded_pools
 from nnmpi.backend.memory import return_freed_memory

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nnmpi import clock
+import nnmpi.clock as clock
 from nnmpi.backend.array import Array, is_array
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.device import pinned

@@ -11,11 +11,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import nnmpi.ops.attend as plain
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.recording import perform
 from nnmpi.errors import ShapeError, UsageError
-from nnmpi.ops import attend as plain
 from nnmpi.ops.attend import AttentionDropout, Heads
 from nnmpi.ops.dropout import Place
 from nnmpi.tensor.function import Function

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import sqrt
 
-from nnmpi import timeline
+import nnmpi.timeline as timeline
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.algorithms.gossip import gossip
 from nnmpi.comm.buffers import is_device

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi import clock
+import nnmpi.clock as clock
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.recording import perform

@@ -20,7 +20,7 @@ from functools import partial
 
 import numpy as np
 
-from nnmpi import timeline
+import nnmpi.timeline as timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.comm.buffers import is_device, put, room_like, to_host, to_hosts

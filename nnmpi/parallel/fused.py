@@ -23,7 +23,7 @@ from math import sqrt
 
 import numpy as np
 
-from nnmpi import clock
+import nnmpi.clock as clock
 from nnmpi.backend.array import Array
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.execution import Execution

@@ -56,7 +56,7 @@ from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 
-from nnmpi import timeline
+import nnmpi.timeline as timeline
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.comm.execution import MessageRequest

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
-from nnmpi import clock, timeline
+import nnmpi.clock as clock
+import nnmpi.timeline as timeline
 from nnmpi.backend.random import stream
 from nnmpi.errors import UsageError
 

@@ -21,12 +21,12 @@ from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
+import nnmpi.tensor.reduce as reduce
 from nnmpi.backend.array import Array, is_array, mixed_error, namespace, ones
 from nnmpi.backend.precision import FLOAT32, cast, dtype_named, is_floating, is_low, precision, to_float32
 from nnmpi.backend.recording import refuse
 from nnmpi.errors import DtypeError, GraphError, LayoutError, ShapeError, UsageError
 from nnmpi.launcher import read_launch
-from nnmpi.tensor import reduce
 from nnmpi.tensor.backward import Deferred, walk_back
 from nnmpi.tensor.elementwise import Clip, Extremum, Pointwise, Power, Where
 from nnmpi.tensor.function import Function, Variable

@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from nnmpi import clock
+import nnmpi.clock as clock
 from nnmpi.backend.array import Array
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.buffers import as_bytes

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from typing import Any
 
-from nnmpi import clock
+import nnmpi.clock as clock
 from nnmpi.command import Console
 from nnmpi.compose.stats import PARTS, EvalReport, Totals, perplexity, r2
 from nnmpi.compose.trainer import SegmentReport

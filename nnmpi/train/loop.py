@@ -19,7 +19,7 @@ from shlex import quote
 from types import FrameType, TracebackType
 from typing import Any, ClassVar, Self, TypeAlias
 
-from nnmpi import clock
+import nnmpi.clock as clock
 from nnmpi.comm.agreement import on_root
 from nnmpi.compose.stats import PARTS, EvalReport, Totals
 from nnmpi.compose.trainer import Progress

@@ -64,7 +64,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from nnmpi import clock
+import nnmpi.clock as clock
 from nnmpi.errors import CheckpointError, NnmpiError
 from nnmpi.files import write_atomically
 from nnmpi.reading import parse_json

@@ -32,7 +32,7 @@ import numpy as np
 from mpi4py import MPI
 from numpy.typing import NDArray
 
-from nnmpi import clock
+import nnmpi.clock as clock
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.mpi.shutdown import Activity
 from nnmpi.comm.mpi.watchdog import Watchdog

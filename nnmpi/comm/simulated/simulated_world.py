@@ -21,7 +21,7 @@ from math import inf
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from nnmpi import clock
+import nnmpi.clock as clock
 from nnmpi.backend.blas import one_blas_thread
 from nnmpi.backend.memory import share_freed_memory
 from nnmpi.comm.group import Group

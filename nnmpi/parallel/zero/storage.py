@@ -33,7 +33,8 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from nnmpi import clock, timeline
+import nnmpi.clock as clock
+import nnmpi.timeline as timeline
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.algorithms.registry import AUTO, NATIVE
 from nnmpi.comm.algorithms.registry import SHARED as SHARED_MEMORY

@@ -10,7 +10,7 @@ from math import inf
 from statistics import median
 from typing import Any
 
-from nnmpi import clock
+import nnmpi.clock as clock
 from nnmpi.backend.backend import Backend
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.fit import default_file, save_fit

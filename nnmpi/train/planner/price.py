@@ -19,7 +19,7 @@ from functools import cache
 
 import numpy as np
 
-from nnmpi import clock
+import nnmpi.clock as clock
 from nnmpi.backend.backend import Backend
 from nnmpi.comm.gradients import BUCKET_BYTES
 from nnmpi.comm.group import Group

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 import threadpoolctl
 
-from nnmpi import clock
+import nnmpi.clock as clock
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
 from nnmpi.comm.agreement import on_root
