@@ -109,11 +109,11 @@ def test_a_rank_that_fails_alone_ends_the_job_with_its_traceback(tmp_path: Path)
         "if os.environ.get('OMPI_COMM_WORLD_RANK', os.environ.get('PMI_RANK')) == '1':\n"
         "    import itertools\n"
         "    import nnmpi.data.dataset as module\n"
-        "    calls, rows = itertools.count(), module.Dataset.rows\n"
+        "    calls, labels = itertools.count(), module.Dataset.labels\n"
         "    def fail(*given):\n"
-        "        if next(calls) < 4: return rows(*given)\n"  # both sets are made ready at the start
+        "        if next(calls) < 4: return labels(*given)\n"
         "        raise ZeroDivisionError('a fault in a batch')\n"
-        "    module.Dataset.rows = fail\n"
+        "    module.Dataset.labels = fail\n"
     )
     ending = train(tmp_path, "--model mlp --dataset iris --no-normalize --out run", ranks=2)
     assert ending.status not in (0, None)
