@@ -80,6 +80,11 @@ class Curve:
                 x0, y0, slope = x, y, ahead
         return y0 + slope * (max(nbytes, x0) - x0)
 
+    def shared(self, messages: float) -> "Curve":
+        """Return the cost of a message while so many share the bytes of a link."""
+        alpha_s = self.alpha_s
+        return Curve(tuple((nbytes, alpha_s + (seconds - alpha_s) * messages) for nbytes, seconds in self.points))
+
     def to_json(self) -> list[list[float]]:
         """Return the points as JSON values."""
         return [list(point) for point in self.points]
@@ -126,26 +131,12 @@ class Machine:
         across: messages between nodes; None when they cost what those inside do.
         nodes: the node number of each rank; None when all are on one node.
         add: seconds to add that many received bytes to as many of one's own (gamma per byte).
-        slow_nodes: a factor on the time per byte of all messages that leave or enter a node.
-
-    Raises:
-        UsageError: for factors that are negative or infinite, and nodes that are not there.
     """
 
     inside: Link
     across: Link | None = None
     nodes: tuple[int, ...] | None = None
     add: Curve = Curve.line(0.0, 0.0)
-    slow_nodes: Mapping[int, float] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        """Refuse numbers that mean nothing."""
-        wrong = [f"{node}: {factor}" for node, factor in self.slow_nodes.items() if not 0 <= factor < math.inf]
-        if wrong:
-            raise UsageError(f"slow_nodes takes numbers from 0 up for each of them, not {', '.join(wrong)}")
-        strangers = set(self.slow_nodes) - set(self.nodes or (0,))
-        if strangers:
-            raise UsageError(f"slow_nodes names node {min(strangers)}, on which there is no rank")
 
     @classmethod
     def uniform(cls, alpha_s: float, beta_s: float, gamma_s: float = 0.0) -> "Machine":

@@ -13,22 +13,25 @@ is [latencies, buffers] along the path that led to it: latencies x alpha + buffe
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-from nnmpi.comm.collective import Algorithm, Chunks, Collective, Step, as_collective, runs
+from nnmpi.comm.collective import Chunks, Collective, runs
 from nnmpi.comm.machine import Machine
-from nnmpi.comm.prove import PartialSums, finish, prove
+from nnmpi.comm.prove import Message, prove, prove_steps
 from nnmpi.comm.simulate import price
 from nnmpi.errors import ScheduleError, UsageError, counted
 
 _LEGEND = """\
 2 -> 1  chunk 2 goes to rank 1     2 <- 1  chunk 2 comes from rank 1     2 <+ 1  it comes and is added     .  idle"""
+DRAWN = 8  # ranks up to which every number is drawn
+MOST = 16  # ranks that fit a page
+PRICED = (*range(2, MOST + 1), 24, 32, 48, 64)
+_ITEMS = 840  # elements in a chunk, so that chunks are even
 
 
-def render(collective: Collective | Algorithm, size: int) -> str:
-    """Return a picture of a collective on `size` ranks, when every message takes one round.
+def render(collective: Collective, size: int) -> str:
+    """Return a picture of a collective that is right, on `size` ranks, when every message takes one round.
 
         all-reduce by tree, 4 ranks
 
@@ -41,103 +44,38 @@ def render(collective: Collective | Algorithm, size: int) -> str:
     A rank that sends and receives in one round has two lines.
 
     Raises:
-        UsageError: for no ranks.
-        ScheduleError: when the ranks wait for one another for ever.
+        ScheduleError: for a collective that cannot be proved.
     """
-    if size < 1:
-        raise UsageError(f"there is no picture of {size} ranks; give at least 1")
-    collective = as_collective(collective)
-    picture = _Picture(size)
-    finish([collective(rank, size) for rank in range(size)], [0] * size, picture)
+    rounds: defaultdict[int, list[list[str]]] = defaultdict(lambda: [[] for _ in range(size)])
+    for one in _messages(collective, size):
+        cells = rounds[one.clock[0] - 1]
+        what = _name(one.chunks, size)
+        cells[one.sender].insert(0, f"{what} -> {one.receiver}")
+        cells[one.receiver].append(f"{what} {'<+' if one.reduce else '<-'} {one.sender}")
     lines = [["", *(f"rank {rank}" for rank in range(size))]]
-    for number, cells in sorted(picture.rounds.items()):
-        for index, line in enumerate(zip_longest(*(cells[rank] for rank in range(size)), fillvalue="")):
+    for number, cells in sorted(rounds.items()):
+        for index, line in enumerate(zip_longest(*cells, fillvalue="")):
             lines.append(["" if index else f"round {number}", *(text or "." * (index == 0) for text in line)])
     title = f"{collective.contract.name} by {collective.name}, {counted(size, 'rank')}"
-    if not picture.rounds:
+    if not rounds:
         return f"{title}: nothing to do"
-    return "\n".join([title, "", *_columns(lines), "", _LEGEND])
-
-
-@dataclass(slots=True)
-class _Picture:
-    """Writes down who sends what to whom in each round."""
-
-    size: int
-    rounds: defaultdict[int, defaultdict[int, list[str]]] = field(
-        default_factory=lambda: defaultdict(lambda: defaultdict(list))
-    )
-
-    def carry(self, sender: int, receiver: int, out: Step, into: Step, ready: int) -> int:
-        """Note a message at both its ends; it is there after one round."""
-        cells = self.rounds[ready]
-        cells[sender].insert(0, f"{self._name(out.send)} -> {receiver}")
-        cells[receiver].append(f"{self._name(into.recv)} {'<+' if into.reduce else '<-'} {sender}")
-        return ready + 1
-
-    def turn(self, ready: int) -> int:
-        """Return the round."""
-        return ready
-
-    def add(self, rank: int, step: Step, over: int) -> int:
-        """Return the same round: adding takes no time here."""
-        return over
-
-    def _name(self, chunks: Chunks) -> str:
-        """Return chunk numbers in short: "all", "3", "0-3", "4,0-1"."""
-        if len(chunks) == self.size:
-            return "all"
-        return ",".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs(chunks))
-
-
-def _columns(lines: Sequence[Sequence[str]]) -> list[str]:
-    """Return the lines with their cells under one another."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([title, "", *table, "", _LEGEND])
 
 
-DRAWN = 8  # ranks up to which every number is drawn
-MOST = 16  # ranks that fit a page
-PRICED = (*range(2, MOST + 1), 24, 32, 48, 64)
-_ITEMS = 840  # elements in a chunk, so that chunks are even
+def _messages(collective: Collective, size: int) -> list[Message]:
+    prove(collective, size)
+    messages: list[Message] = []
+    prove_steps([collective(rank, size) for rank in range(size)], collective.contract, messages)
+    return messages
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Moment:
-    """What led to it: messages one after another, and the chunks that they carried."""
-
-    latencies: int
-    chunks: int
-
-
-class _Recorder:
-    """Carries messages as `prove` does, and writes them down."""
-
-    def __init__(self, collective: Collective, size: int) -> None:
-        self.sums, self.size = PartialSums(collective.contract, size), size
-        self.messages: list[dict[str, Any]] = []
-        self._last: dict[int, dict[str, Any]] = {}  # by receiver
-
-    def carry(self, sender: int, receiver: int, out: Step, into: Step, ready: _Moment) -> _Moment:
-        """Take a message along, and note it."""
-        self.sums.carry(sender, receiver, out, into, 0)
-        end = _Moment(ready.latencies + 1, ready.chunks + len(out.send))
-        noted = {"round": ready.latencies, "from": sender, "to": receiver, "chunks": list(out.send)}
-        noted |= {"reduce": into.reduce, "after": [], "clock": [end.latencies, end.chunks / self.size]}
-        self.messages.append(noted)
-        self._last[receiver] = noted
-        return end
-
-    def turn(self, ready: _Moment) -> int:
-        """Return the round."""
-        return ready.latencies
-
-    def add(self, rank: int, step: Step, over: _Moment) -> _Moment:
-        """Store what came, and note what is in its chunks now."""
-        self.sums.add(rank, step, 0)
-        if step.recv:
-            self._last[rank]["after"] = [f"{self.sums.held[rank][chunk]:x}" for chunk in step.recv]
-        return over
+def _name(chunks: Chunks, size: int) -> str:
+    """Return chunk numbers in short: "all", "3", "0-3", "4,0-1"."""
+    if len(chunks) == size:
+        return "all"
+    return ",".join(f"{run[0]}" if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs(chunks))
 
 
 def animation(collective: Collective, size: int) -> dict[str, Any]:
@@ -146,13 +84,24 @@ def animation(collective: Collective, size: int) -> dict[str, Any]:
     Raises:
         ScheduleError: for one that is not; see `prove`.
     """
-    prove(collective, size)
-    recorder = _Recorder(collective, size)
-    begins = [[f"{parts:x}" if parts else "" for parts in held] for held in recorder.sums.held]
-    finish([collective(rank, size) for rank in range(size)], [_Moment(0, 0)] * size, recorder)
-    messages = sorted(recorder.messages, key=lambda message: (message["round"], message["from"]))
-    rounds = 1 + max((message["round"] for message in messages), default=-1)
-    return {"begins": begins, "rounds": rounds, "messages": messages}
+    messages = sorted(_messages(collective, size), key=lambda one: (one.clock[0], one.sender))
+    begins = [[collective.contract.begins(rank, chunk, size) for chunk in range(size)] for rank in range(size)]
+    return {
+        "begins": [[f"{parts:x}" if parts else "" for parts in own] for own in begins],
+        "rounds": max((one.clock[0] for one in messages), default=0),
+        "messages": [
+            {
+                "round": one.clock[0] - 1,
+                "from": one.sender,
+                "to": one.receiver,
+                "chunks": list(one.chunks),
+                "reduce": one.reduce,
+                "after": [f"{parts:x}" for parts in one.after],
+                "clock": [one.clock[0], one.clock[1] / size],
+            }
+            for one in messages
+        ],
+    }
 
 
 def coefficients(collective: Collective, size: int) -> tuple[int, float]:

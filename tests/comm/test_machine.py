@@ -53,10 +53,6 @@ def test_what_does_not_fit_is_named() -> None:
     link = Link.line(1.0, 1.0)
     with pytest.raises(UsageError, match="places 4 ranks on nodes, so 3 ranks"):
         Machine(link, nodes=blocks(4, 2)).places(3)
-    with pytest.raises(UsageError, match="slow_nodes takes numbers from 0 up for each of them, not 1: -2.0"):
-        Machine(link, nodes=(0, 1), slow_nodes={1: -2.0})
-    with pytest.raises(UsageError, match="slow_nodes names node 2"):
-        Machine(link, nodes=(0, 1), slow_nodes={2: 3.0})
 
 
 def test_places() -> None:

@@ -207,7 +207,7 @@ def test_a_message_that_nobody_receives_is_named() -> None:
         prove_steps(steps)
     steps = plan(star, 3)
     del steps[2][-1]  # rank 2 does not listen to the answer
-    with pytest.raises(ScheduleError, match=r"unmatched message: rank 0, step 3 sends chunks .* to rank 2"):
+    with pytest.raises(ScheduleError, match=r"unmatched message: rank 0, step 3 waits to send chunks .* to rank 2"):
         prove_steps(steps)
 
 
@@ -255,7 +255,7 @@ def test_a_doubled_reduction_names_rank_step_chunk() -> None:
 @pytest.mark.parametrize(
     ("of", "size", "rank", "index", "change", "sentence"),
     [
-        (ring, 4, 0, 0, {"to": 2}, "unmatched message: rank 0, step 0 sends chunks [3] to rank 2"),
+        (ring, 4, 0, 0, {"to": 2}, "unmatched message: rank 0, step 0 waits to send chunks [3] to rank 2"),
         (tree, 2, 1, 1, {"reduce": True}, "rank 1, step 1 adds chunk 0 from rank 0 and counts rank 1 twice"),
         (ring, 3, 1, 0, {"reduce": False}, "rank 0 ends without the part of rank 1 in chunk 2"),
         (ring, 4, 1, 2, {"send": (0,)}, "rank 1, step 2 sends chunks [0] to rank 2, step 2, which expects chunks [2]"),

@@ -8,7 +8,7 @@ import pytest
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES
 from nnmpi.comm.prove import prove
 from nnmpi.comm.render import render
-from nnmpi.errors import UsageError
+from nnmpi.errors import ScheduleError
 
 RING = """\
 all-reduce by ring, 3 ranks
@@ -57,5 +57,5 @@ def test_every_message_is_in_its_ranks_columns(name: tuple[str, str], size: int)
 
 def test_one_rank_and_none() -> None:
     assert render(ALGORITHMS["tree"], 1) == "all-reduce by tree, 1 rank: nothing to do"
-    with pytest.raises(UsageError, match="0 ranks"):
+    with pytest.raises(ScheduleError, match="0 ranks"):
         render(ALGORITHMS["tree"], 0)

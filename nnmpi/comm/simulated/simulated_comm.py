@@ -78,8 +78,6 @@ class SimulatedNetwork:
         latency_s = curve.alpha_s
         wire_s = curve(nbytes) - curve.alpha_s
         if across:
-            if self._machine.slow_nodes:
-                wire_s *= max(self._machine.slow_nodes.get(node, 1.0) for node in nodes)
             ready_s = self._links.send(*nodes, ready_s, wire_s)
         return ready_s + wire_s + latency_s
 

@@ -124,8 +124,9 @@ class PlannedNetwork:
         numbers = {node: i for i, node in enumerate(dict.fromkeys(places))}
         if len(numbers) == 1:
             return replace(self.machine, nodes=None, across=None)
-        slow = dict.fromkeys(numbers.values(), float(sharing)) if sharing > 1 else {}
-        return replace(self.machine, nodes=tuple(numbers[place] for place in places), slow_nodes=slow)
+        link = self.machine.link(across=True)
+        shared = Link(link.one_way.shared(sharing), link.both_ways.shared(sharing))
+        return replace(self.machine, nodes=tuple(numbers[place] for place in places), across=shared)
 
 
 def find_network(text: str, ranks: int, nodes: int, fit: Fit | None, other: Fit | None = None) -> PlannedNetwork:
