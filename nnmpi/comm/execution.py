@@ -54,13 +54,22 @@ class Pending(Startable, Protocol):
         """Give back what MPI keeps for it; it cannot be started again."""
 
 
-class _Requests:
-    """Requests of one communicator that are polled and waited for together."""
+class MessageRequest:
+    """Messages that were started: out of an array, to be changed when they have left, or into one, to be read then.
 
-    __slots__ = ("_comm", "_requests")
+    Args:
+        comm: that they go through.
+        requests: theirs.
+        array: that they are in, which stays until they are through.
+        filled: (host, array) what is copied then, to a device for which the messages go through host memory.
+    """
 
-    def __init__(self, comm: Comm, requests: list[Request]) -> None:
-        self._comm, self._requests = comm, requests
+    __slots__ = ("_comm", "_filled", "_requests", "array")
+
+    def __init__(
+        self, comm: Comm, requests: list[Request], array: Any, filled: Sequence[tuple[Buffer, Buffer]] = ()
+    ) -> None:
+        self._comm, self._requests, self.array, self._filled = comm, requests, array, filled
 
     def poll(self) -> bool:
         """Return whether they are through, without waiting; messages move on while they are asked for."""
@@ -69,29 +78,11 @@ class _Requests:
         return not self._requests
 
     def wait(self) -> Any:
-        """Return when they are through."""
+        """Return the array when they are through."""
         self._comm.wait_all(self._requests)
         self._requests = []
-
-
-class MessageRequest(_Requests):
-    """Messages that were started: out of an array, to be changed when they have left, or into one, to be read then.
-
-    Args:
-        comm: that they go through.
-        requests: theirs.
-        array: that they are in, which stays until they are through.
-    """
-
-    __slots__ = ("array",)
-
-    def __init__(self, comm: Comm, requests: list[Request], array: Any) -> None:
-        super().__init__(comm, requests)
-        self.array = array
-
-    def wait(self) -> Any:
-        """Return the array when they are through."""
-        super().wait()
+        for host, array in self._filled:
+            put(host, array)
         return self.array
 
     def cancel(self) -> None:
@@ -123,12 +114,11 @@ class Execution:
 
     Args:
         steps: this rank's steps over comm.size chunks.
-        array: (n,) the buffer, worked on in place; n may be 0 or less than the number of ranks.
+        array: (n,) the buffer, worked on in place; n may be 0 or less than the number of ranks. One of a device is
+            given to MPI as it is, when it was computed.
         comm: the communicator; its ranks are those in the steps.
         tag: tells the messages of this execution from those of others in flight between the same ranks.
         max_message_bytes: longer messages are cut into pieces of at most that.
-        on_device: whether the array is a device's, and MPI takes such arrays. What was computed is waited for then
-            before MPI sees it.
 
     Raises:
         ShapeError: see `check_buffer`.
@@ -142,12 +132,10 @@ class Execution:
         comm: Comm,
         tag: int = 0,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
-        on_device: bool = False,
     ) -> None:
         self._comm, self._tag = comm, tag
-        checked = check_device(array) if on_device else check_buffer(array)
+        checked, self._current = _check(array)
         self._add = namespace(checked).add
-        self._current = namespace(checked).cuda.get_current_stream if on_device else None
         self._bound = _bind(steps, checked, comm.size, max_message_bytes)
         self._at = len(self._bound)
         self._requests: list[Request] = []
@@ -212,6 +200,13 @@ class Execution:
         self._post()
 
 
+def _check(array: Buffer) -> tuple[Buffer, Callable[[], Any] | None]:
+    """Return an array that can be summed; and for a device's what returns the stream to wait for."""
+    if is_device(array):
+        return check_device(array), namespace(array).cuda.get_current_stream
+    return check_buffer(array), None
+
+
 def _bind(steps: Sequence[Step], array: Buffer, size: int, max_bytes: int) -> list[_Bound]:
     """Give every step its places in the array and in scratch; leave out those whose chunks are all empty."""
     chunks = split(array.size, size)
@@ -260,7 +255,7 @@ Blocking: TypeAlias = Callable[[], Any]
 """Does the same with the blocking call."""
 
 
-class NativeExecution(_Requests):
+class NativeExecution:
     """One of MPI's own collectives on one array, again and again.
 
     It works in place on the same layout as those made of steps: rank r's chunk is part r of `shard.split(n, size)`.
@@ -268,12 +263,10 @@ class NativeExecution(_Requests):
     same order.
 
     Args:
-        array: (n,) the buffer, worked on in place.
+        array: (n,) the buffer, worked on in place; one of a device as in `Execution`.
         comm: the communicator whose ranks take part.
         operation: "all-reduce", "broadcast", "all-gather" or "reduce-scatter".
         max_message_bytes: longer arrays are worked on in pieces of at most that.
-        on_device: whether the array is a device's, and MPI takes such arrays. What was computed is waited for then
-            before MPI sees it.
         root: whose values a broadcast spreads.
 
     Raises:
@@ -286,16 +279,14 @@ class NativeExecution(_Requests):
         comm: Comm,
         operation: str = ALL_REDUCE.name,
         max_message_bytes: int = MAX_MESSAGE_BYTES,
-        on_device: bool = False,
         root: int = ROOT,
     ) -> None:
         if operation not in _CALLS:
             raise UsageError(f"MPI has no {operation} of its own here; it has {', '.join(_CALLS)}")
-        checked = check_device(array) if on_device else check_buffer(array)
-        self._current = namespace(checked).cuda.get_current_stream if on_device else None
+        checked, self._current = _check(array)
         more = (root,) if operation == BROADCAST.name else ()
         self._calls = tuple(_CALLS[operation](checked, comm, max_message_bytes, *more))
-        super().__init__(comm, [])
+        self._comm, self._requests = comm, list[Request]()
 
     def start(self) -> None:
         """Start it. Leave the array alone until `poll` returns True or `wait` returns.
@@ -312,6 +303,17 @@ class NativeExecution(_Requests):
             raise CommError("this native collective is still running; wait for it before the next start")
         self._requests = [begin() for begin, _ in self._calls]
         return None
+
+    def poll(self) -> bool:
+        """Return whether it is finished, without waiting; messages move on while they are asked for."""
+        if self._requests and self._comm.test_all(self._requests):
+            self._requests = []
+        return not self._requests
+
+    def wait(self) -> None:
+        """Return when it is finished."""
+        self._comm.wait_all(self._requests)
+        self._requests = []
 
     def run(self) -> None:
         """Do it at once, with the blocking call: in Open MPI it takes half the time of a start and a wait.

@@ -218,13 +218,13 @@ class Group(Communicator):
                 self._nccl = Nccl(self, namespace(array))
             return NcclCollective(array, self._nccl, operation)
         if cuda_aware() and algorithm != SHARED:
-            return self._bind_one(array, algorithm, tag, operation, on_device=True)
+            return self._bind_one(array, algorithm, tag, operation)
         return staged(array, lambda host: self._bind_one(host, algorithm, tag, operation))
 
-    def _bind_one(self, array: Buffer, algorithm: How, tag: int, operation: str, on_device: bool = False) -> Pending:
+    def _bind_one(self, array: Buffer, algorithm: How, tag: int, operation: str) -> Pending:
         """Return a collective of an array that MPI is given: on the host, or on a device if MPI takes such."""
         if algorithm == NATIVE:
-            return NativeExecution(array, self.comm, operation, on_device=on_device)
+            return NativeExecution(array, self.comm, operation)
         if algorithm == SHARED and operation == ALL_REDUCE.name:
             return SharedSum(array, self.memory(), tag)
         if operation != ALL_REDUCE.name:
@@ -234,7 +234,7 @@ class Group(Communicator):
         if not isinstance(algorithm, str):
             check_proof(collective, self.size)
         steps = collective(self.rank, self.size)
-        return Execution(steps, array, self.comm, tag, on_device=on_device)
+        return Execution(steps, array, self.comm, tag)
 
     def choose(self, array: Buffer, started: bool = False) -> Choice:
         """Return what "auto" means for this array, and why; the same on all ranks.

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 import numpy as np
 
-from nnmpi.comm.buffers import Buffer, as_bytes, check_contiguous, is_device, pieces, put, room_like, to_hosts
+from nnmpi.comm.buffers import Buffer, as_bytes, check_contiguous, is_device, pieces, room_like, to_hosts
 from nnmpi.comm.execution import MAX_MESSAGE_BYTES, MessageRequest
 from nnmpi.comm.group import BLOCKING_TAG, Group
 from nnmpi.comm.world import Comm, Request
@@ -47,7 +47,7 @@ def send_and_receive(group: Group, sends: Sequence[tuple[int, Buffer]], receives
 
 def start_exchange(
     group: Group, sends: Sequence[tuple[int, Buffer]], receives: Sequence[tuple[int, Buffer]]
-) -> ExchangeRequest:
+) -> MessageRequest:
     """Begin what `send_and_receive` does; its `wait` ends it. Meanwhile what is sent may be read, and nothing else.
 
     Args:
@@ -61,25 +61,7 @@ def start_exchange(
     for (rank, _), array in zip(sends, hosts, strict=True):
         requests += _post(group.comm.isend, check_contiguous(array), rank, BLOCKING_TAG)
     filled = [(host, array) for (_, array), host in zip(receives, room, strict=True)]
-    return ExchangeRequest(group.comm, requests, filled, hosts)
-
-
-class ExchangeRequest:
-    """Messages on their way, see `start_exchange`."""
-
-    __slots__ = ("_comm", "_filled", "_requests", "_sent")
-
-    def __init__(
-        self, comm: Comm, requests: list[Request], filled: list[tuple[Buffer, Buffer]], sent: Sequence[Buffer]
-    ) -> None:
-        self._comm, self._requests, self._filled, self._sent = comm, requests, filled, sent
-
-    def wait(self) -> None:
-        """Return when all is sent and received."""
-        self._comm.wait_all(self._requests)
-        for host, array in self._filled:
-            put(host, array)
-        self._sent = ()
+    return MessageRequest(group.comm, requests, hosts, filled)
 
 
 class Messages:

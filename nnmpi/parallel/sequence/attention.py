@@ -53,8 +53,9 @@ from typing import Any
 from nnmpi.backend.array import Array, Residuals, namespace
 from nnmpi.backend.precision import cast, is_low, to_float32
 from nnmpi.backend.recording import perform
+from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.group import Group
-from nnmpi.comm.point_to_point import ExchangeRequest, send_and_receive, start_exchange
+from nnmpi.comm.point_to_point import send_and_receive, start_exchange
 from nnmpi.errors import LayoutError, counted
 from nnmpi.ops.attend import AttentionDropout, Heads, KeyBlock, Trio, attend_more, attend_more_grad
 from nnmpi.parallel.sharded.collectives import CATEGORY
@@ -151,13 +152,13 @@ class RingAttention:
                 self._wait(request, here)
                 here = there
 
-    def _start(self, out: Sequence[Array], room: Sequence[Array]) -> ExchangeRequest:
+    def _start(self, out: Sequence[Array], room: Sequence[Array]) -> MessageRequest:
         """Begin to pass arrays on to the next rank, and to receive the same of the rank before."""
         size, rank = self._group.size, self._group.rank
         sends = [((rank + 1) % size, each) for each in out if each.size]
         return start_exchange(self._group, sends, [((rank - 1) % size, each) for each in room if each.size])
 
-    def _wait(self, request: ExchangeRequest, out: Sequence[Array]) -> None:
+    def _wait(self, request: MessageRequest, out: Sequence[Array]) -> None:
         with span("ring", CATEGORY, RECEIVE, {"bytes": sum(each.nbytes for each in out)}):
             request.wait()
 
