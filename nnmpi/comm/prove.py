@@ -146,7 +146,7 @@ class Engine:
 
 
 @dataclass(slots=True)
-class Message:
+class ProvedMessage:
     """One message of a proof.
 
     Attributes:
@@ -216,7 +216,7 @@ def check_proof(collective: Collective, size: int) -> None:
 
 
 def prove_steps(
-    steps: Sequence[Sequence[Step]], contract: Contract = ALL_REDUCE, messages: list[Message] | None = None
+    steps: Sequence[Sequence[Step]], contract: Contract = ALL_REDUCE, messages: list[ProvedMessage] | None = None
 ) -> Proof:
     """Return the proof for steps that are given outright, one sequence per rank. See `prove`.
 
@@ -252,12 +252,12 @@ class PartialSums(Engine):
         arrived: by rank, what has come in this step.
     """
 
-    def __init__(self, contract: Contract, size: int, messages: list[Message] | None = None) -> None:
+    def __init__(self, contract: Contract, size: int, messages: list[ProvedMessage] | None = None) -> None:
         self.contract, self.size, self.messages = contract, size, messages
         self.held = [[contract.begins(rank, chunk, size) or 0 for chunk in range(size)] for rank in range(size)]
         self.written: list[dict[int, int]] = [{} for _ in range(size)]
         self.at = [0] * size
-        self.arrived: dict[int, tuple[Message, tuple[int, ...]]] = {}
+        self.arrived: dict[int, tuple[ProvedMessage, tuple[int, ...]]] = {}
 
     def carry(self, sender: int, receiver: int, out: Step, into: Step, ready: tuple[int, int]) -> tuple[int, int]:
         """Take a message along if it is what the receiver expects."""
@@ -271,7 +271,7 @@ class PartialSums(Engine):
             empty = out.send[parts.index(0)]
             raise ScheduleError(f"{self._name(sender)} sends chunk {empty} to rank {receiver} before anything is in it")
         clock = ready[0] + 1, ready[1] + len(out.send)
-        message = Message(sender, receiver, out.send, into.reduce, clock)
+        message = ProvedMessage(sender, receiver, out.send, into.reduce, clock)
         self.arrived[receiver] = message, parts
         if self.messages is not None:
             self.messages.append(message)

@@ -18,7 +18,7 @@ from typing import Any
 
 from nnmpi.comm.collective import Chunks, Collective, runs
 from nnmpi.comm.machine import Machine
-from nnmpi.comm.prove import Message, prove, prove_steps
+from nnmpi.comm.prove import ProvedMessage, prove, prove_steps
 from nnmpi.comm.simulate import price
 from nnmpi.errors import ScheduleError, UsageError, counted
 
@@ -64,9 +64,9 @@ def render(collective: Collective, size: int) -> str:
     return "\n".join([title, "", *table, "", _LEGEND])
 
 
-def _messages(collective: Collective, size: int) -> list[Message]:
+def _messages(collective: Collective, size: int) -> list[ProvedMessage]:
     prove(collective, size)
-    messages: list[Message] = []
+    messages: list[ProvedMessage] = []
     prove_steps([collective(rank, size) for rank in range(size)], collective.contract, messages)
     return messages
 
