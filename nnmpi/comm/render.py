@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from nnmpi.comm.collective import Chunks, Collective, runs
+from nnmpi.comm.collective import Algorithm, Chunks, Collective, as_collective, runs
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.prove import ProvedMessage, prove, prove_steps
 from nnmpi.comm.simulate import price
@@ -30,7 +30,7 @@ PRICED = (*range(2, MOST + 1), 24, 32, 48, 64)
 _ITEMS = 840  # elements in a chunk, so that chunks are even
 
 
-def render(collective: Collective, size: int) -> str:
+def render(algorithm: Collective | Algorithm, size: int) -> str:
     """Return a picture of a collective that is right, on `size` ranks, when every message takes one round.
 
         all-reduce by tree, 4 ranks
@@ -46,6 +46,7 @@ def render(collective: Collective, size: int) -> str:
     Raises:
         ScheduleError: for a collective that cannot be proved.
     """
+    collective = as_collective(algorithm)
     rounds: defaultdict[int, list[list[str]]] = defaultdict(lambda: [[] for _ in range(size)])
     for one in _messages(collective, size):
         cells = rounds[one.clock[0] - 1]
