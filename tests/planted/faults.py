@@ -245,7 +245,7 @@ FAULTS = (
     ),
     Fault(
         "pipeline: gradients of tied parameters are not added",
-        "nnmpi/compose/passes.py",
+        "nnmpi/compose/exchange.py",
         "tie.group.all_reduce(total.reshape(-1), check=False)",
         "pass",
         "tests/equivalence/test_rows.py",
