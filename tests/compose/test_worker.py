@@ -52,6 +52,28 @@ def test_a_batch_for_other_replicas_is_refused(group: Group) -> None:
         assert all(wanted in each and "arrangement.data_rank" in each for each in answers), answers
 
 
+@pytest.mark.simulated(max_size=3)
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_steps_are_those_of_a_loop_of_ones_own(group: Group, microbatches: int) -> None:
+    """Which knows nothing of workers: the serial runs of other tests go the way that they are held against."""
+    train, _ = data.load("iris")
+    ours, theirs = (models.mlp((4,), 3, hidden=(5,)).initialize(seed=1, dtype="float64") for _ in range(2))
+    worker = Worker(ours, optim.SGD(ours.storage, lr=0.2), group)
+    loader = Loader(
+        train, 50, rank=group.rank, world=group.size, microbatches=microbatches, shuffle=False, dtype="float64"
+    )
+    losses = [worker.step(batch).loss for batch in loader.epoch(0)]
+    optimizer = optim.SGD(theirs.storage, lr=0.2)
+    for number, batch in enumerate(Loader(train, 50, shuffle=False, dtype="float64").epoch(0)):
+        theirs.zero_grad()
+        loss = nnmpi.ops.cross_entropy(theirs(batch.x), batch.y)
+        loss.backward()
+        optimizer.step()
+        np.testing.assert_allclose(losses[number], loss.item(), rtol=1e-12)
+    np.testing.assert_allclose(ours.storage.data[0], theirs.storage.data[0], rtol=1e-11, atol=1e-13)
+    worker.release()
+
+
 @pytest.mark.simulated
 @pytest.mark.parametrize("way", ["closure", "list", "frozen"])
 def test_a_layer_that_the_model_does_not_hold_is_told_of(group: Group, way: str) -> None:

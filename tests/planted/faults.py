@@ -241,7 +241,7 @@ FAULTS = (
         "nnmpi/compose/passes.py",
         "else batch.global_targets, 1)",
         "else batch.global_targets - 1, 1)",
-        "tests/equivalence/test_layouts.py",
+        "tests/compose/test_worker.py",
     ),
     Fault(
         "pipeline: gradients of tied parameters are not added",
