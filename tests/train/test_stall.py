@@ -58,12 +58,12 @@ def test_a_rank_that_does_not_come_is_named_and_the_job_ends(fault: str, tmp_pat
     begun = once(lambda: not asleep and lines(tmp_path / "run/metrics.jsonl") > 3, stop, ends=False)
     ending = train(tmp_path, words, ranks=2, is_lost=begun)
     assert ending.status == STALLED, ending.output
-    guilty = r"rank 1 is at net\.py:11 in forward \(step \d+\)" if asleep else "rank 0 has not been heard of for"
+    guilty = r"rank 1 is at net\.py:11 in forward \(step \d+\)" if asleep else "rank 0 has (?:not|never) been heard of"
     waiting = r"rank \d waits in .*, called at "
     for sentence in (rf"waiting for \d+ s: {guilty}.*{waiting}", rf"the job is ended: .*{guilty}.*{waiting}"):
         assert len(re.findall(sentence, ending.output)) == 1, ending.output
-    records = sorted(file.name for file in (tmp_path / "run/flight").iterdir())
-    assert records == (["rank-0.txt", "rank-1.txt"] if asleep else ["rank-1.txt"])
+    records = {file.name for file in (tmp_path / "run/flight").iterdir()}
+    assert records >= ({"rank-0.txt", "rank-1.txt"} if asleep else {"rank-1.txt"})  # the abort may wake rank 0
     record = (tmp_path / "run/flight/rank-1.txt").read_text()
     assert "seconds ago" in record and "messages of 2 ranks" in record and "most recent call first" in record
 

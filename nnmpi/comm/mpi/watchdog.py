@@ -85,6 +85,7 @@ class Watchdog:
         self._period_s = max(PERIOD_S, self.size / RANKS_PER_S)
         self._silent_s = max(SILENT_S, SILENT_PERIODS * self._period_s)
         self._heard: dict[int, tuple[float, RankStatus]] = {}
+        self._listens_s = time.monotonic()  # since when the ranks should have been heard of
         self._sent: dict[int, tuple[MPI.Request, bytes]] = {}
         self._came = bytearray(MOST_BYTES)
         self._post()
@@ -123,7 +124,7 @@ class Watchdog:
             now = time.monotonic()
             if now - looked_s > self._silent_s:  # this process was stopped: nobody is missing for that
                 self._heard.clear()
-                self._mark = None
+                self._listens_s, self._mark = now, None
             looked_s, status = now, self.status()
             self._heard[self.rank] = (now, status)
             self._tell(status)
@@ -179,16 +180,18 @@ class Watchdog:
     def _judge(self, now: float, own: RankStatus) -> None:
         """Name who is missing, or end the job, if that is this rank's to do."""
         silent = {rank: now - at for rank, (at, _) in self._heard.items() if now - at > self._silent_s}
-        if self.rank > 1 or (self.rank == 1 and 0 not in silent):
+        zero_heard_s = self._heard[0][0] if 0 in self._heard else self._listens_s  # it may stop before its first word
+        if self.rank > 1 or (self.rank == 1 and now - zero_heard_s <= self._silent_s):
             if self.limit_s and own.waits_s > BUSY_FACTOR * self.limit_s + self._silent_s:
                 self._end(ENDED.format(f"for {own.waits_s:.0f} s in {own.place}; ranks 0 and 1 say nothing"))
             return
         statuses = {rank: status for rank, (_, status) in self._heard.items() if rank not in silent}
         waited_s = max(status.waits_s for status in statuses.values())
-        if waited_s < max(self.warning_s, self._silent_s + self._period_s):
+        over = is_over(statuses, silent, self.limit_s)
+        if waited_s < max(0.0 if over else self.warning_s, self._silent_s + self._period_s):
             return
         words = f"for {waited_s:.0f} s: {describe(statuses, silent, set(range(self.size)) - set(self._heard))}"
-        if is_over(statuses, silent, self.limit_s):
+        if over:
             others = [rank for rank in range(self.size) if rank != self.rank]
             self._endings = [self._comm.Isend([b"", MPI.BYTE], rank, END) for rank in others]
             self._end(ENDED.format(words))
