@@ -67,7 +67,8 @@ class Exchange:
         weights: what lets weights come before they are computed with; None where they are there.
         keeps_own: whether each rank still has its own gradients when a step has failed.
         is_fused: whether the sum is fused with the update, which uses the gradients up.
-        holders: so many ranks hold parameters and the optimizer's state together, of which each is once on a node.
+        holders: among how many ranks a node's single copy of parameters and optimizer state is shared out; 1 where
+            each rank has its own.
         notice: what is not as it was asked for, and why; else empty.
     """
 
@@ -241,6 +242,7 @@ class NodeExchange(Exchange):
     def _start(self, options: GradientExchange) -> DataParallel:
         self._fused = FusedUpdate(self.model.storage, self.optimizer, self.group)
         self.holders = self._fused.memory.size
+        self._gradient_bytes = sum(grad.nbytes for grad in self.model.storage.grads)
         try:
             return DataParallel(self.model, self.replicas, backend=self.backend, sums_gradients=False)
         except NnmpiError:  # on all ranks
@@ -249,10 +251,6 @@ class NodeExchange(Exchange):
 
     def _meeting(self) -> tuple[str, int]:
         return SHARED, self._gradient_bytes  # as a shared all-reduce does it, which writes more, and reads as much
-
-    @property
-    def _gradient_bytes(self) -> int:
-        return sum(grad.nbytes for grad in self.model.storage.grads)
 
     def meet(self, numbers: Sequence[float]) -> tuple[list[float], float, Traffic]:
         """See `Exchange.meet`; the numbers are added up with the gradients."""

@@ -45,7 +45,10 @@ def _executable(name: Generator, ranks: int, microbatches: int, virtual: int) ->
 
 
 class Program(NamedTuple):
-    """What one rank does, in order, what it receives by kind and stage, and whether anything goes backward."""
+    """What one rank does, in order, what it receives by kind and stage, and whether anything goes backward.
+
+    The one update behind a pass is left out, which is its caller's, and in a whole model the sums: hooks tell of them.
+    """
 
     items: tuple[tuple[Instruction, ...], ...]
     coming: Mapping[tuple[Kind, int], tuple[int, ...]]
@@ -56,13 +59,14 @@ class Program(NamedTuple):
 @lru_cache(maxsize=256)
 def _program(name: Generator, ranks: int, microbatches: int, virtual: int, rank: int) -> Program:
     schedule = _executable(name, ranks, microbatches, virtual)
-    items = tuple(map(parts, schedule.programs[rank]))
+    left_out = {Kind.STEP} if schedule.stages > 1 else {Kind.STEP, Kind.REDUCE}
+    found = (parts(item) for item in schedule.programs[rank])
+    items = tuple(item for item in found if any(one.microbatch is not None or one.kind not in left_out for one in item))
     coming: dict[tuple[Kind, int], list[int]] = {}
     for one in schedule.instructions(rank):
         if one.kind in RECEIVES and one.microbatch is not None:
             coming.setdefault((one.kind, one.stage), []).append(one.microbatch)
-    found = {channel: tuple(microbatches) for channel, microbatches in coming.items()}
-    return Program(items, found, schedule, schedule.trains)
+    return Program(items, {channel: tuple(those) for channel, those in coming.items()}, schedule, schedule.trains)
 
 
 class GradientSink:
@@ -158,7 +162,7 @@ class Executor:
             Kind.SEND_GRAD: self._send_gradient,
             Kind.RECV_GRAD: partial(self._receive, Kind.RECV_GRAD),
             Kind.REDUCE: self.sink.reduce,
-            Kind.STEP: self._step,
+            Kind.STEP: self.sink.step,
         }
 
     def _make_stage(self, where: Arrangement, number: int, scope: Scope, part: Part, recomputes: bool) -> Stage:
@@ -230,11 +234,6 @@ class Executor:
         self._input_grads: dict[tuple[int, int], list[Array]] = {}
         self._timeline = timeline.current()
         try:
-            if self.count == 1 and self._timeline is None:  # nobody asks when its instructions were: 15 us less
-                for item in program.items:
-                    for one in item:
-                        self._actions[one.kind](one.stage, one.microbatch)
-                return self._report
             if self._boundaries:
                 self._begin_messages(program, inputs)
             for item in program.items:
@@ -268,11 +267,13 @@ class Executor:
         if kind in COMPUTE:
             report.samples.append((one, end - begin))
             report.compute_s += end - begin
-            report.peak_live = max(report.peak_live, sum(stage.live for stage in self.stages.values()))
-            report.peak_waiting = max(report.peak_waiting, sum(stage.waiting_bytes for stage in self.stages.values()))
+            if kind is Kind.F:  # backwards only let go
+                stages = self.stages.values()
+                report.peak_live = max(report.peak_live, sum(stage.live for stage in stages))
+                report.peak_waiting = max(report.peak_waiting, sum(stage.waiting_bytes for stage in stages))
         elif kind in SENDS:
             report.transfer_s += end - begin
-        if self._timeline is not None and kind not in RECEIVES and (kind is not Kind.STEP or microbatch is not None):
+        if self._timeline is not None and kind not in RECEIVES:
             self._show(one, begin, end)
 
     def _show(self, one: Instruction, begin_s: float, end_s: float) -> None:
@@ -305,10 +306,6 @@ class Executor:
             self._input_grads[stage, microbatch] = result
         else:
             self._grads[stage - 1, microbatch] = result
-
-    def _step(self, stage: int, microbatch: int | None) -> None:
-        if microbatch is not None:  # one update of everything is done by whoever called, after the pass
-            self.sink.step(stage, microbatch)
 
     # ---- messages ----
 

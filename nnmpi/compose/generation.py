@@ -1,7 +1,7 @@
 """Text generation, token by token, with a model, wherever its parts lie: every rank takes part in every token.
 
-    prompt  t0 t1 t2  --> all stages, once -->  logits of t2  --> t3 is drawn      layers keep what later tokens need
-    t3                --> all stages       -->  logits of t3  --> t4               (see `nn.continued`)
+    prompt  t0 t1 t2  --> all stages, once -->  logits of t2  --> t3 is drawn      layers keep what later tokens need:
+    t3                --> all stages       -->  logits of t3  --> t4               `ops.attention.KeyValues`
 
 When the context is full, the last half of it is read again as a new beginning.
 """

@@ -168,7 +168,7 @@ class Passes(GradientSink):
     Attributes:
         scalars: the numbers that are to be known of a step at its end.
         replay: records and replays.
-        poll: called before each backward pass, where somebody waits for what this rank does beside it.
+        poll: called before each backward pass on a rank that serves others, too; None elsewhere.
         updates: whether weights are updated on the way, and not once by the Worker.
         counts: whether this rank's losses count: it has the last stage, and of those that share it, it is the first.
         planned: the model as it runs by a plan, once it has, where there is a budget for activations.
@@ -334,7 +334,7 @@ class Passes(GradientSink):
         self.executor.infer(self._now.inputs)
 
     def _seeds(self, now: Running) -> list[Array]:
-        """Return the gradients of the microbatches' loss sums: scale / the targets that an update's mean is over.
+        """Return the gradients of the microbatches' loss sums: the loss scale / the labels in an update's mean.
 
         The division is that of `DataParallel.backward`; with pipedream an update is of one microbatch.
         """
@@ -424,8 +424,8 @@ class Passes(GradientSink):
             self.exchange.abort()
 
     def reduce(self, stage: int, microbatch: int | None) -> None:
-        """See `GradientSink`: only parameters whose last stage this is are final. Of a whole model hooks tell."""
-        if microbatch is not None or not self.is_cut:
+        """See `GradientSink`: a parameter in several stages is final after the last of them."""
+        if microbatch is not None:
             return
         final = []
         for number in self._numbers[stage]:

@@ -37,8 +37,8 @@ class Replay(Compiled):
 
         recorded    F0 F1 B0 F2 B1 B2       each part notes its calls; all results share one memory: what a microbatch
                                             has let go of, a later one takes
-        replayed    F0 F1 B0 F2 B1 B2       the same parts in the same order, as the program has it: so what lies in a
-                                            place when it is taken again is not needed any more, as in the recorded pass
+        replayed    F0 F1 B0 F2 B1 B2       the same parts in the same order, as the program has it: so memory is used
+                                            again in the recorded order, after its old content was last needed
 
     Between the parts this rank sends, receives, waits and sums. What comes into a part, and what goes out, is copied:
     messages are not done when a part is.

@@ -136,10 +136,8 @@ class Worker(Trainer):
         self.parallel, self.notice = self.exchange.parallel, self.exchange.notice
         self.passes = Passes(self, self.exchange, synchronous_sends)
         self.ledger, self._recorded_bytes = MemoryLedger(self._predict_memory()), 0
-        self._at_once, self._waiting = (
-            1,
-            0,
-        )  # microbatches with activations, bytes of others
+        self._at_once = 1  # microbatches whose activations there are
+        self._waiting = 0  # bytes of what others wait with
         self._counted_bytes: int | None = None  # of the largest batch of those whose steps were counted
         self.ledger.note(self._held_memory())
         self._signals = PeriodicCheck(group)
@@ -215,7 +213,7 @@ class Worker(Trainer):
         if not isfinite(loss_sum) or not (self.passes.updates or isfinite(norm)):
             # With fp16 a gradient that overflowed says that the loss scale was too large: leave this update out.
             skipped = isfinite(loss_sum) and self.scaling is not None and self.scaling.shrink()
-            if not skipped:  # divergence: the runner computes the step again, to find where it began
+            if not skipped:  # divergence: the step is computed again, to find where it began
                 with self._deterministic():
                     raise self.passes.explain(batch, step, loss_sum / max(batch.global_targets, 1))
         elif not self.passes.updates:  # else it is PipeDream's, which has updated after each microbatch

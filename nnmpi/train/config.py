@@ -12,7 +12,7 @@ import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_type_hints
 
@@ -503,12 +503,12 @@ class RunConfig:
         both = self.out is not None and self.resume is not None and self.out != self.resume
         require(not both, f"--resume goes on in its own folder {self.resume}; leave --out {self.out} out")
 
-    @property
+    @cached_property
     def evaluates(self) -> Every:
         """When the test data are evaluated."""
         return Every.parse("--eval-every", self.eval_every)
 
-    @property
+    @cached_property
     def saves(self) -> Every | None:
         """When a checkpoint is written; None for what can be afforded."""
         return None if self.save_every is None else Every.parse("--save-every", self.save_every)

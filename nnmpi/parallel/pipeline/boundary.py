@@ -4,7 +4,8 @@
                | their gradients|  <-- gradient ----  | .grad  |
 
 The first time that a microbatch of some input shape crosses, a header with the shapes goes before it. Later ones of the
-same input shape must look the same, and need no header. Each microbatch has buffers of its own.
+same input shape must look the same, and need no header. Each microbatch has buffers of its own. When a receive is
+posted is the executor's business.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -30,8 +31,7 @@ InputKey: TypeAlias = tuple[Any, ...]  # the input's shape and the mode, which b
 HEADER_BYTES = 4096
 
 
-@dataclass(frozen=True)
-class BoundaryArrays:
+class BoundaryArrays(NamedTuple):
     """The tensors at a boundary, as arrays.
 
     Attributes:
