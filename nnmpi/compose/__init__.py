@@ -16,15 +16,17 @@ Read in this order:
     state                the arrays of a model that lies on many ranks, for checkpoints
     asynchronous         AsynchronousWorker: ranks that need not be in step, with its two runners:
     server_runner          gradients and weights go through parameter servers
-    averaging_runner       every rank trains alone, and weights are averaged
-    segment              what asynchronous ranks put together at a synchronization point
+    averaging_runner       every rank trains alone, and weights are averaged;
+    local_gradient         both compute the gradient of one part of a batch by it
+    refusals             which features do not go together, and why
 
 Which file to change:
 
-    another option for summing gradients, or for precision      options, and worker or parallel.data, which use it
+    another way of summing gradients                            a class beside those of exchange, and its name there
+    another option for it, or for precision                     options, and exchange or worker, which use it
     one more number in the report of a step                     StepReport in stats, and Worker._report
     one more number in the report of a segment                  SegmentReport in trainer, Totals in stats
-    another check of what goes together                         options (of a trainer), layout (of a layout)
+    another pair that does not go together                      refusals
     another way for ranks to go on without waiting              synchrony.sync, and a runner beside averaging_runner
 
 Nothing is imported here: import the module that defines the name.

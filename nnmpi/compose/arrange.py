@@ -82,7 +82,8 @@ class Arrangement:
         ties: this rank's parameters that other ranks of its pipeline have, too.
         stages_of: the stages of each of the model's parameters that stand in several.
         classes: how many there are when the logits are shared out over tp (a last layer with `Sharding.VOCAB`); else 0.
-        lower: names of tied parameters that a rank before this one writes and counts.
+        counted_before: tied parameters that an earlier rank of the pipeline has, too; that rank counts them in the
+            gradient's length, and writes them into checkpoints.
         backend: where this rank computes.
     """
 
@@ -99,7 +100,7 @@ class Arrangement:
     costs: tuple[LayerCost, ...] = ()
     ties: tuple[Tie, ...] = ()
     stages_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    lower: frozenset[str] = frozenset()
+    counted_before: frozenset[str] = frozenset()
     classes: int = 0
     backend: Backend = field(default_factory=numpy_backend)
 
@@ -150,7 +151,7 @@ class Arrangement:
 
         It adds its gradient to the norm.
         """
-        return name not in self.lower and (entry.region is not None or self.mesh.place.t == 0)
+        return name not in self.counted_before and (entry.region is not None or self.mesh.place.t == 0)
 
     def writes(self, name: str, entry: Parameter | Buffer) -> bool:
         """Whether this rank, of all that have an array (or this part of it), writes it into checkpoints."""
@@ -239,7 +240,7 @@ def _cut(
     mine = range(mesh.pp.rank, count, ranks)
     part = ModelPart(model, [layer for number in mine for layer in stages[number]])
     stages_of = _shared_parameters(layout, model, stages)
-    ties, lower = _tie(mesh, part, stages_of)
+    ties, counted_before = _tie(mesh, part, stages_of)
     return Arrangement(
         layout,
         mesh,
@@ -252,7 +253,7 @@ def _cut(
         costs,
         ties,
         stages_of,
-        lower,
+        counted_before,
     )
 
 
@@ -334,7 +335,7 @@ def _tie(
     """Return this rank's ties, and the names of those that an earlier rank counts. Collective over the pipeline."""
     own = dict(part.named_parameters())
     ties: list[Tie] = []
-    lower: set[str] = set()
+    counted_before: set[str] = set()
     groups: dict[tuple[int, ...], Group] = {}
     for name, stages in stages_of.items():
         ranks = tuple(sorted({number % mesh.pp.size for number in stages}))
@@ -345,8 +346,8 @@ def _tie(
         if name in own:
             ties.append(Tie(name, groups[ranks]))
             if mesh.pp.rank != ranks[0]:
-                lower.add(name)
-    return tuple(ties), frozenset(lower)
+                counted_before.add(name)
+    return tuple(ties), frozenset(counted_before)
 
 
 def _refuse_shared_buffers(stages: Sequence[Sequence[ChainLayer]]) -> None:

@@ -24,7 +24,7 @@ class AveragingRunner:
     """Runs segments on ranks that are all workers, each with part `rank` of every batch. Making one is collective.
 
     Attributes:
-        steps_done: the steps of this rank in the last segment that had any rows.
+        steps_done: how many steps this rank did in the last segment, not counting parts without rows.
     """
 
     def __init__(self, trainer: Trainer, sync: Sync, gradient: LocalGradient) -> None:

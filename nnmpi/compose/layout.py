@@ -40,10 +40,10 @@ class Layout:
         activation_memory: bytes that a pass may take on each rank for its activations, some of which are then computed
             again (see `memory.recompute`), without a pipeline; "least" for as few as possible: in a pipeline each stage
             keeps its input alone; None for any.
-        offload: where to activations may go and come back, if that is quicker: a folder for a file, or "host" for those
-            of a device (see `memory.store`); None for nowhere.
-        offload_state: what lies there for good, and comes when it is needed: "optimizer", its state, or "all", the
-            weights, too, which takes `zero` 3; None for nothing.
+        offload: where activations may be moved to and read back from, where that is quicker than computing them again:
+            a folder for a file, or "host" for those of a device (see `memory.store`); None for nowhere.
+        offload_state: what is kept in that place all the time, and read in when it is needed: "optimizer", its state,
+            or "all", the weights, too, which takes `zero` 3; None for nothing.
         sp: ranks that share the positions of each sequence.
         sp_attention: how attention sees the positions of other ranks: "ulysses" or "ring" (see `parallel.sequence`).
         zero: what the replicas share out (see `parallel.zero`): 0: nothing; 1: the optimizer's state; 2: gradients,

@@ -24,7 +24,7 @@ class ParameterServerRunner:
 
     Attributes:
         server: on rank 0; None on the others.
-        steps_done: the gradients of any rows that this rank computed in the last segment.
+        steps_done: how many gradients this rank computed in the last segment, not counting parts without rows.
     """
 
     def __init__(self, trainer: Trainer, sync: Sync, gradient: LocalGradient) -> None:

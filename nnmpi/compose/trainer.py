@@ -70,7 +70,7 @@ class SegmentReport:
 
     What only ranks out of step have to tell:
         messages, bytes: of gradients and weights, each counted once, over all ranks.
-        updates: of the weights; of local steps, those of a worker.
+        updates: how often the weights were updated; with local SGD and gossip, how often one worker updated its own.
         staleness: of the gradients that were used, by worker. None where nothing of the kind is defined (gossip).
         lead: the largest number of steps by which a worker that began one was ahead of the slowest.
         disagreement: how far the ranks' weights were from their mean before they met, relative to its length.

@@ -16,7 +16,7 @@ class BatchNorm(Module):
     """Normalizes each channel, the last axis: by the batch in training, by running statistics in evaluation.
 
     Ioffe and Szegedy, "Batch normalization", 2015. One class serves (batch, features) and images alike. Under data
-    parallelism the statistics are those of the global batch, over all ranks: `all_reduce` is set by the strategy.
+    parallelism the statistics are those of the global batch, over all ranks: `all_reduce` is set by `DataParallel`.
     With microbatches (gradient accumulation, pipelines) they are those of each microbatch, over all ranks, and the
     running statistics take in one microbatch after the other; a forward that is repeated does not change them.
 

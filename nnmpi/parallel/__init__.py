@@ -9,10 +9,11 @@
     parameter servers              server               gradients and weights, with servers, at each rank's own pace
     pipeline parallelism           pipeline/            the layers one after the other; activations and their gradients
     tensor parallelism             tensor, sharded/     each layer; activations before or after it
+    sequence parallelism           sequence/            the positions of each sequence; keys and values, or heads
 
     replication     for all strategies with replicas: is it the same model, give all ranks the same values
     divergence      where the first value that is not finite comes from
-    shard_map, model_state      which rank has which slice of which array; arrays gathered for a checkpoint, and back
+    model_state     which rank has which slice of which array; arrays gathered for a checkpoint, and back
 
 Begin with data, then pipeline/stage, then tensor. A strategy imports no other one; `compose` puts them together.
 To add a strategy, add a module here, to STRATEGIES in tests/layering/layers.py and to `compose`.

@@ -7,6 +7,7 @@
 Losses are sums; each rank's is divided by the global number of samples before it goes backward, so the sum of the
 gradients over ranks is the gradient of the global mean, whatever the ranks' shares are. Gradients are summed in buckets
 while backward still runs (Li et al., "PyTorch Distributed: experiences on accelerating data parallel training", 2020).
+Batch normalization takes its statistics over all ranks.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ class DataParallel:
             UsageError: when the gradients of the step before were not forgotten: see `Module.zero_grad`.
             CommError: when the pass before this one ended in an exception halfway.
         """
-        # The gradient of the mean: so, too, `PipelineRunner._seeds` and `LocalGradient`; of the loss `Worker._report`.
+        # The gradient of the mean: in a Worker it is `Passes._seeds`; the loss is divided in `stats.Totals`.
         if seed is None or loss_sum.shape:
             seed = namespace(loss_sum.data).full(loss_sum.shape, scale / max(samples, 1))  # float64 until backward
         perform(self.begin_pass, last)  # `perform` records the call, so that a compiled step repeats it each time

@@ -8,7 +8,7 @@ No rank ever holds more than its own slices, one whole array and one slice of th
 the ranks report which slices they hold, and every rank works out the same map from that, so any layout can read what
 another one wrote. With two stages of two ranks each, the first layer sharded by columns, its bias replicated:
 
-    name        whole     rank 0       rank 1       rank 2    rank 3        (* writes it)
+    name        whole     rank 0       rank 1       rank 2    rank 3        (* writes it: `Arrangement.writes`)
     0.weight    (4, 6)    [:, 0:3]*    [:, 3:6]*
     0.bias      (6,)      whole*       whole
     1.weight    (6, 2)                              whole*    whole

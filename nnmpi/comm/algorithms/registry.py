@@ -68,7 +68,7 @@ ALGORITHMS: Mapping[str, Collective] = MappingProxyType({c.name: c for c in _ALL
 """The all-reduces that are made of steps."""
 
 NATIVE = "native"  # MPI's own all-reduce: there are no steps to look at
-AUTO = "auto"  # chosen by size: see choose.py
+AUTO = "auto"  # chosen by size: see `comm.fit.choose`
 SHARED = "shared"  # loads and stores in memory that the ranks of a node share
 NAMES = (AUTO, NATIVE, SHARED, *ALGORITHMS)
 

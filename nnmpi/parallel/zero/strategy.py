@@ -1,4 +1,7 @@
-"""ShardedDataParallel: data parallelism over storage that is shared out, unit by unit. See `zero`."""
+"""ShardedDataParallel: data parallelism over storage that is shared out, unit by unit. See `zero`.
+
+On one node nothing is sent: see `ShardedStorage.connect`.
+"""
 
 from __future__ import annotations
 
