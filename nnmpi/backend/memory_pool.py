@@ -133,8 +133,8 @@ class MemoryPool(ChunkParts):
 def alias(x: Any) -> Any:
     """Return the same call, array or value over bare memory, which the pool may then use again.
 
-    Understood are arrays, their methods, named tuples of arrays, and partial calls of these; anything else keeps what
-    it holds.
+    Understood are arrays, their methods, tuples of arrays, and partial calls of these; anything else keeps what it
+    holds.
     """
     if type(x) is np.ndarray:
         return _bare(x)
@@ -143,6 +143,8 @@ def alias(x: Any) -> Any:
         return partial(alias(x.func), *map(alias, x.args), **words)
     if hasattr(x, "_fields"):
         return type(x)(*map(alias, x))
+    if type(x) is tuple:
+        return tuple(map(alias, x))
     owner = getattr(x, "__self__", None)
     if type(owner) is np.ndarray:
         return getattr(_bare(owner), x.__name__)

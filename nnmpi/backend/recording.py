@@ -54,6 +54,20 @@ def perform(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args) if recorder is None else recorder.perform(function, *args)
 
 
+def feed(function: Callable[..., Array], *args: Any) -> Array:
+    """Return the array that a function gives; in a recording, its place, which each replay fills by a call anew."""
+    recorder = _active.get()
+    if recorder is None:
+        return function(*args)
+    place = recorder.copy(recorder.alone(function, *args))
+    recorder.note(_fill, place, function, args)
+    return place
+
+
+def _fill(place: Array, function: Callable[..., Array], args: tuple[Any, ...]) -> None:
+    place[...] = function(*args)
+
+
 def refuse(what: str) -> None:
     """Refuse to hand out a number of Python's while a step is recorded, since it would be the first step's for ever.
 

@@ -21,12 +21,13 @@ import nnmpi.clock as clock
 import nnmpi.timeline as timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
+from nnmpi.backend.recording import active, feed, perform
 from nnmpi.comm.point_to_point import Messages
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.stats import PassReport
 from nnmpi.nn.module import Module
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoundary
-from nnmpi.parallel.pipeline.stage import Head, Part, Run, Scope, Stage, as_it_stands, run_chain
+from nnmpi.parallel.pipeline.stage import Head, Run, Scope, Stage, run_chain
 from nnmpi.schedule.check import check
 from nnmpi.schedule.instruction import COMPUTE, RECEIVES, SENDS, Instruction, Kind, parts
 from nnmpi.schedule.lower import lower
@@ -105,7 +106,7 @@ class Executor:
         head: (result of the last stage, microbatch) -> what is wanted of it: the scalar whose gradient is taken.
         length: asked for the length of whole sequences where a microbatch has this rank's positions of them.
         whole: (input, microbatch) -> what `end` gives, in place of the model, where it is not cut.
-        part: see `Stage`.
+        play: called with the loop over a pass's program, which it runs, or replays (see `compose.replayed`).
         sink: takes the gradients.
         synchronous_sends: let no message leave before its receive is posted (for tests; see `comm.point_to_point`).
 
@@ -123,12 +124,13 @@ class Executor:
         head: Head,
         length: Callable[[], int | None] = lambda: None,
         whole: Callable[[Tensor, int], Tensor] | None = None,
-        part: Part = as_it_stands,
+        play: Callable[[Callable[[], None]], None] = lambda loop: loop(),
         sink: GradientSink | None = None,
         synchronous_sends: bool = False,
     ) -> None:
         self.sink = GradientSink() if sink is None else sink
         self._sequence, self._length, self._head = None if where is None else where.sequence, length, head
+        self._play = play
         self._label, self._passes, self._messages = "", 0, None
         self._boundaries: dict[int, StageBoundary] = {}
         cut = where is not None and bool(where.stages)
@@ -136,13 +138,13 @@ class Executor:
             self.rank, self.ranks, self.count = 0, 1, 1
             self._schedule: Generator = WHOLE
             call = (lambda x, m: self.end(model(x), m)) if whole is None else whole
-            self.stages = {0: Stage(lambda tensors, _, m: ([call(self.enter(tensors[0]), m)], True), scope, part=part)}
+            self.stages = {0: Stage(lambda tensors, _, m: ([call(self.enter(tensors[0]), m)], True), scope)}
         else:
             group, place = where.mesh.pp, where.mesh.place
             self.rank, self.ranks, self.count = group.rank, group.size, len(where.cuts)
             self._schedule = where.layout.schedule
             self.stages = {
-                number: self._make_stage(where, number, scope, part, where.layout.recomputes) for number in where.stages
+                number: self._make_stage(where, number, scope, where.layout.recomputes) for number in where.stages
             }
             self._label = f"d{place.d}t{place.t}" + (f"s{place.s}" if where.mesh.sp.size > 1 else "")
             self._messages = Messages(group, synchronous_sends)
@@ -158,18 +160,18 @@ class Executor:
             Kind.I: partial(self._go_back, halves=True),
             Kind.W: lambda stage, microbatch: self.stages[stage].finish(microbatch),
             Kind.SEND_ACT: self._send_activation,
-            Kind.RECV_ACT: partial(self._receive, Kind.RECV_ACT),
+            Kind.RECV_ACT: partial(perform, self._receive, Kind.RECV_ACT),
             Kind.SEND_GRAD: self._send_gradient,
-            Kind.RECV_GRAD: partial(self._receive, Kind.RECV_GRAD),
-            Kind.REDUCE: self.sink.reduce,
-            Kind.STEP: self.sink.step,
+            Kind.RECV_GRAD: partial(perform, self._receive, Kind.RECV_GRAD),
+            Kind.REDUCE: partial(perform, self.sink.reduce),
+            Kind.STEP: partial(perform, self.sink.step),
         }
 
-    def _make_stage(self, where: Arrangement, number: int, scope: Scope, part: Part, recomputes: bool) -> Stage:
+    def _make_stage(self, where: Arrangement, number: int, scope: Scope, recomputes: bool) -> Stage:
         is_last = number == self.count - 1
         chain = run_chain(number, where.stages[number], where.starts[number], self.end if is_last else None)
         run = chain if self._sequence is None else self._shared(chain, is_last)
-        return Stage(run, scope, is_last, recomputes, part)
+        return Stage(run, scope, is_last, recomputes)
 
     def _shared(self, chain: Run, is_last: bool) -> Run:
         """Return the same for this rank's positions of sequences, which it has between the ends of a stage."""
@@ -225,10 +227,8 @@ class Executor:
         begin = clock.now()
         self._passes += 1
         program = self._now = _program(name, self.ranks, len(inputs), self.count // self.ranks, self.rank)
-        self._seeds, self._report = seeds, PassReport(len(inputs))
-        self._values = (
-            {(0, m): BoundaryArrays((x,), (False,)) for m, x in enumerate(inputs)} if 0 in self.stages else {}
-        )
+        self._inputs, self._seeds, self._report = inputs, seeds, PassReport(len(inputs))
+        self._values: dict[tuple[int, int], BoundaryArrays] = {}
         self._results: dict[tuple[int, int], BoundaryArrays] = {}
         self._grads: dict[tuple[int, int], list[Array]] = {}
         self._input_grads: dict[tuple[int, int], list[Array]] = {}
@@ -236,12 +236,7 @@ class Executor:
         try:
             if self._boundaries:
                 self._begin_messages(program, inputs)
-            for item in program.items:
-                for one in item:
-                    self._do(one)
-                if self._messages is not None:
-                    self._messages.progress()
-                    self.sink.progress()
+            self._play(self._loop)
             if self._boundaries:
                 self._drain()
         except BaseException:
@@ -252,25 +247,44 @@ class Executor:
         self._report.total_s = clock.now() - begin
         return self._report
 
-    def _do(self, one: Instruction) -> None:
-        """Carry out one instruction, and wait here for what it works on.
+    def _loop(self) -> None:
+        """Carry out the instructions in their order.
 
-        The instruction that receives it may stand long before this one, so that the message travels meanwhile.
+        It may be recorded: what is no computation on arrays goes through `perform`, and what comes from outside through
+        `feed`; so a replay does the same beside the calls that compute.
         """
-        kind, microbatch = one.kind, one.microbatch
-        if self._boundaries and kind in _USES and microbatch is not None:
-            self._arrive(_USES[kind], one.stage, microbatch)
-        begin = clock.now()
-        self._actions[kind](one.stage, microbatch)
-        end = clock.now()
-        report = self._report
+        watched = self._messages is not None or self._timeline is not None
+        for item in self._now.items:
+            for one in item:
+                kind, stage, microbatch = one.kind, one.stage, one.microbatch
+                if self._boundaries and kind in _USES and microbatch is not None:
+                    self._arrive(_USES[kind], stage, microbatch)
+                if watched:
+                    perform(self._begin)
+                self._actions[kind](stage, microbatch)
+                if watched:
+                    stages = self.stages.values() if kind is Kind.F else ()  # backwards only let go
+                    live, waiting = (sum(each.live for each in stages), sum(each.waiting_bytes for each in stages))
+                    perform(self._end, one, live, waiting)
+            if self._messages is not None:
+                perform(self._progress)
+
+    def _progress(self) -> None:
+        assert self._messages is not None
+        self._messages.progress()
+        self.sink.progress()
+
+    def _begin(self) -> None:
+        self._began = clock.now()
+
+    def _end(self, one: Instruction, live: int, waiting_bytes: int) -> None:
+        """Note what an instruction took."""
+        kind, report, begin, end = one.kind, self._report, self._began, clock.now()
         if kind in COMPUTE:
             report.samples.append((one, end - begin))
             report.compute_s += end - begin
-            if kind is Kind.F:  # backwards only let go
-                stages = self.stages.values()
-                report.peak_live = max(report.peak_live, sum(stage.live for stage in stages))
-                report.peak_waiting = max(report.peak_waiting, sum(stage.waiting_bytes for stage in stages))
+            report.peak_live = max(report.peak_live, live)
+            report.peak_waiting = max(report.peak_waiting, waiting_bytes)
         elif kind in SENDS:
             report.transfer_s += end - begin
         if self._timeline is not None and kind not in RECEIVES:
@@ -285,7 +299,11 @@ class Executor:
     # ---- computing ----
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        program, values = self._now, self._values.pop((stage, microbatch))
+        program = self._now
+        if stage:
+            values = self._values.pop((stage, microbatch))
+        else:
+            values = BoundaryArrays((feed(self._input, microbatch),), (False,))
         result = self.stages[stage].forward(microbatch, values, program.trains)
         if stage == self.count - 1:
             return
@@ -296,16 +314,24 @@ class Executor:
 
     def _go_back(self, stage: int, microbatch: int, halves: bool) -> None:
         last = stage == self.count - 1
-        grads = [self._seeds[microbatch]] if last else self._grads.pop((stage, microbatch))
         if last:
-            self.sink.begin_backward(microbatch)
+            perform(self.sink.begin_backward, microbatch)
+            grads = [feed(self._seed, microbatch)]
+        else:
+            grads = self._grads.pop((stage, microbatch))
         result = self.stages[stage].backward(microbatch, grads, halves)
         if stage == 0:
-            self.sink.end_backward(microbatch)
+            perform(self.sink.end_backward, microbatch)
         elif self._now.schedule.is_cut(stage - 1):
             self._input_grads[stage, microbatch] = result
         else:
             self._grads[stage - 1, microbatch] = result
+
+    def _input(self, microbatch: int) -> Array:
+        return self._inputs[microbatch]
+
+    def _seed(self, microbatch: int) -> Array:
+        return self._seeds[microbatch]
 
     # ---- messages ----
 
@@ -317,7 +343,7 @@ class Executor:
         """
         self._keys: list[InputKey] = [(tuple(x.shape), program.trains) for x in inputs]
         self._coming = {channel: deque(found) for channel, found in program.coming.items()}
-        self._posted: dict[tuple[Kind, int, int], Callable[[], Any]] = {}
+        self._posted: dict[tuple[Kind, int, int], Callable[[], BoundaryArrays]] = {}
         # Where a message's receive is posted ahead, the one before it has left or can leave when it is sent.
         self._waits = all(end.is_agreed(key) for end in self._boundaries.values() for key in self._keys)
         for kind, stage in self._coming:
@@ -336,14 +362,31 @@ class Executor:
         self._report.transfer_s += end - waited
 
     def _send_activation(self, stage: int, microbatch: int) -> None:
-        values = self._results.pop((stage, microbatch))
-        self._note_sent(self._boundaries[stage].send(self._keys[microbatch], values, self._waits))
+        arrays, needs, single = self._results.pop((stage, microbatch))
+        perform(self._send, Kind.SEND_ACT, stage, microbatch, arrays, needs, single, active() is not None)
 
     def _send_gradient(self, stage: int, microbatch: int) -> None:
-        grads = self._input_grads.pop((stage, microbatch))
-        self._note_sent(self._boundaries[stage - 1].send_back(grads, self._waits))
+        grads = tuple(self._input_grads.pop((stage, microbatch)))
+        perform(self._send, Kind.SEND_GRAD, stage - 1, microbatch, grads, (), False, active() is not None)
 
-    def _note_sent(self, sent: Sequence[Array]) -> None:
+    def _send(
+        self,
+        kind: Kind,
+        boundary: int,
+        microbatch: int,
+        arrays: tuple[Array, ...],
+        needs: Any,
+        single: bool,
+        copy: bool,
+    ) -> None:
+        """Send arrays over a boundary; copies of them where they lie in a recording's memory, which is used again."""
+        if copy:
+            arrays = tuple(each.copy(order="K") for each in arrays)
+        end = self._boundaries[boundary]
+        if kind is Kind.SEND_ACT:
+            sent = end.send(self._keys[microbatch], BoundaryArrays(arrays, needs, single), self._waits)
+        else:
+            sent = end.send_back(arrays, self._waits)
         report, nbytes = self._report, sum(array.nbytes for array in sent)
         report.sent_bytes, report.messages = report.sent_bytes + nbytes, report.messages + len(sent)
 
@@ -362,18 +405,25 @@ class Executor:
 
     def _arrive(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Wait for what a receive brings, unless it was waited for before."""
-        wait = self._posted.pop((kind, stage, microbatch), None)
-        if wait is None:
+        if (kind, stage, microbatch) not in self._posted:
             return
+        perform(self._wait, kind, stage, microbatch)
+        came = self._came
+        if kind is Kind.RECV_ACT:
+            arrays = tuple(feed(self._arrived, i) for i in range(len(came.arrays)))
+            self._values[stage, microbatch] = came._replace(arrays=arrays)
+        else:
+            self._grads[stage, microbatch] = [feed(self._arrived, i) for i in range(len(came.arrays))]
+
+    def _wait(self, kind: Kind, stage: int, microbatch: int) -> None:
         begin = clock.now()
-        result = wait()
+        self._came = self._posted.pop((kind, stage, microbatch))()
         end = clock.now()
         self._report.wait_s += end - begin
         self._show(kind.at(stage, microbatch), begin, end)
-        if kind is Kind.RECV_ACT:
-            self._values[stage, microbatch] = result
-        else:
-            self._grads[stage, microbatch] = result
+
+    def _arrived(self, number: int) -> Array:
+        return self._came.arrays[number]
 
     def _post_next(self, kind: Kind, stage: int) -> None:
         """Post the next receive that a stage has of this kind, if it is known what will come."""
@@ -386,7 +436,7 @@ class Executor:
         """Return this end of the boundary that a stage receives through."""
         return self._boundaries[stage - 1 if kind is Kind.RECV_ACT else stage]
 
-    def _expect(self, kind: Kind, stage: int, microbatch: int) -> Callable[[], Any]:
+    def _expect(self, kind: Kind, stage: int, microbatch: int) -> Callable[[], BoundaryArrays]:
         boundary, key = self._boundary(kind, stage), self._keys[microbatch]
         return boundary.expect(key) if kind is Kind.RECV_ACT else boundary.expect_back(key)
 

@@ -26,7 +26,7 @@ import nnmpi.clock as clock
 import nnmpi.timeline as timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
-from nnmpi.backend.recording import active, perform
+from nnmpi.backend.recording import feed, perform
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
@@ -53,7 +53,7 @@ from nnmpi.data.sampler import Cut
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store
-from nnmpi.nn.mode import current, evaluation, training
+from nnmpi.nn.mode import current, evaluation, within
 from nnmpi.nn.module import Module
 from nnmpi.parallel.divergence import explain, explain_gradients
 from nnmpi.schedule.instruction import Instruction
@@ -205,6 +205,7 @@ class Passes(GradientSink):
         self._budget = budget
         self.updates = where is not None and where.layout.asynchronous
         self.replay = Replay(model, self._losses, _refusal(where, backend))
+        self._refusal = ""  # to replay the present pass
         self._now: Running
         self.executor = Executor(
             model,
@@ -214,7 +215,7 @@ class Passes(GradientSink):
             self._head,
             lambda: self._now.device_batch.length,
             None if budget is None else self._run_by_plan,
-            self.replay.part,
+            self._play,
             self,
             synchronous_sends,
         )
@@ -255,7 +256,9 @@ class Passes(GradientSink):
             elif self.is_cut and len(batch.y) < self._most_rows:
                 refusal = "a short last batch would take memory of its own"
             self._most_rows = max(self._most_rows, len(batch.y))
-            self.replay.go(now.kind, self._train, refusal)
+            self._refusal = refusal
+            report = self.executor.train(now.inputs, self._seeds(now))
+            self._report = report if self.is_cut else None
         traffic = self._traffic if self.updates or self.exchange is None else self.exchange.finish()
         self._keep(self._report, now.staleness)
         targets = batch.own_targets if self.counts else 0
@@ -267,8 +270,9 @@ class Passes(GradientSink):
         found = split(rows, max(1, min(rows, self.executor.count)))
         cuts = [Cut(part.start, part.stop, batch.first_row + part.start, m) for m, part in enumerate(found)]
         self._now = Running(batch, device_batch, 0, self._losses[1], scalars, cuts, trains=False)
+        self._refusal = LOOKED_AT if timeline.current() else ""
         with no_grad():
-            self.replay.go(self._now.kind, self._evaluate, LOOKED_AT if timeline.current() else "")
+            self.executor.infer(self._now.inputs)
         return self.counts
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
@@ -325,13 +329,8 @@ class Passes(GradientSink):
 
     # ---- a pass ----
 
-    def _train(self) -> None:
-        """Take the batch through the model and back. A replay does the same, but for what the stages compute."""
-        report = self.executor.train(self._now.inputs, self._seeds(self._now))
-        self._report = report if self.is_cut else None
-
-    def _evaluate(self) -> None:
-        self.executor.infer(self._now.inputs)
+    def _play(self, loop: Callable[[], None]) -> None:
+        self.replay.go(self._now.kind, loop, self._refusal)
 
     def _seeds(self, now: Running) -> list[Array]:
         """Return the gradients of the microbatches' loss sums: the loss scale / the labels in an update's mean.
@@ -354,12 +353,17 @@ class Passes(GradientSink):
         now = self._now
         if not now.trains:
             return evaluation()
-        cut = now.cuts[microbatch]
+        return within(partial(self._training, microbatch, again))
+
+    def _training(self, microbatch: int, again: bool) -> dict[str, Any]:
+        """Begin a microbatch's forward; return the mode that it runs in."""
+        now, cut = self._now, self._now.cuts[microbatch]
         if self.exchange is not None:
             self.exchange.enter(cut.number)
         if self.updates and not again:
             now.versions[microbatch] = self._optimizer.steps
-        return training(self._seed, now.step + (microbatch if self.updates else 0), cut.first_row, again)
+        step = now.step + (microbatch if self.updates else 0)
+        return {"training": True, "seed": self._seed, "step": step, "first_row": cut.first_row, "again": again}
 
     def _head(self, logits: Tensor, microbatch: int) -> Tensor:
         """Return the loss of a microbatch, and note it and its score."""
@@ -367,17 +371,14 @@ class Passes(GradientSink):
         device_batch = now.part(microbatch)
         if not again:  # before the loss: a device reads out of range silently
             self._checks[not now.trains](device_batch, now.cuts[microbatch].start, logits)
-        labels, recorder = device_batch.y, active()
-        if recorder is not None:
-            labels = recorder.copy(labels)
-            recorder.note(self._put_labels, labels, microbatch)
+        labels = feed(self._labels, microbatch)
         loss = summed(now.loss, logits, labels)
         if not again:
             perform(self._note_numbers, microbatch, logits.data, loss.data)
         return loss
 
-    def _put_labels(self, place: Array, microbatch: int) -> None:
-        place[...] = self._now.part(microbatch).y
+    def _labels(self, microbatch: int) -> Array:
+        return self._now.part(microbatch).y
 
     def _note_numbers(self, microbatch: int, logits: Array, loss: Array) -> None:
         """Note a microbatch's loss and score."""

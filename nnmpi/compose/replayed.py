@@ -15,16 +15,13 @@ from itertools import chain
 from operator import is_
 from typing import Any
 
-from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import setting
-from nnmpi.backend.memory_pool import alias
 from nnmpi.backend.precision import precision
-from nnmpi.backend.recording import Call, Recorder, active
+from nnmpi.backend.recording import active
 from nnmpi.compose.losses import SumLoss, is_own_loss
-from nnmpi.nn.compiled import MOST_RECORDINGS, Compiled, Recording, make
-from nnmpi.nn.mode import Mode, current
+from nnmpi.nn.compiled import MOST_RECORDINGS, Compiled
+from nnmpi.nn.mode import current
 from nnmpi.nn.module import Buffer, Module
-from nnmpi.parallel.pipeline.stage import Part, Work, as_it_stands
 
 OWN = "nnmpi"
 MOST_SHAPES = 256  # that are remembered: sentences may have any length
@@ -35,13 +32,13 @@ MOST_CHANGES = 16  # of the model; one that changes all the time is not worth re
 class Replay(Compiled):
     """Passes of an executor, replayed from the third time on that inputs of some shapes come, where that is safe.
 
-        recorded    F0 F1 B0 F2 B1 B2       each part notes its calls; all results share one memory: what a microbatch
-                                            has let go of, a later one takes
-        replayed    F0 F1 B0 F2 B1 B2       the same parts in the same order, as the program has it: so memory is used
-                                            again in the recorded order, after its old content was last needed
+        recorded    F0 F1 B0 F2 B1 B2       each call on arrays, and between them what else the loop does: sending,
+                                            receiving, waiting, sums; what a microbatch has let go of in memory, a later
+                                            one takes
+        replayed                            the same calls in the same order: so memory is used again in the recorded
+                                            order, after its old content was last needed
 
-    Between the parts this rank sends, receives, waits and sums. What comes into a part, and what goes out, is copied:
-    messages are not done when a part is.
+    Arrays that come from outside, inputs, seeds and messages, are copied to their places; what is sent is a copy.
 
     Args:
         model: that runs.
@@ -63,7 +60,6 @@ class Replay(Compiled):
         self._holders: list[Iterable[object]] = []  # what holds what the model is made of
         self._parts: list[object] | None = None
         self._changes = self.replays = 0
-        self._now: Part = as_it_stands
 
     def explain(self) -> str:
         """Return why the last pass was not replayed; nothing if it was."""
@@ -79,7 +75,7 @@ class Replay(Compiled):
 
         Args:
             kind: what tells recordings apart: shapes, dtypes, and what else the calls depend on.
-            run: the pass, whose parts go through `part`.
+            run: the loop over the pass's program.
             refusal: why this one may not be recorded and replayed; else empty.
         """
         self._step, mode = run, current()
@@ -109,23 +105,6 @@ class Replay(Compiled):
             self._seen.add(key)
         run()
 
-    def part(self, work: Work, arrays: Sequence[Array]) -> tuple[Sequence[Array], Any]:
-        """Return what work makes of some arrays, by the recording of this pass if there is one."""
-        return self._now(work, arrays)
-
-    def run_by(self, part: Part) -> None:
-        """Do the pass, its parts as said."""
-        self._now = part
-        try:
-            self._step()
-        finally:
-            self._now = as_it_stands
-
-    def _note(self, recorder: Recorder, inputs: tuple[Any, ...]) -> Recording:
-        held = _RecordedParts(recorder, self.run_by)
-        self.run_by(held.note)
-        return held
-
     def _begin_anew(self, key: Any) -> None:
         """Do a pass of a model that is not known yet, or has changed; and look what it is made of."""
         self._held.clear()
@@ -149,39 +128,6 @@ class Replay(Compiled):
         """Return whether the model is made of the same objects as before."""
         before, now = self._parts or [], list(chain.from_iterable(self._holders))
         return len(now) == len(before) and all(map(is_, now, before))
-
-
-class _RecordedParts(Recording):
-    """The parts of a pass, in their order: where inputs go, the calls, where results lie, and what else there was."""
-
-    def __init__(self, recorder: Recorder, run: Callable[[Part], None]) -> None:
-        super().__init__(recorder, [], None)
-        self._run = run
-        self._parts: list[tuple[list[Array], tuple[Call, ...], list[Array], Any]] = []
-
-    def note(self, work: Work, arrays: Sequence[Array]) -> tuple[Sequence[Array], Any]:
-        """Do a part, and note it."""
-        recorder = self.recorder
-        first, places = len(recorder.calls), list(map(recorder.copy, arrays))
-        with recorder.running():
-            results, rest = work(*places)
-        recorder.loose.clear()  # gradients of what came in: they go out as copies
-        calls = tuple(recorder.calls[first:])
-        self._parts.append((list(map(alias, places)), calls, list(map(alias, results)), rest))
-        return [each.copy(order="K") for each in results], rest
-
-    def replay(self, inputs: tuple[Any, ...], mode: Mode) -> Any:
-        """Do the pass again, its parts by their calls."""
-        coming = iter(self._parts)
-
-        def again(_work: Work, arrays: Sequence[Array]) -> tuple[Sequence[Array], Any]:
-            places, calls, results, rest = next(coming)
-            for place, array in zip(places, arrays, strict=True):
-                place[...] = array
-            make(calls, current())
-            return [each.copy(order="K") for each in results], rest
-
-        self._run(again)
 
 
 def _name(loss: SumLoss) -> str:

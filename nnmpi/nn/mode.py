@@ -8,7 +8,7 @@ Outside of `training(...)` a model evaluates: dropout passes everything, batch n
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ContextDecorator
 from contextvars import ContextVar
 from typing import Any, NamedTuple
@@ -57,15 +57,19 @@ def current() -> Mode:
     return _mode.get()
 
 
-class _Within(ContextDecorator, AbstractContextManager[None]):
-    """Runs models in a changed mode, also when a recorded step comes here again, in whatever mode that is."""
+class within(ContextDecorator, AbstractContextManager[None]):
+    """Runs models in a changed mode, also when a recorded step comes here again, in whatever mode that is.
 
-    def __init__(self, **changes: Any) -> None:
+    Args:
+        changes: asked, each time, for the attributes that are others.
+    """
+
+    def __init__(self, changes: Callable[[], Mapping[str, Any]]) -> None:
         self._changes = changes
         self._before: list[Mode] = []
 
-    def _recreate_cm(self) -> _Within:
-        return _Within(**self._changes)  # a decorated function may be called by several threads
+    def _recreate_cm(self) -> within:
+        return within(self._changes)  # a decorated function may be called by several threads
 
     def __enter__(self) -> None:
         perform(self._enter)
@@ -76,7 +80,7 @@ class _Within(ContextDecorator, AbstractContextManager[None]):
     def _enter(self) -> None:
         mode = _mode.get()
         self._before.append(mode)
-        _mode.set(mode._replace(**self._changes))
+        _mode.set(mode._replace(**self._changes()))
 
     def _leave(self) -> None:
         _mode.set(self._before.pop())
@@ -100,12 +104,12 @@ def training(seed: int = 0, step: int = 0, first_row: int = 0, again: bool = Fal
         first_row: the place of this rank's first sample in the global batch.
         again: whether this pass repeats one whose results were not kept; running statistics are then left alone.
     """
-    return _Within(training=True, seed=seed, step=step, first_row=first_row, again=again)
+    return _within(training=True, seed=seed, step=step, first_row=first_row, again=again)
 
 
 def evaluation() -> AbstractContextManager[None]:
     """Run models in evaluation mode, also inside a `training` block; gradients may be wanted of just that."""
-    return _Within(training=False)
+    return _within(training=False)
 
 
 def continued(memory: dict[str, Any]) -> AbstractContextManager[None]:
@@ -118,17 +122,21 @@ def continued(memory: dict[str, Any]) -> AbstractContextManager[None]:
     Args:
         memory: where they keep it, by full name; an empty dictionary for new sequences.
     """
-    return _Within(training=False, memory=memory)
+    return _within(training=False, memory=memory)
 
 
 def observed(observe: Callable[[Any, Any], None]) -> AbstractContextManager[None]:
     """Call observe(module, result) after the forward of every module."""
-    return _Within(observe=observe)
+    return _within(observe=observe)
 
 
 def unfused() -> AbstractContextManager[None]:
     """Compute every layer by itself, so that a model cut between any two layers computes the same bits."""
-    return _Within(fused=False)
+    return _within(fused=False)
+
+
+def _within(**changes: Any) -> within:
+    return within(lambda: changes)
 
 
 def restore(mode: Mode) -> None:

@@ -223,11 +223,11 @@ class StageBoundary:
         """Send the gradients of what needs some, likewise."""
         return self._send(grads, self._backward_tag, waits)
 
-    def expect_back(self, key: InputKey) -> Callable[[], list[Array]]:
+    def expect_back(self, key: InputKey) -> Callable[[], BoundaryArrays]:
         """Post the receive of a microbatch's gradients, whose activation was sent; calling the result waits."""
         buffers = self._agreed[key].buffers(gradients=True, xp=self._backend.xp)
         arrivals = [self._messages.receive(buffer, self._peer, self._backward_tag) for buffer in buffers]
-        return lambda: [from_host(arrival.wait(), self._backend.xp) for arrival in arrivals]
+        return lambda: BoundaryArrays(tuple(from_host(each.wait(), self._backend.xp) for each in arrivals), ())
 
     def let_go(self) -> None:
         """Forget what has left."""

@@ -9,8 +9,7 @@ A model that is not cut is a program of one stage. A stage sends nothing and doe
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -27,15 +26,8 @@ from nnmpi.tensor.tensor import Tensor
 
 Head: TypeAlias = Callable[[Tensor, int], Tensor]
 Scope: TypeAlias = Callable[[int, bool], AbstractContextManager[Any]]
-Work: TypeAlias = Callable[..., tuple[Sequence[Array], Any]]
-Part: TypeAlias = Callable[[Work, Sequence[Array]], tuple[Sequence[Array], Any]]
 Ends: TypeAlias = tuple[list[Tensor], bool]
 Run: TypeAlias = Callable[[Sequence[Tensor], bool, int], Ends]
-
-
-def as_it_stands(work: Work, arrays: Sequence[Array]) -> tuple[Sequence[Array], Any]:
-    """Return what work makes of some arrays."""
-    return work(*arrays)
 
 
 def run_chain(number: int, layers: Sequence[ChainLayer], names: Sequence[str], head: Head | None) -> Run:
@@ -59,14 +51,11 @@ def run_chain(number: int, layers: Sequence[ChainLayer], names: Sequence[str], h
 
 @dataclass
 class _InFlight:
-    """A microbatch between its forward and its backward: `ends` is None where they are to be computed again.
+    """A microbatch between its forward and its backward: `ends` is None where they are to be computed again."""
 
-    In a replay nothing is.
-    """
-
-    leaves: list[Tensor] = field(default_factory=list)
-    single: bool = True
-    ends: list[Tensor] | None = None
+    leaves: list[Tensor]
+    single: bool
+    ends: list[Tensor] | None
 
 
 class Stage:
@@ -77,14 +66,10 @@ class Stage:
         scope: (microbatch, again) -> the mode to run in; `again` where a forward is repeated.
         is_last: whether the ends are what is wanted of the model, and go to no other stage.
         recompute: whether only the input of a microbatch is kept, and the rest computed again.
-        part: (work, arrays) -> what work makes of them: arrays, and what is the same each time; it may be recorded and
-            replayed (see `compose.replayed`).
     """
 
-    def __init__(
-        self, run: Run, scope: Scope, is_last: bool = True, recompute: bool = False, part: Part = as_it_stands
-    ) -> None:
-        self.run, self._scope, self._is_last, self._recompute, self._part = run, scope, is_last, recompute, part
+    def __init__(self, run: Run, scope: Scope, is_last: bool = True, recompute: bool = False) -> None:
+        self.run, self._scope, self._is_last, self._recompute = run, scope, is_last, recompute
         self._in_flight: dict[int, _InFlight] = {}
         self._halves: dict[int, Deferred] = {}
 
@@ -112,27 +97,17 @@ class Stage:
             values: the stage's input.
             keep: whether a backward will follow.
         """
-        flight = _InFlight(single=values.single)
-        if keep:
-            self._in_flight[microbatch] = flight
         with self._scope(microbatch, False):
-            arrays, (needs, single) = self._part(
-                partial(self._forward, flight, microbatch, values.needs, keep), values.arrays
-            )
-        return BoundaryArrays(tuple(arrays), needs, single)
-
-    def _forward(
-        self, flight: _InFlight, microbatch: int, needs: Sequence[bool], keep: bool, *arrays: Array
-    ) -> tuple[Sequence[Array], Any]:
-        """Return the ends' arrays; and which need a gradient, and whether they are a single tensor."""
-        leaves = [Tensor(array, requires_grad=need) for array, need in zip(arrays, needs, strict=True)]
-        ends, single = self._run(microbatch, leaves, flight.single)
+            leaves = [
+                Tensor(array, requires_grad=need) for array, need in zip(values.arrays, values.needs, strict=True)
+            ]
+            ends, single = self._run(microbatch, leaves, values.single)
         if keep:
-            flight.leaves, flight.ends = leaves, None if self._recompute else ends
+            self._in_flight[microbatch] = _InFlight(leaves, values.single, None if self._recompute else ends)
         if self._is_last:
-            return (), ((), True)
+            return BoundaryArrays((), ())
         found = tuple(whole_values("the end of a stage", end) for end in ends)
-        return found, (tuple(end.requires_grad for end in ends), single)
+        return BoundaryArrays(found, tuple(end.requires_grad for end in ends), single)
 
     def backward(self, microbatch: int, grads: Sequence[Array], halves: bool = False) -> list[Array]:
         """Return the gradients of the inputs that need one, and add to the parameters' gradients.
@@ -145,16 +120,7 @@ class Stage:
         flight = self._in_flight.pop(microbatch)
         if self._recompute:
             with self._scope(microbatch, True):
-                self._part(partial(self._run_again, flight, microbatch), ())
-        found, _ = self._part(partial(self._go_back, flight, microbatch, halves), grads)
-        return list(found)
-
-    def _run_again(self, flight: _InFlight, microbatch: int) -> tuple[Sequence[Array], Any]:
-        flight.ends, _ = self._run(microbatch, flight.leaves, flight.single)
-        return (), None
-
-    def _go_back(self, flight: _InFlight, microbatch: int, halves: bool, *grads: Array) -> tuple[Sequence[Array], Any]:
-        """Return the leaves' gradients."""
+                flight.ends, _ = self._run(microbatch, flight.leaves, flight.single)
         ends, flight.ends = flight.ends, None
         assert ends is not None
         _comes_each_time(flight.leaves)  # one that passes through the stage is an end, too
@@ -169,7 +135,10 @@ class Stage:
         found = [_take_grad(leaf) for leaf in flight.leaves if leaf.requires_grad]
         for leaf in flight.leaves:
             leaf.data = alias(leaf.data)  # a recording knows the leaf, and must not keep its values for it
-        return found, None
+        recorder = active()
+        if recorder is not None:
+            recorder.loose.clear()  # the leaves' gradients: they go out as copies
+        return found
 
     def finish(self, microbatch: int) -> None:
         """Compute the parameters' gradients of a backward in halves."""
