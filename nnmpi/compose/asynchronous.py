@@ -26,7 +26,7 @@ from nnmpi.compose.losses import SumLoss, check_loss
 from nnmpi.compose.options import DEFAULT_NUMERICS, Numerics, check_numerics, check_optimizer, refuse_scaling
 from nnmpi.compose.passes import evaluate_all
 from nnmpi.compose.server_runner import ParameterServerRunner
-from nnmpi.compose.stats import EvalReport, Totals
+from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import SegmentReport, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
 from nnmpi.errors import DivergenceError, UsageError
@@ -99,7 +99,7 @@ class AsynchronousWorker(Trainer):
         self._told = self._told.plus(report)
         return report
 
-    def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
+    def evaluate(self, batches: Iterable[Batch]) -> Totals:
         """See `Trainer.evaluate`."""
         return evaluate_all(self.group, batches, self._gradient.evaluate)
 

@@ -73,16 +73,12 @@ class LocalGradient:
 
     def _run(self, batch: Batch, step: int) -> Gradient:
         self.model.storage.zero_grad()
-        outcome = self._passes.train(
-            batch, step
-        )  # as `DataParallel` divides, but the parts' gradients are added up elsewhere
+        self._passes.train(batch, step)  # as `DataParallel` divides, but the parts' gradients are added up elsewhere
         self.model.storage.finish_gradients()
-        targets, norm = batch.own_targets, 0.0
-        sums = outcome.sums(self._passes.scalars.read())
+        (loss_sum, score_sum, targets), norm = self._passes.sums(), 0.0
         if targets:
             norm = self._clip(batch.global_targets / targets)
-        totals = Totals(1, len(batch.y), targets)
-        totals.loss_sum, totals.score_sum = sums
+        totals = Totals(steps=1, samples=len(batch.y), targets=targets, loss_sum=loss_sum, score_sum=score_sum)
         return Gradient(totals, norm)
 
     def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:

@@ -18,9 +18,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from math import isfinite
+from math import isfinite, nan
 from statistics import median
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import nnmpi.clock as clock
 import nnmpi.timeline as timeline
@@ -39,14 +39,13 @@ from nnmpi.compose.losses import (
     DeferredScalars,
     DeviceBatch,
     SumLoss,
-    Values,
     label_check,
     score_of,
     summed,
     to_device,
 )
 from nnmpi.compose.replayed import LOOKED_AT, Replay
-from nnmpi.compose.stats import EvalReport, PassReport
+from nnmpi.compose.stats import PassReport, StepReport, Totals
 from nnmpi.compose.trainer import Trainer
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
@@ -66,7 +65,6 @@ from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 
 PASSES_KEPT = 20  # so many are enough for a mean, and old ones may be of another load of the machine
-Sums: TypeAlias = Callable[[Values], tuple[float, float]]
 
 
 def evaluate_all(
@@ -74,7 +72,7 @@ def evaluate_all(
     batches: Iterable[Batch],
     evaluate: Callable[[Batch, DeferredScalars], bool],
     parts: int = 1,
-) -> EvalReport:
+) -> Totals:
     """Return loss and score over this rank's parts of all batches, put together over the ranks; collective.
 
     On a device the sums are read once, at the end.
@@ -90,30 +88,9 @@ def evaluate_all(
             rows, own_targets = rows + len(batch.y), own_targets + batch.own_targets
     values = scalars.read()
     sums = group.sum_floats([values.get(LOSS, 0.0), values.get(SCORE, 0.0), rows, own_targets])
-    report = EvalReport(samples=int(sums[2]) // parts, targets=int(sums[3]), wall_s=clock.now() - begin)
-    report.loss_sum, report.score_sum = sums[:2]
-    return report
-
-
-class Outcome(NamedTuple):
-    """What a batch gave on this rank. Of ranks that compute the same, one counts and the others give zeros.
-
-    Attributes:
-        sums: to be called with what `scalars.read()` returned; returns what this rank contributes: the sum of its
-            targets' losses, and how many were predicted correctly, or their score otherwise. Ranks that
-            duplicate another's work return zeros. It may communicate, so call it on all ranks.
-        targets: how many labels that count this rank contributes.
-        traffic: what was communicated for it.
-        report: of the pass through the pipeline; None without one.
-        staleness: by how many updates the weights of each microbatch's forward were older than those that its
-            gradient changed; empty where there is only one update.
-    """
-
-    sums: Sums
-    targets: int
-    traffic: Traffic = Traffic()
-    report: PassReport | None = None
-    staleness: tuple[int, ...] = ()
+    loss, score, samples, targets = sums
+    wall_s = clock.now() - begin
+    return Totals(samples=int(samples) // parts, targets=int(targets), loss_sum=loss, score_sum=score, wall_s=wall_s)
 
 
 class Running:
@@ -225,16 +202,17 @@ class Passes(GradientSink):
         self._waiting = self._holders()
         self._last_seed: tuple[float, Array] | None = None
         self._most_rows = 0
-        self._report: PassReport | None = None
-        self._traffic = Traffic()  # of the updates within a pass
+        self._report = StepReport()
         self._passes: deque[PassReport] = deque(maxlen=PASSES_KEPT)
         self._most = 0  # microbatches in a pass
         self._staleness: list[int] = []  # in the last pass
 
     # ---- what a trainer calls ----
 
-    def train(self, batch: Batch, step: int, scale: float = 1.0, may_replay: bool = True) -> Outcome:
+    def train(self, batch: Batch, step: int, scale: float = 1.0, may_replay: bool = True) -> StepReport:
         """Compute the gradients of the batch's mean loss, summed over the replicas; on a device, do not wait for them.
+
+        What is known of the step by then is returned; `sums` has its numbers.
 
         Args:
             step: the number of the update, which keys dropout.
@@ -248,7 +226,9 @@ class Passes(GradientSink):
             self.exchange.begin(batch)
         self.scalars.clear()
         now = self._now = Running(batch, device_batch, step, self._losses[0], self.scalars, cuts, scale=scale)
-        self._waiting, self._traffic, self._report = self._holders(), Traffic(), None
+        report = self._report = StepReport(steps=1, samples=batch.global_rows, targets=batch.global_targets)
+        if self._numbers:
+            self._waiting = self._holders()
         if cuts:
             refusal = "" if may_replay else LOOKED_AT
             if self.is_cut and self.executor.plan(len(cuts)).has_halves:
@@ -257,12 +237,27 @@ class Passes(GradientSink):
                 refusal = "a short last batch would take memory of its own"
             self._most_rows = max(self._most_rows, len(batch.y))
             self._refusal = refusal
-            report = self.executor.train(now.inputs, self._seeds(now))
-            self._report = report if self.is_cut else None
-        traffic = self._traffic if self.updates or self.exchange is None else self.exchange.finish()
-        self._keep(self._report, now.staleness)
-        targets = batch.own_targets if self.counts else 0
-        return Outcome(partial(self._sums, cuts), targets, traffic, self._report, tuple(now.staleness))
+            passed = self.executor.train(now.inputs, self._seeds(now))
+            if self.is_cut:
+                report.passed, report.staleness, report.wait_s = passed, tuple(now.staleness), passed.wait_s
+                if passed.messages:
+                    report.count(Traffic(passed.transfer_s, 0.0, passed.sent_bytes, passed.messages, nan))
+                self._keep(passed, now.staleness)
+        if self.exchange is not None and not self.updates:
+            report.count(self.exchange.finish())
+        return report
+
+    def sums(self) -> tuple[float, float, int]:
+        """Return what this rank contributes of the last batch: its losses, their score, and the labels that count.
+
+        Of ranks that compute the same, one counts and the others give zeros. On a device it waits for the numbers. It
+        may communicate, so call it on all ranks.
+        """
+        values, now = self.scalars.read(), self._now
+        numbers = range(len(now.cuts) if self.counts else 0)
+        losses = {now.cuts[m].number: values[LOSS, m] for m in numbers}
+        loss = sum(losses.values()) if self.exchange is None else self.exchange.add_up(losses)
+        return loss, sum(values[SCORE, m] for m in numbers), now.batch.own_targets if self.counts else 0
 
     def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
         """Add LOSS and SCORE of a batch in evaluation mode, if this rank's count; return whether they do."""
@@ -445,7 +440,7 @@ class Passes(GradientSink):
         """See `GradientSink`: sum over the replicas, and update a new copy of the weights."""
         now = self._now
         assert self.exchange is not None
-        self._traffic = self._traffic.plus(self.exchange.finish())
+        self._report.count(self.exchange.finish())
         storage = self.model.storage
         storage.move(data=[data.copy() for data in storage.data])
         for span in storage.spans:  # the move has forgotten the gradients, but they are still where they were
@@ -464,16 +459,9 @@ class Passes(GradientSink):
                 holders.setdefault(number, set()).add(stage)
         return holders
 
-    def _sums(self, cuts: Sequence[Cut], values: Values) -> tuple[float, float]:
-        """See `Outcome.sums`."""
-        numbers = range(len(cuts) if self.counts else 0)
-        losses = {cuts[m].number: values[LOSS, m] for m in numbers}
-        score = sum(values[SCORE, m] for m in numbers)
-        return sum(losses.values()) if self.exchange is None else self.exchange.add_up(losses), score
-
-    def _keep(self, report: PassReport | None, staleness: list[int]) -> None:
+    def _keep(self, report: PassReport, staleness: list[int]) -> None:
         """Keep a pass for `summary`, unless it is of fewer microbatches than others, as an epoch's short last batch."""
-        if report is None or report.microbatches < self._most:
+        if report.microbatches < self._most:
             return
         if report.microbatches > self._most:
             self._most = report.microbatches

@@ -1,17 +1,14 @@
-"""What is counted of steps, and told of them; everything that adds up is in Totals.
-
-Totals         sums over steps; StepReport: of one update, with what does not add up
-EvalReport     of an evaluation
-"""
+"""What is counted of steps; what adds up is in Totals, and what of one update does not in its StepReport."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from math import exp, inf, log, nan, sqrt
 from sys import float_info
 from typing import Any
 
+from nnmpi.comm.gradients import Traffic
 from nnmpi.schedule.instruction import Instruction
 
 ROUNDING = 1e-4  # of a step's time: less than is printed of it
@@ -82,23 +79,13 @@ class Totals:
 
     def plus(self, other: Totals) -> Totals:
         """Return the sums of both."""
-        return Totals(  # spelled out, as a loop over the fields takes ten times as long
-            self.steps + other.steps,
-            self.samples + other.samples,
-            self.targets + other.targets,
-            self.loss_sum + other.loss_sum,
-            self.score_sum + other.score_sum,
-            self.compute_s + other.compute_s,
-            self.sync_s + other.sync_s,
-            self.input_s + other.input_s,
-            self.wall_s + other.wall_s,
-            self.hidden_s + other.hidden_s,
-            self.comm_bytes + other.comm_bytes,
-            self.comm_calls + other.comm_calls,
-            self.predicted_s + other.predicted_s,
-            self.predicted_steps + other.predicted_steps,
-            self.wait_s + other.wait_s,
-        )
+        return Totals(**{name: getattr(self, name) + getattr(other, name) for name in SUMS})
+
+    def add(self, other: Totals) -> None:
+        """Add another's sums to these, which takes less time than `plus`."""
+        own, more = self.__dict__, other.__dict__
+        for name in SUMS:
+            own[name] += more[name]
 
     def mean_over(self, workers: int, steps: int) -> Totals:
         """Return the sums over so many steps, whose times are the means over the workers' times in these."""
@@ -185,6 +172,9 @@ class Totals:
         return f"step {1e3 * self.per_step(self.wall_s):.2f} ms = " + " + ".join(words)
 
 
+SUMS = tuple(each.name for each in fields(Totals))
+
+
 @dataclass
 class PassReport:
     """What one pass through the pipeline was on this rank.
@@ -221,7 +211,8 @@ class StepReport(Totals):
     Attributes:
         grad_norm: the length of the global gradient, before clipping; NaN where every microbatch is an update.
         passed: what the pass through the pipeline was on this rank; None without a pipeline.
-        staleness: see `compose.passes.Outcome`.
+        staleness: by how many updates the weights of each microbatch's forward were older than those that its gradient
+            changed; empty where there is only one update.
         loss_scale: what the gradients of this step were multiplied by on their way; 1 without loss scaling.
         skipped: whether there was no update, as a scaled gradient was beyond the range of float16.
     """
@@ -232,7 +223,10 @@ class StepReport(Totals):
     loss_scale: float = 1.0
     skipped: bool = False
 
-
-@dataclass
-class EvalReport(Totals):
-    """One evaluation: the sums over the samples of all ranks; `wall_s` are its seconds."""
+    def count(self, traffic: Traffic) -> None:
+        """Add what was communicated for it."""
+        self.sync_s += traffic.sync_s
+        self.hidden_s += traffic.hidden_s
+        self.comm_bytes += traffic.bytes
+        self.comm_calls += traffic.calls
+        self.predicted_s += traffic.predicted_s

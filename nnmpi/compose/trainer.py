@@ -29,7 +29,7 @@ from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.losses import SumLoss, named_loss
 from nnmpi.compose.options import Numerics
 from nnmpi.compose.state import model_state, optimizer_state
-from nnmpi.compose.stats import EvalReport, Totals
+from nnmpi.compose.stats import Totals
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
@@ -48,7 +48,6 @@ class Progress:
         totals: over its samples, with the worker's times; one step. Its `wall_s` are the seconds since the one before.
         norm: the length of the gradient of these samples' mean loss, before clipping.
         at_s: the seconds of the segment so far.
-        more: what else is to be told of it, by name.
     """
 
     batch: int
@@ -56,7 +55,6 @@ class Progress:
     totals: Totals
     norm: float
     at_s: float
-    more: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -211,7 +209,7 @@ class Trainer(ABC):
         """Train on a segment, and meet."""
 
     @abstractmethod
-    def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
+    def evaluate(self, batches: Iterable[Batch]) -> Totals:
         """Return loss and score over this rank's parts of all batches, put together over the ranks; collective."""
 
     def state(self) -> tuple[ModelState, ModelState]:
@@ -230,6 +228,10 @@ class Trainer(ABC):
     def load_scalars(self, values: Mapping[str, Any]) -> None:
         """Put back what `scalars` gave, of this trainer or of another kind."""
         self.optimizer.steps = values["steps"]
+
+    def details(self, report: Totals) -> dict[str, Any]:
+        """Return what else than sums is to be recorded of the step that was done last, by name."""
+        return {}
 
     def describe_exchange(self) -> str:
         """Return what sums gradients over the ranks, in words; empty where none are summed by an all-reduce."""

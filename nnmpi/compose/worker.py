@@ -44,8 +44,8 @@ from nnmpi.compose.options import (
     check_optimizer,
     check_pairs,
 )
-from nnmpi.compose.passes import Outcome, Passes, evaluate_all
-from nnmpi.compose.stats import EvalReport, StepReport, Totals
+from nnmpi.compose.passes import Passes, evaluate_all
+from nnmpi.compose.stats import StepReport, Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
 from nnmpi.errors import UsageError
@@ -69,7 +69,7 @@ from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.timeline import COUNTER, Timeline, TraceEvent, current, recording
 from nnmpi.units import format_bytes
 
-_AS_IT_IS = nullcontext()
+_AS_IT_IS, _NOTHING = nullcontext(), nullcontext(list[TraceEvent]())
 
 
 class Worker(Trainer):
@@ -136,6 +136,7 @@ class Worker(Trainer):
         self.parallel, self.notice = self.exchange.parallel, self.exchange.notice
         self.passes = Passes(self, self.exchange, synchronous_sends)
         self.ledger, self._recorded_bytes = MemoryLedger(self._predict_memory()), 0
+        self._batch_bytes = -1
         self._at_once = 1  # microbatches whose activations there are
         self._waiting = 0  # bytes of what others wait with
         self._counted_bytes: int | None = None  # of the largest batch of those whose steps were counted
@@ -188,49 +189,63 @@ class Worker(Trainer):
         step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
         self.group.comm.world.step = step
         nbytes = batch.x.nbytes + batch.y.nbytes
-        self._note_memory({BATCHES: nbytes})
+        if nbytes != self._batch_bytes:
+            self._batch_bytes = nbytes
+            self._note_memory({BATCHES: nbytes})
         counts = self._is_to_count(nbytes) or current() is not None  # then each pass is looked at, and none replayed
-        with self._deterministic(), self._watching() as exchanged, self._counting() if counts else _AS_IT_IS:
-            outcome = self.passes.train(batch, step, factor, not counts)
-            alone = outcome.report is None or (self.arrangement is not None and self.arrangement.layout.recomputes)
-            self._at_once = 1 if alone or outcome.report is None else outcome.report.peak_live
-            self._waiting = 0 if outcome.report is None else outcome.report.peak_waiting
-        if self.passes.replay.held_bytes != self._recorded_bytes:  # there are new recordings
-            self._recorded_bytes = self.passes.replay.held_bytes
-            self._note_memory({ACTIVATIONS: self._recorded_bytes})
-        (loss_sum, score_sum, targets), norm, traffic = self._sum_over_ranks(outcome, begin)
-        norm /= factor
-        traffic = traffic.plus(_exchanged(exchanged))
+        with self._deterministic():
+            with self._watching() if self._shares else _NOTHING as exchanged, self._counting() if counts else _AS_IT_IS:
+                report = self.passes.train(batch, step, factor, not counts)
+                if report.passed is not None:
+                    recomputes = self.arrangement is not None and self.arrangement.layout.recomputes
+                    self._at_once = 1 if recomputes else report.passed.peak_live
+                    self._waiting = report.passed.peak_waiting
+            if self.passes.replay.held_bytes != self._recorded_bytes:  # there are new recordings
+                self._recorded_bytes = self.passes.replay.held_bytes
+                self._note_memory({ACTIVATIONS: self._recorded_bytes})
+            numbers = self.passes.sums()  # the update is not waited for
+            if self.slow:  # here all ranks meet, so that the others wait for a slow one in the same step
+                waited_s = report.sync_s + report.wait_s
+                self.slow.wait(clock.now() - begin - waited_s, self.group.rank, self.optimizer.steps)
+            (report.loss_sum, report.score_sum, targets), norm, met = self.exchange.meet(numbers)
+        report.count(met)
+        if exchanged:
+            report.count(_exchanged(exchanged))
+        norm = report.grad_norm = norm / factor
         if targets != batch.global_targets:
             raise UsageError(
                 f"the ranks' parts of this batch have {targets:.0f} labels that count together, but the global batch "
                 f"{batch.global_targets}; give Loader the rank and world of the replica ({self._replica()}), or a "
                 "Batch of your own the targets of each microbatch"
             )
-        skipped = False
         # A value that overflowed anywhere makes the norm inf or NaN, so it is the test of the whole gradient. Loss and
         # norm are of all ranks' sums, so all ranks decide alike here, without a message. PipeDream has no norm.
-        if not isfinite(loss_sum) or not (self.passes.updates or isfinite(norm)):
+        if not isfinite(report.loss_sum) or not (self.passes.updates or isfinite(norm)):
             # With fp16 a gradient that overflowed says that the loss scale was too large: leave this update out.
-            skipped = isfinite(loss_sum) and self.scaling is not None and self.scaling.shrink()
-            if not skipped:  # divergence: the step is computed again, to find where it began
+            report.skipped = isfinite(report.loss_sum) and self.scaling is not None and self.scaling.shrink()
+            if not report.skipped:  # divergence: the step is computed again, to find where it began
                 with self._deterministic():
-                    raise self.passes.explain(batch, step, loss_sum / max(batch.global_targets, 1))
+                    raise self.passes.explain(batch, step, report.loss)
         elif not self.passes.updates:  # else it is PipeDream's, which has updated after each microbatch
-            traffic = traffic.plus(self._update(norm, factor))
+            clipped = 1.0 if self.clip is None else coefficient(norm, self.clip)
+            if self.scaling is not None:
+                self.scaling.grow()
+            with timeline.span("update", "update"):
+                report.count(self.exchange.update(clipped / factor))
         if self._checks:
             self.exchange.check_equal()
-        report = self._report(batch, outcome, loss_sum, score_sum, norm, traffic, clock.now() - begin)
-        report.loss_scale, report.skipped = factor, skipped
+        if isfinite(report.predicted_s):
+            report.predicted_steps = 1
+        else:
+            report.predicted_s = 0.0
+        report.loss_scale, report.wall_s = factor, clock.now() - begin
+        report.compute_s = report.wall_s - report.sync_s - report.wait_s
         return report
 
     @contextmanager
     def _watching(self) -> Iterator[list[TraceEvent]]:
-        """Note what happens in the block if there are layers that exchange; where a trace is recorded, that serves."""
+        """Note what layers exchange in the block; where a trace is recorded, that serves."""
         found: list[TraceEvent] = []
-        if not self._shares:
-            yield found
-            return
         trace = current() or Timeline()
         first = len(trace.events)
         with recording(trace):
@@ -282,54 +297,6 @@ class Worker(Trainer):
             amounts = {**self.ledger.report().held, ACTIVATIONS: activations}
             timeline.add("memory", COUNTER, COUNTER, now, now, amounts)
 
-    def _sum_over_ranks(self, outcome: Outcome, begin_s: float) -> tuple[list[float], float, Traffic]:
-        """Return all ranks' loss, right answers and targets, the gradient's length, and what was communicated."""
-        traffic = outcome.traffic
-        if outcome.report is not None and outcome.report.messages:
-            sent = outcome.report
-            traffic = traffic.plus(Traffic(sent.transfer_s, 0.0, sent.sent_bytes, sent.messages, nan))
-        values = self.passes.scalars.read()  # the update is not waited for
-        # Here all ranks meet, so that the others wait for a slow one in the same step.
-        if self.slow:
-            waited_s = traffic.sync_s + (0.0 if outcome.report is None else outcome.report.wait_s)
-            self.slow.wait(clock.now() - begin_s - waited_s, self.group.rank, self.optimizer.steps)
-        numbers = [*outcome.sums(values), outcome.targets]
-        with self._deterministic():
-            sums, norm, met = self.exchange.meet(numbers)
-        return sums, norm, traffic.plus(met)
-
-    def _report(
-        self,
-        batch: Batch,
-        outcome: Outcome,
-        loss_sum: float,
-        score_sum: float,
-        norm: float,
-        traffic: Traffic,
-        total_s: float,
-    ) -> StepReport:
-        wait_s = 0.0 if outcome.report is None else outcome.report.wait_s
-        predicted = isfinite(traffic.predicted_s)
-        return StepReport(
-            steps=1,
-            samples=batch.global_rows,
-            targets=batch.global_targets,
-            loss_sum=loss_sum,
-            score_sum=score_sum,
-            compute_s=total_s - traffic.sync_s - wait_s,
-            sync_s=traffic.sync_s,
-            wall_s=total_s,
-            hidden_s=traffic.hidden_s,
-            comm_bytes=traffic.bytes,
-            comm_calls=traffic.calls,
-            predicted_s=traffic.predicted_s if predicted else 0.0,
-            predicted_steps=int(predicted),
-            wait_s=wait_s,
-            grad_norm=norm,
-            passed=outcome.report,
-            staleness=outcome.staleness,
-        )
-
     def _run(self, segment: TrainingSegment) -> SegmentReport:
         totals, signal, ended = Totals(), 0, clock.now()
         with segment.loader.epoch(segment.epoch, segment.batches.start, self.backend) as batches:
@@ -341,23 +308,24 @@ class Worker(Trainer):
                     report = self.step(batch, segment.lr(step))
                 before, ended = ended, clock.now()  # a step lasts from the end of the one before to its own
                 report.input_s, report.wall_s = input_s, ended - before
-                totals = totals.plus(report)
-                segment.progress(Progress(number, 0, report, report.grad_norm, totals.wall_s, self._more(report)))
+                totals.add(report)
+                segment.progress(Progress(number, 0, report, report.grad_norm, totals.wall_s))
                 answers = self._signals.gather(segment.poll_signal(), report.wall_s)
                 signal = max(map(int, answers)) if answers else 0
                 if signal:
                     break
         return SegmentReport(totals, signal)
 
-    def _more(self, report: StepReport) -> dict[str, Any]:
-        """Return what is to be told of a step besides its sums."""
+    def details(self, report: Totals) -> dict[str, Any]:
+        """See `Trainer.details`."""
+        assert isinstance(report, StepReport)
         more: dict[str, Any] = {"staleness": fmean(report.staleness)} if report.staleness else {}
         more |= self.ledger.peaks_by_name()
         if self.scaling is not None:
             more |= {"loss_scale": report.loss_scale, "skipped_steps": self.scaling.skipped}
         return more
 
-    def evaluate(self, batches: Iterable[Batch]) -> EvalReport:
+    def evaluate(self, batches: Iterable[Batch]) -> Totals:
         """See `Trainer.evaluate`."""
         with self._deterministic():
             if self._sequence is None:
@@ -413,14 +381,6 @@ class Worker(Trainer):
         if self._fixed:
             stack.enter_context(loaded_pools().limit(limits=1, user_api="blas"))
         return stack
-
-    def _update(self, norm: float, scaled: float) -> Traffic:
-        """Update the weights from gradients that are so many times too large, and whose true length is `norm`."""
-        factor = (1.0 if self.clip is None else coefficient(norm, self.clip)) / scaled
-        if self.scaling is not None:
-            self.scaling.grow()
-        with timeline.span("update", "update"):
-            return self.exchange.update(factor)
 
     def _replica(self) -> str:
         """Return where a Loader's arguments are to be found."""

@@ -43,7 +43,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.world import BackgroundWork
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.state import model_state
-from nnmpi.compose.stats import EvalReport, Totals
+from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer
 from nnmpi.errors import CheckpointError, DataError, counted
 from nnmpi.files import sha256, sync_folder, write_atomically, write_synced
@@ -122,7 +122,7 @@ class RunState:
         """Return the state at the beginning of the next epoch."""
         return replace(self, epoch=self.epoch + 1, batch=0, in_epoch=Totals())
 
-    def after_evaluation(self, report: EvalReport, by_loss: bool) -> RunState:
+    def after_evaluation(self, report: Totals, by_loss: bool) -> RunState:
         """Return the state with this evaluation of its weights as the best, if it is better."""
         value, sign = (report.loss, -1) if by_loss else (report.accuracy, 1)
         better = isfinite(value) and (not self.best_step or sign * value > sign * self.best)

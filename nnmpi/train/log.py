@@ -3,7 +3,7 @@
 Lines are plain, without colour or moving parts, the same on a terminal and in a log file: under MPI no rank can know
 whether its output is a terminal (Open MPI gives every rank one).
 
-To log one more number per step: add it to `compose.trainer.Totals` if it is a sum over steps, or to `Progress.more`,
+To log one more number per step: add it to `compose.stats.Totals` if it is a sum over steps, or to `Trainer.details`,
 write it in `Reporter.steps` and explain it in metrics.py.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import nnmpi.clock as clock
 from nnmpi.command import Console
-from nnmpi.compose.stats import PARTS, EvalReport, Totals, perplexity, r2
+from nnmpi.compose.stats import PARTS, Totals, perplexity, r2
 from nnmpi.compose.trainer import SegmentReport
 from nnmpi.train.checkpoint import RunState
 from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
@@ -101,7 +101,7 @@ class Reporter:
         """Return how good outputs are besides their loss: the accuracy, or of quantities RMSE and R2."""
         if self._variances is None:
             return {"accuracy": found.accuracy}
-        variance = self._variances[isinstance(found, EvalReport)]
+        variance = self._variances[found.steps == 0]  # of the test data: an evaluation does no step
         return {"rmse": found.rmse, "r2": r2(found.score, variance)}
 
     def quality(self, found: Totals) -> str:
@@ -121,7 +121,7 @@ class Reporter:
     def _of_tokens(self, perplexity: float, per_second: float) -> dict[str, float]:
         return {"perplexity": perplexity, "tokens_per_second": per_second} if self._tokens else {}
 
-    def epoch(self, number: int, totals: Totals, report: EvalReport | None, more: Sequence[str] = ()) -> None:
+    def epoch(self, number: int, totals: Totals, report: Totals | None, more: Sequence[str] = ()) -> None:
         """Print an epoch, in a line that fits into 100 columns.
 
         Args:
@@ -142,11 +142,11 @@ class Reporter:
         self.say(more)
         self._progress()
 
-    def between(self, state: RunState, report: EvalReport) -> None:
+    def between(self, state: RunState, report: Totals) -> None:
         """Print an evaluation within an epoch."""
         self._progress(f"{self._place(state)}: {self.result(report, 'test ')}, in {report.wall_s:.2f} s")
 
-    def best(self, state: RunState, report: EvalReport) -> str:
+    def best(self, state: RunState, report: Totals) -> str:
         """Return the best evaluation in words, of those in the run and the last one; nothing if there was but one."""
         if not state.best_step:
             return ""
@@ -195,7 +195,7 @@ class Reporter:
             words = f"{total.mean():.2f} on average, at most {total.largest()}"
             self._console.say(f"staleness over the run: {words}, of {total.count():,} gradients")
 
-    def evaluation(self, kind: str, state: RunState, report: EvalReport) -> None:
+    def evaluation(self, kind: str, state: RunState, report: Totals) -> None:
         """Record an evaluation.
 
         Args:

@@ -21,7 +21,7 @@ from typing import Any, ClassVar, Self, TypeAlias
 
 import nnmpi.clock as clock
 from nnmpi.comm.agreement import on_root
-from nnmpi.compose.stats import PARTS, EvalReport, Totals
+from nnmpi.compose.stats import PARTS, StepReport, Totals
 from nnmpi.compose.trainer import Progress
 from nnmpi.data.loader import Batch
 from nnmpi.errors import NnmpiError
@@ -135,18 +135,18 @@ class Loop:
     def __init__(self, run: TrainingRun, state: RunState, reporter: Reporter, recorder: MetricsRecorder) -> None:
         self.state = state
         self._run, self._trainer, self.reporter = run, run.trainer, reporter
-        self.report = EvalReport()
+        self.report = Totals()
         self._signals = StopSignals()
         self._saved_step = state.step
         self._started = clock.now()
         self._began = self._started - state.elapsed_s
         self._saver = Saver(run.folder, recorder, run.group)
         self._test: list[Batch] | None = None  # what is kept of the test data
-        self._evaluated: tuple[int, EvalReport] | None = None
+        self._evaluated: tuple[int, Totals] | None = None
         self._tracer = Tracer(run, reporter.say)
-        self._window = state.window  # sums since the last line of metrics
+        self._window = replace(state.window)  # sums since the last line of metrics
         self._told = 0  # how often, in this segment
-        self._last = Progress(0, 0, Totals(), 0.0, 0.0)  # what was told
+        self._last = Progress(0, 0, StepReport(), 0.0, 0.0)  # what was told
 
     def run(self) -> None:
         """Train until the last step, save, and evaluate the final weights on the test data.
@@ -176,7 +176,7 @@ class Loop:
                         )
                     if not trainer.in_step or before.step + report.batches == run.extent.steps:
                         self._log()
-                    self.state = before.after(report.totals, self._window)
+                    self.state = before.after(report.totals, replace(self._window))
                     self._told = 0
                     if report.batches and not trainer.in_step:
                         self.reporter.segment(self.state, report)
@@ -222,7 +222,7 @@ class Loop:
             return
         workers = self._trainer.reporters
         is_whole = self._told % workers == 0
-        self._window = self._window.plus(one.totals.mean_over(workers, int(is_whole)))
+        self._window.add(one.totals.mean_over(workers, int(is_whole)))
         if is_whole and is_due(self._step, self._run.config.run.log_every):
             self._log()
 
@@ -232,7 +232,7 @@ class Loop:
         if self._window.samples:
             window = replace(self._window, steps=max(self._window.steps, 1))
             state = replace(self._on_time(), step=step, batch=self.state.batch + step - self.state.step, window=window)
-            more = {**last.more, **device_use(self._run.backend)}
+            more = {**self._trainer.details(last.totals), **device_use(self._run.backend)}
             if not self._trainer.in_step:
                 more |= {"comm_bytes": None, "comm_calls": None}  # they are in the segment's record
             self.reporter.steps(state, last.norm, self._run.schedule(max(step - 1, 0)), more)
@@ -269,7 +269,7 @@ class Loop:
             name = signal.Signals(number).name
             raise Stopped(f"stopped by {name} after step {self.state.step}; {self._how_to_resume()}", number)
 
-    def _end_epoch(self, report: EvalReport | None) -> None:
+    def _end_epoch(self, report: Totals | None) -> None:
         """Report the epoch, with the evaluation after it if there was one, and go on to the next. Collective."""
         totals = self._over_ranks(self.state.in_epoch)
         self.state = self.state.after_epoch()
@@ -283,11 +283,11 @@ class Loop:
         means: dict[str, Any] = {name: each / group.size for name, each in zip(names, sums, strict=True)}
         return replace(totals, **means)
 
-    def _with_best(self, report: EvalReport) -> RunState:
+    def _with_best(self, report: Totals) -> RunState:
         """Return the state with this evaluation as the best, if it is better."""
         return self.state.after_evaluation(report, self._run.inputs.best_by_loss)
 
-    def _evaluate(self) -> EvalReport:
+    def _evaluate(self) -> Totals:
         """Return the evaluation of the weights as they are on the test data, without doing it twice. Collective."""
         if self._evaluated is None or self._evaluated[0] != self.state.step:
             with self._test_batches() as batches:

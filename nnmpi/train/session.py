@@ -14,7 +14,7 @@ from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.comm.world import WARNING_S
 from nnmpi.command import Console
-from nnmpi.compose.stats import EvalReport
+from nnmpi.compose.stats import Totals
 from nnmpi.errors import CheckpointError, ShapeError, UsageError, counted
 from nnmpi.files import locked, write_atomically
 from nnmpi.models.pretrained import read_size, save_pretrained
@@ -125,7 +125,7 @@ def _how_to_go_on(run: TrainingRun) -> str:
     return f"all {extent.epochs} epochs are done; more --epochs, such as {2 * extent.epochs}, go on"
 
 
-def _finish(run: TrainingRun, state: RunState, report: EvalReport, console: Console, reporter: Reporter) -> None:
+def _finish(run: TrainingRun, state: RunState, report: Totals, console: Console, reporter: Reporter) -> None:
     """Leave a GPT's weights, prove that the run is finished when each rank has said so, and tell. Collective.
 
     A launcher may tell of success where a rank has left early: MPICH's does, if that rank's own status was 0.

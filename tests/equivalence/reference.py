@@ -16,7 +16,7 @@ from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.losses import sum_cross_entropy
 from nnmpi.compose.state import gradient_state
-from nnmpi.compose.stats import EvalReport
+from nnmpi.compose.stats import Totals
 from nnmpi.compose.worker import Worker
 from nnmpi.data.catalogue import load
 from nnmpi.data.dataset import Dataset, Samples
@@ -151,7 +151,7 @@ def parts(setup: Setup, rank: int = 0, world: int = 1, whole: bool = False) -> I
             yield replace(batch, x=setup.prepare(batch.x))
 
 
-def evaluate(setup: Setup, worker: Worker) -> EvalReport:
+def evaluate(setup: Setup, worker: Worker) -> Totals:
     """Return the evaluation of all samples."""
     rank, world = place(worker)
     loader = Loader(setup.data(), 49, rank=rank, world=world, shuffle=False, dtype=setup.dtype, workers=0)

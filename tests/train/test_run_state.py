@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from math import inf
 
-from nnmpi.compose.stats import EvalReport, Totals
+from nnmpi.compose.stats import Totals
 from nnmpi.train.checkpoint import Extent, RunState
 
 STEP = Totals(steps=1, samples=4, targets=4, loss_sum=0.1, score_sum=3.0, wall_s=0.5)
@@ -27,10 +27,10 @@ def test_the_first_of_the_best_evaluations_counts() -> None:
     for by_loss, best in ((False, (0.7, 2)), (True, (1.5, 3))):
         state = RunState()
         for step, accuracy, loss in ((1, 0.0, inf), (2, 0.7, 2.5), (3, 0.6, 1.5), (4, 0.7, 1.5)):
-            report = EvalReport(targets=1, loss_sum=loss, score_sum=accuracy)
+            report = Totals(targets=1, loss_sum=loss, score_sum=accuracy)
             state = replace(state, step=step).after_evaluation(report, by_loss)
         assert (state.best, state.best_step) == best
-    assert RunState(step=1).after_evaluation(EvalReport(targets=1, loss_sum=1.0), by_loss=False).best_step == 1
+    assert RunState(step=1).after_evaluation(Totals(targets=1, loss_sum=1.0), by_loss=False).best_step == 1
 
 
 def test_json_keeps_every_bit() -> None:
