@@ -28,10 +28,10 @@ from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader
 from nnmpi.models.mlp import mlp
-from nnmpi.schedule.instruction import Instruction, Kind
 from nnmpi.schedule.lower import lower
-from nnmpi.schedule.registry import make
-from nnmpi.schedule.simulate import InstructionCosts, simulate_schedule
+from nnmpi.schedule.schedule import Kind
+from nnmpi.schedule.schedules import make
+from nnmpi.schedule.simulate import Costs, measured_costs, simulate_schedule
 
 SERIAL, SCHEDULES = "serial", ("naive", "gpipe", "1f1b", "interleaved", "zero-bubble")
 VIRTUAL = 2  # stages per rank of "interleaved"
@@ -130,15 +130,18 @@ def _simulated(contestant: ScheduledWorker, group: Group, message_s: float, step
     }
 
 
-def _costs(contestant: ScheduledWorker, group: Group, message_s: float) -> InstructionCosts:
+def _costs(contestant: ScheduledWorker, group: Group, message_s: float) -> Costs:
     """Return what each stage takes, from the even rounds."""
     stages = group.size * contestant.virtual
-    own = [[str(one), seconds] for each in contestant.passes[::2] for one, seconds in each.samples]
-    own += [[f"{stage}STEP", median(contestant.updates_s) / contestant.virtual] for stage in contestant.where.stages]
-    samples = [(Instruction.parse(text), seconds) for each in group.gather(own) for text, seconds in each]
+    own: list[list[Any]] = [
+        [one.kind, one.stage, seconds] for each in contestant.passes[::2] for one, seconds in each.samples
+    ]
+    update_s = median(contestant.updates_s) / contestant.virtual
+    own += [[Kind.STEP, stage, update_s] for stage in contestant.where.stages]
+    samples = [(Kind(kind).at(stage), seconds) for each in group.gather(own) for kind, stage, seconds in each]
     for stage in range(stages):
         samples += [(kind.at(stage), message_s) for kind in (Kind.SEND_ACT, Kind.SEND_GRAD)]
-    return InstructionCosts.measured(stages, samples)
+    return measured_costs(stages, samples)
 
 
 def _message_s(group: Group, shape: tuple[int, int]) -> float:

@@ -17,9 +17,9 @@ import nnmpi
 from nnmpi import data
 from nnmpi.comm.point_to_point import Messages
 from nnmpi.schedule.check import check
-from nnmpi.schedule.instruction import Kind
 from nnmpi.schedule.lower import lower
-from nnmpi.schedule.registry import make
+from nnmpi.schedule.schedule import Kind
+from nnmpi.schedule.schedules import make
 from nnmpi.shard import split
 
 WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores

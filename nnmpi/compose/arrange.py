@@ -41,7 +41,7 @@ from nnmpi.parallel.tensor import shard
 from nnmpi.parallel.zero.storage import sharded
 from nnmpi.parallel.zero.units import ALL, OPTIMIZER, STAGES, predict_bytes
 from nnmpi.schedule.partition import partition
-from nnmpi.schedule.registry import name_of
+from nnmpi.schedule.schedules import name_of
 from nnmpi.tensor.parameter import FlatStorage, Parameter
 from nnmpi.tensor.placement import REPLICATED
 from nnmpi.tensor.tensor import Tensor

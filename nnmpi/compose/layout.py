@@ -10,7 +10,7 @@ from nnmpi.errors import UsageError
 from nnmpi.nn.sharding import Table
 from nnmpi.parallel.sequence.group import ULYSSES, WAYS
 from nnmpi.parallel.zero.units import ALL, OPTIMIZER, STAGES
-from nnmpi.schedule.registry import SCHEDULES, Generator, name_of
+from nnmpi.schedule.schedules import SCHEDULES, Generator, name_of
 
 AUTO = "auto"
 FAST, FIXED = "fast", "fixed"

@@ -55,9 +55,8 @@ from nnmpi.memory.store import Store
 from nnmpi.nn.mode import current, evaluation, within
 from nnmpi.nn.module import Module
 from nnmpi.parallel.divergence import explain, explain_gradients
-from nnmpi.schedule.instruction import Instruction
-from nnmpi.schedule.schedule import Schedule
-from nnmpi.schedule.simulate import InstructionCosts, simulate_schedule
+from nnmpi.schedule.schedule import Kind, Schedule
+from nnmpi.schedule.simulate import measured_costs, simulate_schedule
 from nnmpi.shard import split
 from nnmpi.tensor.backward import leaves_of
 from nnmpi.tensor.function import no_grad
@@ -516,11 +515,11 @@ def _forecast(group: Group, schedule: Schedule, reports: Sequence[PassReport]) -
 
     A pass is the longest of the ranks' medians; a bubble is the share of their time in which they did not compute.
     """
-    own = [[str(one), seconds] for report in reports for one, seconds in report.samples]
+    own = [[one.kind, one.stage, seconds] for report in reports for one, seconds in report.samples]
     totals = [median(report.total_s for report in reports), median(report.compute_s for report in reports)]
     told = group.gather([own, totals, max(report.peak_live for report in reports)])
-    samples = [(Instruction.parse(text), seconds) for theirs, _, _ in told for text, seconds in theirs]
-    simulation = simulate_schedule(schedule, InstructionCosts.measured(schedule.stages, samples))
+    samples = [(Kind(kind).at(stage), seconds) for theirs, _, _ in told for kind, stage, seconds in theirs]
+    simulation = simulate_schedule(schedule, measured_costs(schedule.stages, samples))
     measured_s = max(total_s for _, (total_s, _), _ in told)
     busy_s = sum(compute_s for _, (_, compute_s), _ in told)
     stage_s = [0.0] * schedule.stages

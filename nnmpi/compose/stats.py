@@ -9,7 +9,7 @@ from sys import float_info
 from typing import Any
 
 from nnmpi.comm.gradients import Traffic
-from nnmpi.schedule.instruction import Instruction
+from nnmpi.schedule.schedule import Instruction
 
 ROUNDING = 1e-4  # of a step's time: less than is printed of it
 

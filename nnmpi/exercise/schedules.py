@@ -5,11 +5,10 @@ from functools import partial
 from nnmpi.errors import ScheduleError
 from nnmpi.exercise.exercise import Exercise, Function, WrongAnswer, call
 from nnmpi.schedule.check import check as check_schedule
-from nnmpi.schedule.instruction import Instruction
 from nnmpi.schedule.lower import lower
-from nnmpi.schedule.registry import make
-from nnmpi.schedule.schedule import Schedule
-from nnmpi.schedule.simulate import InstructionCosts, simulate_schedule
+from nnmpi.schedule.schedule import Instruction, Schedule
+from nnmpi.schedule.schedules import make
+from nnmpi.schedule.simulate import even_costs, simulate_schedule
 
 VIRTUAL = 2  # stages on each rank of the interleaved one
 SHAPES = ((2, 2), (2, 4), (3, 6), (4, 4), (4, 8))  # ranks and microbatches
@@ -33,7 +32,7 @@ def check(name: str, virtual: int, function: Function) -> str:
             check_schedule(schedule)
         except ScheduleError as error:
             raise WrongAnswer(f"{where}: {error}") from None
-        costs = InstructionCosts.even(ranks * virtual)
+        costs = even_costs(ranks * virtual)
         found = simulate_schedule(schedule, costs)
         best = simulate_schedule(lower(make(name, ranks, microbatches, virtual)), costs)
         right = f"{where}: everything is done, in a possible order, but"
@@ -95,7 +94,7 @@ EXERCISES = tuple(
         statement,
         "rank, ranks, microbatches",
         partial(check, schedule, virtual),
-        "from nnmpi.schedule.instruction import Kind",
+        "from nnmpi.schedule.schedule import Kind",
     )
     for name, schedule, virtual, statement in _TABLE
 )

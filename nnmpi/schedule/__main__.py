@@ -3,7 +3,7 @@
 python -m nnmpi.schedule --schedule 1f1b --stages 4 --microbatches 8
 python -m nnmpi.schedule --schedule interleaved --stages 4 --microbatches 8 --virtual-stages 2
 python -m nnmpi.schedule --schedule gpipe --stages 2 --microbatches 8 --message-ms 0.2
-python -m nnmpi.schedule --schedule zero-bubble --stages 4 --microbatches 8 --png zb.png
+python -m nnmpi.schedule --schedule zero-bubble --stages 4 --microbatches 8 --svg zb.svg
 python -m nnmpi.schedule --schedule 1f1b --stages 4 --microbatches 8 --html 1f1b.html
 """
 
@@ -19,10 +19,10 @@ from nnmpi.errors import UsageError, counted
 from nnmpi.pages.page import write_page
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
-from nnmpi.schedule.registry import INTERLEAVED, SCHEDULES, make
-from nnmpi.schedule.render import compare, draw, draw_slide, events, render
+from nnmpi.schedule.render import compare, draw, events, render
 from nnmpi.schedule.schedule import Schedule
-from nnmpi.schedule.simulate import InstructionCosts, Simulation, simulate_schedule
+from nnmpi.schedule.schedules import INTERLEAVED, SCHEDULES, make
+from nnmpi.schedule.simulate import Costs, Simulation, even_costs, simulate_schedule
 from nnmpi.timeline import to_chrome, write_chrome
 
 
@@ -40,17 +40,12 @@ def main(words: Sequence[str]) -> str:
     check(schedule)
     found = simulate_schedule(schedule, _costs(given, schedule))
     lines = [_title(schedule), "", render(schedule), "", *_figures(schedule, found, given)]
-    file = given.png
     try:
-        if given.png:
-            draw(schedule, found, given.png)
-            lines.append(f"drawn in {given.png}")
-        file = given.trace
         if given.trace:
             write_chrome(given.trace, to_chrome(events(found)))
             lines.append(f"trace in {given.trace} (open it at https://ui.perfetto.dev)")
         if given.svg:
-            draw_slide(schedule, found, given.svg)
+            draw(schedule, found, given.svg)
             lines.append(f"{given.svg} shows it on a slide")
         if given.html:
             beside = {each: (each, _usual(each)) for each in SCHEDULES}
@@ -64,7 +59,7 @@ def main(words: Sequence[str]) -> str:
             write_page(given.html, "schedule", f"pipeline schedule {schedule.name}", animations)
             lines.append(f"{given.html} runs it in a browser")
     except OSError as error:
-        raise UsageError(f"{file} cannot be written ({error.strerror}); give another file") from None
+        raise UsageError(f"{given.trace} cannot be written ({error.strerror}); give another file") from None
     return "\n".join(lines)
 
 
@@ -73,19 +68,11 @@ def _usual(name: str) -> int:
     return 2 if name == INTERLEAVED else 1
 
 
-def _costs(given: argparse.Namespace, schedule: Schedule) -> InstructionCosts:
+def _costs(given: argparse.Namespace, schedule: Schedule) -> Costs:
     """Return the costs that the options describe; the times of a rank's stages add up to what was given for them."""
     share = 1e-3 / schedule.virtual
-    backward_ms = 2 * given.forward_ms if given.backward_ms is None else given.backward_ms
-    return InstructionCosts.even(
-        schedule.stages,
-        forward_s=given.forward_ms * share,
-        backward_s=backward_ms * share,
-        message_s=given.message_ms * 1e-3,
-        reduce_s=given.reduce_ms * share,
-        step_s=given.step_ms * share,
-        rendezvous=given.rendezvous,
-    )
+    backward_s = None if given.backward_ms is None else given.backward_ms * share
+    return even_costs(schedule.stages, given.forward_ms * share, backward_s, given.message_ms * 1e-3)
 
 
 def _title(schedule: Schedule) -> str:
@@ -98,8 +85,7 @@ def _figures(schedule: Schedule, found: Simulation, given: argparse.Namespace) -
     """Return the figures, one per line."""
     backward_ms = 2 * given.forward_ms if given.backward_ms is None else given.backward_ms
     times = [f"forward {given.forward_ms:g} ms", f"backward {backward_ms:g} ms" * schedule.trains]
-    further = (("message", given.message_ms), ("reduction", given.reduce_ms), ("update", given.step_ms))
-    times += [f"{name} {ms:g} ms" for name, ms in further if ms]
+    times += [f"message {given.message_ms:g} ms"] * bool(given.message_ms)
     lines = [
         f"makespan          {1e3 * found.makespan_s:g} ms   (modelled; of each rank: {', '.join(filter(None, times))})",
         f"bubble            {100 * found.bubble:.1f} %   of all ranks' time",
@@ -125,10 +111,6 @@ def _parser() -> Parser:
     parser.add_argument("--forward-ms", type=_ms, default=1.0, help="a rank's forward of a microbatch (1)")
     parser.add_argument("--backward-ms", type=_ms, help="its backward (twice the forward)")
     parser.add_argument("--message-ms", type=_ms, default=0.0, help="a message between two ranks (0)")
-    parser.add_argument("--reduce-ms", type=_ms, default=0.0, help="sum of a rank's gradients over replicas (0)")
-    parser.add_argument("--step-ms", type=_ms, default=0.0, help="update of a rank's weights (0)")
-    parser.add_argument("--rendezvous", action="store_true", help="a send holds its rank until its message is over")
-    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the simulated run (needs matplotlib)")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it for slides")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs it, for a browser")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write it as a Chrome trace, for Perfetto")

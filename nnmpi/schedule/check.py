@@ -4,35 +4,28 @@
     each message has its two ends           and none is there that nobody needs
     order on each rank                      receive, forward, send; forward, backward; all backwards, sum, update
     order on each channel                   messages are received in the order in which they are sent
-    no live buffer is reused                whatever is read again is not overwritten before
-    no deadlock                             with sends that are buffered, and with sends that wait for their receivers
+    no deadlock                             with sends that wait for their receivers, and so with buffered ones, too
 
 The ranks' programs are enough for all of it: no clock is needed, since programs and messages are the only order.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import NamedTuple, NoReturn, TypeAlias
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple, NoReturn
 
 from nnmpi.errors import ScheduleError
-from nnmpi.schedule.engine import RankProgress, ScheduleRun
-from nnmpi.schedule.instruction import (
-    BACKWARD,
+from nnmpi.schedule.schedule import (
     SENDS,
     TRANSFERS,
     Channel,
     Instruction,
     Kind,
-    Message,
-    message_of,
+    Schedule,
+    channel_of,
+    other_end,
     parts,
 )
-from nnmpi.schedule.schedule import Schedule, peak_activations
-
-Buffers: TypeAlias = Callable[[Instruction], Hashable]
-"""Names the buffer that an instruction writes: a receive what comes, F its output, B and I the input's gradient."""
-
+from nnmpi.schedule.simulate import RankProgress, ScheduleRun
 
 _AROUND = 3  # items shown on each side of a fault
 
@@ -96,29 +89,8 @@ class Positions:
         return "\n".join(lines)
 
 
-def own_buffers(one: Instruction) -> Hashable:
-    """Return a buffer for each result of each microbatch."""
-    return one
-
-
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """What a right schedule does.
-
-    Attributes:
-        peak_activations: per rank, how many it keeps at most (of one stage and microbatch each).
-        messages: how many there are.
-    """
-
-    peak_activations: tuple[int, ...]
-    messages: int
-
-
-def check(schedule: Schedule, buffers: Buffers = own_buffers) -> Checked:
-    """Return what a lowered schedule does, if it is right.
-
-    Args:
-        buffers: where results are written; by default each has a buffer of its own.
+def check(schedule: Schedule) -> None:
+    """Refuse a lowered schedule that is not right.
 
     Raises:
         ScheduleError: says what is wrong, and shows the programs with the fault marked.
@@ -127,13 +99,7 @@ def check(schedule: Schedule, buffers: Buffers = own_buffers) -> Checked:
     _check_work(schedule, positions)
     _check_order(schedule, positions)
     _check_channels(schedule, positions)
-    _check_buffers(schedule, positions, buffers)
-    for rendezvous in (False, True):
-        _check_progress(schedule, positions, rendezvous)
-    return Checked(
-        tuple(peak_activations(schedule, rank) for rank in range(schedule.ranks)),
-        sum(one.kind in SENDS for one in positions.all),
-    )
+    _check_progress(schedule, positions)
 
 
 # ---- each unit once ----
@@ -155,8 +121,7 @@ def _check_work(schedule: Schedule, positions: Positions) -> None:
     for one in sorted(wanted - positions.all.keys(), key=str):
         rank = schedule.rank_of(one.stage)
         if one.kind in TRANSFERS:
-            message = message_of(one)
-            other = message.receive if one.kind in SENDS else message.send
+            other = other_end(one)
             positions.fail(f"{one} is missing on rank {rank}: {other} has no partner", positions.all.get(other, []))
         positions.fail(f"{one} is missing on rank {rank}", [])
 
@@ -174,18 +139,11 @@ def _wanted(schedule: Schedule, positions: Positions) -> Iterator[Instruction]:
                 kinds = (Kind.I, Kind.W) if is_halved and not is_whole else (Kind.B,)
                 yield from (kind.at(stage, m) for kind in kinds)
             if schedule.is_cut(stage):
-                for message in _messages(stage, m, trains):
-                    yield from (message.send, message.receive)
+                sends = [Kind.SEND_ACT.at(stage, m), *[Kind.SEND_GRAD.at(stage + 1, m)] * trains]
+                yield from (end for send in sends for end in (send, other_end(send)))
         if trains:
             updates = range(schedule.microbatches) if is_async else (None,)
             yield from (kind.at(stage, update) for update in updates for kind in (Kind.REDUCE, Kind.STEP))
-
-
-def _messages(stage: int, microbatch: int, trains: bool) -> Iterator[Message]:
-    """Yield the messages over the cut behind a stage."""
-    yield Message(False, stage, stage + 1, microbatch)
-    if trains:
-        yield Message(True, stage + 1, stage, microbatch)
 
 
 # ---- order ----
@@ -227,84 +185,37 @@ def _needs(schedule: Schedule, one: Instruction) -> Iterator[Instruction]:
 
 def _check_channels(schedule: Schedule, positions: Positions) -> None:
     """Refuse messages that are received in another order than they are sent."""
-    ends: tuple[dict[Channel, list[Message]], ...] = ({}, {})
+    ends: tuple[dict[Channel, list[Instruction]], ...] = ({}, {})
     for rank in range(schedule.ranks):
         for one in schedule.instructions(rank):
             if one.kind in TRANSFERS:
-                message = message_of(one)
-                ends[one.kind in SENDS].setdefault(message.channel(schedule.ranks), []).append(message)
+                ends[one.kind in SENDS].setdefault(channel_of(one, schedule.ranks), []).append(one)
     received, sent = ends
-    for channel, messages in sent.items():
-        for number, (out, into) in enumerate(zip(messages, received[channel], strict=True)):
-            if out != into:
+    for channel, sends in sent.items():
+        for number, (out, into) in enumerate(zip(sends, received[channel], strict=True)):
+            if other_end(out) != into:
                 where = f"message {number} from rank {channel[0]} to rank {channel[1]}"
-                sentence = f"{where} is sent by {out.send}, but received by {into.receive}; both ends need one order"
-                positions.fail(sentence, [positions[out.send], positions[into.receive]])
-
-
-# ---- buffers ----
-
-
-def _check_buffers(schedule: Schedule, positions: Positions, buffers: Buffers) -> None:
-    """Refuse a result that is written where something lies that is still to be read."""
-    for rank in range(schedule.ranks):
-        held: dict[Hashable, tuple[Instruction, Instruction]] = {}  # buffer -> who wrote it last, who reads it last
-        for one in schedule.instructions(rank):
-            if one.kind not in _READERS:
-                continue
-            buffer = buffers(one)
-            if buffer in held:
-                before, reader = held[buffer]
-                if positions[reader].at >= positions[one].at:
-                    sentence = (
-                        f"{one} overwrites the buffer in which the result of {before} lies, before {reader} has read "
-                        "it; give each microbatch a buffer of its own"
-                    )
-                    positions.fail(sentence, [positions[before], positions[one], positions[reader]])
-            readers = [reader for reader in _reads(schedule, one) if reader in positions]
-            held[buffer] = one, max(readers, key=lambda reader: positions[reader].at, default=one)
-
-
-_READERS = {
-    Kind.RECV_ACT: (Kind.F, *BACKWARD),
-    Kind.RECV_GRAD: tuple(BACKWARD),
-    Kind.F: (Kind.SEND_ACT, *BACKWARD),
-    Kind.B: (Kind.SEND_GRAD,),
-    Kind.I: (Kind.SEND_GRAD,),
-}  # who reads, in the same stage, what an instruction has written
-
-
-def _reads(schedule: Schedule, one: Instruction) -> Iterator[Instruction]:
-    """Yield who may read what an instruction writes."""
-    yield from (kind.at(one.stage, one.microbatch) for kind in _READERS[one.kind])
-    if schedule.ranks == 1 and one.kind is Kind.F:
-        yield from (kind.at(one.stage + 1, one.microbatch) for kind in _READERS[Kind.RECV_ACT])
-    if schedule.ranks == 1 and one.kind in (Kind.B, Kind.I):
-        yield from (kind.at(one.stage - 1, one.microbatch) for kind in _READERS[Kind.RECV_GRAD])
+                sentence = f"{where} is sent by {out}, but received by {into}; both ends need one order"
+                positions.fail(sentence, [positions[out], positions[into]])
 
 
 # ---- deadlock ----
 
 
-def _check_progress(schedule: Schedule, positions: Positions, rendezvous: bool) -> None:
+def _check_progress(schedule: Schedule, positions: Positions) -> None:
     """Refuse ranks that wait for one another for ever."""
-    run = ScheduleRun(schedule, lambda one: 0.0, rendezvous)
+    run = ScheduleRun(schedule, {}, rendezvous=True)
     if not run.stuck:
         return
     circle: list[RankProgress] = []
     progress = run.stuck[0]
     while progress not in circle:
         circle.append(progress)
-        progress = run.ranks[_partner(run, progress, schedule.ranks)]
+        waiting = run.waiting(progress)[0]
+        sender, receiver, _ = channel_of(waiting, schedule.ranks)
+        progress = run.ranks[receiver if waiting.kind in SENDS else sender]
     circle = circle[circle.index(progress) :]
     told = [f"rank {each.rank} in {run.waiting(each)[0]}" for each in circle]
-    how = "when sends wait for their receivers" if rendezvous else "even when sends are buffered"
     marked = [positions[one] for each in circle for one in run.waiting(each)[:1]]
-    positions.fail(f"deadlock {how}: {', '.join(told)}: each waits for the next, the last for the first", marked)
-
-
-def _partner(run: ScheduleRun, progress: RankProgress, ranks: int) -> int:
-    """Return the rank that a stuck rank waits for first."""
-    waiting = run.waiting(progress)[0]
-    sender, receiver, _ = message_of(waiting).channel(ranks)
-    return receiver if waiting.kind in SENDS else sender
+    sentence = f"deadlock when sends wait for their receivers: {', '.join(told)}: each waits for the next, the last for"
+    positions.fail(f"{sentence} the first", marked)

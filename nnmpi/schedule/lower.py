@@ -14,23 +14,20 @@ would stall its sender until the late receive: the advantage is lost, or all ran
 posts each receive when its message is sent.
 """
 
-from collections.abc import Iterator
+from itertools import groupby
 
-from nnmpi.schedule.engine import ScheduleRun
-from nnmpi.schedule.instruction import (
+from nnmpi.schedule.schedule import (
     BACKWARD,
-    PAPER_UNITS,
     RECEIVES,
     SENDS,
     TRANSFERS,
-    Instruction,
     Item,
     Kind,
+    Schedule,
     Together,
-    message_of,
-    parts,
+    send_of,
 )
-from nnmpi.schedule.schedule import Program, Schedule
+from nnmpi.schedule.simulate import ScheduleRun, paper_costs
 
 
 def lower(schedule: Schedule) -> Schedule:
@@ -44,7 +41,21 @@ def lower(schedule: Schedule) -> Schedule:
 
 def add_transfers(schedule: Schedule) -> Schedule:
     """Return the schedule with a receive before each use and a send after each result that crosses ranks."""
-    return schedule.having([tuple(_with_transfers(schedule, rank)) for rank in range(schedule.ranks)])
+    programs: list[list[Item]] = [[] for _ in range(schedule.ranks)]
+    for rank, program in enumerate(programs):
+        for one in schedule.instructions(rank):
+            before, after = schedule.is_cut(one.stage - 1), schedule.is_cut(one.stage)
+            is_forward, is_backward = one.kind is Kind.F, one.kind in (Kind.B, Kind.I)
+            if is_forward and before:
+                program.append(Kind.RECV_ACT.at(one.stage, one.microbatch))
+            if is_backward and after:
+                program.append(Kind.RECV_GRAD.at(one.stage, one.microbatch))
+            program.append(one)
+            if is_forward and after:
+                program.append(Kind.SEND_ACT.at(one.stage, one.microbatch))
+            if is_backward and before:
+                program.append(Kind.SEND_GRAD.at(one.stage, one.microbatch))
+    return schedule.having(programs)
 
 
 def receive_early(schedule: Schedule) -> Schedule:
@@ -60,11 +71,21 @@ def receive_early(schedule: Schedule) -> Schedule:
         schedule: with transfers that are not fused yet. One that cannot be played is returned as it is; `check` says
             why.
     """
-    run = ScheduleRun(schedule, lambda one: float(PAPER_UNITS.get(one.kind, 0)), rendezvous=False)
+    run = ScheduleRun(schedule, paper_costs(schedule.stages))
     if run.stuck:
         return schedule
     begin_s = {span.instruction: span.begin_s for span in run.spans}
-    return schedule.having([_received_early(schedule, rank, begin_s) for rank in range(schedule.ranks)])
+    programs: list[list[Item]] = [[] for _ in range(schedule.ranks)]
+    for rank, program in enumerate(programs):
+        own = tuple(schedule.instructions(rank))
+        receives = [(begin_s[send_of(one)], one) for one in own if one.kind in RECEIVES]
+        receives.sort(key=lambda pair: pair[0])
+        for one in own:
+            if one.kind not in RECEIVES:
+                while one.kind not in SENDS and receives and receives[0][0] <= begin_s[one]:
+                    program.append(receives.pop(0)[1])
+                program.append(one)
+    return schedule.having(programs)
 
 
 def place_reductions(schedule: Schedule) -> Schedule:
@@ -72,12 +93,29 @@ def place_reductions(schedule: Schedule) -> Schedule:
 
     Where the generator has updates of its own (one per microbatch), each gets a reduction before it.
     """
-    return schedule.having([_with_reductions(schedule, rank) for rank in range(schedule.ranks)])
+    programs: list[list[Item]] = [[] for _ in range(schedule.ranks)]
+    for rank, program in enumerate(programs):
+        own = tuple(schedule.instructions(rank))
+        last = {one.stage: one for one in own if one.kind in BACKWARD}
+        updates = not any(one.kind is Kind.STEP for one in own)
+        for one in own:
+            if one.kind is Kind.STEP:
+                program.append(Kind.REDUCE.at(one.stage, one.microbatch))
+            program.append(one)
+            if updates and last.get(one.stage) is one:
+                program.append(Kind.REDUCE.at(one.stage))
+        program += [Kind.STEP.at(stage) for stage in sorted(last)] * updates
+    return schedule.having(programs)
 
 
 def fuse(schedule: Schedule) -> Schedule:
     """Return the schedule with neighbouring transfers posted together: there is nothing to do between them."""
-    return schedule.having([_fused(program) for program in schedule.programs])
+    programs: list[list[Item]] = [[] for _ in range(schedule.ranks)]
+    for rank, program in enumerate(programs):
+        for transfers, run in groupby(schedule.instructions(rank), lambda one: one.kind in TRANSFERS):
+            own = tuple(run)
+            program += [Together(own)] if transfers and len(own) > 1 else own
+    return schedule.having(programs)
 
 
 def _is_met(schedule: Schedule) -> bool:
@@ -86,77 +124,5 @@ def _is_met(schedule: Schedule) -> bool:
     It does not if all ranks are through as early as when no send waits: receives need not be posted earlier then. The
     times are sums and maxima of whole numbers, which floats hold exactly, so they may be compared by ==.
     """
-    eager, held = (
-        ScheduleRun(schedule, lambda one: float(PAPER_UNITS.get(one.kind, 0)), each) for each in (False, True)
-    )
+    eager, held = (ScheduleRun(schedule, paper_costs(schedule.stages), each) for each in (False, True))
     return not held.stuck and max(p.clock_s for p in held.ranks) == max(p.clock_s for p in eager.ranks)
-
-
-def _with_transfers(schedule: Schedule, rank: int) -> Iterator[Item]:
-    """Yield a rank's program with its transfers."""
-    for one in schedule.instructions(rank):
-        before, after = schedule.is_cut(one.stage - 1), schedule.is_cut(one.stage)
-        is_forward, is_backward = one.kind is Kind.F, one.kind in (Kind.B, Kind.I)
-        if is_forward and before:
-            yield Kind.RECV_ACT.at(one.stage, one.microbatch)
-        if is_backward and after:
-            yield Kind.RECV_GRAD.at(one.stage, one.microbatch)
-        yield one
-        if is_forward and after:
-            yield Kind.SEND_ACT.at(one.stage, one.microbatch)
-        if is_backward and before:
-            yield Kind.SEND_GRAD.at(one.stage, one.microbatch)
-
-
-def _with_reductions(schedule: Schedule, rank: int) -> Program:
-    """Return a rank's program with its reductions and updates."""
-    program = schedule.programs[rank]
-    if any(one.kind is Kind.STEP for one in schedule.instructions(rank)):
-        return tuple(new for item in program for new in _reduced_first(item))
-    last = {
-        item.stage: index
-        for index, item in enumerate(program)
-        if isinstance(item, Instruction) and item.kind in BACKWARD
-    }
-    reductions = {index: Kind.REDUCE.at(stage) for stage, index in last.items()}
-    reduced = [new for index, item in enumerate(program) for new in (item, reductions.get(index)) if new is not None]
-    return (*reduced, *(Kind.STEP.at(stage) for stage in sorted(last)))
-
-
-def _reduced_first(item: Item) -> tuple[Item, ...]:
-    """Return an update with its reduction before it; anything else alone."""
-    if isinstance(item, Instruction) and item.kind is Kind.STEP:
-        return Kind.REDUCE.at(item.stage, item.microbatch), item
-    return (item,)
-
-
-def _fused(program: Program) -> Program:
-    """Return a program with neighbouring transfers together."""
-    fused: list[Item] = []
-    run: list[Instruction] = []
-    for item in (*program, None):
-        posted = [one for one in (parts(item) if item is not None else ()) if one.kind in TRANSFERS]
-        if posted:
-            run += posted
-            continue
-        if run:
-            fused.append(Together(tuple(run)) if len(run) > 1 else run[0])
-            run = []
-        if item is not None:
-            fused.append(item)
-    return tuple(fused)
-
-
-def _received_early(schedule: Schedule, rank: int, begin_s: dict[Instruction, float]) -> Program:
-    """Return a rank's program with each receive before the first work that begins after its message was sent."""
-    own = tuple(schedule.instructions(rank))
-    receives = [(begin_s[message_of(one).send], one) for one in own if one.kind in RECEIVES]
-    receives.sort(key=lambda pair: pair[0])
-    program: list[Item] = []
-    for one in own:
-        if one.kind in RECEIVES:
-            continue
-        while one.kind not in SENDS and receives and receives[0][0] <= begin_s[one]:
-            program.append(receives.pop(0)[1])
-        program.append(one)
-    return tuple(program)

@@ -16,9 +16,8 @@ steps, twice. Barany and Grinberg, Block partitions of sequences, 2015, is faste
 import operator
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from math import isfinite
 
-from nnmpi.errors import LayoutError, UsageError, counted
+from nnmpi.errors import LayoutError, counted
 
 # What the layers start..stop-1 cost together as one stage; None where they cannot be one.
 Cost = Callable[[int, int], int | None]
@@ -35,19 +34,17 @@ def partition(
     Most even is the least sum of squared times; of equals the later stages have fewer layers.
 
     Args:
-        times_s: of each layer, in seconds (any unit does).
+        times_s: of each layer, in seconds (any unit does); finite, from 0 on.
         stages: into how many.
         bytes: of each layer; what is counted is the caller's affair.
         limit_bytes: what the layers of one stage may have together; None for no limit.
 
     Raises:
         LayoutError: when there are more stages than layers, or every cut has a stage over the limit.
-        UsageError: for times or bytes that are negative or not finite, or not as many as there are layers.
     """
     layers = len(times_s)
     if not 1 <= stages <= layers:
         raise LayoutError(f"{layers} layers cannot be cut into {stages} stages; give 1 to {layers} stages")
-    _check(times_s, bytes, limit_bytes)
     time, size = _sums(times_s), _sums([0] * layers if bytes is None else bytes)
     limit = size(0, layers) if limit_bytes is None else limit_bytes
     slowest, _ = _cut(layers, stages, lambda i, j: time(i, j) if size(i, j) <= limit else None, max)
@@ -109,14 +106,3 @@ def _too_large(sizes: Sequence[int], stages: int, limit: int) -> str:
         f"possible is {least}, and the largest layer, number {largest}, has {sizes[largest]}; "
         "give more stages or a higher limit"
     )
-
-
-def _check(times_s: Sequence[float], sizes: Sequence[int] | None, limit: int | None) -> None:
-    if sizes is not None and len(sizes) != len(times_s):
-        raise UsageError(f"{len(times_s)} layers have times, but {len(sizes)} have bytes; give both for each layer")
-    if limit is not None and sizes is None:
-        raise UsageError(f"a limit of {limit} bytes needs the bytes of each layer")
-    for what, numbers in (("times", times_s), ("bytes", sizes or ())):
-        for layer, number in enumerate(numbers):
-            if not isfinite(number) or number < 0:
-                raise UsageError(f"the {what} of layer {layer} are {number}; give finite numbers from 0 on")

@@ -1,4 +1,4 @@
-"""Pictures of schedules: in text (`render`), as a PNG (`draw`), as a trace for Perfetto (`events`), as an animation.
+"""Pictures of schedules: in text (`render`), for slides (`draw`), as a trace for Perfetto (`events`), as an animation.
 
 In text ranks go down and time across, and each cell says what is computed.
 
@@ -13,8 +13,6 @@ An animation for a page says what every rank computes when, and how many activat
  "makespan": 12.0, "bubble": 0.33, "peaks": [2, 1]}
 """
 
-import importlib
-import importlib.util
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -23,14 +21,11 @@ from typing import Any, NamedTuple
 from nnmpi.errors import ScheduleError, UsageError
 from nnmpi.pages import page as svg
 from nnmpi.schedule.check import check
-from nnmpi.schedule.engine import ScheduleRun, TimedInstruction
-from nnmpi.schedule.instruction import COMPUTE, PAPER_UNITS, RECEIVES, SENDS, Instruction, Kind, message_of
 from nnmpi.schedule.lower import lower
-from nnmpi.schedule.registry import Generator, make
-from nnmpi.schedule.schedule import Schedule
-from nnmpi.schedule.simulate import InstructionCosts, Simulation, simulate_schedule
-from nnmpi.timeline import COMPUTE as COMPUTE_TRACK
-from nnmpi.timeline import RECEIVE, REDUCE, SEND, TraceEvent
+from nnmpi.schedule.schedule import COMPUTE, LOOKS, RECEIVES, SENDS, Instruction, Kind, Schedule, send_of
+from nnmpi.schedule.schedules import Generator, make
+from nnmpi.schedule.simulate import PAPER_UNITS, Costs, ScheduleRun, Simulation, paper_costs, simulate_schedule
+from nnmpi.timeline import TraceEvent
 
 _SUMMED, _UPDATED, _IDLE = "+", "|", "."
 
@@ -44,7 +39,7 @@ class _Cell(NamedTuple):
     mark: str
 
 
-def render(schedule: Schedule, units: Mapping[Kind, int] = PAPER_UNITS) -> str:
+def render(schedule: Schedule) -> str:
     """Return the grid of a lowered schedule, and a legend.
 
         time    0  1  2  3  4  5  6  7  8
@@ -53,19 +48,16 @@ def render(schedule: Schedule, units: Mapping[Kind, int] = PAPER_UNITS) -> str:
 
     With several stages on a rank the cells name the stage as well: 2F0 is stage 2, microbatch 0.
 
-    Args:
-        units: how many columns each kind is wide, at least 1.
-
     Raises:
         ScheduleError: when the ranks wait for one another for ever; `check` says where.
     """
-    run = ScheduleRun(schedule, lambda one: float(units.get(one.kind, 0)), rendezvous=False)
+    run = ScheduleRun(schedule, paper_costs(schedule.stages))
     if run.stuck:
         raise ScheduleError(f"rank {run.stuck[0].rank} waits for ever; check the schedule before it is drawn")
     columns = int(max(progress.clock_s for progress in run.ranks))
     begins = {span.instruction: int(span.begin_s) for span in run.spans if span.instruction.kind in COMPUTE}
     rows = [
-        [_Cell(begins[one], units[one.kind], label, mark) for one, label, mark in _labels(schedule, rank)]
+        [_Cell(begins[one], PAPER_UNITS[one.kind], label, mark) for one, label, mark in _labels(schedule, rank)]
         for rank in range(schedule.ranks)
     ]
     width = 1 + max(2, len(str(columns - 1)), *(len(cell.label) for row in rows for cell in row))
@@ -73,7 +65,7 @@ def render(schedule: Schedule, units: Mapping[Kind, int] = PAPER_UNITS) -> str:
     names = [f"rank {rank}" for rank in range(schedule.ranks)]
     lines = [("time", head), *zip(names, (_line(row, columns, width) for row in rows), strict=True)]
     edge = max(len(name) for name, _ in lines) + 2
-    return "\n".join([*((name.ljust(edge) + line).rstrip() for name, line in lines), "", _legend(schedule, units)])
+    return "\n".join([*((name.ljust(edge) + line).rstrip() for name, line in lines), "", _legend(schedule)])
 
 
 def _labels(schedule: Schedule, rank: int) -> Iterator[tuple[Instruction, str, str]]:
@@ -99,7 +91,7 @@ def _line(cells: Sequence[_Cell], columns: int, width: int) -> str:
     return line + _IDLE.ljust(width) * (columns - at)
 
 
-def _legend(schedule: Schedule, units: Mapping[Kind, int]) -> str:
+def _legend(schedule: Schedule) -> str:
     """Explain what is in the picture."""
     used = {one.kind for rank in range(schedule.ranks) for one in schedule.instructions(rank)}
     stage = "0" if schedule.virtual > 1 else ""
@@ -113,69 +105,19 @@ def _legend(schedule: Schedule, units: Mapping[Kind, int]) -> str:
     told += [f"{_IDLE} idle"]
     told += [f"{_SUMMED} gradients are final"] * (Kind.REDUCE in used and schedule.virtual > 1)
     told += [f"{_UPDATED} update"] * (Kind.STEP in used)
-    wide = f"; a backward takes {units[Kind.B]}" if Kind.B in used else ""
+    wide = f"; a backward takes {PAPER_UNITS[Kind.B]}" if Kind.B in used else ""
     return f"{'    '.join(told)}\nA column is the time of one forward of a stage{wide}."
-
-
-# ---- as a PNG ----
-
-_COLOURS: Mapping[Kind, tuple[str, str]] = MappingProxyType(
-    {
-        Kind.F: ("forward", "#4c78a8"),
-        Kind.B: ("backward", "#72b7b2"),
-        Kind.I: ("backward to the input", "#72b7b2"),
-        Kind.W: ("backward to the weights", "#b5cf6b"),
-        Kind.REDUCE: ("sum over replicas", "#f2cf5b"),
-        Kind.STEP: ("update", "#e45756"),
-    }
-)
-_CHARACTERS = 200  # that fit across the picture, so that a label can be left out where its bar is too narrow
-
-
-def draw(schedule: Schedule, simulation: Simulation, file: Path) -> None:
-    """Draw a simulated run into a PNG file.
-
-    Args:
-        schedule: what was run.
-        simulation: when what happened.
-        file: the picture; one that is there is replaced.
-
-    Raises:
-        UsageError: without matplotlib.
-        OSError: when the file cannot be written.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError("a picture in a PNG file needs matplotlib; install it (pip install 'nnmpi[plot]')")
-    figure_type = importlib.import_module("matplotlib.figure").Figure  # without pyplot: no state, no display
-    figure = figure_type(figsize=(11.0, 1.6 + 0.45 * schedule.ranks), layout="constrained")
-    title = f"{schedule.name}, {schedule.ranks} ranks, {schedule.microbatches} microbatches: bubble "
-    axes = figure.add_subplot(xlabel="ms (modelled)", title=f"{title}{100 * simulation.bubble:.1f} %")
-    named: set[str] = set()
-    for span in simulation.spans:
-        if span.instruction.kind not in _COLOURS or span.end_s == span.begin_s:
-            continue
-        one = span.instruction
-        name, colour = _COLOURS[one.kind]
-        height, row = (0.16, span.rank + 0.42) if one.kind is Kind.REDUCE else (0.64, float(span.rank))
-        begin_ms, long_ms = 1e3 * span.begin_s, 1e3 * (span.end_s - span.begin_s)
-        label = "" if name in named else name
-        axes.barh(row, long_ms, height, begin_ms, color=colour, edgecolor="white", linewidth=0.5, label=label or None)
-        named.add(name)
-        text = f"{one.stage}:{one.microbatch}" if schedule.virtual > 1 else str(one.microbatch)
-        if one.microbatch is not None and long_ms / simulation.makespan_s / 1e3 * _CHARACTERS >= len(text):
-            axes.text(begin_ms + long_ms / 2, row, text, ha="center", va="center", fontsize=6)
-    axes.set_yticks(range(schedule.ranks), [f"rank {rank}" for rank in range(schedule.ranks)])
-    axes.invert_yaxis()
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.25), ncols=len(_COLOURS), fontsize=8, frameon=False)
-    figure.savefig(file, format="png", dpi=120)
 
 
 # ---- as an SVG, for slides ----
 
+_COLOURS: Mapping[Kind, str] = MappingProxyType(
+    {Kind.F: "#4c78a8", Kind.B: "#72b7b2", Kind.I: "#72b7b2", Kind.W: "#b5cf6b", Kind.STEP: "#e45756"}
+)
 _LEFT, _HEIGHT, _WIDTH = 52.0, 26.0, 900.0  # pixels
 
 
-def draw_slide(schedule: Schedule, simulation: Simulation, file: Path) -> None:
+def draw(schedule: Schedule, simulation: Simulation, file: Path) -> None:
     """Write a simulated run as a picture for slides: ranks down, time across.
 
     Args:
@@ -193,10 +135,10 @@ def draw_slide(schedule: Schedule, simulation: Simulation, file: Path) -> None:
     scale = _WIDTH / (simulation.makespan_s or 1.0)
     for span in simulation.spans:
         one, wide = span.instruction, scale * (span.end_s - span.begin_s)
-        if one.kind in _COLOURS and one.kind is not Kind.REDUCE and wide:
+        if one.kind in _COLOURS and wide:
             x, y = _LEFT + scale * span.begin_s, _HEIGHT * span.rank
             label = "" if one.microbatch is None else str(one.microbatch)
-            parts.append(svg.rectangle(x, y + 2, max(1.0, wide - 1), _HEIGHT - 4, _COLOURS[one.kind][1]))
+            parts.append(svg.rectangle(x, y + 2, max(1.0, wide - 1), _HEIGHT - 4, _COLOURS[one.kind]))
             if wide > 8 * len(label):
                 parts.append(svg.text(x + wide / 2, y + 17, label, "middle"))
     title = f"{schedule.name}, {schedule.ranks} ranks, {schedule.microbatches} microbatches"
@@ -205,38 +147,19 @@ def draw_slide(schedule: Schedule, simulation: Simulation, file: Path) -> None:
 
 # ---- as a trace: the picture that a measured run has, too ----
 
-_CATEGORIES: Mapping[Kind, tuple[str, str]] = MappingProxyType(
-    {
-        Kind.F: ("forward", COMPUTE_TRACK),
-        Kind.B: ("backward", COMPUTE_TRACK),
-        Kind.I: ("backward", COMPUTE_TRACK),
-        Kind.W: ("backward", COMPUTE_TRACK),
-        Kind.STEP: ("update", COMPUTE_TRACK),
-        Kind.REDUCE: ("reduce", REDUCE),
-        Kind.SEND_ACT: ("send", SEND),
-        Kind.SEND_GRAD: ("send", SEND),
-        Kind.RECV_ACT: ("receive", RECEIVE),
-        Kind.RECV_GRAD: ("receive", RECEIVE),
-    }
-)
-
 
 def events(simulation: Simulation) -> dict[int, list[TraceEvent]]:
     """Return each rank's events: rank -> what it did, a receive with the waiting for it, messages as arrows."""
     found: dict[int, list[TraceEvent]] = {rank: [] for rank in range(len(simulation.busy_s))}
     for span in simulation.spans:
-        found[span.rank].append(event(span))
+        one = span.instruction
+        about = {"stage": one.stage} | ({} if one.microbatch is None else {"microbatch": one.microbatch})
+        arrow = [str(send_of(one)) if one.kind in ends else "" for ends in (SENDS, RECEIVES)]
+        found[span.rank].append(TraceEvent(str(one), *LOOKS[one.kind], span.begin_s, span.end_s, about, *arrow))
     return found
 
 
-def event(span: TimedInstruction) -> TraceEvent:
-    """Return a span as an event."""
-    one = span.instruction
-    category, track = _CATEGORIES[one.kind]
-    about = {"stage": one.stage} | ({} if one.microbatch is None else {"microbatch": one.microbatch})
-    sends, takes = (str(message_of(one).send) if one.kind in ends else "" for ends in (SENDS, RECEIVES))
-    return TraceEvent(str(one), category, track, span.begin_s, span.end_s, about, sends, takes)
-
+# ---- as an animation ----
 
 STAGES, MICROBATCHES = (2, 3, 4, 6, 8), (2, 4, 8, 16)
 MOST_RANKS, MOST_MICROBATCHES = 16, 32  # that fit a page
@@ -282,7 +205,7 @@ def compare(
     first: str,
     ranks: int,
     microbatches: int,
-    costs: Callable[[Schedule], InstructionCosts],
+    costs: Callable[[Schedule], Costs],
 ) -> dict[str, Any]:
     """Return what a page needs to show one schedule beside others, for several numbers of ranks and microbatches.
 

@@ -1,22 +1,165 @@
-"""A schedule: what every rank of a pipeline does in one step, in which order.
+"""A schedule as a value: what every rank of a pipeline does in one step, in which order.
 
-Stage s lives on rank s % ranks. With as many stages as ranks each rank has one; with more, virtual ones:
+    2F0             stage 2, forward of microbatch 0
+    3RECV_GRAD1     stage 3 gets the gradient of its output of microbatch 1
+    0REDUCE         stage 0, gradients of the whole step
+
+An instruction's stage is the stage, on the rank that executes it, that it is done for. Stage s lives on rank s % ranks.
+With as many stages as ranks each rank has one; with more, virtual ones:
 
     2 ranks, 4 stages       rank 0: stages 0, 2      rank 1: stages 1, 3      0 -> 1 -> 2 -> 3 goes 0, 1, 0, 1
+
+A message between two stages has two transfers as its ends:
+
+    stage 1, rank 1:  1SEND_ACT0    ----  activation of microbatch 0  --->    2RECV_ACT0     stage 2, rank 2
+    stage 1, rank 1:  1RECV_GRAD0   <---  gradient of microbatch 0  -----     2SEND_GRAD0    stage 2, rank 2
+
+Messages of one sort from one rank to another arrive in the order in which they were sent: they make a channel.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
+from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
-from nnmpi.errors import ScheduleError
-from nnmpi.schedule.instruction import BACKWARD, Instruction, Item, Kind, parts
+import nnmpi.timeline as timeline
+
+
+class Kind(StrEnum):
+    """What is done for stage s and microbatch m.
+
+    F           the forward of s on m; in the last stage with the loss
+    B           the whole backward of s on m: gradients of its input and of its weights
+    I           the first half of B: the gradient of the input, which the stage before waits for
+    W           the second half of B: the gradients of the weights, which nobody waits for
+    SEND_ACT    send the output of s to s+1
+    RECV_ACT    get the input of s from s-1
+    SEND_GRAD   send the gradient of the input of s to s-1
+    RECV_GRAD   get the gradient of the output of s from s+1
+    REDUCE      the gradients of s are final: begin their sum over the replicas, and go on at once
+    STEP        wait for that sum, and update the weights of s
+
+    REDUCE and STEP have no microbatch where they are of all microbatches together.
+    """
+
+    F = "F"
+    B = "B"
+    I = "I"  # noqa: E741 - the name that the zero-bubble paper's readers know
+    W = "W"
+    SEND_ACT = "SEND_ACT"
+    RECV_ACT = "RECV_ACT"
+    SEND_GRAD = "SEND_GRAD"
+    RECV_GRAD = "RECV_GRAD"
+    REDUCE = "REDUCE"
+    STEP = "STEP"
+
+    def at(self, stage: int, microbatch: int | None = None) -> "Instruction":
+        """Return the instruction of this kind: `Kind.F.at(2, 0)` is "2F0"."""
+        return Instruction(self, stage, microbatch)
+
+
+COMPUTE = frozenset({Kind.F, Kind.B, Kind.I, Kind.W})
+BACKWARD = frozenset({Kind.B, Kind.I, Kind.W})
+SENDS = frozenset({Kind.SEND_ACT, Kind.SEND_GRAD})
+RECEIVES = frozenset({Kind.RECV_ACT, Kind.RECV_GRAD})
+TRANSFERS = SENDS | RECEIVES
+
+LOOKS: Mapping[Kind, tuple[str, str]] = MappingProxyType(
+    {
+        Kind.F: ("forward", timeline.COMPUTE),
+        Kind.B: ("backward", timeline.COMPUTE),
+        Kind.I: ("backward", timeline.COMPUTE),
+        Kind.W: ("backward", timeline.COMPUTE),
+        Kind.SEND_ACT: ("activation", timeline.SEND),
+        Kind.RECV_ACT: ("activation", timeline.RECEIVE),
+        Kind.SEND_GRAD: ("gradient", timeline.SEND),
+        Kind.RECV_GRAD: ("gradient", timeline.RECEIVE),
+        Kind.REDUCE: ("reduce", timeline.REDUCE),
+        Kind.STEP: ("update", timeline.COMPUTE),
+    }
+)
+"""What the events of a trace are called, measured and simulated, and their tracks."""
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Instruction:
+    """One thing to do.
+
+    Attributes:
+        kind: what.
+        stage: for which stage, 0 being the one that gets the data.
+        microbatch: for which microbatch; None for REDUCE and STEP of all microbatches together.
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int | None = None
+
+    def __str__(self) -> str:
+        """Return the text form, such as "2F0"."""
+        return f"{self.stage}{self.kind}{'' if self.microbatch is None else self.microbatch}"
+
+
+@dataclass(frozen=True, slots=True)
+class Together:
+    """Transfers that are posted and waited for together, such as a send to and a receive from one neighbour."""
+
+    parts: tuple[Instruction, ...]
+
+    def __str__(self) -> str:
+        """Return the text form, such as "(0SEND_ACT1 0RECV_GRAD0)"."""
+        return f"({' '.join(map(str, self.parts))})"
+
+
+Item: TypeAlias = Instruction | Together
+"""What stands in a program."""
 
 Program: TypeAlias = tuple[Item, ...]
 """What one rank does, in order."""
 
 N = TypeVar("N", int, float)
+
+
+def parts(item: Item) -> tuple[Instruction, ...]:
+    """Return the instructions of an item: itself, or those that are posted together."""
+    return item.parts if isinstance(item, Together) else (item,)
+
+
+# ---- messages ----
+
+Channel: TypeAlias = tuple[int, int, Kind]
+"""(sending rank, receiving rank, SEND_ACT or SEND_GRAD)."""
+
+_OTHER_END: Mapping[Kind, tuple[Kind, int]] = MappingProxyType(
+    {
+        Kind.SEND_ACT: (Kind.RECV_ACT, 1),
+        Kind.RECV_ACT: (Kind.SEND_ACT, -1),
+        Kind.SEND_GRAD: (Kind.RECV_GRAD, -1),
+        Kind.RECV_GRAD: (Kind.SEND_GRAD, 1),
+    }
+)  # of a transfer: its partner's kind, and how many stages further that one is
+
+
+def other_end(transfer: Instruction) -> Instruction:
+    """Return the receive of a send, the send of a receive."""
+    kind, further = _OTHER_END[transfer.kind]
+    return Instruction(kind, transfer.stage + further, transfer.microbatch)
+
+
+def send_of(transfer: Instruction) -> Instruction:
+    """Return the send of a transfer's message, which names the message."""
+    return transfer if transfer.kind in SENDS else other_end(transfer)
+
+
+def channel_of(transfer: Instruction, ranks: int) -> Channel:
+    """Return the channel that keeps a transfer's message in order with others."""
+    send = send_of(transfer)
+    return send.stage % ranks, other_end(send).stage % ranks, send.kind
+
+
+# ---- all ranks ----
 
 
 @dataclass(frozen=True)
@@ -28,10 +171,7 @@ class Schedule:
         ranks: number of ranks, at least 1.
         stages: number of stages, a multiple of `ranks`.
         microbatches: number of microbatches, at least 1.
-        programs: one per rank.
-
-    Raises:
-        ScheduleError: for numbers that make no pipeline. Whether the programs are right is told by `check`.
+        programs: one per rank. Whether they are right is told by `check`.
     """
 
     name: str
@@ -39,16 +179,6 @@ class Schedule:
     stages: int
     microbatches: int
     programs: tuple[Program, ...]
-
-    def __post_init__(self) -> None:
-        """Refuse numbers that make no pipeline."""
-        if self.ranks < 1 or self.microbatches < 1 or self.stages < self.ranks or self.stages % self.ranks:
-            raise ScheduleError(
-                f"{self.stages} stages on {self.ranks} ranks with {self.microbatches} microbatches are no pipeline; "
-                "stages are a multiple of ranks, and there is at least 1 of everything"
-            )
-        if len(self.programs) != self.ranks:
-            raise ScheduleError(f"{self.ranks} ranks need as many programs, not {len(self.programs)}")
 
     @property
     def virtual(self) -> int:
@@ -109,34 +239,23 @@ def most_kept(schedule: Schedule, rank: int, kept: Mapping[int, N]) -> N:
     return most
 
 
-def staleness(schedule: Schedule, stage: int) -> tuple[int, ...]:
-    """Return for each microbatch how often the weights are updated between its forward and its backward.
+def weight_versions(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], int]:
+    """Return the staleness of each microbatch in a stage, and how many versions of its weights the stage keeps at most.
 
-    It is 0 everywhere unless the stage updates its weights before all microbatches are through (PipeDream).
+    Staleness is how often the weights are updated between forward and backward: 0 everywhere unless the stage updates
+    its weights before all microbatches are through (PipeDream). Kept are the newest, and those of waiting backwards.
     """
-    steps = 0
-    before: dict[int | None, int] = {}
-    found: dict[int | None, int] = {}
+    steps, most = 0, 1
+    kept: dict[int | None, int] = {}
+    stale: dict[int | None, int] = {}
     for one in schedule.instructions(schedule.rank_of(stage)):
         if one.stage == stage:
             if one.kind is Kind.F:
-                before[one.microbatch] = steps
-            if one.kind in (Kind.B, Kind.I):
-                found[one.microbatch] = steps - before[one.microbatch]
-            steps += one.kind is Kind.STEP
-    return tuple(found[microbatch] for microbatch in range(schedule.microbatches) if microbatch in found)
-
-
-def weight_versions(schedule: Schedule, stage: int) -> int:
-    """Return how many versions of its weights a stage keeps at most: the newest, and those of waiting backwards."""
-    steps, most, trains = 0, 1, schedule.trains
-    kept: dict[int | None, int] = {}
-    for one in schedule.instructions(schedule.rank_of(stage)):
-        if one.stage == stage:
-            if one.kind is Kind.F and trains:
                 kept[one.microbatch] = steps
+            if one.kind in (Kind.B, Kind.I):
+                stale[one.microbatch] = steps - kept[one.microbatch]
             if one.kind in (Kind.B, Kind.W):
-                kept.pop(one.microbatch, None)
+                del kept[one.microbatch]
             steps += one.kind is Kind.STEP
             most = max(most, len({*kept.values(), steps}))
-    return most
+    return tuple(stale[m] for m in range(schedule.microbatches) if m in stale), most

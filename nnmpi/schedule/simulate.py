@@ -1,126 +1,222 @@
-"""How long a schedule takes, from what its parts take: modelled costs, or measured ones.
+"""Runs all ranks' programs against a clock, without MPI: what happens when, who waits for ever, how long it takes.
 
-The model is that of `engine`: a rank does one thing at a time, a message takes its time and holds nobody up (or, with
-`rendezvous`, holds its sender until it is over), and reductions run beside. Ranks do not disturb one another.
+    rank 0   |-- F0 --|s|-- F1 --|s|....        s: a send; eager ones let the sender go on at once, and the message
+    rank 1   .........\\--->|-- F0 --|          arrives after its transfer time; rendezvous ones hold the sender
+                                                until the receiver has come and the message is over
+
+Every rank has one clock, and does its program in order. Messages of one channel follow one another. Ranks do not
+disturb one another. This is the one interpretation of schedules: `check` looks for who waits for ever, `lower` where a
+send must be met, `simulate_schedule` at the times, by costs that are modelled or measured.
+
+(Collectives have an engine of their own, `comm.prove`: there a step is over when both of its messages
+are, so that no message is under way while its rank does something else, and thousands of ranks have to be quick.)
 """
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
-from typing import Any
+from types import MappingProxyType
+from typing import TypeAlias
 
 from nnmpi.errors import ScheduleError, UsageError
-from nnmpi.schedule.engine import ScheduleRun, TimedInstruction
-from nnmpi.schedule.instruction import COMPUTE, SENDS, Instruction, Kind
-from nnmpi.schedule.schedule import Schedule, peak_activations, staleness, weight_versions
+from nnmpi.schedule.schedule import (
+    COMPUTE,
+    SENDS,
+    TRANSFERS,
+    Channel,
+    Instruction,
+    Item,
+    Kind,
+    Program,
+    Schedule,
+    channel_of,
+    parts,
+    peak_activations,
+    send_of,
+    weight_versions,
+)
 
 _BUSY = COMPUTE | {Kind.STEP}
 
+Costs: TypeAlias = Mapping[Kind, Sequence[float]]
+"""Kind -> seconds for each stage; what is not named takes no time. A message takes what its send does: latency + bytes
+x seconds per byte, say."""
+
+PAPER_UNITS: Mapping[Kind, int] = MappingProxyType({Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1})
+"""What things take in the figures of the papers, and wherever no better is known: a whole backward takes two, since it
+multiplies two matrices (for inputs, for weights) where a forward multiplies one."""
+
+
+def paper_costs(stages: int) -> Costs:
+    """Return the costs of the papers' figures, in units of time; messages, reductions and updates take none."""
+    return {kind: (float(units),) * stages for kind, units in PAPER_UNITS.items()}
+
+
+def even_costs(stages: int, forward_s: float = 1.0, backward_s: float | None = None, message_s: float = 0.0) -> Costs:
+    """Return the costs of stages that are all alike.
+
+    Args:
+        stages: how many.
+        forward_s: of a microbatch.
+        backward_s: of a whole backward, whose halves are equal; twice the forward by default.
+        message_s: of an activation or a gradient.
+    """
+    whole_s = 2 * forward_s if backward_s is None else backward_s
+    each = {Kind.F: forward_s, Kind.B: whole_s, Kind.I: whole_s / 2, Kind.W: whole_s / 2}
+    each |= {Kind.SEND_ACT: message_s, Kind.SEND_GRAD: message_s}
+    return {kind: (seconds,) * stages for kind, seconds in each.items()}
+
+
+def measured_costs(stages: int, samples: Iterable[tuple[Instruction, float]]) -> Costs:
+    """Return the median of what each stage was measured to take for each kind of instruction.
+
+    Args:
+        stages: how many.
+        samples: (instruction, seconds), in any order. For messages: the send, and how long it was under way.
+    """
+    found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
+    for one, seconds in samples:
+        found[one.kind, one.stage].append(seconds)
+    return {
+        kind: [median(found.get((kind, stage), (0.0,))) for stage in range(stages)] for kind in {k for k, _ in found}
+    }
+
+
+# ---- the run ----
+
 
 @dataclass(frozen=True, slots=True)
-class InstructionCosts:
-    """What each instruction takes.
+class TimedInstruction:
+    """When a rank did something. A receive lasts from its posting, with the waiting for it; a send until it arrives."""
+
+    rank: int
+    instruction: Instruction
+    begin_s: float
+    end_s: float
+
+
+@dataclass(slots=True)
+class _Post:
+    """A transfer that a rank has posted, and when its message is under way, as soon as that is known."""
+
+    transfer: Instruction
+    is_send: bool
+    posted_s: float
+    begin_s: float = 0.0
+    over_s: float | None = None
+
+
+@dataclass(slots=True)
+class RankProgress:
+    """One rank: its program, how far it is, and its clock."""
+
+    rank: int
+    program: Program
+    at: int = 0
+    clock_s: float = 0.0
+    waited_s: float = 0.0  # of it, in transfers
+    posts: list[_Post] = field(default_factory=list)  # the transfers of the item at which it is
+
+    @property
+    def item(self) -> Item | None:
+        """What it does next, or is stuck in; None when it has finished."""
+        return self.program[self.at] if self.at < len(self.program) else None
+
+
+class ScheduleRun:
+    """One run of a schedule, from the beginning as far as it comes.
 
     Attributes:
-        seconds: kind -> seconds for each stage. What is not named takes no time. A message's time is its send's
-            (SEND_ACT of the stage that it leaves, SEND_GRAD likewise): latency + bytes x seconds per byte, say.
-        rendezvous: whether a send holds its rank until the receiver has come and the message is over.
-
-    Raises:
-        UsageError: for a time that is negative or no number, or stages that differ in number.
+        ranks: one per rank, where they stand at the end.
+        spans: what happened, in no order.
     """
 
-    seconds: Mapping[Kind, Sequence[float]]
-    rendezvous: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuse times that are none."""
-        for kind, times in self.seconds.items():
-            if not all(0 <= time < float("inf") for time in times):
-                raise UsageError(f"the times of {kind}, {list(times)} s, are not all numbers of seconds from 0 on")
-        if len({len(times) for times in self.seconds.values()}) > 1:
-            counts = ", ".join(f"{len(times)} of {kind}" for kind, times in self.seconds.items())
-            raise UsageError(f"the costs are for different numbers of stages: {counts}; give one time for each stage")
-
-    def of(self, one: Instruction) -> float:
-        """Return the seconds that an instruction takes."""
-        times = self.seconds.get(one.kind)
-        return times[one.stage] if times is not None else 0.0
-
-    @classmethod
-    def even(
-        cls,
-        stages: int,
-        forward_s: float = 1.0,
-        backward_s: float | None = None,
-        message_s: float = 0.0,
-        reduce_s: float = 0.0,
-        step_s: float = 0.0,
-        rendezvous: bool = False,
-    ) -> "InstructionCosts":
-        """Return the costs of stages that are all alike.
+    def __init__(self, schedule: Schedule, costs: Costs, rendezvous: bool = False) -> None:
+        """Run.
 
         Args:
-            backward_s: of a whole backward, whose halves are equal; twice the forward by default, since it
-                multiplies two matrices (for the inputs, for the weights) where the forward multiplies one.
-            message_s: of an activation or a gradient.
+            schedule: with messages; `lower` adds them.
+            costs: how long instructions take.
+            rendezvous: whether a send waits for its receiver.
         """
-        backward_s = 2 * forward_s if backward_s is None else backward_s
-        each = {Kind.F: forward_s, Kind.B: backward_s, Kind.I: backward_s / 2, Kind.W: backward_s / 2}
-        each |= {Kind.SEND_ACT: message_s, Kind.SEND_GRAD: message_s, Kind.REDUCE: reduce_s, Kind.STEP: step_s}
-        return cls({kind: (seconds,) * stages for kind, seconds in each.items()}, rendezvous)
+        self.ranks = [RankProgress(rank, program) for rank, program in enumerate(schedule.programs)]
+        self.spans: list[TimedInstruction] = []
+        self._costs, self._rendezvous, self._free = costs, rendezvous, (0.0,) * schedule.stages
+        self._posts: defaultdict[tuple[Channel, bool], list[_Post]] = defaultdict(list)  # the two ends of channels
+        self._free_s: defaultdict[Channel, float] = defaultdict(float)  # when a channel's last message is over
+        self._todo = deque(self.ranks)
+        while self._todo:
+            progress = self._todo.popleft()
+            while self._advance(progress):
+                pass
 
-    @classmethod
-    def measured(cls, stages: int, samples: Iterable[tuple[Instruction, float]]) -> "InstructionCosts":
-        """Return the median of what each stage was measured to take for each kind of instruction.
+    @property
+    def stuck(self) -> list[RankProgress]:
+        """The ranks that wait for ever."""
+        return [progress for progress in self.ranks if progress.item is not None]
 
-        Where only whole backwards were measured their halves are taken to be equal, and where only the halves were,
-        the whole is their sum: so a schedule can be simulated that was not run. What was not measured takes no time.
+    def waiting(self, progress: RankProgress) -> list[Instruction]:
+        """Return the transfers that a stuck rank waits for."""
+        return [post.transfer for post in progress.posts if self._end(post) is None]
 
-        Args:
-            samples: (instruction, seconds), in any order. For messages: the send, and how long it was under way.
+    def _seconds(self, one: Instruction) -> float:
+        return self._costs.get(one.kind, self._free)[one.stage]
 
-        Raises:
-            UsageError: for a stage that is not one of `stages`.
-        """
-        found: dict[tuple[Kind, int], list[float]] = defaultdict(list)
-        for one, seconds in samples:
-            if not 0 <= one.stage < stages:
-                raise UsageError(f"{one} was measured, but there are only the stages 0..{stages - 1}")
-            found[one.kind, one.stage].append(seconds)
-        middle = {place: median(times) for place, times in found.items()}
-        for stage in range(stages):
-            whole, halves = (Kind.B, stage), [(Kind.I, stage), (Kind.W, stage)]
-            if whole in middle and not any(half in middle for half in halves):
-                middle |= dict.fromkeys(halves, middle[whole] / 2)
-            elif whole not in middle:
-                middle[whole] = sum(middle.get(half, 0.0) for half in halves)
-        kinds = {kind for kind, _ in middle}
-        return cls({kind: tuple(middle.get((kind, s), 0.0) for s in range(stages)) for kind in kinds})
+    def _advance(self, progress: RankProgress) -> bool:
+        """Do the next item of a rank's program, and return whether it could be done."""
+        item, begin_s = progress.item, progress.clock_s
+        if item is None:
+            return False
+        if isinstance(item, Instruction) and item.kind not in TRANSFERS:
+            progress.clock_s += self._seconds(item)
+            self.spans.append(TimedInstruction(progress.rank, item, begin_s, progress.clock_s))
+        else:
+            if not progress.posts:
+                progress.posts = [self._post(progress, transfer) for transfer in parts(item)]
+            ends_s = [end_s for post in progress.posts if (end_s := self._end(post)) is not None]
+            if len(ends_s) < len(progress.posts):
+                return False
+            self.spans += [_span(progress.rank, post) for post in progress.posts]
+            progress.clock_s = max(ends_s)
+            progress.waited_s += progress.clock_s - begin_s
+            progress.posts = []
+        progress.at += 1
+        return True
 
-    def to_json(self) -> dict[str, list[float]]:
-        """Return the times as JSON values: {"F": [seconds of stage 0, of stage 1 ...], "B": ...}."""
-        return {str(kind): list(times) for kind, times in self.seconds.items()}
+    def _post(self, progress: RankProgress, transfer: Instruction) -> _Post:
+        """Come to a transfer, and wake the rank at its other end if it is there."""
+        channel, is_send = channel_of(transfer, len(self.ranks)), transfer.kind in SENDS
+        post = _Post(transfer, is_send, progress.clock_s)
+        mine, theirs = self._posts[channel, is_send], self._posts[channel, not is_send]
+        mine.append(post)
+        other = theirs[len(mine) - 1] if len(mine) <= len(theirs) else None
+        sent, received = (post, other) if is_send else (other, post)
+        if sent is not None and sent.over_s is None and (received is not None or not self._rendezvous):
+            ready_s = max(sent.posted_s, received.posted_s) if self._rendezvous and received else sent.posted_s
+            sent.begin_s = max(ready_s, self._free_s[channel])
+            sent.over_s = self._free_s[channel] = sent.begin_s + self._seconds(send_of(transfer))
+        if sent is not None and received is not None:
+            received.begin_s, received.over_s = sent.begin_s, sent.over_s
+            self._todo.append(self.ranks[channel[1] if is_send else channel[0]])
+        return post
 
-    @classmethod
-    def from_json(cls, value: Any) -> "InstructionCosts":
-        """Return the costs that `to_json` gave the values of; halves that are not there as `measured` has them.
+    def _end(self, post: _Post) -> float | None:
+        """Return when a rank can go on after a transfer; None when the other end has not come."""
+        if post.is_send and not self._rendezvous:
+            return post.posted_s
+        return None if post.over_s is None else max(post.posted_s, post.over_s)
 
-        Raises:
-            UsageError: for anything else.
-        """
-        try:
-            samples = [(Kind(kind).at(s), float(time)) for kind, times in value.items() for s, time in enumerate(times)]
-        except (AttributeError, TypeError, ValueError):
-            samples = []
-        lengths = {len(times) for times in value.values()} if samples else set()
-        if len(lengths) != 1 or not all(0 <= seconds < float("inf") for _, seconds in samples):
-            raise UsageError(
-                'a table of times has a list of seconds for each kind, one for each stage, such as {"F": [0.01, 0.02], '
-                '"B": [0.02, 0.04]}'
-            )
-        return cls.measured(lengths.pop(), samples)
+
+def _span(rank: int, post: _Post) -> TimedInstruction:
+    """Return when a transfer that is over happened, as its rank sees it."""
+    over_s = post.posted_s if post.over_s is None else post.over_s
+    if post.is_send:
+        return TimedInstruction(rank, post.transfer, post.begin_s, over_s)
+    return TimedInstruction(rank, post.transfer, post.posted_s, max(post.posted_s, over_s))
+
+
+# ---- what it comes to ----
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,33 +250,33 @@ class Simulation:
         return 1 - sum(self.busy_s) / whole_s if whole_s else 0.0
 
 
-def simulate_schedule(schedule: Schedule, costs: InstructionCosts) -> Simulation:
+def simulate_schedule(schedule: Schedule, costs: Costs) -> Simulation:
     """Return what happens when a lowered schedule is run.
 
     Raises:
         UsageError: for costs of another number of stages.
         ScheduleError: when the ranks wait for one another for ever; `check` says where.
     """
-    counts = {len(times) for times in costs.seconds.values()}
-    if counts and counts != {schedule.stages}:
+    counts = {len(times) for times in costs.values()} - {schedule.stages}
+    if counts:
         raise UsageError(f"the costs are of {counts.pop()} stages, but {schedule.name} has {schedule.stages}")
-    run = ScheduleRun(schedule, costs.of, costs.rendezvous)
+    run = ScheduleRun(schedule, costs)
     if run.stuck:
         progress = run.stuck[0]
         raise ScheduleError(f"rank {progress.rank} waits for ever in its item {progress.at}; check the schedule first")
     spans = sorted(run.spans, key=lambda span: span.rank)
-    ranks, stages = range(schedule.ranks), range(schedule.stages)
     busy_s = [0.0] * schedule.ranks
     for span in spans:
         if span.instruction.kind in _BUSY:
             busy_s[span.rank] += span.end_s - span.begin_s
+    versions = [weight_versions(schedule, stage) for stage in range(schedule.stages)]
     return Simulation(
         spans=tuple(spans),
         makespan_s=max((span.end_s for span in spans), default=0.0),
         busy_s=tuple(busy_s),
         waiting_s=tuple(progress.waited_s for progress in run.ranks),
-        peak_activations=tuple(peak_activations(schedule, rank) for rank in ranks),
-        staleness=tuple(staleness(schedule, stage) for stage in stages),
-        weight_versions=tuple(weight_versions(schedule, stage) for stage in stages),
+        peak_activations=tuple(peak_activations(schedule, rank) for rank in range(schedule.ranks)),
+        staleness=tuple(stale for stale, _ in versions),
+        weight_versions=tuple(most for _, most in versions),
         messages=sum(span.instruction.kind in SENDS for span in spans),
     )

@@ -12,7 +12,7 @@ from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.data.text import Text
 from nnmpi.errors import counted
 from nnmpi.nn.norm import BatchNorm
-from nnmpi.schedule.registry import name_of
+from nnmpi.schedule.schedules import name_of
 from nnmpi.train.build import warmup_steps
 from nnmpi.train.checkpoint import Extent
 from nnmpi.train.computing import describe_device, installed_numba

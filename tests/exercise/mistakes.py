@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.exercise.__main__ import KINDS
-from nnmpi.schedule.instruction import Kind
+from nnmpi.schedule.schedule import Kind
 from tests.exercise import solutions
 
 Mistake = tuple[str, Callable[..., Any], str]

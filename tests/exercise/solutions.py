@@ -3,7 +3,7 @@
 import numpy as np
 
 from nnmpi.comm.collective import Step
-from nnmpi.schedule.instruction import Kind
+from nnmpi.schedule.schedule import Kind
 
 
 def line_reduce(rank, size):

@@ -5,8 +5,8 @@ from functools import cache
 from hypothesis import strategies as st
 
 from nnmpi.schedule.lower import lower
-from nnmpi.schedule.registry import INFERENCE, INTERLEAVED, SCHEDULES, make
 from nnmpi.schedule.schedule import Schedule
+from nnmpi.schedule.schedules import INFERENCE, INTERLEAVED, SCHEDULES, make
 
 RANKS, MICROBATCHES, VIRTUAL = range(1, 9), range(1, 17), range(1, 4)
 SEVERAL = (INTERLEAVED, INFERENCE)  # that can have several stages on a rank

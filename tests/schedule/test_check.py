@@ -1,18 +1,17 @@
 """Planted faults: each spoils a right schedule in one place, and is told with the place marked."""
 
 import re
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from nnmpi.errors import ScheduleError
-from nnmpi.schedule.check import Checked, check
-from nnmpi.schedule.instruction import BACKWARD, RECEIVES, Instruction, Item, Kind, Together
+from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import add_transfers, place_reductions
-from nnmpi.schedule.registry import make
-from nnmpi.schedule.schedule import Schedule
+from nnmpi.schedule.schedule import BACKWARD, RECEIVES, Instruction, Item, Kind, Schedule, Together
+from nnmpi.schedule.schedules import make
 from tests.schedule.every import KINDS, lowered
 
 Programs = list[list[Item]]
@@ -24,11 +23,17 @@ def spoiled(schedule: Schedule, spoil: Callable[[Programs], None]) -> Schedule:
     return schedule.having(programs)
 
 
+def instruction(text: str) -> Instruction:
+    """Return the instruction whose text form this is."""
+    stage, kind, microbatch = re.fullmatch(r"(\d+)([A-Z_]+)(\d*)", text).groups()  # type: ignore[union-attr]
+    return Kind(kind).at(int(stage), int(microbatch) if microbatch else None)
+
+
 def read(*texts: str) -> Schedule:
     """Return the schedule of two microbatches whose programs are written out, one rank per text."""
     programs: Programs = []
     for text in texts:
-        items = [[Instruction.parse(word) for word in found.strip("()").split()] for found in _ITEM.findall(text)]
+        items = [[instruction(word) for word in found.strip("()").split()] for found in _ITEM.findall(text)]
         programs.append([own[0] if len(own) == 1 else Together(tuple(own)) for own in items])
     return Schedule("by hand", len(texts), len(texts), 2, tuple(map(tuple, programs)))
 
@@ -40,7 +45,7 @@ LAST = "1RECV_ACT0 1F0 1B0 (1SEND_GRAD0 1RECV_ACT1) 1F1 1B1 1REDUCE 1SEND_GRAD1 
 
 def test_the_schedule_by_hand_is_right() -> None:
     assert read(FIRST, LAST).programs == lowered("1f1b", 2, 2).programs
-    assert check(read(FIRST, LAST)) == Checked(peak_activations=(2, 1), messages=4)
+    check(read(FIRST, LAST))
 
 
 @pytest.mark.parametrize(
@@ -102,40 +107,8 @@ def test_deadlock_of_sends_that_wait() -> None:
 
 def test_deadlock_of_receives() -> None:
     first = "0F0 0F1 0RECV_GRAD0 0SEND_ACT0 0SEND_ACT1 0B0 0RECV_GRAD1 0B1 0REDUCE 0STEP"
-    with pytest.raises(ScheduleError, match="deadlock even when sends are buffered: rank 0 in 0RECV_GRAD0, rank 1 in"):
+    with pytest.raises(ScheduleError, match="deadlock .*: rank 0 in 0RECV_GRAD0, rank 1 in"):
         check(read(first, LAST))
-
-
-# ---- buffers ----
-
-
-def one_receive_buffer(one: Instruction) -> Hashable:
-    """A known fault: each stage receives everything in one buffer, which its layers still hold."""
-    return (one.kind, one.stage) if one.kind is Kind.RECV_ACT else one
-
-
-@pytest.mark.parametrize("name", ["gpipe", "zero-bubble", "interleaved"])
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_one_receive_buffer_is_refused(name: str, ranks: int) -> None:
-    with pytest.raises(
-        ScheduleError,
-        match=r"\dRECV_ACT1 overwrites the buffer in which the result of \dRECV_ACT0 lies, before \d[BW]\d has",
-    ):
-        check(lowered(name, ranks, 4, 2 if name == "interleaved" else 1), one_receive_buffer)
-
-
-def test_1f1b_can_do_with_as_many_buffers_as_it_keeps_activations() -> None:
-    schedule = lowered("1f1b", 4, 16)
-    check(schedule, lambda one: (one.kind, one.stage, (one.microbatch or 0) % (4 - one.stage)))
-    with pytest.raises(ScheduleError, match="overwrites the buffer"):
-        check(schedule, lambda one: (one.kind, one.stage, (one.microbatch or 0) % max(1, 3 - one.stage)))
-
-
-def test_an_output_is_not_overwritten_before_it_is_sent() -> None:
-    schedule = read("0F0 0F1 0SEND_ACT0 0SEND_ACT1", "1RECV_ACT0 1F0 1RECV_ACT1 1F1")
-    check(schedule)
-    with pytest.raises(ScheduleError, match="0F1 overwrites the buffer in which the result of 0F0 lies, before 0SEND"):
-        check(schedule, lambda one: (one.kind, one.stage))
 
 
 @pytest.mark.parametrize(("first", "second"), [(Kind.F.at(1, 0), Kind.F.at(0, 0)), (Kind.B.at(0, 0), Kind.B.at(1, 0))])
@@ -171,15 +144,9 @@ def _is_refused(schedule: Schedule) -> bool:
 
 @settings(max_examples=100)
 @given(st.data())
-def test_what_is_dropped_is_missed(data: st.DataObject) -> None:
+def test_what_is_dropped_or_doubled_is_noticed(data: st.DataObject) -> None:
     schedule, rank, at = _draw(data)
     assert _is_refused(spoiled(schedule, lambda programs: programs[rank].__delitem__(at)))
-
-
-@settings(max_examples=100)
-@given(st.data())
-def test_what_is_doubled_is_noticed(data: st.DataObject) -> None:
-    schedule, rank, at = _draw(data)
     to = data.draw(st.integers(0, len(schedule.programs[rank])))
     assert _is_refused(spoiled(schedule, lambda programs: programs[rank].insert(to, programs[rank][at])))
 

@@ -4,18 +4,17 @@ import pytest
 from hypothesis import given, settings
 
 from nnmpi.schedule.check import check
-from nnmpi.schedule.instruction import Kind
-from nnmpi.schedule.registry import make
-from nnmpi.schedule.simulate import InstructionCosts, Simulation, simulate_schedule
+from nnmpi.schedule.schedule import Kind
+from nnmpi.schedule.schedules import make
+from nnmpi.schedule.simulate import Simulation, even_costs, simulate_schedule
 from tests.schedule.every import KINDS, MICROBATCHES, RANKS, lowered, numbers
 
 some = settings(max_examples=20)
 
 
-def found(name: str, ranks: int, microbatches: int, virtual: int = 1, **costs: float) -> Simulation:
+def found(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Simulation:
     """Simulate with a forward of one second for a rank's stages together."""
-    even = InstructionCosts.even(ranks * virtual, forward_s=1 / virtual, **costs)
-    return simulate_schedule(lowered(name, ranks, microbatches, virtual), even)
+    return simulate_schedule(lowered(name, ranks, microbatches, virtual), even_costs(ranks * virtual, 1 / virtual))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])

@@ -2,12 +2,13 @@
 
 from collections.abc import Iterator, Sequence
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given as drawn
 from hypothesis import strategies as st
 
-from nnmpi.errors import LayoutError, NnmpiError, UsageError
+from nnmpi.errors import LayoutError
 from nnmpi.schedule.partition import partition
 
 Cut = tuple[range, ...]
@@ -29,7 +30,7 @@ def goodness(cut: Cut, times: Sequence[int]) -> tuple[int, int]:
     return max(found), sum(each**2 for each in found)
 
 
-@given(many_layers, st.data())
+@drawn(many_layers, st.data())
 def test_no_cut_is_better(times: list[int], data: st.DataObject) -> None:
     stages = data.draw(st.integers(1, len(times)))
     cut = partition(times, stages)
@@ -37,7 +38,7 @@ def test_no_cut_is_better(times: list[int], data: st.DataObject) -> None:
     assert goodness(cut, times) == min(goodness(other, times) for other in every_cut(len(times), stages))
 
 
-@given(many_layers, st.data())
+@drawn(many_layers, st.data())
 def test_no_cut_within_the_limit_is_better(times: list[int], data: st.DataObject) -> None:
     """And where none is within it, the sentence says what the least possible is."""
     stages = data.draw(st.integers(1, len(times)))
@@ -60,23 +61,13 @@ def test_memory_goes_before_time() -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "kind", "words"),
+    ("given", "words"),
     [
-        (lambda: partition([1, 2], 3), LayoutError, "2 layers cannot be cut into 3 stages; give 1 to 2 stages"),
-        (lambda: partition([1, 2], 0), LayoutError, "into 0 stages"),
-        (lambda: partition([1, 2], 1, [1]), UsageError, "2 layers have times, but 1 have bytes"),
-        (lambda: partition([1, 2], 1, limit_bytes=4), UsageError, "a limit of 4 bytes needs the bytes"),
-        (lambda: partition([1, -2], 1), UsageError, "the times of layer 1 are -2"),
-        (lambda: partition([1, float("nan")], 1), UsageError, "the times of layer 1 are nan"),
-        (lambda: partition([1, 2], 1, [-1, 1]), UsageError, "the bytes of layer 0 are -1"),
-        (
-            lambda: partition([1, 2, 3], 2, [4, 40, 5], 39),
-            LayoutError,
-            "3 layers in 2 stages do not fit 39 bytes a stage: the least possible is 44, and the largest layer, "
-            "number 1, has 40; give more stages or a higher limit",
-        ),
+        (([1, 2], 3), "2 layers cannot be cut into 3 stages; give 1 to 2 stages"),
+        (([1, 2], 0), "into 0 stages"),
+        (([1, 2, 3], 2, [4, 40, 5], 39), "2 stages do not fit 39 bytes .* least possible is 44, .* number 1, has 40"),
     ],
 )
-def test_what_cannot_be_cut(make, kind: type[NnmpiError], words: str) -> None:
-    with pytest.raises(kind, match=words):
-        make()
+def test_what_cannot_be_cut(given: tuple[Any, ...], words: str) -> None:
+    with pytest.raises(LayoutError, match=words):
+        partition(*given)

@@ -6,12 +6,12 @@ import re
 import pytest
 
 from nnmpi.errors import ScheduleError
-from nnmpi.schedule import registry
+from nnmpi.schedule import schedules
 from nnmpi.schedule.__main__ import main
-from nnmpi.schedule.instruction import COMPUTE
 from nnmpi.schedule.lower import add_transfers
-from nnmpi.schedule.registry import SCHEDULES, make
 from nnmpi.schedule.render import render
+from nnmpi.schedule.schedule import COMPUTE
+from nnmpi.schedule.schedules import SCHEDULES, make
 from tests.schedule.every import KINDS, lowered
 
 FUNCTIONS = {name: name.replace("-", "_") for name in SCHEDULES} | {"1f1b": "one_f_one_b"}
@@ -19,7 +19,7 @@ FUNCTIONS = {name: name.replace("-", "_") for name in SCHEDULES} | {"1f1b": "one
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_picture_in_the_docstring_is_what_the_command_prints(name: str) -> None:
-    text = inspect.getdoc(getattr(registry, FUNCTIONS[name])) or ""
+    text = inspect.getdoc(getattr(schedules, FUNCTIONS[name])) or ""
     command, grid = re.search(r"^    python -m nnmpi\.schedule (.*)\n\n((?:    .*\n)+)", text, re.MULTILINE).groups()  # type: ignore[union-attr]
     assert f"--schedule {name} " in command
     printed = main(command.split()).split("\n\n")

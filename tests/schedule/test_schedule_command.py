@@ -1,6 +1,5 @@
 """The command: what it says, the files that it writes, and one sentence for each mistake."""
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import pytest
 
 from nnmpi.errors import UsageError
 from nnmpi.schedule.__main__ import main
-from nnmpi.schedule.registry import SCHEDULES
+from nnmpi.schedule.schedules import SCHEDULES
 
 COMMAND = "--schedule 1f1b --stages 4 --microbatches 8"
 
@@ -47,15 +46,6 @@ def test_the_trace_is_one_that_perfetto_opens(tmp_path: Path) -> None:
     assert sum(row["ph"] == "X" and row["cat"] == "forward" for row in rows) == 32
     assert sum(row["ph"] == "s" for row in rows) == sum(row["ph"] == "f" for row in rows) == 48
     assert max(row["ts"] + row["dur"] for row in rows if row["ph"] == "X") > 33e3
-
-
-@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib")
-@pytest.mark.parametrize("name", ["interleaved", "zero-bubble", "pipedream"])
-def test_the_png(tmp_path: Path, name: str) -> None:
-    file = tmp_path / "grid.png"
-    words = f"--schedule {name} --stages 3 --microbatches 5 --reduce-ms 2 --step-ms 1 --png {file}"
-    assert f"drawn in {file}" in main(words.split())
-    assert file.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,17 @@
 """Simulated times against sums that are done by hand, and costs from measurements."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nnmpi.errors import ScheduleError, UsageError
-from nnmpi.schedule.instruction import COMPUTE, Instruction, Kind
 from nnmpi.schedule.lower import add_transfers
-from nnmpi.schedule.registry import make
-from nnmpi.schedule.simulate import InstructionCosts, Simulation, simulate_schedule
+from nnmpi.schedule.schedule import COMPUTE, Kind
+from nnmpi.schedule.schedules import make
+from nnmpi.schedule.simulate import ScheduleRun, Simulation, even_costs, measured_costs, simulate_schedule
 from tests.schedule.every import lowered, schedules
 
 
@@ -24,9 +25,7 @@ def test_two_stages_two_microbatches_by_hand() -> None:
     rank 0   0F0 0-2   0F1 2-4                        0B0 11.5-15.5            0B1 19.5-23.5
     rank 1                      1F0 3-6   1B0 6-11    1F1 11-14     1B1 14-19
     """
-    costs = InstructionCosts(
-        {Kind.F: (2.0, 3.0), Kind.B: (4.0, 5.0), Kind.SEND_ACT: (1.0, 1.0), Kind.SEND_GRAD: (0.5, 0.5)},
-    )
+    costs = {Kind.F: (2.0, 3.0), Kind.B: (4.0, 5.0), Kind.SEND_ACT: (1.0, 1.0), Kind.SEND_GRAD: (0.5, 0.5)}
     simulation = simulate_schedule(lowered("1f1b", 2, 2), costs)
     found = spans(simulation)
     assert found["0F1"] == (2.0, 4.0)
@@ -43,38 +42,26 @@ def test_two_stages_two_microbatches_by_hand() -> None:
 
 
 def test_a_send_that_waits_holds_its_rank() -> None:
-    eager, held = (
-        spans(simulate_schedule(lowered("gpipe", 2, 2), InstructionCosts.even(2, message_s=1.0, rendezvous=rendezvous)))
-        for rendezvous in (False, True)
-    )
+    def found(name: str, microbatches: int, costs: dict[Kind, tuple[float, float]], rendezvous: bool = True) -> Any:
+        run = ScheduleRun(lowered(name, 2, microbatches), costs, rendezvous)
+        return {str(span.instruction): (span.begin_s, span.end_s) for span in run.spans}
+
+    even = {Kind.F: (1.0, 1.0), Kind.B: (2.0, 2.0), Kind.SEND_ACT: (1.0, 1.0)}
+    eager, held = (found("gpipe", 2, even, rendezvous) for rendezvous in (False, True))
     assert eager["0F1"] == (1.0, 2.0) and held["0F1"] == (2.0, 3.0)
     assert held["0SEND_ACT1"] == (3.0, 4.0) and held["1F0"] == (2.0, 3.0)
-    costs = InstructionCosts({Kind.F: (1.0, 5.0), Kind.SEND_ACT: (1.0, 1.0)}, rendezvous=True)
-    slow = spans(simulate_schedule(lowered("inference", 2, 3), costs))
+    slow = found("inference", 3, {Kind.F: (1.0, 5.0), Kind.SEND_ACT: (1.0, 1.0)})
     assert slow["1F0"] == (2.0, 7.0)
     assert slow["0SEND_ACT1"] == (7.0, 8.0)  # it has waited since 3.0
     assert slow["0F2"] == (8.0, 9.0)
 
 
-def test_a_reduction_runs_beside_and_the_update_waits_for_it() -> None:
-    costs = InstructionCosts.even(4, reduce_s=2.0, step_s=0.5)
-    found = spans(simulate_schedule(lowered("interleaved", 2, 2, 2), costs))
-    assert found["2REDUCE"][0] == found["2B1"][1] < found["0B0"][0] + 1  # during the tail
-    assert found["0REDUCE"] == (found["0B1"][1], found["0B1"][1] + 2.0)
-    assert found["0STEP"] == (found["0REDUCE"][1], found["0REDUCE"][1] + 0.5)
-    assert found["2STEP"][0] == found["0STEP"][1]
-
-
 @settings(max_examples=40)
-@given(schedules, st.sampled_from([False, True]), st.sampled_from([0.0, 0.25, 3.0]))
-def test_what_holds_of_every_simulation(
-    chosen: tuple[tuple[str, int], tuple[int, int]], rendezvous: bool, message_s: float
-) -> None:
+@given(schedules, st.sampled_from([0.0, 0.25, 3.0]))
+def test_what_holds_of_every_simulation(chosen: tuple[tuple[str, int], tuple[int, int]], message_s: float) -> None:
     (name, virtual), (ranks, microbatches) = chosen
     schedule = lowered(name, ranks, microbatches, virtual)
-    simulation = simulate_schedule(
-        schedule, InstructionCosts.even(schedule.stages, message_s=message_s, rendezvous=rendezvous)
-    )
+    simulation = simulate_schedule(schedule, even_costs(schedule.stages, message_s=message_s))
     found = {span.instruction: span for span in simulation.spans}
     assert len(found) == len(simulation.spans) == sum(len(list(schedule.instructions(r))) for r in range(ranks))
     for rank in range(ranks):
@@ -100,39 +87,17 @@ def test_what_was_simulated_is_measured_and_simulated_again(
     schedule = lowered(name, ranks, microbatches, virtual)
     stages = schedule.stages
     times = {kind: [1.0 + 0.25 * ((7 * s + i) % 5) for s in range(stages)] for i, kind in enumerate(Kind)}
-    first = simulate_schedule(schedule, InstructionCosts(times))
-    samples: list[tuple[Instruction, float]] = [(s.instruction, s.end_s - s.begin_s) for s in first.spans]
-    again = simulate_schedule(schedule, InstructionCosts.measured(stages, samples))
+    first = simulate_schedule(schedule, times)
+    samples = [(s.instruction, s.end_s - s.begin_s) for s in first.spans]
+    again = simulate_schedule(schedule, measured_costs(stages, samples))
     assert again.makespan_s == pytest.approx(first.makespan_s)
     assert again.busy_s == pytest.approx(first.busy_s)
 
 
-@pytest.mark.parametrize(
-    ("costs", "sentence"),
-    [
-        (
-            lambda: InstructionCosts({Kind.F: (1.0, -1.0)}),
-            r"times of F, \[1.0, -1.0\] s, are not all numbers",
-        ),
-        (lambda: InstructionCosts({Kind.F: (float("nan"),)}), "are not all numbers"),
-        (lambda: InstructionCosts({Kind.F: (1.0,), Kind.B: (1.0, 1.0)}), "different numbers of stages: 1 of F, 2 of B"),
-        (
-            lambda: InstructionCosts.measured(2, [(Kind.F.at(2, 0), 1.0)]),
-            "2F0 was measured, but there are only the stages 0..1",
-        ),
-        (
-            lambda: simulate_schedule(lowered("gpipe", 2, 2), InstructionCosts.even(3)),
-            "costs are of 3 stages, but gpipe has 2",
-        ),
-    ],
-)
-def test_costs_that_are_none(costs: object, sentence: str) -> None:
-    with pytest.raises(UsageError, match=sentence):
-        costs()  # type: ignore[operator]
-
-
-def test_a_deadlock_is_not_simulated() -> None:
+def test_what_cannot_be_simulated_is_refused() -> None:
+    with pytest.raises(UsageError, match="costs are of 3 stages, but gpipe has 2"):
+        simulate_schedule(lowered("gpipe", 2, 2), even_costs(3))
     unfused = add_transfers(make("1f1b", 2, 2))
-    assert simulate_schedule(unfused, InstructionCosts.even(2)).makespan_s == 9
-    with pytest.raises(ScheduleError, match="rank 0 waits for ever in its item 3; check the schedule first"):
-        simulate_schedule(unfused, InstructionCosts.even(2, rendezvous=True))
+    assert simulate_schedule(unfused, even_costs(2)).makespan_s == 9
+    with pytest.raises(ScheduleError, match="rank 0 waits for ever in its item 6; check the schedule first"):
+        simulate_schedule(unfused.having([unfused.programs[0], unfused.programs[1][:-1]]), even_costs(2))

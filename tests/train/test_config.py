@@ -8,7 +8,7 @@ from nnmpi.comm.algorithms.registry import NAMES
 from nnmpi.custom import Custom
 from nnmpi.errors import UsageError
 from nnmpi.optim.updates import NAMES as OPTIMIZERS
-from nnmpi.schedule.registry import INFERENCE, SCHEDULES
+from nnmpi.schedule.schedules import INFERENCE, SCHEDULES
 from nnmpi.train.config import Config, DataConfig, ModelConfig, OptimizationConfig, ParallelConfig, RunConfig
 
 

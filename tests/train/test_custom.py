@@ -23,7 +23,7 @@ import numpy as np
 from nnmpi import ops, optim
 from nnmpi.comm.collective import Step
 from nnmpi.data import Dataset
-from nnmpi.schedule.instruction import Kind
+from nnmpi.schedule.schedule import Kind
 
 
 def relay(rank, size):

@@ -23,10 +23,10 @@ from nnmpi.errors import LayoutError, UsageError
 from nnmpi.memory.ledger import ACTIVATIONS, GRADIENTS, PARAMETERS, STATE
 from nnmpi.memory.plan import LayerCost
 from nnmpi.nn.chain import ModelPart, open_chain
-from nnmpi.schedule.instruction import Kind
 from nnmpi.schedule.lower import lower
-from nnmpi.schedule.registry import make
-from nnmpi.schedule.simulate import InstructionCosts, simulate_schedule
+from nnmpi.schedule.schedule import Kind
+from nnmpi.schedule.schedules import make
+from nnmpi.schedule.simulate import simulate_schedule
 from nnmpi.train import computing
 from nnmpi.train.cli import main, parse
 from nnmpi.train.config import ParallelConfig, assemble
@@ -168,7 +168,7 @@ def test_a_pipeline_takes_about_what_its_simulation_takes(
     cuts = one.shapes.cuts(2, virtual)
     stage_s = [one.profile.step(4, "seconds") * sum(layers[i].seconds for i in cut) / whole_s for cut in cuts]
     times = {Kind.F: 1 / 3, Kind.B: 2 / 3, Kind.I: 1 / 3, Kind.W: 1 / 3}
-    costs = InstructionCosts({kind: [part * seconds for seconds in stage_s] for kind, part in times.items()})
+    costs = {kind: [part * seconds for seconds in stage_s] for kind, part in times.items()}
     simulated_s = simulate_schedule(lower(make(name, 2, 4, virtual)), costs).makespan_s
     told_s = price.computing_s + price.bubble_s - 2 * one.network.message(0, 1, 64 * 4)
     assert told_s == pytest.approx(simulated_s, rel=off)

@@ -34,8 +34,8 @@ from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain
 from nnmpi.nn.module import Module
 from nnmpi.parallel.zero.units import StateBytes, predict_bytes
 from nnmpi.schedule.partition import partition
-from nnmpi.schedule.registry import make
 from nnmpi.schedule.schedule import most_kept
+from nnmpi.schedule.schedules import make
 from nnmpi.train.planner.network import PlannedNetwork
 from nnmpi.train.planner.profile import Profile, Workload
 from nnmpi.train.planner.space import Candidate, Refusals, candidates

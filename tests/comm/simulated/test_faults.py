@@ -12,10 +12,9 @@ import pytest
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CommError
-from nnmpi.schedule.instruction import SENDS, TRANSFERS, Kind, parts
 from nnmpi.schedule.lower import add_transfers, fuse
-from nnmpi.schedule.registry import make
-from nnmpi.schedule.schedule import Schedule
+from nnmpi.schedule.schedule import SENDS, TRANSFERS, Kind, Schedule, parts
+from nnmpi.schedule.schedules import make
 
 LONG = 100_000  # bytes: more than what leaves at once
 HERE = Path(__file__).name

@@ -10,8 +10,7 @@ from typing import TypeAlias
 
 from nnmpi.custom import ask
 from nnmpi.errors import UsageError
-from nnmpi.schedule.instruction import Instruction, Kind
-from nnmpi.schedule.schedule import Schedule
+from nnmpi.schedule.schedule import Instruction, Kind, Schedule
 from nnmpi.shard import split
 
 
@@ -175,24 +174,20 @@ def zero_bubble(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, 
     return (*program, *(Kind.W.at(rank, m) for m in range(microbatches - behind, microbatches)))
 
 
-INTERLEAVED, INFERENCE = "interleaved", "inference"
+INTERLEAVED, INFERENCE = "interleaved", "inference"  # that can have several stages on a rank, and take their number
 
-_VIRTUAL: Mapping[str, Callable[[int, int, int, int], tuple[Instruction, ...]]] = MappingProxyType(
-    {INTERLEAVED: interleaved, INFERENCE: inference}
-)  # of several stages per rank: (rank, ranks, microbatches, virtual) -> what the rank computes
-
-_PLAIN: Mapping[str, Callable[[int, int, int], tuple[Instruction, ...]]] = MappingProxyType(
+SCHEDULES: Mapping[str, Callable[..., tuple[Instruction, ...]]] = MappingProxyType(
     {
         "naive": naive,
         "gpipe": gpipe,
         "1f1b": one_f_one_b,
+        INTERLEAVED: interleaved,
         "zero-bubble": zero_bubble,
+        INFERENCE: inference,
         "pipedream": pipedream,
     }
-)  # of one stage per rank: (rank, ranks, microbatches) -> what the rank computes
-
-SCHEDULES = ("naive", "gpipe", "1f1b", INTERLEAVED, "zero-bubble", INFERENCE, "pipedream")
-"""All names."""
+)
+"""By name: (rank, ranks, microbatches) -> what the rank computes."""
 
 
 Generator: TypeAlias = str | Callable[[int, int, int], Sequence[Instruction]]
@@ -221,11 +216,9 @@ def make(name: Generator, ranks: int, microbatches: int, virtual: int = 1) -> Sc
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("virtual stages per rank", virtual)):
         if number < 1:
             raise UsageError(f"a schedule cannot have {number} {what}; give at least 1")
-    if isinstance(name, str) and name in _VIRTUAL:
-        programs = tuple(_VIRTUAL[name](rank, ranks, microbatches, virtual) for rank in range(ranks))
-    elif virtual > 1:
+    more = (virtual,) if name in (INTERLEAVED, INFERENCE) else ()
+    if virtual > 1 and not more:
         raise UsageError(f"{name_of(name)} has one stage on each rank, not {virtual}; for several choose {INTERLEAVED}")
-    else:
-        plain = _PLAIN[name] if isinstance(name, str) else name
-        programs = tuple(ask(plain, Instruction, rank, ranks, microbatches) for rank in range(ranks))
+    rule = SCHEDULES[name] if isinstance(name, str) else name
+    programs = tuple(ask(rule, Instruction, rank, ranks, microbatches, *more) for rank in range(ranks))
     return Schedule(name_of(name), ranks, ranks * virtual, microbatches, programs)
