@@ -8,39 +8,15 @@ python -m nnmpi.exercise ring-all-reduce my_ring.py    checks what was written t
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 
 from nnmpi.command import Parser, entry, folded, say, suggest
 from nnmpi.custom import load_custom
 from nnmpi.errors import UsageError
-from nnmpi.exercise import collectives, costs, operators, plans, schedules, sharding, staleness
+from nnmpi.exercise import messages, training
 from nnmpi.exercise.exercise import Exercise, guarded
 
-KINDS: Mapping[str, tuple[Exercise, ...]] = MappingProxyType(
-    {
-        "collectives": collectives.EXERCISES,
-        "what they cost": costs.EXERCISES,
-        "pipeline schedules": schedules.EXERCISES,
-        "gradients of operations": operators.EXERCISES,
-        "what ranks share out": sharding.EXERCISES,
-        "who may go on": staleness.EXERCISES,
-        "memory plans": plans.EXERCISES,
-    }
-)
-
-EXERCISES: Mapping[str, Exercise] = MappingProxyType({each.name: each for kind in KINDS.values() for each in kind})
-
-
-def find_exercise(name: str) -> Exercise:
-    """Return the exercise of this name.
-
-    Raises:
-        UsageError: for a name that there is not, with the nearest ones.
-    """
-    if name not in EXERCISES:
-        near = suggest(name.replace("-", "_"), [each.replace("-", "_") for each in EXERCISES])
-        raise UsageError(f"there is no exercise {name!r}{near}; python -m nnmpi.exercise lists them")
-    return EXERCISES[name]
+KINDS: Mapping[str, tuple[Exercise, ...]] = {**messages.KINDS, **training.KINDS}
+EXERCISES: Mapping[str, Exercise] = {each.name: each for kind in KINDS.values() for each in kind}
 
 
 def main(words: Sequence[str]) -> str:
@@ -57,7 +33,10 @@ def main(words: Sequence[str]) -> str:
             for kind, found in KINDS.items()
         ]
         return "\n".join([*(line for lines in lists for line in lines), folded(__doc__ or "")])
-    exercise = find_exercise(given.name)
+    if given.name not in EXERCISES:
+        near = suggest(given.name.replace("-", "_"), [each.replace("-", "_") for each in EXERCISES])
+        raise UsageError(f"there is no exercise {given.name!r}{near}; python -m nnmpi.exercise lists them")
+    exercise = EXERCISES[given.name]
     if given.file is None:
         return exercise.starter().rstrip()
     with guarded(given.file):

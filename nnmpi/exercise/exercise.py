@@ -10,7 +10,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from resource import RUSAGE_SELF, getrusage
 from textwrap import indent
@@ -25,7 +24,7 @@ from nnmpi.errors import NnmpiError
 
 Function: TypeAlias = Callable[..., Any]
 LIMIT_S, LIMIT_BYTES = 60.0, 4 << 30  # for a whole check, which takes a few seconds and 0.1 GB at most
-LOOK_S, LAST_S = 0.25, 2.0  # how often both are looked at; and for a solution to end in, once it was told to
+LOOK_S = 0.25  # how often both are looked at
 
 
 class WrongAnswer(NnmpiError):
@@ -85,23 +84,22 @@ def call(function: Function, *values: Any) -> Any:
 
 @contextmanager
 def guarded(file: Path) -> Iterator[None]:
-    """Import and check a solution within this: what its file raises, and a loop without an end, become sentences.
+    """Import and check a solution within this: what its file raises becomes a sentence; a loop without an end ends.
 
     Raises:
-        WrongAnswer: with the line of the file. A solution that catches that, too, is ended with its process.
+        WrongAnswer: with the line of the file. Of what takes too long the process ends with it, as no exception stops a
+            solution that catches all.
     """
     begin_s, begin_bytes = time.monotonic(), _peak_bytes()
 
     def look(*_: object) -> None:
         seconds = time.monotonic() - begin_s
         takes = f" and takes {LIMIT_BYTES >> 30} GB" if _peak_bytes() - begin_bytes > LIMIT_BYTES else ""
-        if seconds < LIMIT_S and not takes:
-            return
-        line = next(filter(None, (_line_in(file, frame) for frame in sys._current_frames().values())), "")
-        text = f"{file}{line}: it has not come to an end after {min(seconds, LIMIT_S):.2g} s{takes}"
-        signal.signal(signal.SIGALRM, partial(_end, text))
-        signal.setitimer(signal.ITIMER_REAL, LAST_S)
-        raise WrongAnswer(text)
+        if seconds >= LIMIT_S or takes:
+            line = next(filter(None, (_line_in(file, frame) for frame in sys._current_frames().values())), "")
+            text = f"{file}{line}: it has not come to an end after {min(seconds, LIMIT_S):.2g} s{takes}"
+            os.write(2, f"nnmpi: {text}\n".encode())
+            os._exit(WrongAnswer.exit_status)
 
     before = signal.signal(signal.SIGALRM, look)
     signal.setitimer(signal.ITIMER_REAL, min(LOOK_S, LIMIT_S), LOOK_S)
@@ -127,12 +125,6 @@ def guarded(file: Path) -> Iterator[None]:
 def _peak_bytes() -> int:
     """Return the most memory that this process has had."""
     return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _end(text: str, *_: object) -> None:
-    """End the process with a sentence."""
-    os.write(2, f"nnmpi: {text}\n".encode())
-    os._exit(WrongAnswer.exit_status)
 
 
 def _line_in(file: Path, frame: FrameType | None) -> str:

@@ -142,7 +142,7 @@ class ScheduleRun:
         """
         self.ranks = [RankProgress(rank, program) for rank, program in enumerate(schedule.programs)]
         self.spans: list[TimedInstruction] = []
-        self._costs, self._rendezvous, self._free = costs, rendezvous, (0.0,) * schedule.stages
+        self._costs, self._rendezvous = costs, rendezvous
         self._posts: defaultdict[tuple[Channel, bool], list[_Post]] = defaultdict(list)  # the two ends of channels
         self._free_s: defaultdict[Channel, float] = defaultdict(float)  # when a channel's last message is over
         self._todo = deque(self.ranks)
@@ -161,7 +161,8 @@ class ScheduleRun:
         return [post.transfer for post in progress.posts if self._end(post) is None]
 
     def _seconds(self, one: Instruction) -> float:
-        return self._costs.get(one.kind, self._free)[one.stage]
+        times = self._costs.get(one.kind, ())
+        return times[one.stage] if one.stage < len(times) else 0.0  # `check` refuses stages that there are not, later
 
     def _advance(self, progress: RankProgress) -> bool:
         """Do the next item of a rank's program, and return whether it could be done."""

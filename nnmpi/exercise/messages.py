@@ -1,0 +1,481 @@
+"""What ranks send one another, to write: collectives as steps, what they cost, and what ranks share out.
+
+A collective is a function of (rank, size) that returns that rank's steps. It is proved on several numbers of ranks;
+then its rounds, what a rank sends and with whom it talks are held against what is asked for. Costs are for N ranks, M
+bytes, alpha seconds for a message and beta for a byte, and are held against `price`. What is written against a group
+runs on simulated ranks, and is compared with the serial result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
+from math import isclose
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.comm.algorithms.registry import find_collective
+from nnmpi.comm.algorithms.tree import levels
+from nnmpi.comm.collective import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BROADCAST,
+    NEIGHBOUR_AVERAGE,
+    REDUCE_SCATTER,
+    ROOT,
+    Contract,
+    Step,
+    everyone,
+    part,
+)
+from nnmpi.comm.group import Group
+from nnmpi.comm.machine import Machine
+from nnmpi.comm.prove import Proof, prove_steps
+from nnmpi.comm.simulate import price
+from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.errors import CommError, ScheduleError, counted
+from nnmpi.exercise.exercise import Exercise, Function, WrongAnswer, call, compare
+from nnmpi.shard import split
+
+Limit: TypeAlias = Callable[[int], int]
+"""ranks -> how many are enough."""
+
+Partners: TypeAlias = Callable[[int, int, int], bool]
+"""(rank, other, ranks) -> whether the two may talk to one another."""
+
+ANY, POWERS = (1, 2, 3, 4, 5, 8), (1, 2, 4, 8, 16)
+
+REDUCE = Contract(
+    "reduce",
+    lambda rank, chunk, size: part(rank),
+    lambda rank, chunk, size: everyone(size) if rank == ROOT else None,
+)
+SCATTER = Contract(
+    "scatter",
+    lambda rank, chunk, size: part(ROOT) if rank == ROOT else None,
+    lambda rank, chunk, size: part(ROOT) if chunk == rank else None,
+)
+GATHER = Contract(
+    "gather",
+    lambda rank, chunk, size: part(rank) if chunk == rank else None,
+    lambda rank, chunk, size: part(chunk) if rank == ROOT else None,
+)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What a collective must do.
+
+    Attributes:
+        contract: what every rank has before and after it.
+        sizes: the numbers of ranks.
+        rounds: how many it may take.
+        chunks: how many any one rank may send.
+        partners: whether two ranks may talk to one another on so many; None for all.
+    """
+
+    contract: Contract
+    sizes: tuple[int, ...]
+    rounds: Limit
+    chunks: Limit
+    partners: Partners | None = None
+
+
+def check_collective(wanted: Wanted, function: Function) -> str:
+    """Return what a right collective does.
+
+    Raises:
+        WrongAnswer: naming the number of ranks, and rank, step and chunk of the fault.
+    """
+    for size in wanted.sizes:
+        steps = [_steps(function, rank, size) for rank in range(size)]
+        try:
+            proof = prove_steps(steps, wanted.contract)
+        except ScheduleError as error:
+            raise WrongAnswer(f"on {counted(size, 'rank')}: {error}") from None
+        _check_limits(wanted, steps, proof)
+    sizes = ", ".join(map(str, wanted.sizes))
+    return f"right on {sizes} ranks; on {size} it takes {proof.rounds} rounds and {proof.messages} messages"
+
+
+def _steps(function: Function, rank: int, size: int) -> tuple[Step, ...]:
+    try:
+        steps = call(function, rank, size)
+    except ScheduleError as error:  # of a step that means nothing
+        raise WrongAnswer(f"on {counted(size, 'rank')}, rank {rank}: {error}") from None
+    if not isinstance(steps, tuple | list) or not all(isinstance(each, Step) for each in steps):
+        raise WrongAnswer(f"on {counted(size, 'rank')}, rank {rank} gives {steps!r}; give a list of Step")
+    return tuple(steps)
+
+
+def _check_limits(wanted: Wanted, steps: Sequence[Sequence[Step]], proof: Proof) -> None:
+    """Refuse what is right but not what was asked for."""
+    size = len(steps)
+    right = f"on {counted(size, 'rank')}: the result is right, but"
+    for rank, own in enumerate(steps):
+        for at, step in enumerate(own):
+            for partner in (step.to, step.from_):
+                if partner is not None and wanted.partners and not wanted.partners(rank, partner, size):
+                    raise WrongAnswer(f"{right} rank {rank}, step {at} talks to rank {partner}, which it may not")
+        sent = sum(len(step.send) for step in own)
+        if sent > wanted.chunks(size):
+            raise WrongAnswer(f"{right} rank {rank} sends {sent} chunks, and {wanted.chunks(size)} are enough")
+    if proof.rounds > wanted.rounds(size):
+        raise WrongAnswer(f"{right} it takes {proof.rounds} rounds, and {wanted.rounds(size)} are enough")
+
+
+# Who may talk to whom: (rank, other, size) -> whether they may.
+_RING: Partners = lambda rank, other, size: (rank - other) % size in (1, size - 1)  # noqa: E731
+_LINE: Partners = lambda rank, other, size: abs(rank - other) == 1  # noqa: E731
+_STAR: Partners = lambda rank, other, size: ROOT in (rank, other)  # noqa: E731
+
+_COLLECTIVES: tuple[tuple[str, str, Wanted], ...] = (
+    (
+        "line-reduce",
+        "The sum of all ranks at rank 0, passed along a line.\n\nRank r talks to r - 1 and r + 1 only; all chunks "
+        "travel at once, in size - 1 rounds.",
+        Wanted(REDUCE, ANY, lambda n: n - 1, lambda n: n, _LINE),
+    ),
+    (
+        "line-broadcast",
+        "Rank 0's buffer to everybody along a line, chunk after chunk.\n\nA rank passes a chunk on while the next one "
+        "comes: at most 2 (size - 1) rounds.\nRank r talks to r - 1 and r + 1 only.",
+        Wanted(BROADCAST, ANY, lambda n: 2 * (n - 1), lambda n: n, _LINE),
+    ),
+    (
+        "star-all-reduce",
+        "A parameter server: rank 0 adds up what all bring, and sends the sum back.\n\nOnly rank 0 talks to the "
+        "others: 2 (size - 1) rounds.",
+        Wanted(ALL_REDUCE, ANY, lambda n: 2 * (n - 1), lambda n: n * (n - 1) if n > 2 else n, _STAR),
+    ),
+    (
+        "ring-reduce-scatter",
+        "Around a ring: rank r ends with the sum of chunk r.\n\nRank r talks to its two neighbours only: size - 1 "
+        "rounds, and a rank sends size - 1 chunks.",
+        Wanted(REDUCE_SCATTER, ANY, lambda n: n - 1, lambda n: n - 1, _RING),
+    ),
+    (
+        "ring-all-gather",
+        "Around a ring: rank r's chunk r gets to everybody.\n\nRank r talks to its two neighbours only: size - 1 "
+        "rounds, and a rank sends size - 1 chunks.",
+        Wanted(ALL_GATHER, ANY, lambda n: n - 1, lambda n: n - 1, _RING),
+    ),
+    (
+        "ring-all-reduce",
+        "Everybody gets the sum of all buffers, around a ring.\n\nA reduce-scatter, then an all-gather: 2 (size - 1) "
+        "rounds, and a rank sends 2 (size - 1) chunks.",
+        Wanted(ALL_REDUCE, ANY, lambda n: 2 * (n - 1), lambda n: 2 * (n - 1), _RING),
+    ),
+    (
+        "tree-broadcast",
+        "Rank 0's buffer to everybody along a tree.\n\nIn each round twice as many ranks have it: log2 of size rounds, "
+        "rounded up.",
+        Wanted(BROADCAST, ANY, levels, lambda n: n * levels(n)),
+    ),
+    (
+        "tree-reduce",
+        "The sum of all buffers at rank 0, up a tree.\n\nThe broadcast's picture from the bottom to the top: log2 of "
+        "size rounds, rounded up.",
+        Wanted(REDUCE, ANY, levels, lambda n: n),
+    ),
+    (
+        "tree-all-reduce",
+        "Everybody gets the sum, up a tree and down again.\n\n2 log2 of size rounds, rounded up; all chunks travel at "
+        "once.",
+        Wanted(ALL_REDUCE, ANY, lambda n: 2 * levels(n), lambda n: n * levels(n) + n),
+    ),
+    (
+        "tree-scatter",
+        "Rank r ends with chunk r of rank 0's buffer, along a tree.\n\nlog2 of size rounds, rounded up; rank 0 sends "
+        "each chunk once.",
+        Wanted(SCATTER, ANY, levels, lambda n: n - 1),
+    ),
+    (
+        "tree-gather",
+        "Rank 0 ends with chunk r of each rank r, up a tree.\n\nlog2 of size rounds, rounded up; nobody sends a chunk "
+        "twice.",
+        Wanted(GATHER, ANY, levels, lambda n: n - 1),
+    ),
+    (
+        "recursive-doubling",
+        "Everybody gets the sum in log2 of size rounds; size is a power of two.\n\nIn round k each rank exchanges all "
+        "chunks with the rank whose number differs in bit k.",
+        Wanted(ALL_REDUCE, POWERS, levels, lambda n: n * levels(n)),
+    ),
+    (
+        "all-gather-doubling",
+        "Rank r's chunk r gets to everybody in log2 of size rounds; size is a power of two.\n\nWhat a rank has doubles "
+        "in each round: it sends size - 1 chunks in all.",
+        Wanted(ALL_GATHER, POWERS, levels, lambda n: n - 1),
+    ),
+    (
+        "reduce-scatter-halving",
+        "Rank r ends with the sum of chunk r in log2 of size rounds; size is a power of two.\n\nWhat a rank is "
+        "responsible for halves in each round: it sends size - 1 chunks in all.",
+        Wanted(REDUCE_SCATTER, POWERS, levels, lambda n: n - 1),
+    ),
+    (
+        "halving-doubling",
+        "An all-reduce with few rounds and few bytes; size is a power of two.\n\nHalve, then double: 2 log2 of size "
+        "rounds, and a rank sends 2 (size - 1) chunks.",
+        Wanted(ALL_REDUCE, POWERS, lambda n: 2 * levels(n), lambda n: 2 * (n - 1)),
+    ),
+    (
+        "bruck-all-gather",
+        "Rank r's chunk r gets to everybody; log2 of size rounds for any size, rounded up.\n\nIn round k rank r gets "
+        "from rank r + 2^k what that rank has, as far as it is still missing.",
+        Wanted(ALL_GATHER, ANY, levels, lambda n: n - 1),
+    ),
+    (
+        "neighbour-average",
+        "Gossip: each rank ends with twice its own buffer and once each neighbour's.\n\nThe neighbours are r - 1 and "
+        "r + 1 on a ring. With two ranks each ends with the sum of both.",
+        Wanted(NEIGHBOUR_AVERAGE, ANY, lambda n: 2, lambda n: 2 * n, _RING),
+    ),
+)
+
+_FORM = """
+The buffer is cut into as many chunks as there are ranks. Return a list of steps, such as
+    Step(to=1, send=[0], from_=3, recv=[2], reduce=True)
+chunk 0 goes to rank 1, while chunk 2 comes from rank 3 and is added; without reduce it takes the place of the old one.
+A step may also only send, or only receive."""
+
+
+# ---- what they cost ----
+
+
+def _exact(operation: str, algorithm: str, N: int, M: int, alpha: float, beta: float) -> float:
+    return price(find_collective(operation, algorithm), N, M, Machine.uniform(alpha, beta))
+
+
+def _buckets(N: int, M: int, alpha: float, beta: float, buckets: int) -> float:
+    return buckets * _exact("all-reduce", "ring", N, M // buckets, alpha, beta)
+
+
+def check_cost(exact: Callable[..., float], further: Sequence[tuple[int, ...]], function: Function) -> str:
+    """Return that a formula is right.
+
+    Args:
+        exact: (N, M, alpha, beta, ...) -> the right seconds.
+        further: the values of what the formula depends on beside N, M, alpha and beta.
+
+    Raises:
+        WrongAnswer: saying for how many ranks, and whether latencies or bytes are wrong.
+    """
+    for N, rest in product((1, 2, 3, 4, 5, 8, 16), further):
+        whole = 4000 * N
+        latencies, bytes_ = exact(N, whole, 1.0, 0.0, *rest), exact(N, whole, 0.0, 1.0, *rest) / whole
+        for M, alpha, beta in ((whole, 1.0, 0.0), (whole, 0.0, 1.0), (1, 0.0, 1.0), (whole, 1.0, 1.0)):
+            found, wanted = _number(function, N, M, alpha, beta, *rest), alpha * latencies + beta * bytes_ * M
+            if not isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-9):
+                given = f"with N = {N}, M = {M}, alpha = {alpha:g}, beta = {beta:g}"
+                given += f" and {rest[0]} buckets" if rest else ""
+                hint = "; bytes are divided by /, not by //" if M == 1 else ""
+                raise WrongAnswer(f"{given} it gives {found:g}, but the steps' critical path takes {wanted:g}{hint}")
+    return "right for 1 to 16 ranks: latencies and bytes are those of the steps' critical path"
+
+
+def check_crossover(function: Function) -> str:
+    """Return where a crossover was confirmed; errors are those of `check`."""
+    for N in (4, 8, 16, 64):
+        alpha, beta = 1e-3, 1e-8  # so that a few bytes more or less do not matter
+        M = _number(function, N, alpha, beta)
+        if not 0 < M < 1e15:
+            raise WrongAnswer(f"with N = {N} it gives {M:g} bytes, which is no length of a buffer")
+        for share, better, worse in ((0.98, "tree", "ring"), (1.02, "ring", "tree")):
+            times = {name: _exact("all-reduce", name, N, int(share * M), alpha, beta) for name in ("tree", "ring")}
+            if times[better] > times[worse]:
+                told = f"ring {times['ring']:.4g} s, tree {times['tree']:.4g} s"
+                raise WrongAnswer(f"with N = {N} the two do not cross at {M:g} bytes: at {int(share * M)} it is {told}")
+    return "right for 4, 8, 16 and 64 ranks: below it the tree is faster, above it the ring"
+
+
+def _number(function: Function, *values: float) -> float:
+    found = call(function, *values)
+    if not isinstance(found, int | float):
+        raise WrongAnswer(f"it gives {found!r}, and must give a number of seconds or bytes")
+    return float(found)
+
+
+_COSTS = (
+    (
+        "server-cost",
+        "The parameter server's all-reduce: rank 0 takes from one after another, then sends to each.",
+        "ps",
+    ),
+    ("ring-cost", "The ring's all-reduce: 2 (N - 1) steps with an N-th of the buffer each.", "ring"),
+    ("tree-cost", "The tree's all-reduce: up and down, the whole buffer on every level.", "tree"),
+)
+
+
+# ---- what ranks share out ----
+
+Trial: TypeAlias = Callable[[Group, Function], tuple[Any, Any]]
+"""What one rank does: what the function gave it, and what it should have given."""
+
+SIZES = (1, 2, 3, 4)
+BATCH, IN, MIDDLE, OUT = 3, 7, 6, 5
+
+
+def check_shared(trial: Trial, function: Function) -> str:
+    """Return that every rank gets the serial result.
+
+    Raises:
+        WrongAnswer: naming rank and element, or who waits for whom.
+    """
+    for size in SIZES:
+        try:
+            results = simulate(lambda group: trial(group, function), ranks=size)
+        except CommError as error:
+            raise WrongAnswer(f"on {counted(size, 'rank')}: {error}") from None
+        for rank, (found, wanted) in enumerate(results):
+            compare(f"on {counted(size, 'rank')}, the result of rank {rank}", found, wanted)
+    return f"equal to the serial result on {', '.join(map(str, SIZES))} ranks"
+
+
+def _arrays(*shapes: tuple[int, ...]) -> list[Array]:
+    draw = np.random.default_rng(0)
+    return [draw.normal(size=shape) for shape in shapes]
+
+
+def _mine(n: int, group: Group) -> slice:
+    part = split(n, group.size)[group.rank]
+    return slice(part.start, part.stop)
+
+
+def _row_linear(group: Group, function: Function) -> tuple[Any, Any]:
+    x, w = _arrays((BATCH, IN), (IN, OUT))
+    mine = _mine(IN, group)
+    return call(function, group, x[:, mine].copy(), w[mine].copy()), x @ w
+
+
+def _column_gradient(group: Group, function: Function) -> tuple[Any, Any]:
+    grad, w = _arrays((BATCH, OUT), (IN, OUT))
+    mine = _mine(OUT, group)
+    return call(function, group, grad[:, mine].copy(), w[:, mine].copy()), grad @ w.T
+
+
+def _sharded_pair(group: Group, function: Function) -> tuple[Any, Any]:
+    x, first, second = _arrays((BATCH, IN), (IN, MIDDLE), (MIDDLE, OUT))
+    mine = _mine(MIDDLE, group)
+    found = call(function, group, x.copy(), first[:, mine].copy(), second[mine].copy())
+    return found, np.maximum(x @ first, 0) @ second
+
+
+def _global_mean(group: Group, function: Function) -> tuple[Any, Any]:
+    (losses,) = _arrays((7,))
+    mine = losses[_mine(7, group)]
+    return call(function, group, float(mine.sum()), len(mine)), losses.mean()
+
+
+def _zero_update(group: Group, function: Function) -> tuple[Any, Any]:
+    weights, *gradients = _arrays((11,), *[(11,)] * group.size)
+    found = weights.copy()
+    mine = _mine(11, group)
+    call(function, group, found, gradients[group.rank].copy(), mine, 0.1)
+    return found, weights - 0.1 * sum(gradients)
+
+
+_SHARED: tuple[tuple[str, str, str, Trial], ...] = (
+    (
+        "row-linear",
+        "x @ w, where each rank has some columns of x and the same rows of w.\n\nReturn the whole product on every "
+        "rank.",
+        "group, x, w",
+        _row_linear,
+    ),
+    (
+        "column-gradient",
+        "The gradient of x in y = x @ w, where each rank has some columns of w and the same columns of y's "
+        "gradient.\n\nReturn the whole gradient on every rank.",
+        "group, grad, w",
+        _column_gradient,
+    ),
+    (
+        "sharded-pair",
+        "max(x @ a, 0) @ b, where each rank has some columns of a and the same rows of b.\n\nReturn the whole result "
+        "on every rank; one sum is enough.",
+        "group, x, a, b",
+        _sharded_pair,
+    ),
+    (
+        "global-mean",
+        "The mean loss over all ranks' samples; some ranks have more samples than others, some none.\n\nReturn it on "
+        "every rank, from the sum of this rank's losses and how many they are.",
+        "group, loss_sum, samples",
+        _global_mean,
+    ),
+    (
+        "zero-update",
+        "A step of ZeRO: each rank updates its own part of the weights.\n\nweights and gradient are flat, and mine is "
+        "this rank's part, a slice. Change weights in place, so that they are\nthe old ones less rate times the sum of "
+        "all ranks' gradients, everywhere: reduce_scatter, update, all_gather.",
+        "group, weights, gradient, mine, rate",
+        _zero_update,
+    ),
+)
+
+_COST = "N, M, alpha, beta"
+
+KINDS: Mapping[str, tuple[Exercise, ...]] = MappingProxyType(
+    {
+        "collectives": tuple(
+            Exercise(
+                name,
+                f"{statement}\n{_FORM}",
+                "rank, size",
+                partial(check_collective, wanted),
+                "from nnmpi.comm.collective import Step",
+            )
+            for name, statement, wanted in _COLLECTIVES
+        ),
+        "what they cost": (
+            *(
+                Exercise(
+                    name,
+                    f"{statement}\n\nReturn its seconds for M bytes on N ranks; adding takes no time.",
+                    _COST,
+                    partial(check_cost, partial(_exact, "all-reduce", algorithm), [()]),
+                )
+                for name, statement, algorithm in _COSTS
+            ),
+            Exercise(
+                "all-gather-cost",
+                "The ring's all-gather: N - 1 steps.\n\nReturn its seconds on N ranks; M are the bytes of all chunks "
+                "together.",
+                _COST,
+                partial(check_cost, partial(_exact, "all-gather", "ring"), [()]),
+            ),
+            Exercise(
+                "bucket-cost",
+                "Gradients in equal buckets, each summed around the ring, one after another.\n\nReturn the seconds for "
+                "M bytes in all on N ranks.",
+                f"{_COST}, buckets",
+                partial(check_cost, _buckets, [(1,), (2,), (5,)]),
+            ),
+            Exercise(
+                "ring-tree-crossover",
+                "From how many bytes on is the ring faster than the tree?\n\nReturn the M at which both all-reduces "
+                "take as long; N is a power of two, at least 4.",
+                "N, alpha, beta",
+                check_crossover,
+            ),
+        ),
+        "what ranks share out": tuple(
+            Exercise(
+                name,
+                f"{statement}\n\ngroup has rank, size, all_reduce(array), reduce_scatter(array), all_gather(array): on "
+                "flat arrays, in place.",
+                arguments,
+                partial(check_shared, trial),
+                "import numpy as np",
+            )
+            for name, statement, arguments, trial in _SHARED
+        ),
+    }
+)
