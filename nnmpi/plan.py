@@ -7,23 +7,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from shlex import quote
 from textwrap import wrap
-from typing import Any
-
-import numpy as np
+from typing import Any, NamedTuple
 
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.memory import keep_freed_memory
-from nnmpi.backend.random import stream
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.fit import Fit, load_fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.measure import find_fit
-from nnmpi.command import Console, Option, options_of, read_words
-from nnmpi.data.dataset import Dataset, Samples
-from nnmpi.errors import UsageError, counted
+from nnmpi.command import Console
+from nnmpi.data.dataset import Samples
+from nnmpi.errors import counted
 from nnmpi.memory.ledger import KINDS
 from nnmpi.train.build import build_whole
-from nnmpi.train.cli import ask, start_ranks
+from nnmpi.train.cli import ask, read_shared, start_ranks
 from nnmpi.train.computing import check_backend, choose_computing, take_backend
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
@@ -32,11 +29,10 @@ from nnmpi.train.config import (
     ModelConfig,
     OptimizationConfig,
     RunConfig,
-    assemble,
     check_numbers,
     require,
 )
-from nnmpi.train.inputs import load_samples, match_loss
+from nnmpi.train.inputs import SampleConfig, load_samples, match_loss
 from nnmpi.train.planner.auto_layout import take_network
 from nnmpi.train.planner.network import PlannedNetwork, find_network
 from nnmpi.train.planner.price import LayoutSearch, ModelShapes, PlannedLayout, Pricer, plan
@@ -73,11 +69,6 @@ class PlanConfig:
     """Messages: fit, as they were fitted here for so many ranks; the file of a fit; numbers between nodes, such as
     alpha_us=50,gbit=10; or a network by its name: ethernet-1g, ethernet-10g, ethernet-25g, ethernet-100g,
     infiniband-edr, infiniband-hdr, infiniband-ndr, pcie3-x16, nvlink2, nvlink3, nvlink4."""
-    shape: tuple[int, ...] | None = None
-    """Plan for random samples of this shape, such as 28 28 1, in the place of --dataset; for lstm and gpt for tokens,
-    by their number, such as 64."""
-    classes: int = 10
-    """Classes of random samples, or tokens of the vocabulary."""
     kept: int = 10
     """How many layouts are printed."""
     json: bool = False
@@ -85,10 +76,7 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        check_numbers(self, "ranks nodes kept classes", 1)
-        if self.shape is not None:
-            require(bool(self.shape), "--shape is empty; give the lengths of one sample's axes, such as 28 28 1")
-            require(min(self.shape) > 0, f"--shape has an axis of length {min(self.shape)}; give 1 or more")
+        check_numbers(self, "ranks nodes kept", 1)
         _ = self.memory_bytes
 
     @property
@@ -97,28 +85,17 @@ class PlanConfig:
         return None if self.memory is None else parse_bytes(self.memory)
 
 
-SHARED = {
-    ModelConfig: None,
-    DataConfig: None,
-    OptimizationConfig: ("batch_size", "optimizer", "loss", "momentum", "weight_decay", "clip"),
-    RunConfig: ("backend", "dtype", "precision", "jit", "seed"),
+SHARED: Mapping[type[Any], str] = {
+    ModelConfig: "",
+    DataConfig: "",
+    OptimizationConfig: "batch_size optimizer loss momentum weight_decay clip",
+    RunConfig: "backend dtype precision jit seed",
 }
 
 
-def _all_options() -> list[Option]:
-    """Return this command's own options and those that it shares with the train command."""
-    shared = [
-        option
-        for section, names in SHARED.items()
-        for option in options_of(section)
-        if names is None or option.name in names
-    ]
-    return [*options_of(PlanConfig), *shared]
-
-
-@dataclass(frozen=True)
-class _Asked:
+class _Asked(NamedTuple):
     machine: PlanConfig
+    samples: SampleConfig
     config: Config
     given: dict[str, Any]  # of the train command's options, as they stood there
 
@@ -130,30 +107,20 @@ def parse(words: Sequence[str]) -> _Asked:
         HelpAsked: for -h or --help.
         UsageError: for wrong names, values or combinations.
     """
-    given = read_words(words, _all_options(), PROGRAM, DESCRIPTION)
-    own = {option.name for option in options_of(PlanConfig)}
-    machine = PlanConfig(**{name: value for name, value in given.items() if name in own})
-    rest = {name: _plain(value) for name, value in given.items() if name not in own}
+    asked = _Asked(*read_shared(words, (PlanConfig, SampleConfig), SHARED, PROGRAM, DESCRIPTION))
+    shape, config, given = asked.samples.shape, asked.config, asked.given
+    require(not (shape and "dataset" in given), "--shape stands in the place of --dataset; leave one of them out")
     require(
-        not (machine.shape and "dataset" in rest), "--shape stands in the place of --dataset; leave one of them out"
+        shape is None or config.optimization.batch_size != "full",
+        "--batch-size full is that of a data set, and --shape stands for none; give a number",
     )
-    config = assemble(rest)
-    if machine.shape is not None and config.model.model in SEQUENCE_MODELS:
-        require(
-            len(machine.shape) == 1,
-            f"--shape for --model {config.model.model} is one number, that of tokens, such as 64",
-        )
-        (tokens,) = machine.shape
-        require(
-            config.model.context in (None, tokens),
-            f"--shape says {tokens} tokens, and --context {config.model.context}; leave --context out",
-        )
-        rest["context"] = tokens
-    return _Asked(machine, config, rest)
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+    if shape is not None and config.model.model in SEQUENCE_MODELS:
+        sentence = f"--shape for --model {config.model.model} is one number, that of tokens, such as 64"
+        require(len(shape) == 1, sentence)
+        sentence = f"--shape says {shape[0]} tokens, and --context {config.model.context}; leave --context out"
+        require(config.model.context in (None, shape[0]), sentence)
+        given["context"] = shape[0]
+    return asked
 
 
 def main(words: Sequence[str], group: Group) -> None:
@@ -165,24 +132,23 @@ def main(words: Sequence[str], group: Group) -> None:
     console, asked = ask(words, parse, group)
     if asked is None:
         return
-    _measure_and_plan(asked, group, console)
-    with agreed(group):
-        console.check()
-
-
-def _measure_and_plan(asked: _Asked, group: Group, console: Console) -> None:
-    """Measure the model with the kernels that a run takes, search, and print. Collective."""
     machine, config = asked.machine, asked.config
     ranks = group.size if machine.ranks is None else machine.ranks
     local_rank = group.local_rank()
     backend = take_backend(config.run.backend, group, local_rank)
-    samples = _samples(asked, group, local_rank, console)
+    if asked.samples.shape is None:
+        samples = load_samples(config, group, local_rank, console.say)[0]
     with agreed(group):
+        if asked.samples.shape is not None:
+            drawn = asked.samples.draw(int(config.optimization.batch_size), config)
+            samples = match_loss(config.optimization.loss, drawn)
         check_backend(config.run, backend)
     model = build_whole(config, samples, backend, group)
     config, computing = choose_computing(config, model, samples, backend, group)
     with computing.in_use():
-        _plan(replace(asked, config=config), samples, ranks, group, backend, console)
+        _plan(asked._replace(config=config), samples, ranks, group, backend, console)
+    with agreed(group):
+        console.check()
 
 
 def _plan(asked: _Asked, samples: Samples, ranks: int, group: Group, backend: Backend, console: Console) -> None:
@@ -204,36 +170,6 @@ def _plan(asked: _Asked, samples: Samples, ranks: int, group: Group, backend: Ba
         return [*_header(asked, ranks, network, step_s), *describe(found), "", command]
 
     console.say(*on_root(group, look))
-
-
-def _samples(asked: _Asked, group: Group, local_rank: int, console: Console) -> Samples:
-    """Return the training set, or random samples. Collective."""
-    if asked.machine.shape is None:
-        return load_samples(asked.config, group, local_rank, console.say)[0]
-    with agreed(group):
-        return match_loss(
-            asked.config.optimization.loss, _draw(asked.machine.shape, asked.machine.classes, asked.config)
-        )
-
-
-def _draw(shape: tuple[int, ...], classes: int, config: Config) -> Dataset:
-    """Return a batch of random samples of a shape.
-
-    Raises:
-        UsageError: for a batch that is as large as the data set, or too large.
-    """
-    draws, wanted = stream(config.run.seed, "plan"), config.optimization.batch_size
-    if wanted == "full":
-        raise UsageError("--batch-size full is that of a data set, and --shape stands for none; give a number")
-    count = int(wanted)
-    try:
-        if config.model.model in SEQUENCE_MODELS:
-            tokens = draws.integers(0, classes, (count, shape[0] + 1))
-            return Dataset("random tokens", tokens[:, :-1], tokens[:, 1:], classes)
-        x = draws.standard_normal((count, *shape), dtype=np.float32)
-        return Dataset("random samples", x, draws.integers(0, classes, count), classes)
-    except (MemoryError, ValueError):  # NumPy raises the second where no address could tell the bytes apart
-        raise UsageError(f"{count} samples of shape {shape} do not fit this memory; give a smaller --shape") from None
 
 
 def _network(machine: PlanConfig, ranks: int, group: Group, say: Any) -> PlannedNetwork:
@@ -309,13 +245,13 @@ def train_command(asked: _Asked, ranks: int, layout: Any) -> str:
             words.append(flag if value else f"--no-{flag[2:]}")
         else:
             words += [flag, *(quote(str(each)) for each in (value if isinstance(value, list) else [value]))]
-    if asked.machine.shape is not None:
+    if asked.samples.shape is not None:
         words.append("--dataset DATA")
     return " ".join(words)
 
 
 if __name__ == "__main__":
     keep_freed_memory()  # as the train command does, whose steps are predicted
-    group = start_ranks(sys.argv[1:], main, dict)
+    group = start_ranks(sys.argv[1:], main, lambda: {"ranks": 0})
     if group is not None:
         main(sys.argv[1:], group)

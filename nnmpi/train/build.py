@@ -49,6 +49,10 @@ from nnmpi.train.config import (
 from nnmpi.train.inputs import Inputs
 from nnmpi.train.signature import ModelSignature
 
+# Adam's where runs are compared, in place of 1e-8: it divides each gradient by its size, so that what is 0 but for
+# rounding would become an update as large as any, and two equal runs would differ. Divided by this, rounding stays what
+# it is.
+VERIFIED_EPS = 1e-3
 TOO_LARGE = "the model does not fit into memory ({}); make it smaller"
 
 
@@ -270,6 +274,7 @@ def build_trainer(
     inputs: Inputs,
     backend: Backend,
     layout: Layout | None = None,
+    verified: bool = False,
 ) -> Trainer:
     """Return what trains: an initialized model and its optimizer, on ranks that go on as the options say. Collective.
 
@@ -280,6 +285,8 @@ def build_trainer(
         inputs: the data.
         backend: where this rank computes.
         layout: how the model is spread over the ranks; None for all of it on each.
+        verified: whether it is to be compared with another run, in step: every step is checked, gradients stay,
+            messages leave when they are awaited, and Adam makes no updates of rounding.
 
     Raises:
         UsageError: on all ranks, for what this number of ranks cannot do.
@@ -298,7 +305,7 @@ def build_trainer(
         model.initialize(seed=config.run.seed, dtype=config.run.dtype, backend=backend, storage=storage)
         if config.model.pretrained is not None:
             load_pretrained(model, config.model.pretrained)
-        optimizer = build_optimizer(options, model.storage)
+        optimizer = build_optimizer(options, model.storage, VERIFIED_EPS if verified else None)
     common: dict[str, Any] = {
         **build_losses(options, where),
         "numerics": Numerics(config.run.precision, options.clip),
@@ -308,8 +315,10 @@ def build_trainer(
     }
     if sync.rule.asynchronous:
         return AsynchronousWorker(model, optimizer, group, sync.rule, **common)
-    exchange = GradientExchange(own_or_name(config.parallel.allreduce, "--allreduce", "(rank, size)"))
-    return Worker(model, optimizer, group, exchange=exchange, arrangement=where, **common)
+    fused = False if verified else None  # the fused update leaves no gradients
+    allreduce = own_or_name(config.parallel.allreduce, "--allreduce", "(rank, size)")
+    exchange = GradientExchange(allreduce, fused_update=fused, check=verified)
+    return Worker(model, optimizer, group, exchange=exchange, arrangement=where, synchronous_sends=verified, **common)
 
 
 def build_losses(config: OptimizationConfig, where: Arrangement | None) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, TypeVar
 
 from nnmpi.comm.agreement import agreed, on_root
@@ -337,6 +338,49 @@ def read_command(
     given = read_words(rest, known, program, description)
     values = ({each.name: given[each.name] for each in part if each.name in given} for part in options)
     return *paths, *(section(**own) for section, own in zip(sections, values, strict=True))
+
+
+def read_shared(
+    words: Sequence[str],
+    own: Sequence[type[Any]],
+    shared: Mapping[type[Any], str],
+    program: str,
+    description: str,
+    different: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
+) -> tuple[Any, ...]:
+    """Return a command's own sections of options, the configuration of those that it shares with the train command,
+    and which values of these it was given, as JSON.
+
+    Args:
+        words: of the command line.
+        own: dataclasses of options.
+        shared: sections of the train command's, with the names of those that mean something here; "" for all.
+        program, description: for --help.
+        different: default and help of shared options, where they are others here.
+
+    Raises:
+        HelpAsked: for -h or --help.
+        UsageError: for wrong names or values.
+    """
+    mine = {each.name: each for section in own for each in options_of(section)}
+    others = [
+        replace(each, **different.get(each.name, {}))
+        for section, names in shared.items()
+        for each in options_of(section)
+        if not names or each.name in names.split()
+    ]
+    read = read_words(words, [*mine.values(), *others], program, description)
+    sections = [
+        section(**{name: read[name] for name, each in mine.items() if each.section is section and name in read})
+        for section in own
+    ]
+    given = {name: _plain(value) for name, value in read.items() if name not in mine}
+    defaults = {each.name: each.default for each in others if "default" in different.get(each.name, {})}
+    return *sections, assemble({**defaults, **given}), given
+
+
+def _plain(value: Any) -> Any:
+    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
 
 
 def _take_paths(words: Sequence[str], names: str) -> tuple[list[Path], list[str]]:

@@ -11,12 +11,13 @@ from typing import TypeGuard
 
 import numpy as np
 
+from nnmpi.backend.random import stream
 from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.group import Group
 from nnmpi.compose.losses import ERRORS, YES_OR_NO
 from nnmpi.custom import call_custom, custom_file, is_custom
 from nnmpi.data.catalogue import DOWNLOADED, find_text, load, prepare
-from nnmpi.data.dataset import Dataset, Samples, Wanted, as_yes_or_no, check_pair
+from nnmpi.data.dataset import IGNORED, Dataset, Samples, Wanted, as_yes_or_no, check_pair
 from nnmpi.data.loader import Loader
 from nnmpi.data.sampler import check_partition
 from nnmpi.data.text import DEFAULT_CONTEXT, Text, TextSource, load_text, prepare_tokens
@@ -24,7 +25,7 @@ from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tok
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
 from nnmpi.errors import UsageError, counted
 from nnmpi.models.pretrained import read_size
-from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig
+from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig, check_numbers, require
 from nnmpi.train.signature import ModelSignature
 
 MICROBATCHES_PER_STAGE = 4
@@ -192,6 +193,44 @@ def made_input(dataset: Dataset, normalize: Normalize | None) -> Dataset:
     everything = np.arange(len(dataset))
     x = dataset.rows(everything)
     return replace(dataset, x=x if normalize is None else normalize(x, everything, 0, 0), scale=1.0)
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """Random samples in the place of a data set."""
+
+    shape: tuple[int, ...] | None = None
+    """Random samples of this shape, such as 28 28 1, in the place of --dataset; for lstm and gpt tokens, by their
+    number, such as 64."""
+    classes: int | None = None
+    """Classes of random samples, or tokens of the vocabulary (default: 10)."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_numbers(self, "classes", 1)
+        if self.shape is not None:
+            require(bool(self.shape), "--shape is empty; give the lengths of one sample's axes, such as 28 28 1")
+            require(min(self.shape) > 0, f"--shape has an axis of length {min(self.shape)}; give 1 or more")
+
+    def draw(self, count: int, config: Config) -> Dataset:
+        """Return so many samples, of tokens of several lengths.
+
+        Raises:
+            UsageError: for samples that do not fit this memory.
+        """
+        shape, classes = self.shape or (), self.classes or 10
+        draws = stream(config.run.seed, "random samples")
+        try:
+            if config.model.model in SEQUENCE_MODELS:
+                tokens = draws.integers(0, classes, (count, shape[0] + 1))
+                ends = draws.integers(1, shape[0] + 1, (count, 1))  # what is behind them does not count
+                labels = np.where(np.arange(shape[0]) < ends, tokens[:, 1:], IGNORED)
+                return Dataset("random tokens", tokens[:, :-1], labels, classes)
+            x = draws.standard_normal((count, *shape), dtype=np.float32)
+            return Dataset("random samples", x, draws.integers(0, classes, count), classes)
+        except (MemoryError, ValueError):  # NumPy raises the second where no address could tell the bytes apart
+            sentence = f"{count} samples of shape {shape} do not fit this memory; give a smaller --shape"
+            raise UsageError(sentence) from None
 
 
 def match_loss(loss: str, samples: Samples) -> Samples:

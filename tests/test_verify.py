@@ -1,5 +1,6 @@
-"""The verify command on several ranks: equal, not equal, refused; and language models whose positions ranks share."""
+"""The verify command: what its words mean, how two runs are compared, and runs on several ranks, equal or not."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,103 @@ from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.passes import Passes
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.parallel.sequence.attention import RingAttention
-from nnmpi.verify.__main__ import main
+from nnmpi.verify import Trial, compare, main, parse, table, tolerance, verdict
 
-pytestmark = pytest.mark.mpi
+# ---- words ----
+
+
+def test_words_mean_a_small_contract_and_what_they_say() -> None:
+    trial, samples, config = parse([])
+    rule, parallel = config.optimization, config.parallel
+    assert (config.model.model, config.data.dataset, samples.shape, config.run.dtype) == (
+        *("cnn", "digits", None),
+        "float64",
+    )
+    assert (trial.samples, rule.batch_size, trial.steps, parallel.microbatches) == (90, 29, 5, 4)
+    assert (rule.optimizer, rule.momentum, parallel.dp) == ("sgd", 0.9, "auto")
+    text = "--model a/b.py:build --shape 8 8 3 --classes 7 --samples 20 --batch-size 6 --optimizer adamw --dp 2"
+    trial, samples, config = parse(text.split())
+    assert (config.model.model, samples.shape, samples.classes, trial.samples) == ("a/b.py:build", (8, 8, 3), 7, 20)
+    assert (config.optimization.optimizer, config.optimization.momentum, config.parallel.dp) == ("adamw", 0.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--pipeline pipedream", "--pipeline pipedream is not the serial run"),
+        ("--dp 0", "--dp is 0"),
+        ("--shape", "--shape is empty"),
+        ("--shape 3 0", "--shape has an axis of length 0"),
+        ("--classes 3", "--classes belongs to --shape"),
+        ("--model gpt --shape 3", "--model gpt is verified on random tokens"),
+        ("--samples 0", "--samples is 0"),
+        ("--step 3", "--step is not an option; did you mean --steps"),
+    ],
+)
+def test_what_makes_no_sense_is_a_sentence(words: str, text: str) -> None:
+    with pytest.raises(UsageError, match=text):
+        parse(words.split())
+
+
+# ---- two runs ----
+
+SERIAL = Trial(
+    losses=[2.0, 1.5],
+    norms=[1.0, 0.5],
+    gradients={"0.weight": np.array([[1.0, -2.0]]), "0.bias": np.array([1e-18])},
+    weights={"0.weight": np.array([[0.5, 0.25]]), "0.bias": np.array([0.0])},
+    statistics={"1.running_mean": np.array([0.1])},
+    evaluation=(1.4, 0.3),
+    layout=[],
+)
+
+
+def findings(exact: bool = False, **changes: Any) -> dict[str, Any]:
+    found = compare(replace(SERIAL, **changes), SERIAL, "float64", 16, exact)
+    return {each.what: each for each in found}
+
+
+def test_equal_runs_are_equal_to_the_last_bit() -> None:
+    found = list(findings(exact=True).values())
+    assert all(each.bitwise and each.holds for each in found)
+    assert verdict(found) == "equal to the last bit"
+    assert [line.split()[-1] for line in table(found)[1:]] == ["bitwise"] * 7
+
+
+def test_rounding_is_allowed_unless_the_bits_must_be_equal() -> None:
+    gradients = {**SERIAL.gradients, "0.weight": SERIAL.gradients["0.weight"] * (1 + 1e-15)}
+    one = findings(gradients=gradients)["gradients of step 1"]
+    assert one.holds and not one.bitwise and one.where == "0.weight"
+    assert verdict([one, one]) == "equal within the tolerance"
+    assert not findings(exact=True, gradients=gradients)["gradients of step 1"].holds
+
+
+@pytest.mark.parametrize("factor", [0.5, 1 + 1e-9, float("nan")])
+def test_more_is_not(factor: float) -> None:
+    weights = {**SERIAL.weights, "0.weight": SERIAL.weights["0.weight"] * factor}
+    found = list(findings(weights=weights).values())
+    wrong = [each for each in found if not each.holds]
+    assert [each.what for each in wrong] == ["weights after step 2"]
+    assert verdict(found) == "NOT EQUAL: weights after step 2"
+    assert any("DIFFERS   (most: 0.weight)" in line for line in table(found))
+
+
+def test_errors_are_relative_but_not_to_what_is_nothing() -> None:
+    """A gradient that is 0 but for rounding is measured by the others; a small array by its own size, down to 1 %."""
+    noise = {**SERIAL.gradients, "0.bias": np.array([-3e-18])}
+    assert findings(gradients=noise)["gradients of step 1"].holds
+    small = replace(SERIAL, gradients={"a": np.array([100.0]), "b": np.array([2.0])})
+    off = replace(small, gradients={"a": np.array([100.0]), "b": np.array([2.0 + 1e-9])})
+    one = compare(off, small, "float64", 16, False)[1]
+    assert one.error == pytest.approx(5e-10, rel=1e-3) and not one.holds
+
+
+def test_tolerance_grows_with_steps_and_the_square_root_of_the_samples() -> None:
+    assert tolerance("float64", 64, 0) == 2 * tolerance("float64", 16, 0)
+    assert tolerance("float32", 16, 2) == 4 * tolerance("float32", 16, 0)
+
+
+# ---- ranks ----
 
 OWN = """
 from nnmpi.nn.activation import Tanh
@@ -40,6 +135,7 @@ def layouts(size: int) -> list[str]:
     return found + ([f"--dp {size // 4} --pp 2 --tp 2"] if size % 4 == 0 else [])
 
 
+@pytest.mark.mpi
 def test_a_users_own_model_is_the_serial_run(group: Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Of random samples; every rank gets the answer, and the first one prints the table."""
     file = tmp_path / "net.py"
@@ -53,6 +149,7 @@ def test_a_users_own_model_is_the_serial_run(group: Group, tmp_path: Path, capsy
         assert bool(out) == group.is_root
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize("optimizer", ["adam", "adamw"])
 def test_adam_makes_no_updates_of_rounding(group: Group, optimizer: str) -> None:
     """Normalized convolutions have gradients that are 0 but for rounding, which Adam with its own eps makes large."""
@@ -60,18 +157,21 @@ def test_adam_makes_no_updates_of_rounding(group: Group, optimizer: str) -> None
     assert main(words.split(), group)
 
 
+@pytest.mark.mpi
 def test_what_lies_out_of_memory_is_the_serial_run(group: Group, tmp_path: Path) -> None:
     """The serial run has all in memory, and no stage of ZeRO, which weights out of memory want."""
     plain = "--model mlp --hidden 12 8 7 --samples 31 --batch-size 14 --steps 2"
     assert main(f"{plain} --dp {group.size} --zero 3 --offload {tmp_path} --offload-state all".split(), group)
 
 
+@pytest.mark.mpi
 def test_fixed_sums_are_the_serial_run_to_the_last_bit(group: Group, capsys: pytest.CaptureFixture[str]) -> None:
     words = f"--model mlp --hidden 12 8 7 --dp {group.size} --reduction fixed --dtype float32 --steps 3"
     assert main(words.split(), group)
     assert not group.is_root or capsys.readouterr().out.splitlines()[-1] == "equal to the last bit"
 
 
+@pytest.mark.mpi
 def test_a_fault_is_found(group: Group, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if group.size == 1:
         return
@@ -87,6 +187,7 @@ def test_a_fault_is_found(group: Group, capsys: pytest.CaptureFixture[str], monk
         assert "DIFFERS" in out
 
 
+@pytest.mark.mpi
 @pytest.mark.parametrize(
     ("words", "error", "text"),
     [
@@ -103,12 +204,14 @@ def test_what_does_not_fit_is_one_sentence_on_all_ranks(group: Group, words: str
     assert len(set(group.gather(str(caught.value)))) == 1
 
 
+@pytest.mark.mpi
 def test_more_stages_than_layers_are_refused(group: Group) -> None:
     if group.size > 1:
         with pytest.raises(LayoutError, match="the model has 2 layers to cut between, fewer than"):
             main(f"--model mlp --pp {group.size} --hidden --pipeline interleaved --virtual-stages 2".split(), group)
 
 
+@pytest.mark.mpi
 def test_help_is_printed_once(group: Group, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"], group)
     assert ("mpirun -n 8 python -m nnmpi.verify" in capsys.readouterr().out) == group.is_root

@@ -1,0 +1,364 @@
+"""`python -m nnmpi.verify`: train under the layout, train on rank 0 alone, compare, and print a table.
+
+Sums in another order differ by their rounding, which grows with the square root of their length and from step to step.
+Errors are relative to the largest value of the array, or to a hundredth of the largest of all arrays of its kind: what
+is 0 but for rounding (a bias before a batch norm, say) has no relative error of its own.
+"""
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from math import isnan, sqrt
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.backend import Backend
+from nnmpi.comm.agreement import agreed
+from nnmpi.comm.group import Group
+from nnmpi.comm.mpi.start import start
+from nnmpi.compose.arrange import describe_stages, find_mesh
+from nnmpi.compose.layout import PIPEDREAM, Layout
+from nnmpi.compose.state import gradient_state
+from nnmpi.compose.worker import Worker
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.loader import Batch
+from nnmpi.errors import UsageError
+from nnmpi.train.build import VERIFIED_EPS, build_layout, build_trainer, build_whole
+from nnmpi.train.cli import ask, read_shared
+from nnmpi.train.computing import explained, take_backend
+from nnmpi.train.config import (
+    SEQUENCE_MODELS,
+    Config,
+    DataConfig,
+    ModelConfig,
+    OptimizationConfig,
+    ParallelConfig,
+    RunConfig,
+    check_numbers,
+    require,
+)
+from nnmpi.train.inputs import SampleConfig, load_inputs, load_samples
+
+PROGRAM = "python -m nnmpi.verify"
+DESCRIPTION = """Does a model trained under a layout do what it does on one rank?
+
+mpirun -n 8 python -m nnmpi.verify --model cnn --dp 2 --pp 2 --tp 2
+mpirun -n 6 python -m nnmpi.verify --model nets/mine.py:build --shape 32 32 3 --dp 3 --pp 2
+mpirun -n 4 python -m nnmpi.verify --reduction fixed
+mpirun -n 4 python -m nnmpi.verify --model gpt --tp 2 --sp 2
+
+Some steps are trained under the layout, and again on rank 0 alone, lstm and gpt on random tokens. Losses, gradients,
+weights, statistics and an evaluation are compared: to the last bit with --reduction fixed, else within the rounding of
+sums in another order. The exit status is 1 if anything differs. Messages leave only when they are awaited, so nothing
+depends on MPI's buffers."""
+CONTEXT = 13  # tokens of each sample of lstm and gpt: they need not divide by anything
+MICROBATCHES = 4  # they do not divide the batch, and are fewer than some pipelines have stages
+# The train command's options that mean something here; the others change nothing that is compared.
+SHARED: Mapping[type[Any], str] = {
+    ModelConfig: "model hidden dropout layers features heads context tied",
+    DataConfig: "dataset",
+    OptimizationConfig: "batch_size optimizer lr weight_decay clip",
+    ParallelConfig: """dp pp tp sp pipeline virtual_stages microbatches split reduction memory_limit activation_memory
+    offload offload_state allreduce zero""",
+    RunConfig: "dtype seed backend",
+}
+# What is different here: a batch that divides by nothing, and an optimizer that does not blow up rounding errors.
+DIFFERENT: Mapping[str, Mapping[str, Any]] = {
+    "dataset": {"help": "iris, digits, or the path of a data set."},
+    "batch_size": {"default": 29, "help": "Samples of the global batch; it need not divide by anything."},
+    "optimizer": {"default": "sgd", "help": "Rule of the update; sgd has a momentum of 0.9."},
+    "lr": {"default": 0.01, "help": "Learning rate."},
+    "context": {"help": f"Tokens of each sample of lstm and gpt (default: {CONTEXT})."},
+    "microbatches": {"default": MICROBATCHES, "help": "Parts of each batch."},
+    "dtype": {"default": "float64"},
+    "backend": {"default": "numpy", "help": "Where both runs are; ranks share devices."},
+}
+LAYERS = 30  # whose rounding adds up
+GROWTH = 2.0  # of rounding, by each step: gradients divide by batch statistics, Adam's updates by sizes (VERIFIED_EPS)
+LEAST_SCALE = 1e-2
+
+
+@dataclass(frozen=True)
+class TrialConfig:
+    """How long the two runs are."""
+
+    samples: int = 90
+    """Samples that are used."""
+    steps: int = 5
+    """Updates."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_numbers(self, "samples steps", 1)
+
+
+Asked = tuple[TrialConfig, SampleConfig, Config]
+
+
+def parse(words: Sequence[str]) -> Asked:
+    """Return what the words ask for: how long, on which random samples if on any, and what.
+
+    Raises:
+        HelpAsked: for -h or --help.
+        UsageError: for wrong names, values or combinations.
+    """
+    sections = TrialConfig, SampleConfig
+    trial, samples, config, given = read_shared(words, sections, SHARED, PROGRAM, DESCRIPTION, DIFFERENT)
+    require(
+        config.parallel.pipeline != PIPEDREAM,
+        "--pipeline pipedream is not the serial run and does not want to be: it updates with weights that are out "
+        "of date; choose another schedule, such as 1f1b",
+    )
+    model = config.model.model
+    if model in SEQUENCE_MODELS:
+        plain = samples.shape is None and "dataset" not in given
+        require(plain, f"--model {model} is verified on random tokens; leave --shape and --dataset out")
+        samples = replace(samples, shape=(config.model.context or CONTEXT,))
+    require(samples.classes is None or samples.shape is not None, "--classes belongs to --shape; leave it out")
+    momentum = 0.9 if config.optimization.optimizer == "sgd" else 0.0
+    return trial, samples, replace(config, optimization=replace(config.optimization, momentum=momentum))
+
+
+def main(words: Sequence[str], group: Group) -> bool:
+    """Verify what the words say, and print what was found; return whether all is equal. Collective.
+
+    Raises:
+        UsageError: on all ranks, for wrong options, and a model or layout that does not fit.
+        NnmpiError: for everything else that has a sentence.
+    """
+    console, asked = ask(words, parse, group)
+    if asked is None:
+        return True
+    trial, _, config = asked
+    dataset = _samples(asked, group)
+    batch = len(dataset) if config.optimization.batch_size == "full" else config.optimization.batch_size
+    parts = min(config.parallel.microbatches or 1, batch, len(dataset))
+    config = replace(config, parallel=replace(config.parallel, microbatches=parts))
+    with agreed(group):
+        layout = build_layout(config.parallel, config.optimization, config.model)
+    backend = take_backend(config.run.backend, group, group.local_rank())
+    with explained(backend):
+        ours = run(config, trial.steps, dataset, group, layout, backend)
+        place = [f"backend {backend.name} on {backend.device}"] if backend.is_device else []
+        console.say(*_header(config, dataset, ours), *place, "")
+        alone = group.split(group.rank)
+        serial = run(config, trial.steps, dataset, alone, _serial(layout), backend) if group.is_root else None
+        alone.free()
+    exact = config.parallel.reduction == "fixed"
+    own = None if serial is None else compare(ours, serial, config.run.dtype, batch, exact)
+    values = group.share(None if own is None else [list(vars(each).values()) for each in own])
+    findings = [Finding(*each) for each in values]
+    console.say(*table(findings), "", verdict(findings))
+    return all(finding.holds for finding in findings)
+
+
+def _samples(asked: Asked, group: Group) -> Dataset:
+    """Return the samples. Collective."""
+    trial, samples, config = asked
+    if samples.shape is not None:
+        with agreed(group):
+            return samples.draw(trial.samples, config)
+    train, _ = load_samples(config, group, group.local_rank(), lambda _: None)
+    with agreed(group):
+        if not isinstance(train, Dataset):
+            raise UsageError(f"--dataset {config.data.dataset} is a text; leave it out, and give --model gpt")
+        return train.take(np.arange(min(trial.samples, len(train))))
+
+
+def _serial(layout: Layout) -> Layout:
+    """Return the layout of one rank that adds up gradients as the other does."""
+    near = replace(layout, activation_memory=None, offload=None, offload_state=None)  # first: it wants the stage
+    plain = replace(near, schedule="1f1b", virtual_stages=1, split="auto", memory_limit=None, zero=0)
+    return replace(plain, dp=1, pp=1, tp=1, sp=1)
+
+
+# ---- a short training run as values ----
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a run did. Arrays are the whole model's, on rank 0 alone.
+
+    Attributes:
+        losses, norms: of each step.
+        gradients: of the first step, by parameter.
+        weights: after the last step, by parameter.
+        statistics: the model's other arrays after the last step.
+        evaluation: loss and accuracy over all samples.
+        layout: how the model lay on the ranks, in lines.
+    """
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Array]
+    weights: dict[str, Array]
+    statistics: dict[str, Array]
+    evaluation: tuple[float, float]
+    layout: list[str]
+
+
+def run(config: Config, steps: int, dataset: Dataset, group: Group, layout: Layout, backend: Backend) -> Trial:
+    """Train the model under a layout of the group's ranks. Collective.
+
+    Args:
+        config: the model and its optimizer.
+        steps: how many.
+        dataset: the samples.
+        group: the ranks that train; rank 0 alone for the serial run.
+        layout: how the model lies on them.
+        backend: where this rank computes.
+
+    Raises:
+        LayoutError, UsageError: on all ranks, when the layout does not fit.
+        CommError: on all ranks, when copies of a weight differ after a step.
+    """
+    mesh = find_mesh(group, layout)
+    replica = mesh.coordinates(group.rank).d, mesh.dp
+    inputs = load_inputs(config, group, group.local_rank(), lambda _: None, replica, mesh.pp, (dataset, dataset))
+    model = build_whole(config, dataset, backend, group)
+    worker = build_trainer(config, model, group, inputs, backend, layout, verified=True)
+    assert isinstance(worker, Worker)
+    where = worker.arrangement
+    assert where is not None
+    losses, norms, gradients = [], [], dict[str, Array]()
+    batches: Iterator[Batch] = (batch for epoch in count() for batch in inputs.train_loader.epoch(epoch))
+    for batch in islice(batches, steps):
+        report = worker.step(batch)
+        losses.append(report.loss)
+        norms.append(report.grad_norm)
+        if len(losses) == 1:
+            gradients = gradient_state(worker.model, group, where).to_dict()
+    evaluated = worker.evaluate(inputs.test_loader.epoch(0))
+    arrays = worker.state()[0].to_dict()
+    weights = {name: arrays[name] for name in where.parameters if name in arrays}
+    statistics = {name: array for name, array in arrays.items() if name not in weights}
+    worker.release()
+    where.mesh.free()
+    zero = f", zero {layout.zero}" if layout.zero else ""
+    lines = [f"layout {where.mesh.mesh}{zero}", *describe_stages(where)]
+    return Trial(losses, norms, gradients, weights, statistics, (evaluated.loss, evaluated.accuracy), lines)
+
+
+def _header(config: Config, dataset: Dataset, ours: Trial) -> list[str]:
+    parameters, parallel = sum(array.size for array in ours.weights.values()), config.parallel
+    optimizer: str = config.optimization.optimizer
+    optimizer += f", eps {VERIFIED_EPS}" if optimizer in ("adam", "adamw") else ""
+    return [
+        f"model {config.model.model}, {parameters:,} parameters, {config.run.dtype}; {optimizer}",
+        f"data {dataset.name}, {len(dataset)} samples of shape {dataset.sample_shape}, in batches of "
+        f"{config.optimization.batch_size}; microbatches of each: {parallel.microbatches}",
+        f"reduction {parallel.reduction}, activation memory {parallel.activation_memory or 'any'}, "
+        f"pipeline {parallel.pipeline}, allreduce {parallel.allreduce}",
+        *ours.layout,
+    ]
+
+
+# ---- what differs, and by how much it may ----
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that was compared.
+
+    Attributes:
+        what: in words.
+        error: the largest, relative; NaN where a value is no number.
+        tolerance: how large it may be; 0 where all bits must be equal.
+        bitwise: whether all bits are.
+        where: the array with the largest error, where there are several.
+    """
+
+    what: str
+    error: float
+    tolerance: float
+    bitwise: bool
+    where: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is as it must be."""
+        return self.bitwise or self.error <= self.tolerance
+
+
+def tolerance(dtype: str, samples: int, steps: int) -> float:
+    """Return the relative error that is allowed.
+
+    Args:
+        dtype: of the arithmetic.
+        samples: of a batch: so long are the sums, whose rounding grows with the root of it.
+        steps: updates before; rounding grows from step to step.
+    """
+    return float(LAYERS * sqrt(samples) * np.finfo(dtype).eps * GROWTH**steps)
+
+
+def compare(ours: Trial, serial: Trial, dtype: str, samples: int, exact: bool) -> list[Finding]:
+    """Return what was compared.
+
+    Args:
+        ours: the run under the layout.
+        serial: the run on one rank.
+        dtype: of both.
+        samples: of a batch.
+        exact: whether the bits must be equal. The evaluation's sums have no fixed order, and are excepted.
+    """
+    steps = len(serial.losses)
+    first, last = (0.0 if exact else tolerance(dtype, samples, n) for n in (0, steps))
+    evaluated = tolerance(dtype, samples, 0 if exact else steps)
+    found = [
+        _numbers("loss of step 1", ours.losses[:1], serial.losses[:1], first),
+        _arrays("gradients of step 1", ours.gradients, serial.gradients, first),
+        _numbers(f"losses of {steps} steps", ours.losses, serial.losses, last),
+        _numbers("lengths of the gradients", ours.norms, serial.norms, last),
+        _arrays(f"weights after step {steps}", ours.weights, serial.weights, last),
+    ]
+    if serial.statistics:
+        found.append(_arrays(f"statistics after step {steps}", ours.statistics, serial.statistics, last))
+    return [*found, _numbers("evaluation", ours.evaluation, serial.evaluation, evaluated)]
+
+
+def _numbers(what: str, ours: Sequence[float], theirs: Sequence[float], limit: float) -> Finding:
+    one = _arrays(what, {"": np.array(ours)}, {"": np.array(theirs)}, limit)
+    return Finding(what, one.error, limit, one.bitwise)
+
+
+def _arrays(what: str, ours: Mapping[str, Array], theirs: Mapping[str, Array], limit: float) -> Finding:
+    largest = max((_size(array) for array in theirs.values()), default=0.0)
+    worst, where, bitwise = 0.0, "", ours.keys() == theirs.keys()
+    for name, array in theirs.items():
+        bitwise = bitwise and bool(np.array_equal(ours[name], array))
+        error = _size(ours[name] - array) / (max(_size(array), LEAST_SCALE * largest) or 1.0)
+        if not isnan(worst) and not error <= worst:  # NaN is the worst
+            worst, where = error, name
+    return Finding(what, worst, limit, bitwise, where)
+
+
+def _size(array: Array) -> float:
+    return float(np.abs(array).max(initial=0.0))
+
+
+def table(findings: Sequence[Finding]) -> list[str]:
+    """Return the findings as a table, a line each."""
+    rows = [("compared with one rank", "largest error", "tolerance", "")]
+    for each in findings:
+        result = "bitwise" if each.bitwise else "equal" if each.holds else "DIFFERS"
+        if not each.bitwise and each.where:
+            result += f"   (most: {each.where})"
+        rows.append((each.what, f"{each.error:.2g}", f"{each.tolerance:.2g}" if each.tolerance else "none", result))
+    first = max(len(row[0]) for row in rows)
+    return [f"{what:<{first}}  {error:>13}  {limit:>9}  {result}".rstrip() for what, error, limit, result in rows]
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """Return what it comes to."""
+    wrong = [each for each in findings if not each.holds]
+    if not wrong:
+        exact = all(each.bitwise for each in findings[:-1])
+        return "equal to the last bit" if exact else "equal within the tolerance"
+    return f"NOT EQUAL: {', '.join(each.what for each in wrong)}"
+
+
+if __name__ == "__main__":
+    sys.exit(0 if main(sys.argv[1:], start()) else 1)
