@@ -1,10 +1,8 @@
 """`python -m nnmpi.plan`: which layout of a model on a machine takes the least time for a step."""
 
-import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from shlex import quote
 from textwrap import wrap
 from typing import Any, NamedTuple
@@ -12,9 +10,7 @@ from typing import Any, NamedTuple
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.comm.agreement import agreed, on_root
-from nnmpi.comm.fit import Fit, load_fit
 from nnmpi.comm.group import Group
-from nnmpi.comm.measure import find_fit
 from nnmpi.command import Console
 from nnmpi.data.dataset import Samples
 from nnmpi.errors import counted
@@ -33,9 +29,8 @@ from nnmpi.train.config import (
     require,
 )
 from nnmpi.train.inputs import SampleConfig, load_samples, match_loss
-from nnmpi.train.planner.auto_layout import take_network
-from nnmpi.train.planner.network import PlannedNetwork, find_network
-from nnmpi.train.planner.price import LayoutSearch, ModelShapes, PlannedLayout, Pricer, plan
+from nnmpi.train.planner.network import PlannedNetwork, take_network
+from nnmpi.train.planner.price import LayoutSearch, ModelShapes, Pricer, plan
 from nnmpi.train.planner.profile import Workload, take_profile
 from nnmpi.units import format_bytes, format_seconds, parse_bytes
 
@@ -43,7 +38,7 @@ PROGRAM = "python -m nnmpi.plan"
 DESCRIPTION = """Say which layout of a model takes the least time for a step, on these ranks or on others.
 
 mpirun -n 2 python -m nnmpi.plan --model gpt --dataset paradise-lost --batch-size 16
-python -m nnmpi.plan --model cnn --shape 28 28 1 --ranks 64 --nodes 16 --network ethernet-10g
+python -m nnmpi.plan --model cnn --shape 28 28 1 --ranks 64 --nodes 16 --network gbit=10
 mpirun -n 2 python -m nnmpi.plan --model nets/mine.py:build --batch-size 64 --memory 2GiB
 
 The model's parts are measured once, by all ranks of this job at the same time, and kept. Every layout has a price. With
@@ -66,13 +61,10 @@ class PlanConfig:
     memory: str | None = None
     """Bytes that each rank has, for everything, such as 16GiB (default: any)."""
     network: str = "fit"
-    """Messages: fit, as they were fitted here for so many ranks; the file of a fit; numbers between nodes, such as
-    alpha_us=50,gbit=10; or a network by its name: ethernet-1g, ethernet-10g, ethernet-25g, ethernet-100g,
-    infiniband-edr, infiniband-hdr, infiniband-ndr, pcie3-x16, nvlink2, nvlink3, nvlink4."""
+    """Messages: fit, as they were fitted here for so many ranks; the file of a fit; or numbers between nodes, such as
+    alpha_us=50,gbit=10."""
     kept: int = 10
     """How many layouts are printed."""
-    json: bool = False
-    """Print JSON."""
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -154,8 +146,9 @@ def main(words: Sequence[str], group: Group) -> None:
 def _plan(asked: _Asked, samples: Samples, ranks: int, group: Group, backend: Backend, console: Console) -> None:
     """Search, and print. Collective."""
     machine, config = asked.machine, asked.config
-    say = (lambda line: None) if machine.json else console.say
-    network = _network(machine, ranks, group, say)  # first: it may be none, and measuring the model takes longer
+    say = console.say
+    # First the network: it may be none, and measuring the model takes longer.
+    network = take_network(group, say, ranks, machine.nodes, machine.network)
     workload = Workload(config, (samples, samples))
     profile, _ = take_profile(workload, group, ranks, backend, say)
 
@@ -164,26 +157,10 @@ def _plan(asked: _Asked, samples: Samples, ranks: int, group: Group, backend: Ba
         pricer = Pricer(workload.batch_size, workload.row_bytes, profile, network, shapes)
         found = plan(pricer, machine.memory_bytes, machine.kept)
         command = train_command(asked, ranks, found.best[0].options())
-        if machine.json:
-            return [json.dumps({**to_json(found), "command": command}, indent=1)]
         step_s = profile.step(workload.batch_size, "seconds")
         return [*_header(asked, ranks, network, step_s), *describe(found), "", command]
 
     console.say(*on_root(group, look))
-
-
-def _network(machine: PlanConfig, ranks: int, group: Group, say: Any) -> PlannedNetwork:
-    """Return what messages cost. Collective."""
-    if machine.nodes == 1 and machine.network == "fit" and ranks in (1, group.size):
-        return replace(take_network(group, say), ranks=ranks)
-    fit: Fit | None = find_fit(group) if group.size == ranks else None
-    other = find_fit(group) if group.size > 1 else None
-    word = machine.network
-    with agreed(group):
-        if Path(word).is_file():
-            fit, word = load_fit(Path(word)), "fit"
-            require(fit.ranks == ranks, f"--network {machine.network} is a fit of {fit.ranks} ranks, not of {ranks}")
-        return find_network(word, ranks, machine.nodes, fit, other)
 
 
 def _header(asked: _Asked, ranks: int, network: PlannedNetwork, step_s: float) -> list[str]:
@@ -200,7 +177,7 @@ def _header(asked: _Asked, ranks: int, network: PlannedNetwork, step_s: float) -
 
 def describe(found: LayoutSearch) -> Iterator[str]:
     """Yield the lines that tell what a search found, at most 100 columns wide."""
-    yield f"{counted(found.looked_at, 'layout')}, priced in {found.seconds:.2f} s"
+    yield counted(found.looked_at, "layout")
     yield ""
     yield f"{'':>3}{'step':>10}" + "".join(f"{name:>10}" for name in TIMES) + "  layout"
     for number, one in enumerate(found.best, 1):
@@ -220,20 +197,6 @@ def describe(found: LayoutSearch) -> Iterator[str]:
         first, *rest = wrap(reason, WIDTH - 10)
         yield f"{count:>8}  {first}"
         yield from (f"{'':>10}{line}" for line in rest)
-
-
-def to_json(found: LayoutSearch) -> dict[str, Any]:
-    """Return what a search found as JSON values."""
-    best = [layout_to_json(one) for one in found.best]
-    told = {"layouts": found.looked_at, "seconds": found.seconds, "refused": dict(found.refused)}
-    return {**told, "best": best}
-
-
-def layout_to_json(one: PlannedLayout) -> Mapping[str, Any]:
-    """Return a layout, its price and its bytes as JSON values."""
-    times = {f"{name}_s": seconds for name, seconds in zip(TIMES, vars(one.price).values(), strict=True)}
-    layout = {**vars(one.candidate), "split": list(one.split)}
-    return {**layout, "step_s": one.price.seconds, **times, "memory": dict(one.memory)}
 
 
 def train_command(asked: _Asked, ranks: int, layout: Any) -> str:

@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+import time
 from dataclasses import replace
 from itertools import permutations
 from math import nan
@@ -14,12 +15,12 @@ from nnmpi.backend.backend import numpy_backend  # noqa: E402
 from nnmpi.backend.memory import keep_freed_memory  # noqa: E402
 from nnmpi.comm.mpi.start import start  # noqa: E402
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS  # noqa: E402
-from nnmpi.plan import layout_to_json  # noqa: E402
 from nnmpi.train.build import build_whole  # noqa: E402
 from nnmpi.train.cli import parse  # noqa: E402
 from nnmpi.train.computing import choose_computing  # noqa: E402
 from nnmpi.train.inputs import load_samples  # noqa: E402
-from nnmpi.train.planner.auto_layout import RACE_S, choose, take_network  # noqa: E402
+from nnmpi.train.planner.auto_layout import RACE_S, choose  # noqa: E402
+from nnmpi.train.planner.network import take_network  # noqa: E402
 from nnmpi.train.planner.price import ModelShapes, Pricer, plan  # noqa: E402
 from nnmpi.train.planner.profile import Workload, ready, take_profile, usual_s, with_options  # noqa: E402
 
@@ -42,6 +43,12 @@ def spread(planned, wanted):
     return [one for one in planned if id(one) in chosen]
 
 
+def row_of(one):
+    """Return a layout, its price and its bytes as JSON values."""
+    price = {"step_s": one.price.seconds, **vars(one.price), "memory": dict(one.memory)}
+    return {**vars(one.candidate), "split": list(one.split), **price, "words": str(one.candidate), "rounds": []}
+
+
 def run(words, group, wanted, rounds, say):
     """Measure one model's layouts with the kernels and BLAS of a run; return everything as JSON values. Collective."""
     backend, config = numpy_backend(), parse(words.split())
@@ -51,13 +58,15 @@ def run(words, group, wanted, rounds, say):
     with computing.in_use():
         workload = Workload(config, samples)
         profile, _ = take_profile(workload, group, group.size, backend, say)
-        network = take_network(group, say)
+        network = take_network(group, say, group.size)
         group.fit = network.fit
         shapes = ModelShapes(workload, profile, backend)
         pricer = Pricer(workload.batch_size, workload.row_bytes, profile, network, shapes)
+        begin = time.perf_counter()
         everything = plan(pricer, kept=10**6)
+        search_s = time.perf_counter() - begin
         chosen = spread(everything.best, wanted)
-        rows = {one.candidate: {**layout_to_json(one), "words": str(one.candidate), "rounds": []} for one in chosen}
+        rows = {one.candidate: row_of(one) for one in chosen}
         for _ in range(rounds):
             for one in chosen:
                 with ready(workload, one.options(), None, group, backend) as (worker, batches):
@@ -76,7 +85,7 @@ def run(words, group, wanted, rounds, say):
         "command": words,
         "ranks": group.size,
         "layouts": everything.looked_at,
-        "search_s": everything.seconds,
+        "search_s": search_s,
         "auto_took_s": nan if won is None else won["took_s"],
         "rows": list(rows.values()),
     }

@@ -23,12 +23,12 @@ from benchmarks.survey.described import DescribedLayer, DescribedShapes, describ
 from nnmpi.comm.machine import Curve, Link, Machine, blocks  # noqa: E402
 from nnmpi.memory.ledger import ACTIVATIONS, COMMUNICATION, GRADIENTS, KINDS, PARAMETERS, STATE  # noqa: E402
 from nnmpi.plan import SHORT  # noqa: E402
-from nnmpi.train.planner.network import BYTES_PER_GBIT, PlannedNetwork  # noqa: E402
-from nnmpi.train.planner.price import LayoutPrice, Memory, Pricer  # noqa: E402
-from nnmpi.train.planner.space import Candidate  # noqa: E402
+from nnmpi.train.planner.network import PlannedNetwork  # noqa: E402
+from nnmpi.train.planner.price import Candidate, LayoutPrice, Memory, Pricer  # noqa: E402
 from nnmpi.units import format_bytes, format_seconds  # noqa: E402
 
 WIDTH = 100
+BYTES_PER_GBIT = 1e9 / 8
 CLOSE = 1.3  # a factor between predicted and published that needs no explanation
 
 

@@ -30,14 +30,13 @@ from nnmpi.schedule.simulate import simulate_schedule
 from nnmpi.train import computing
 from nnmpi.train.cli import main, parse
 from nnmpi.train.config import ParallelConfig, assemble
-from nnmpi.train.planner import auto_layout, profile
+from nnmpi.train.planner import auto_layout, network, profile
 from nnmpi.train.planner import price as prices
 from nnmpi.train.planner.auto_layout import ChosenLayout, check_open, choose, race
-from nnmpi.train.planner.network import PRESETS, PlannedNetwork, find_network
-from nnmpi.train.planner.price import ModelShapes, Pricer
+from nnmpi.train.planner.network import PlannedNetwork, take_network
+from nnmpi.train.planner.price import Candidate, ModelShapes, Pricer, candidates
 from nnmpi.train.planner.price import plan as search
-from nnmpi.train.planner.profile import KeptProfile, Profile, ShareCost, StepCost, Workload, ready, shares_of
-from nnmpi.train.planner.space import Candidate, candidates
+from nnmpi.train.planner.profile import Profile, ShareCost, StepCost, Workload, ready, shares_of, take_profile
 
 CONTEXT, TOKENS = 8, 12
 SMALL = ["--model", "mlp", "--hidden", "8", "--dataset", "iris", "--batch-size", "12", "--epochs", "1", "--quiet"]
@@ -50,7 +49,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(computing, "PAYS", 0.0)
     monkeypatch.setattr(profile, "MEASURE_S", 0.0)
     monkeypatch.setattr(profile, "ROUNDS", 1)
-    monkeypatch.setattr(auto_layout, "FIT_S", 0.05)
+    monkeypatch.setattr(network, "FIT_S", 0.05)
     monkeypatch.setattr(auto_layout, "RACE_S", 0.0)
     monkeypatch.setattr(measure, "WHOLE_SIZES", measure.WHOLE_SIZES[:-3])  # up to a megabyte
 
@@ -248,19 +247,18 @@ def test_values_between_rows_are_on_straight_lines(known: dict[int, float], at: 
 
 
 @pytest.mark.parametrize(
-    ("text", "nodes", "match"),
-    [("fit", 1, "no fit"), ("token-ring", 1, "'token-ring' is unknown"), ("ethernet-1g", 3, "each of 3 nodes")],
+    ("word", "nodes", "match"),
+    [("fit", 2, "no fit"), ("token-ring", 1, "'token-ring' is not understood"), ("gbit=1", 3, "each of 3 nodes")],
 )
-def test_networks_that_there_are_not_are_refused(text: str, nodes: int, match: str) -> None:
+def test_networks_that_there_are_not_are_refused(word: str, nodes: int, match: str) -> None:
     with pytest.raises(UsageError, match=match):
-        find_network(text, 4, nodes, None)
+        simulate(lambda group: take_network(group, print, 4, nodes, word), 1)
 
 
-def test_a_network_by_its_name_has_the_rate_that_is_stated() -> None:
-    for name, stated in PRESETS.items():
-        found = find_network(name, 4, 2, None)
-        more_s = found.message(0, 2, 2 * 10**9) - found.message(0, 2, 10**9)
-        assert more_s == pytest.approx(8 / stated.gbit), name
+def test_a_network_has_the_rate_that_is_said() -> None:
+    found = simulate(lambda group: take_network(group, print, 4, 2, "alpha_us=3,gbit=10"), 1)[0]
+    assert found.nodes == (0, 0, 1, 1)
+    assert found.message(0, 2, 2 * 10**9) - found.message(0, 2, 10**9) == pytest.approx(8 / 10)
 
 
 # ---- measuring ----
@@ -274,21 +272,27 @@ def test_a_workload_is_measured_and_kept(tmp_path: Path, monkeypatch: pytest.Mon
     assert sorted(found.steps) == [1, 8, 16]
     assert found.shares[2, 1].exchanges and (1, 2) not in found.shares
     monkeypatch.setenv("NNMPI_DATA", str(tmp_path))
-    place = KeptProfile({"of": "this"})
-    place.save(found, print)
-    assert place.file is not None and Profile.from_json(place.load() or {}) == found
-    assert KeptProfile({"of": "that"}).load() is None
-    for damage in ("{", "[]", json.dumps({"key": {"of": "this"}, "steps": []})):
-        place.file.write_text(damage)
-        assert place.load() is None
+    measured: list[int] = []
+    monkeypatch.setattr(profile, "measure", lambda *_: measured.append(1) or found)
+
+    def take(batch_size: int = 16) -> Profile:
+        other = workload(batch_size, table, model="mlp", hidden=[8])
+        return simulate(lambda group: take_profile(other, group, 2, numpy_backend(), print), 1)[0][0]
+
+    assert take() == take() == found and len(measured) == 1
+    (file,) = tmp_path.glob("profile-*.json")
+    take(8)
+    assert len(measured) == 2
+    for damage in ("{", "[]", json.dumps({**json.loads(file.read_text()), "steps": [1]})):
+        file.write_text(damage)
+        take()
+    assert len(measured) == 5
 
     def homeless() -> NoReturn:
         raise UsageError("this user has no home folder")
 
     monkeypatch.setattr(profile, "cache_folder", homeless)
-    place = KeptProfile({"of": "this"})
-    place.save(found, print)
-    assert place.load() is None
+    assert take() == found and len(measured) == 6
 
 
 # ---- --layout auto, and the command ----
@@ -323,8 +327,8 @@ def test_the_layouts_that_may_be_the_best_race_once(monkeypatch: pytest.MonkeyPa
         return 1e-9 / group.share(len(ran))  # less than any prediction: the first heat is the last
 
     monkeypatch.setattr(auto_layout, "time_layout", time_layout)
-    network = PlannedNetwork("told", Machine.uniform(1e-5, 1e-9), 2)
-    monkeypatch.setattr(auto_layout, "take_network", lambda *_: network)
+    told = PlannedNetwork("told", Machine.uniform(1e-5, 1e-9), 2)
+    monkeypatch.setattr(auto_layout, "take_network", lambda *_: told)
     config = parse([*SMALL, "--layout", "auto", "--jit", "off"])
 
     def chosen() -> ChosenLayout:
@@ -427,7 +431,7 @@ def test_what_the_plan_cannot_do_is_refused(group: Group) -> None:
     for words, text in (
         (["--shape", "4", "--loss", "mse"], "has classes, and --loss mse predicts numbers"),
         (["--shape", str(10**6), str(10**8)], "32 samples of shape .* do not fit this memory"),
-        ([*SMALL[:-3], "--network", "none", "--ranks", "1"], "network 'none' is unknown"),
+        ([*SMALL[:-3], "--network", "none", "--ranks", "1"], "network 'none' is not understood"),
         ([*SMALL[:-3], "--nodes", "7", "--ranks", "1"], "cannot be as many on each of 7 nodes"),
     ):
         with pytest.raises(UsageError, match=text):

@@ -4,7 +4,6 @@ profile and fit (kept or measured)  ->  the best layout of each kind  ->  race o
 """
 
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import inf
 from statistics import median
@@ -13,23 +12,18 @@ from typing import Any
 import nnmpi.clock as clock
 from nnmpi.backend.backend import Backend
 from nnmpi.comm.agreement import on_root
-from nnmpi.comm.fit import default_file, save_fit
 from nnmpi.comm.group import Group
-from nnmpi.comm.machine import Machine
-from nnmpi.comm.measure import find_fit
-from nnmpi.comm.measure import measure as measure_fit
 from nnmpi.errors import UsageError, counted
 from nnmpi.train import computing as kernels
 from nnmpi.train.build import build_whole
 from nnmpi.train.computing import Computing, choose_computing, multiplications
 from nnmpi.train.config import Config, ParallelConfig
 from nnmpi.train.inputs import load_samples
-from nnmpi.train.planner.network import PlannedNetwork
+from nnmpi.train.planner.network import take_network
 from nnmpi.train.planner.price import ModelShapes, Pricer, plan
 from nnmpi.train.planner.profile import Say, Workload, ready, take_profile, usual_s, with_options
 from nnmpi.units import format_seconds
 
-FIT_S, QUICK = 6.0, "quick-fit"  # for a fit that is made on the way; `python -m nnmpi.comm fit` takes its time
 RACE_S = 0.6  # of a turn
 RACERS = 4  # of different kinds
 RACE_ROUNDS, BEHIND = 3, 1.15  # what is so far behind after a round does not run in the next
@@ -65,20 +59,6 @@ class ChosenLayout:
         return [f"{predicted}, measured {format_seconds(took_s, 3)} ({off:+.0f} %)"]
 
 
-def take_network(group: Group, say: Say) -> PlannedNetwork:
-    """Return what messages cost between the ranks of a job: as kept, or measured in a few seconds. Collective."""
-    if group.size == 1:
-        return PlannedNetwork("one rank sends nothing", Machine.uniform(0.0, 0.0), 1)
-    fit = find_fit(group, QUICK)
-    if fit is None:
-        say("measuring messages for some seconds, once; python -m nnmpi.comm fit measures longer")
-        fit = measure_fit(group, budget_s=FIT_S)
-        if group.is_root:
-            with suppress(UsageError, OSError):
-                save_fit(fit, default_file(fit.facts, QUICK))
-    return PlannedNetwork.fitted(fit)
-
-
 def choose(config: Config, group: Group, backend: Backend, local_rank: int, say: Say) -> ChosenLayout:
     """Return the configuration with the layout that takes least time; the same on all ranks. Collective.
 
@@ -110,8 +90,8 @@ def choose(config: Config, group: Group, backend: Backend, local_rank: int, say:
 
 def _search(workload: Workload, computing: Computing, group: Group, backend: Backend, say: Say) -> ChosenLayout:
     begin, config = clock.now(), workload.config
-    profile, place = take_profile(workload, group, group.size, backend, say)
-    network = take_network(group, say)
+    profile, keep = take_profile(workload, group, group.size, backend, say)
+    network = take_network(group, say, group.size)
 
     def look() -> tuple[list[list[Any]], int]:
         shapes = ModelShapes(workload, profile, backend)
@@ -131,7 +111,7 @@ def _search(workload: Workload, computing: Computing, group: Group, backend: Bac
         say(f"racing {counted(len(first), 'layout')} for some steps each, which is done once and kept")
         times = race(workload, [options for _, options, _ in first], group, backend)
         profile = replace(profile, raced=dict(zip(names, times, strict=True)))
-        on_root(group, lambda: place.save(profile, say))
+        keep(profile)
     order = sorted((profile.raced[name], i) for i, name in enumerate(names))
     name, options, seconds = first[order[0][1]]
     lines = [

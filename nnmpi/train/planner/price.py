@@ -7,44 +7,190 @@
     bubble        of stages whose ranks compute a, b, c (b the longest) for a microbatch: a + c, divided by the virtual
                   stages of a rank; halves of backwards fill it but for the forwards; and the messages there and back
 
-Messages take the time of fitted links. A price that is 10 % off must not choose: see `auto_layout`.
+Messages take the time of fitted links. A price that is 10 % off must not choose: see `auto_layout`. Priced is every
+layout of so many ranks that may be looked at; what cannot be falls out, with the reason:
+
+    ranks = dp x pp x tp x sp      x  ZeRO 0..3  x  schedule, virtual stages, microbatches  x  least activations or all
+
+Gradients are summed as `--allreduce auto` sums them. Left out, since another one is never slower: the schedule naive,
+whose stages do one after the other what GPipe's do at once, and PipeDream, which does not compute what one rank
+computes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
+from typing import Any, TypeAlias
 
 import numpy as np
 
-import nnmpi.clock as clock
 from nnmpi.backend.backend import Backend
 from nnmpi.comm.gradients import BUCKET_BYTES
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
-from nnmpi.errors import LayoutError
+from nnmpi.errors import LayoutError, UsageError
 from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
 from nnmpi.memory.plan import kept_bytes
 from nnmpi.mesh import Mesh
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain
 from nnmpi.nn.module import Module
-from nnmpi.parallel.zero.units import StateBytes, predict_bytes
+from nnmpi.parallel.zero.units import STAGES, StateBytes, predict_bytes
 from nnmpi.schedule.partition import partition
 from nnmpi.schedule.schedule import most_kept
 from nnmpi.schedule.schedules import make
+from nnmpi.shard import split
 from nnmpi.train.planner.network import PlannedNetwork
 from nnmpi.train.planner.profile import Profile, Workload
-from nnmpi.train.planner.space import Candidate, Refusals, candidates
 
 NUMBERS_BYTES = 40  # loss, right answers, targets and hashes, which all ranks add up in a step
 END_S = 25e-6  # of the processor, which a pipeline's message takes at each end
 KEPT = 10
 Memory = Mapping[str, int]
 """Bytes by the ledger's kinds."""
+PIPELINES = (("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 4))
+MICROBATCHES = (1, 2, 4, 8)  # for each rank of a pipeline
+Refusals: TypeAlias = Counter[str]
+"""How many layouts fall out for which reason."""
+
+
+@dataclass(frozen=True, order=True)
+class Candidate:
+    """One layout.
+
+    Attributes:
+        dp, pp, tp, sp: ranks on each axis.
+        zero: what the replicas share out.
+        schedule, virtual_stages, microbatches: of the pipeline.
+        recompute: whether it keeps the least activations, and computes the others again.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    tp: int = 1
+    sp: int = 1
+    zero: int = 0
+    schedule: str = "1f1b"
+    virtual_stages: int = 1
+    microbatches: int = 1
+    recompute: bool = False
+
+    @property
+    def axes(self) -> tuple[int, int, int, int]:
+        """dp, pp, tp and sp."""
+        return self.dp, self.pp, self.tp, self.sp
+
+    @property
+    def ranks(self) -> int:
+        """How many it takes."""
+        return self.dp * self.pp * self.tp * self.sp
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that have the same parameters, and sum their gradients."""
+        return self.dp * self.sp
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """What prices of layouts that are alike have in common, and so their errors."""
+        return tuple(size > 1 for size in self.axes), self.zero > 0
+
+    def rows(self, batch_size: int) -> list[int]:
+        """Return how many rows each microbatch of a batch has on the replica that has most."""
+        return [-(-len(part) // self.dp) for part in split(batch_size, self.microbatches)]
+
+    def options(self) -> dict[str, Any]:
+        """Return the train command's options that mean this layout, but for the split; defaults are left out."""
+        found: dict[str, Any] = dict(zip(("dp", "pp", "tp", "sp"), self.axes, strict=True))
+        if self.zero:
+            found["zero"] = self.zero
+        if self.pp > 1:
+            found |= {"pipeline": self.schedule, "microbatches": self.microbatches}
+            if self.virtual_stages > 1:
+                found["virtual_stages"] = self.virtual_stages
+        if self.recompute:
+            found["activation_memory"] = "least"
+        return found
+
+    def __str__(self) -> str:
+        """Return it in a few words."""
+        axes = [f"{axis} {size}" for axis, size in zip(("dp", "pp", "tp", "sp"), self.axes, strict=True) if size > 1]
+        words = [" x ".join(axes) or "1 rank"]
+        if self.zero:
+            words.append(f"ZeRO {self.zero}")
+        if self.pp > 1:
+            virtual = f" of {self.virtual_stages}" if self.virtual_stages > 1 else ""
+            words.append(f"{self.schedule}{virtual}, {self.microbatches} microbatches")
+        if self.recompute:
+            words.append("least activations")
+        return ", ".join(words)
+
+
+def candidates(
+    ranks: int, batch_size: int, shares: Collection[tuple[int, int]], layers: int
+) -> tuple[list[Candidate], Refusals]:
+    """Return the layouts, and how many fall out for which reason before anything is priced.
+
+    Args:
+        ranks: how many.
+        batch_size: rows of a global batch.
+        shares: (tp, sp) that the model can have.
+        layers: of the model's chain.
+    """
+    found: list[Candidate] = []
+    refused = Refusals()
+    divisors = [n for n in range(1, ranks + 1) if ranks % n == 0]
+    for pp, tp, sp in product(divisors, divisors, divisors):
+        dp, left = divmod(ranks, pp * tp * sp)
+        if left:
+            continue
+        if (tp, sp) not in shares:
+            refused["the model's layers or positions cannot be shared out so (tp, sp), or among so many"] += 1
+        elif dp * sp > 1 and dp > batch_size:
+            refused["more replicas than rows of a batch"] += 1
+        elif pp > layers:
+            refused["more stages than the model has layers to cut between"] += 1
+        else:
+            for one in _pipelines(Candidate(dp, pp, tp, sp), batch_size, layers, refused):
+                for zero, recompute in product((0, *STAGES) if one.replicas > 1 else (0,), (False, True)):
+                    found += _checked(replace(one, zero=zero, recompute=recompute), refused)
+    return found, refused
+
+
+def _pipelines(plain: Candidate, batch_size: int, layers: int, refused: Refusals) -> Iterator[Candidate]:
+    if plain.pp == 1:
+        yield plain
+        return
+    for (schedule, virtual), times in product(PIPELINES, MICROBATCHES):
+        microbatches = times * plain.pp
+        if microbatches * plain.dp > batch_size:
+            refused["more microbatches than the replicas have rows"] += 1
+        elif plain.pp * virtual > layers:
+            refused["more stages than the model has layers to cut between"] += 1
+        else:
+            yield replace(plain, schedule=schedule, virtual_stages=virtual, microbatches=microbatches)
+
+
+def _checked(one: Candidate, refused: Refusals) -> Iterator[Candidate]:
+    try:
+        Layout(
+            *(one.dp, one.pp, one.tp, one.schedule, one.virtual_stages),
+            sp=one.sp,
+            zero=one.zero,
+            activation_memory="least" if one.recompute else None,
+        )
+    except UsageError as error:
+        refused[str(error).partition(",")[0].partition(";")[0]] += 1
+    else:
+        yield one
+
+
+# ---- prices ----
 
 
 @dataclass(frozen=True)
@@ -335,7 +481,6 @@ class LayoutSearch:
     best: tuple[PlannedLayout, ...]
     refused: Refusals
     looked_at: int
-    seconds: float
 
 
 def plan(
@@ -355,7 +500,7 @@ def plan(
     Raises:
         LayoutError: when there is no layout, or none fits the memory; it says what comes nearest.
     """
-    begin, ranks = clock.now(), pricer.network.ranks
+    ranks = pricer.network.ranks
     found, refused = candidates(ranks, pricer.batch_size, pricer.profile.shares, len(pricer.profile.layers))
     if not found:
         reasons = "; ".join(f"{count} fall out: {reason}" for reason, count in refused.most_common())
@@ -382,4 +527,4 @@ def plan(
         )
     if too_large:
         refused[f"more than {limit_bytes} bytes on a rank, of those that might be as quick"] = len(too_large)
-    return LayoutSearch(tuple(best.values()), refused, len(found), clock.now() - begin)
+    return LayoutSearch(tuple(best.values()), refused, len(found))

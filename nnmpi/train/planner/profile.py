@@ -15,7 +15,7 @@ import json
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count as numbers
@@ -31,7 +31,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.comm.measure import find_fit
+from nnmpi.comm.measure import find_fit, time_calls
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.worker import Worker
 from nnmpi.custom import custom_file
@@ -61,7 +61,7 @@ FORMAT = 15
 MOST_SHARES = 8  # ranks of one replica's layers and positions that are measured; more are not looked at
 PARTS_PER_RANK = 8  # the smallest part of a batch that is measured is that of so many microbatches for each rank
 LONGEST_S = 0.5  # a step that would take longer is not measured, but estimated from those of fewer rows
-MEASURE_S, LEAST_STEPS, MOST_STEPS, WARM_UP_STEPS = 0.15, 5, 100, 3
+MEASURE_S, WARM_UP_STEPS = 0.15, 3
 QUARTILE = 0.25  # what other programs disturb is above it
 SETTLED = 3  # the first of so many parts of the steps does not count: 2 ms are 12 % longer in the first 0.1 s
 ROUNDS, PATIENCE_S = 3, 15.0  # some time apart, but for what takes long: what disturbs for a second does not decide
@@ -129,7 +129,7 @@ class Workload:
             "ranks": [ranks, group.size],
             "host": [platform.node(), VERSION],
         }
-        shared: dict[str, Any] = group.share(key)
+        shared: dict[str, Any] = group.share(json.loads(json.dumps(key)))
         return shared
 
 
@@ -216,61 +216,45 @@ class Profile:
 # ---- kept between runs ----
 
 
-class KeptProfile:
-    """The file of a workload's profile, where this user has a folder for such.
-
-    Args:
-        key: what the profile depends on.
-    """
-
-    def __init__(self, key: Mapping[str, Any]) -> None:
-        self.key, self.file = key, None
-        digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=8).hexdigest()
-        try:
-            self.file = cache_folder() / f"profile-{digest}.json"
-        except UsageError:  # no home folder: it is measured anew each time
-            return
-
-    def load(self) -> dict[str, Any] | None:
-        """Return the profile as JSON values; None if there is none of this key, or it is damaged."""
-        try:
-            found = read_json(self.file) if self.file is not None else {}
-            return Profile.from_json(found).to_json() if found.get("key") == json.loads(json.dumps(self.key)) else None
-        except (OSError, KeyError, TypeError, ValueError, AttributeError, NnmpiError):
-            return None
-
-    def save(self, profile: Profile, say: Say) -> None:
-        """Keep a profile; say so where that cannot be."""
-        if self.file is None:
-            return
-        try:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.file, json.dumps({"key": self.key, **profile.to_json()}).encode())
-        except OSError as error:
-            say(f"the profile cannot be kept: {error}")
-
-
 def take_profile(
     workload: Workload, group: Group, ranks: int, backend: Backend, say: Say
-) -> tuple[Profile, KeptProfile]:
-    """Return the profile that is kept for a workload, or measure and keep one; and where. Collective.
+) -> tuple[Profile, Callable[[Profile], None]]:
+    """Return the profile that is kept for a workload, or measure and keep one; and what keeps another. Collective.
 
     Args:
         workload: what is to be trained.
         group: that measures.
         ranks: that a layout is sought for.
         backend: where this rank computes.
-        say: called with a sentence before it is measured.
+        say: called with a sentence before it is measured, and where it cannot be kept.
     """
-    place = KeptProfile(workload.key(group, ranks, backend))
-    kept: Any = on_root(group, place.load)
+    key = workload.key(group, ranks, backend)
+    digest = hashlib.blake2b(json.dumps(key, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+    def load() -> Any:
+        """Return the profile as JSON values; None if there is none of this key, or it is damaged."""
+        with suppress(OSError, KeyError, TypeError, ValueError, AttributeError, NnmpiError):
+            found = read_json(cache_folder() / f"profile-{digest}.json")
+            return Profile.from_json(found).to_json() if found["key"] == key else None
+
+    def keep(profile: Profile) -> None:
+        if not group.is_root:
+            return
+        try:
+            file = cache_folder() / f"profile-{digest}.json"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(file, json.dumps({"key": key, **profile.to_json()}).encode())
+        except (OSError, UsageError) as error:  # no home folder: it is measured anew each time
+            say(f"the profile cannot be kept: {error}")
+
+    kept = on_root(group, load)
     if kept is not None:
-        return Profile.from_json(kept), place
+        return Profile.from_json(kept), keep
     say("measuring the model's parts, which is done once and kept")
     with explained(backend, "the model's parts are measured here, and do not fit ({}); give a smaller model or batch"):
         found = measure(workload, group, ranks, shares_of(ranks), backend)
-    on_root(group, lambda: place.save(found, say))
-    return found, place
+    keep(found)
+    return found, keep
 
 
 def shares_of(ranks: int) -> list[Share]:
@@ -394,9 +378,7 @@ def ready(
 
 
 def usual_s(group: Group, call: Callable[[Any], Any], arguments: Iterator[Any], budget_s: float | None = None) -> float:
-    """Return the lower quartile of what a call takes, of the slowest rank; the ranks make as many. Collective.
-
-    There are as many as fit into a time, but no more than a small model needs.
+    """Return the lower quartile of what a call takes, on all ranks together. Collective.
 
     Args:
         group: all ranks.
@@ -404,16 +386,13 @@ def usual_s(group: Group, call: Callable[[Any], Any], arguments: Iterator[Any], 
         arguments: made before the clock runs.
         budget_s: for all of it (MEASURE_S).
     """
-    times: list[float] = []
-    most_s = MEASURE_S if budget_s is None else budget_s
-    while not times or (len(times) < MOST_STEPS and group.max_floats([sum(times)])[0] < most_s):
-        for _ in range(LEAST_STEPS):
-            argument = next(arguments)
-            group.barrier()
-            begin = clock.now()
-            call(argument)
-            times.append(clock.now() - begin)
-    return group.max_floats([float(np.quantile(times[len(times) // SETTLED :], QUARTILE))])[0]
+    given: list[Any] = [None]
+
+    def refill() -> None:
+        given[0] = next(arguments)
+
+    times = time_calls(group, [(lambda: call(given[0]), refill)], MEASURE_S if budget_s is None else budget_s)[0]
+    return float(np.quantile(times[len(times) // SETTLED :], QUARTILE))
 
 
 def with_options(config: Config, options: Mapping[str, Any]) -> Config:
