@@ -152,6 +152,10 @@ class Executor:
                 before, after = s % self.ranks, (s + 1) % self.ranks
                 peer = after if before == self.rank else before
                 self._boundaries[s] = StageBoundary(self._messages, peer, s, backend)
+        self._values: dict[tuple[int, int], BoundaryArrays] = {}  # by stage and microbatch, as all of these
+        self._results: dict[tuple[int, int], BoundaryArrays] = {}
+        self._grads: dict[tuple[int, int], list[Array]] = {}
+        self._input_grads: dict[tuple[int, int], list[Array]] = {}
         self._timeline: timeline.Timeline | None = None
         self._actions: dict[Kind, Callable[[int, Any], None]] = {
             Kind.F: self._forward,
@@ -227,10 +231,6 @@ class Executor:
         self._passes += 1
         program = self._now = _program(name, self.ranks, len(inputs), self.count // self.ranks, self.rank)
         self._inputs, self._seeds, self._report = inputs, seeds, PassReport(len(inputs))
-        self._values: dict[tuple[int, int], BoundaryArrays] = {}
-        self._results: dict[tuple[int, int], BoundaryArrays] = {}
-        self._grads: dict[tuple[int, int], list[Array]] = {}
-        self._input_grads: dict[tuple[int, int], list[Array]] = {}
         self._timeline = timeline.current()
         try:
             if self._boundaries:
@@ -239,6 +239,8 @@ class Executor:
             if self._boundaries:
                 self._drain()
         except BaseException:
+            for arrays in (self._values, self._results, self._grads, self._input_grads):
+                arrays.clear()
             for stage in self.stages.values():
                 stage.clear()
             self.sink.abort()

@@ -17,7 +17,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
+from functools import lru_cache, partial
 from math import isfinite, nan
 from statistics import median
 from typing import Any
@@ -82,9 +82,10 @@ def evaluate_all(
     """
     begin = clock.now()
     scalars, rows, own_targets = DeferredScalars(), 0, 0
-    for batch in batches:
-        if evaluate(batch, scalars):
-            rows, own_targets = rows + len(batch.y), own_targets + batch.own_targets
+    with no_grad():
+        for batch in batches:
+            if evaluate(batch, scalars):
+                rows, own_targets = rows + len(batch.y), own_targets + batch.own_targets
     values = scalars.read()
     sums = group.sum_floats([values.get(LOSS, 0.0), values.get(SCORE, 0.0), rows, own_targets])
     loss, score, samples, targets = sums
@@ -259,14 +260,15 @@ class Passes(GradientSink):
         return loss, sum(values[SCORE, m] for m in numbers), now.batch.own_targets if self.counts else 0
 
     def evaluate(self, batch: Batch, scalars: DeferredScalars) -> bool:
-        """Add LOSS and SCORE of a batch in evaluation mode, if this rank's count; return whether they do."""
-        device_batch, rows = to_device(batch, self.model, self.backend), len(batch.y)
-        found = split(rows, max(1, min(rows, self.executor.count)))
-        cuts = [Cut(part.start, part.stop, batch.first_row + part.start, m) for m, part in enumerate(found)]
+        """Add LOSS and SCORE of a batch in evaluation mode, if this rank's count; return whether they do.
+
+        It is called within `no_grad`.
+        """
+        device_batch = to_device(batch, self.model, self.backend)
+        cuts = _evaluation_cuts(len(batch.y), self.executor.count, batch.first_row)
         self._now = Running(batch, device_batch, 0, self._losses[1], scalars, cuts, trains=False)
         self._refusal = LOOKED_AT if timeline.current() else ""
-        with no_grad():
-            self.executor.infer(self._now.inputs)
+        self.executor.infer(self._now.inputs)
         return self.counts
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
@@ -467,6 +469,13 @@ class Passes(GradientSink):
             self._passes.clear()
         self._passes.append(report)
         self._staleness = staleness
+
+
+@lru_cache(maxsize=16)
+def _evaluation_cuts(rows: int, count: int, first_row: int) -> tuple[Cut, ...]:
+    """Return the microbatches of a batch that is evaluated: as many as there are stages."""
+    found = enumerate(split(rows, max(1, min(rows, count))))
+    return tuple(Cut(part.start, part.stop, first_row + part.start, m) for m, part in found)
 
 
 def _refusal(where: Arrangement | None, backend: Backend) -> str:
