@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from nnmpi.comm.simulated.simulated_world import simulate
     from nnmpi.compose.arrange import arrange
     from nnmpi.compose.asynchronous import AsynchronousWorker
-    from nnmpi.compose.layout import Layout
-    from nnmpi.compose.options import GradientExchange, Numerics
+    from nnmpi.compose.layout import GradientExchange, Layout, Numerics
     from nnmpi.compose.worker import Worker
     from nnmpi.parallel.data import DataParallel
     from nnmpi.parallel.zero.strategy import ShardedDataParallel
@@ -85,10 +84,10 @@ __all__ = [
 # What the engine alone does not need is imported when it is first used: it takes half of the time of all imports.
 _WHEN_USED = {
     "DataParallel": "nnmpi.parallel.data",
-    "GradientExchange": "nnmpi.compose.options",
+    "GradientExchange": "nnmpi.compose.layout",
     "Group": "nnmpi.comm.group",
     "Layout": "nnmpi.compose.layout",
-    "Numerics": "nnmpi.compose.options",
+    "Numerics": "nnmpi.compose.layout",
     "ShardedDataParallel": "nnmpi.parallel.zero.strategy",
     "AsynchronousWorker": "nnmpi.compose.asynchronous",
     "Sync": "nnmpi.synchrony.sync",

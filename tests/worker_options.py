@@ -3,7 +3,7 @@
 from dataclasses import fields
 from typing import Any
 
-from nnmpi.compose.options import GradientExchange, Numerics
+from nnmpi.compose.layout import GradientExchange, Numerics
 
 
 def grouped(**options: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from nnmpi import clock
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.options import GradientExchange
+from nnmpi.compose.layout import GradientExchange
 from nnmpi.compose.server_runner import ParameterServerRunner
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer
 from nnmpi.compose.worker import Worker

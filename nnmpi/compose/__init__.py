@@ -2,9 +2,8 @@
 
 Read in this order:
 
-    layout               Layout: how a model is to be spread over ranks, as the user says it
+    layout               Layout, GradientExchange, Numerics: what a user says of a worker
     arrange              arrange: cuts and shards the model for that layout; the result is an Arrangement
-    options              GradientExchange, Numerics: a trainer's options, and which of them go together
     trainer              Trainer: train up to a point, evaluate, state, report, release; and what it tells
     worker               Worker: all ranks do every step together; a synchronous step from the batch to the update
     passes               batches through the executor: losses, scores and gradients, and what becomes of the gradients
@@ -23,8 +22,8 @@ Read in this order:
 Which file to change:
 
     another way of summing gradients                            a class beside those of exchange, and its name there
-    another option for it, or for precision                     options, and exchange or worker, which use it
-    one more number in the report of a step                     StepReport in stats, and Worker._report
+    another option for it, or for precision                     layout, and exchange or worker, which use it
+    one more number in the report of a step                     StepReport in stats, and Worker.step
     one more number in the report of a segment                  SegmentReport in trainer, Totals in stats
     another pair that does not go together                      refusals
     another way for ranks to go on without waiting              synchrony.sync, and a runner beside averaging_runner

@@ -421,3 +421,11 @@ def describe_stages(arrangement: Arrangement) -> list[str]:
         measured = f", {share:.0%} of the time" if arrangement.costs else ""
         lines.append(f"stage {number}: pipeline rank {number % arrangement.mesh.pp.size}, {layers}{measured}")
     return lines
+
+
+def has_whole_model(arrangement: Arrangement | None) -> bool:
+    """Whether every rank has all of the model, and sums are taken as they come."""
+    if arrangement is None:
+        return True
+    mesh = arrangement.mesh.mesh
+    return mesh.pp == 1 and mesh.tp == 1 and not arrangement.layout.fixed and not arrangement.layout.zero

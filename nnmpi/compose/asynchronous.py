@@ -21,13 +21,20 @@ from nnmpi.backend.backend import Backend
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.compose.averaging_runner import AveragingRunner
+from nnmpi.compose.layout import DEFAULT_NUMERICS, Numerics
 from nnmpi.compose.local_gradient import LocalGradient
 from nnmpi.compose.losses import SumLoss, check_loss
-from nnmpi.compose.options import DEFAULT_NUMERICS, Numerics, check_numerics, check_optimizer, refuse_scaling
 from nnmpi.compose.passes import evaluate_all
 from nnmpi.compose.server_runner import ParameterServerRunner
 from nnmpi.compose.stats import Totals
-from nnmpi.compose.trainer import SegmentReport, Trainer, TrainingSegment
+from nnmpi.compose.trainer import (
+    SegmentReport,
+    Trainer,
+    TrainingSegment,
+    check_numerics,
+    check_optimizer,
+    refuse_scaling,
+)
 from nnmpi.data.loader import Batch
 from nnmpi.errors import DivergenceError, UsageError
 from nnmpi.nn.module import Module

@@ -37,8 +37,8 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED
 from nnmpi.comm.gradients import Traffic, predict
-from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.options import GradientExchange, has_whole_model
+from nnmpi.compose.arrange import Arrangement, has_whole_model
+from nnmpi.compose.layout import GradientExchange
 from nnmpi.data.loader import Batch
 from nnmpi.errors import DeviceError, NnmpiError, UsageError
 from nnmpi.optim.clip import global_norm, scale, sum_of_squares

@@ -1,9 +1,14 @@
-"""Layout: how a model is to be spread over ranks, as the user says it, with the pairs that make no sense refused."""
+"""What a user says of a worker: how the model is spread over ranks, gradients are summed, and products computed.
+
+Pairs that make no sense are refused; see `compose.refusals`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
+from nnmpi.comm.algorithms.registry import AUTO as AUTO  # for the split of layers, too
+from nnmpi.comm.algorithms.registry import How
 from nnmpi.compose import refusals
 from nnmpi.compose.refusals import refuse
 from nnmpi.errors import UsageError
@@ -12,7 +17,6 @@ from nnmpi.parallel.sequence.group import ULYSSES, WAYS
 from nnmpi.parallel.zero.units import ALL, OPTIMIZER, STAGES
 from nnmpi.schedule.schedules import SCHEDULES, Generator, name_of
 
-AUTO = "auto"
 FAST, FIXED = "fast", "fixed"
 LEAST = "least"
 PIPEDREAM, INFERENCE = "pipedream", "inference"
@@ -151,6 +155,63 @@ class Layout:
     def recomputes(self) -> bool:
         """Whether a pipeline's stages keep their inputs alone, and compute the rest again for the backward."""
         return self.activation_memory == LEAST
+
+
+@dataclass(frozen=True)
+class GradientExchange:
+    """How the replicas of a `Worker` sum their gradients and update their weights. By default what pays is chosen.
+
+        Worker(model, optimizer, group, exchange=GradientExchange(allreduce="ring", overlap=False))
+
+    Attributes:
+        allreduce: the algorithm for every bucket, a name or a function of one's own; or one for each bucket in order;
+            "auto" chooses by predicted time. See `parallel.data.DataParallel`, also for the next two.
+        bucket_bytes: how large a bucket of gradients may become; None for what suits the algorithm.
+        overlap: whether buckets are summed while backward goes on; None for what pays.
+        fused_update: whether each rank of a node sums and updates a part of the parameters, which then stand once per
+            node (see `parallel.fused`): whoever changes them by hand does so for all, on one rank. Where there is no
+            shared memory, gradients are summed and used one after the other, and `Worker.notice` says why. None for
+            what pays: it is fused on one node, where every rank has the whole model and the three options above are
+            the default.
+        check: compare the ranks' weights after every step, by hash.
+    """
+
+    allreduce: How | Sequence[How] = AUTO
+    bucket_bytes: int | None = None
+    overlap: bool | None = None
+    fused_update: bool | None = None
+    check: bool = False
+
+    @property
+    def algorithm(self) -> str:
+        """The one algorithm of all buckets; "auto" where each has one of its own, chosen for buckets of another run."""
+        return self.allreduce if isinstance(self.allreduce, str) else AUTO
+
+    @property
+    def leaves_choice(self) -> bool:
+        """Whether nothing is asked for that only a sum of buckets can give."""
+        return self.allreduce == AUTO and self.bucket_bytes is None and self.overlap is None
+
+
+@dataclass(frozen=True)
+class Numerics:
+    """How a worker computes and bounds its gradients.
+
+        Worker(model, optimizer, group, numerics=Numerics(precision="bf16", clip=1.0))
+
+    Attributes:
+        precision: of products, see `backend.precision`; None for that of the context in which the worker is made. With
+            fp16 losses are scaled, and an update whose gradient overflows on any rank is left out on all; it is for
+            synchronous runs.
+        clip: the largest length of the gradient; None for any. A synchronous run without servers clips the gradient of
+            the whole batch, an asynchronous one that of each worker's part.
+    """
+
+    precision: str | None = None
+    clip: float | None = None
+
+
+DEFAULT_EXCHANGE, DEFAULT_NUMERICS = GradientExchange(), Numerics()
 
 
 def _one_of(what: str, value: str, names: Sequence[str]) -> None:

@@ -20,17 +20,24 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
+import numpy as np
+
 from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.backend.precision import MODES, low_dtype
 from nnmpi.backend.precision import precision as mode_of
+from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.layout import Numerics
 from nnmpi.compose.losses import SumLoss, named_loss
-from nnmpi.compose.options import Numerics
 from nnmpi.compose.state import model_state, optimizer_state
 from nnmpi.compose.stats import Totals
 from nnmpi.data.loader import Batch, Loader
+from nnmpi.errors import UsageError
+from nnmpi.nn.chain import ModelPart
 from nnmpi.nn.module import Module
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.model_state import ModelState
@@ -248,3 +255,100 @@ class Trainer(ABC):
     @abstractmethod
     def release(self) -> None:
         """Take everything off the model again: it is then one that each rank has for itself. Collective."""
+
+
+def check_optimizer(model: Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer that would update other arrays than the model's.
+
+    Raises:
+        UsageError: saying what to do.
+    """
+    if not isinstance(optimizer, Optimizer):
+        what = type(optimizer).__name__
+        raise UsageError(f"a {what} stands where the optimizer belongs: nnmpi.Worker(model, optimizer, group)")
+    if optimizer.storage is not model.storage:
+        raise UsageError(
+            "the optimizer works on other arrays than the model's; make it over model.storage, after the last "
+            "model.initialize()"
+        )
+
+
+def check_numerics(trainer: Trainer) -> None:
+    """Refuse ranks that would compute or update in different ways, and a precision that they cannot have; collective.
+
+    Replicas of different optimizers go apart without a word, or wait for one another for ever; the gradients of
+    different losses would be added up.
+
+    Raises:
+        UsageError: on all ranks, where they ask for different precisions, losses, seeds, clipping or optimizers; for an
+            unknown precision, bf16 without ml_dtypes, tf32 without a device, and any but float32 for one of float64.
+    """
+    mode, model, backend = trainer.precision, trainer.model, trainer.backend
+    losses = [_described(each) for each in (trainer.loss, trainer.evaluation_loss)]
+    problems = (
+        "the ranks compute in different precisions",
+        *["the ranks' losses differ"] * 2,
+        "the ranks' seeds differ",
+    )
+    require_equal(
+        trainer.group,
+        [mode, *losses, trainer.seed, *describe_update(trainer)],
+        lambda number: problems[number] if number < len(problems) else UPDATES_DIFFER,
+        "give all the same",
+        UsageError,
+    )
+    if mode not in MODES:
+        raise UsageError(f"precision {mode!r} is unknown; choose one of {', '.join(MODES)}")
+    low_dtype(mode)
+    if mode == "tf32" and not backend.is_device:
+        raise UsageError(
+            f"precision tf32 needs a CUDA device, and backend {backend.name} has none; use float32, bf16 or fp16, "
+            "or backend cupy"
+        )
+    if mode != "float32" and any(array.dtype == np.float64 for array in model.storage.data):
+        raise UsageError(
+            f"precision {mode} is for models of float32, and this one is of float64, which nothing rounds; "
+            "use one of the two"
+        )
+
+
+UPDATES_DIFFER = "the ranks' updates differ"
+
+
+def describe_update(trainer: Trainer) -> list[str]:
+    """Return how this rank would update, in words: the rule and its numbers."""
+    optimizer = trainer.optimizer
+    names = update_numbers(optimizer, trainer.model)
+    numbers = [f"{name.replace('_', ' ')} {getattr(optimizer, name)}" for name in names]
+    return [type(optimizer).__name__, *numbers, f"clip {trainer.clip}"]
+
+
+def update_numbers(optimizer: Optimizer, model: Module) -> list[str]:
+    """Return the names of the optimizer's numbers that must be the same on all ranks, such as lr.
+
+    How groups of parameters decay is left out in a pipeline, whose stages have different ones.
+    """
+    names = [name for name, each in vars(optimizer).items() if isinstance(each, int | float) and name[0] != "_"]
+    names += ["betas"] * hasattr(optimizer, "betas")
+    return names if isinstance(model, ModelPart) else [*names, "weight_decay"]
+
+
+def _described(loss: Any) -> str:
+    """Return a loss in words: its name and, where it has any, its options."""
+    if isinstance(loss, partial):
+        return f"{_described(loss.func)} with {loss.keywords}"
+    words = repr(loss)
+    return words if " at 0x" not in words else str(getattr(loss, "__qualname__", type(loss).__name__))
+
+
+def refuse_scaling(mode: str, what: str) -> None:
+    """Refuse fp16 where ranks do not decide together, step by step, whether an update is made.
+
+    Raises:
+        UsageError: naming what does so.
+    """
+    if mode == "fp16":
+        raise UsageError(
+            f"with fp16 all ranks leave out an update that overflows on one of them, and {what} they do not meet in "
+            "every step; use bf16, which needs no loss scaling, or a synchronous run without servers"
+        )

@@ -31,22 +31,14 @@ from nnmpi.backend.recording import refuse_inside
 from nnmpi.comm.agreement import PeriodicCheck
 from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
+from nnmpi.compose import refusals
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.exchange import make_exchange
-from nnmpi.compose.layout import Layout
+from nnmpi.compose.layout import DEFAULT_EXCHANGE, DEFAULT_NUMERICS, GradientExchange, Layout, Numerics
 from nnmpi.compose.losses import SumLoss, check_loss, to_device
-from nnmpi.compose.options import (
-    DEFAULT_EXCHANGE,
-    DEFAULT_NUMERICS,
-    GradientExchange,
-    Numerics,
-    check_numerics,
-    check_optimizer,
-    check_pairs,
-)
 from nnmpi.compose.passes import Passes, evaluate_all
 from nnmpi.compose.stats import StepReport, Totals
-from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
+from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment, check_numerics, check_optimizer
 from nnmpi.data.loader import Batch
 from nnmpi.errors import UsageError
 from nnmpi.memory.ledger import (
@@ -58,6 +50,7 @@ from nnmpi.memory.ledger import (
     STATE,
     MemoryLedger,
 )
+from nnmpi.nn.chain import ModelPart
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import LossScale, coefficient
 from nnmpi.optim.optimizer import Optimizer
@@ -395,3 +388,45 @@ def _exchanged(events: Sequence[TraceEvent]) -> Traffic:
     seconds = sum(event.end_s - event.begin_s for event in events)
     count = sum(int((event.args or {}).get("bytes", 0)) for event in events)
     return Traffic(seconds, 0.0, count, len(events), nan if events else 0.0)
+
+
+def check_pairs(
+    model: Module,
+    arrangement: Arrangement | None,
+    fused_update: bool | None,
+    clip: float | None,
+    scaled: bool,
+    backend: Backend,
+) -> None:
+    """Refuse options that do not go together, and a model that is not the arrangement's.
+
+    Args:
+        scaled: whether losses are scaled.
+
+    Raises:
+        UsageError: saying which.
+    """
+    given: dict[str, str] = {}
+    if arrangement is not None:
+        mesh = arrangement.mesh.mesh
+        given = replace(arrangement.layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp).features()
+    given |= {refusals.STATE_OUT: "state out of memory"} if model.storage.state_store is not None else {}
+    given |= {refusals.FUSED: "the fused update"} if fused_update else {}
+    given |= {refusals.DEVICE: str(backend.device)} if backend.is_device else {}
+    given |= {refusals.FP16: "fp16"} if scaled else {}
+    given |= {refusals.CLIP: "clip"} if clip is not None else {}
+    refusals.refuse(given)
+    if arrangement is None:
+        if isinstance(model, ModelPart) or any(parameter.region is not None for parameter in model.parameters()):
+            raise UsageError(
+                "this rank has a part of the model alone, which the other ranks do not share; give the Worker the "
+                "arrangement that made it: arrangement=where"
+            )
+        return
+    if model is not arrangement.model:
+        raise UsageError("the model is not the arrangement's; initialize and use arrangement.model")
+    if arrangement.layout.zero and not isinstance(model.storage, ShardedStorage):
+        raise UsageError(
+            f"with zero {arrangement.layout.zero} the model's storage is shared out from the beginning; initialize it "
+            "with storage=arrangement.storage"
+        )

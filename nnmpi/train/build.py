@@ -14,9 +14,8 @@ from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, arrange, find_mesh
 from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.layout import Layout
+from nnmpi.compose.layout import GradientExchange, Layout, Numerics
 from nnmpi.compose.losses import ERRORS, sum_cross_entropy
-from nnmpi.compose.options import GradientExchange, Numerics
 from nnmpi.compose.trainer import Trainer
 from nnmpi.compose.worker import Worker
 from nnmpi.custom import call_custom, is_custom, load_custom

@@ -8,7 +8,7 @@ import pytest
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.options import Numerics
+from nnmpi.compose.layout import Numerics
 from nnmpi.compose.trainer import SegmentReport
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader

@@ -10,8 +10,7 @@ from nnmpi import data, models, nn, optim
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import Layout
-from nnmpi.compose.options import Numerics
+from nnmpi.compose.layout import Layout, Numerics
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from nnmpi.errors import UsageError

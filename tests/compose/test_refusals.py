@@ -10,8 +10,7 @@ from nnmpi import models, optim
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import Layout
-from nnmpi.compose.options import GradientExchange, Numerics
+from nnmpi.compose.layout import GradientExchange, Layout, Numerics
 from nnmpi.compose.refusals import REFUSED, matrix, refuse
 from nnmpi.compose.worker import Worker
 from nnmpi.errors import LayoutError, UsageError

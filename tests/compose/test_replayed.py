@@ -11,8 +11,7 @@ import pytest
 from nnmpi import models, nn, optim, timeline
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import Layout
-from nnmpi.compose.options import GradientExchange, Numerics
+from nnmpi.compose.layout import GradientExchange, Layout, Numerics
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader

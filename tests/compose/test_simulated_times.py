@@ -11,7 +11,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Link, Machine
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.options import GradientExchange
+from nnmpi.compose.layout import GradientExchange
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader

@@ -7,7 +7,7 @@ import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.options import Numerics
+from nnmpi.compose.layout import Numerics
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Progress, Trainer
 from nnmpi.compose.worker import Worker

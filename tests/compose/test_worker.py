@@ -11,8 +11,7 @@ import nnmpi
 from nnmpi import data, models, nn, optim
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, arrange
-from nnmpi.compose.layout import Layout
-from nnmpi.compose.options import GradientExchange
+from nnmpi.compose.layout import GradientExchange, Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from nnmpi.errors import UsageError

@@ -9,8 +9,7 @@ import nnmpi
 from nnmpi import models, optim
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import Layout
-from nnmpi.compose.options import GradientExchange
+from nnmpi.compose.layout import GradientExchange, Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Loader

@@ -7,7 +7,7 @@ from nnmpi import models, nn, ops, optim
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.group import Group
-from nnmpi.compose.options import GradientExchange
+from nnmpi.compose.layout import GradientExchange
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut

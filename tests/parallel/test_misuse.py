@@ -14,7 +14,7 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.agreement import name_ranks
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.options import GradientExchange, Numerics
+from nnmpi.compose.layout import GradientExchange, Numerics
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut

@@ -8,7 +8,7 @@ import pytest
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.compose.options import GradientExchange
+from nnmpi.compose.layout import GradientExchange
 from nnmpi.data.loader import Loader
 from nnmpi.data.transform import Normalize
 from nnmpi.errors import UsageError

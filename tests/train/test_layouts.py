@@ -11,8 +11,7 @@ from nnmpi import models, optim
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
-from nnmpi.compose.layout import Layout
-from nnmpi.compose.options import GradientExchange, Numerics
+from nnmpi.compose.layout import GradientExchange, Layout, Numerics
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from nnmpi.nn.chain import open_chain
