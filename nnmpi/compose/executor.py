@@ -24,6 +24,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.recording import active, feed, perform
 from nnmpi.comm.point_to_point import Messages
 from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.replayed import Replay
 from nnmpi.compose.stats import PassReport
 from nnmpi.nn.module import Module
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoundary
@@ -105,7 +106,7 @@ class Executor:
         head: (result of the last stage, microbatch) -> what is wanted of it: the scalar whose gradient is taken.
         length: asked for the length of whole sequences where a microbatch has this rank's positions of them.
         whole: (input, microbatch) -> what `end` gives, in place of the model, where it is not cut.
-        play: called with the loop over a pass's program, which it runs, or replays (see `compose.replayed`).
+        replay: records and replays passes; None to run each.
         sink: takes the gradients.
         synchronous_sends: let no message leave before its receive is posted (for tests; see `comm.point_to_point`).
 
@@ -123,13 +124,13 @@ class Executor:
         head: Head,
         length: Callable[[], int | None] = lambda: None,
         whole: Callable[[Tensor, int], Tensor] | None = None,
-        play: Callable[[Callable[[], None]], None] = lambda loop: loop(),
+        replay: Replay | None = None,
         sink: GradientSink | None = None,
         synchronous_sends: bool = False,
     ) -> None:
         self.sink = GradientSink() if sink is None else sink
         self._sequence, self._length, self._head = None if where is None else where.sequence, length, head
-        self._play = play
+        self._replay = replay
         self._label, self._passes, self._messages = "", 0, None
         self._boundaries: dict[int, StageBoundary] = {}
         cut = where is not None and bool(where.stages)
@@ -207,35 +208,29 @@ class Executor:
         """
         return _executable(name or self._schedule, self.ranks, microbatches, self.count // self.ranks)
 
-    def train(self, inputs: Sequence[Array], seeds: Sequence[Array]) -> PassReport:
-        """Take microbatches forward and backward, as the schedule says; collective.
+    def run(
+        self, inputs: Sequence[Array], seeds: Sequence[Array] = (), kind: tuple[Any, ...] = (), refusal: str = ""
+    ) -> PassReport:
+        """Take microbatches forward, and back where there are seeds, by this rank's program; collective.
 
         Args:
             inputs: every microbatch's input, on all ranks (only its shape matters beyond the first stage).
-            seeds: every microbatch's gradient of the last stage's scalar.
+            seeds: every microbatch's gradient of the last stage's scalar; empty to infer.
+            kind, refusal: see `Replay.go`.
         """
-        return self._run(self._schedule, inputs, seeds)
-
-    def infer(self, inputs: Sequence[Array]) -> PassReport:
-        """Take microbatches forward only; collective. The head sees the results."""
-        return self._run(INFERENCE, inputs, ())
-
-    def free(self) -> None:
-        """Give the communicator back to MPI. Collective."""
-        if self._messages is not None:
-            self._messages.free()
-
-    def _run(self, name: Generator, inputs: Sequence[Array], seeds: Sequence[Array]) -> PassReport:
-        """Carry out this rank's program."""
         begin = clock.now()
         self._passes += 1
-        program = self._now = _program(name, self.ranks, len(inputs), self.count // self.ranks, self.rank)
+        name = self._schedule if seeds else INFERENCE
+        self._now = _program(name, self.ranks, len(inputs), self.count // self.ranks, self.rank)
         self._inputs, self._seeds, self._report = inputs, seeds, PassReport(len(inputs))
         self._timeline = timeline.current()
         try:
             if self._boundaries:
-                self._begin_messages(program, inputs)
-            self._play(self._loop)
+                self._begin_messages(self._now, inputs)
+            if self._replay is None:
+                self._loop()
+            else:
+                self._replay.go(kind, self._loop, refusal)
             if self._boundaries:
                 self._drain()
         except BaseException:
@@ -247,6 +242,11 @@ class Executor:
             raise
         self._report.total_s = clock.now() - begin
         return self._report
+
+    def free(self) -> None:
+        """Give the communicator back to MPI. Collective."""
+        if self._messages is not None:
+            self._messages.free()
 
     def _loop(self) -> None:
         """Carry out the instructions in their order.

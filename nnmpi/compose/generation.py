@@ -68,7 +68,7 @@ class TokenGenerator:
         batch, mesh = self._backend.asarray(np.array([tokens], np.int64)), self._where.mesh
         self._logits, self._model = None, model
         with no_grad():
-            self._executor.infer([batch])
+            self._executor.run([batch])
         logits = np.zeros(self.vocabulary)
         if self._logits is not None:  # on the last stage; where ranks share the classes out, each has some
             shared = self._where.classes > 0

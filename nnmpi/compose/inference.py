@@ -49,7 +49,7 @@ class Inference:
         self._found.clear()
         cuts = split(len(x), min(len(x), max(len(where.cuts), 1)))
         with use_precision(self._precision), no_grad():
-            self._executor.infer([batch[cut.start : cut.stop] for cut in cuts])
+            self._executor.run([batch[cut.start : cut.stop] for cut in cuts])
         own = np.concatenate([self._found[number] for number in sorted(self._found)]) if self._found else None
         return self._shared(self._whole(own))
 

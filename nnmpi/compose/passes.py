@@ -39,6 +39,7 @@ from nnmpi.compose.losses import (
     DeferredScalars,
     DeviceBatch,
     SumLoss,
+    is_own_loss,
     label_check,
     score_of,
     summed,
@@ -181,8 +182,7 @@ class Passes(GradientSink):
                 self._store = Store(where.layout.offload, backend)
         self._budget = budget
         self.updates = where is not None and where.layout.asynchronous
-        self.replay = Replay(model, self._losses, _refusal(where, backend))
-        self._refusal = ""  # to replay the present pass
+        self.replay = Replay(model, _refusal(where, backend, self._losses))
         self._now: Running
         self.executor = Executor(
             model,
@@ -192,7 +192,7 @@ class Passes(GradientSink):
             self._head,
             lambda: self._now.device_batch.length,
             None if budget is None else self._run_by_plan,
-            self._play,
+            self.replay,
             self,
             synchronous_sends,
         )
@@ -236,8 +236,7 @@ class Passes(GradientSink):
             elif self.is_cut and len(batch.y) < self._most_rows:
                 refusal = "a short last batch would take memory of its own"
             self._most_rows = max(self._most_rows, len(batch.y))
-            self._refusal = refusal
-            passed = self.executor.train(now.inputs, self._seeds(now))
+            passed = self.executor.run(now.inputs, self._seeds(now), now.kind, refusal)
             if self.is_cut:
                 report.passed, report.staleness, report.wait_s = passed, tuple(now.staleness), passed.wait_s
                 if passed.messages:
@@ -266,9 +265,8 @@ class Passes(GradientSink):
         """
         device_batch = to_device(batch, self.model, self.backend)
         cuts = _evaluation_cuts(len(batch.y), self.executor.count, batch.first_row)
-        self._now = Running(batch, device_batch, 0, self._losses[1], scalars, cuts, trains=False)
-        self._refusal = LOOKED_AT if timeline.current() else ""
-        self.executor.infer(self._now.inputs)
+        now = self._now = Running(batch, device_batch, 0, self._losses[1], scalars, cuts, trains=False)
+        self.executor.run(now.inputs, kind=now.kind, refusal=LOOKED_AT if timeline.current() else "")
         return self.counts
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
@@ -324,9 +322,6 @@ class Passes(GradientSink):
             self.executor.free()
 
     # ---- a pass ----
-
-    def _play(self, loop: Callable[[], None]) -> None:
-        self.replay.go(self._now.kind, loop, self._refusal)
 
     def _seeds(self, now: Running) -> list[Array]:
         """Return the gradients of the microbatches' loss sums: the loss scale / the labels in an update's mean.
@@ -478,9 +473,10 @@ def _evaluation_cuts(rows: int, count: int, first_row: int) -> tuple[Cut, ...]:
     return tuple(Cut(part.start, part.stop, first_row + part.start, m) for m, part in found)
 
 
-def _refusal(where: Arrangement | None, backend: Backend) -> str:
+def _refusal(where: Arrangement | None, backend: Backend, losses: Sequence[SumLoss]) -> str:
     """Return why passes of a layout cannot be replayed; nothing where they can."""
     layout = None if where is None else where.layout
+    strangers = [getattr(each, "__name__", type(each).__name__) for each in losses if not is_own_loss(each)]
     reasons = {
         "a device's recordings would keep more memory than its steps take": backend.is_device,
         "an update within a pass gives the weights another place": layout is not None and layout.asynchronous,
@@ -490,6 +486,7 @@ def _refusal(where: Arrangement | None, backend: Backend) -> str:
         "a plan for activations keeps to a budget of its own": where is not None
         and not where.stages
         and where.layout.activation_memory is not None,
+        f"the loss {', '.join(strangers[:1])} is not nnmpi's own, and may decide by values": bool(strangers),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
 

@@ -10,7 +10,7 @@ made of is looked at before each replay. With another layer, rate or array in th
 stands again, and recorded anew.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import is_
 from typing import Any
@@ -18,7 +18,6 @@ from typing import Any
 from nnmpi.backend.kernels import setting
 from nnmpi.backend.precision import precision
 from nnmpi.backend.recording import active
-from nnmpi.compose.losses import SumLoss, is_own_loss
 from nnmpi.nn.compiled import MOST_RECORDINGS, Compiled
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Buffer, Module
@@ -42,19 +41,15 @@ class Replay(Compiled):
 
     Args:
         model: that runs.
-        losses: that passes end with.
         refusal: why no pass may be replayed, whatever it is; else empty.
 
     Attributes:
         replays: how many passes were replayed so far.
     """
 
-    def __init__(self, model: Module, losses: Sequence[SumLoss], refusal: str = "") -> None:
+    def __init__(self, model: Module, refusal: str = "") -> None:
         super().__init__(lambda: None)
-        strangers = [loss for loss in losses if not is_own_loss(loss)]
         self._model, self._reason = model, refusal
-        if strangers and not refusal:
-            self._reason = f"the loss {_name(strangers[0])} is not nnmpi's own, and may decide by values"
         self._refused = bool(self._reason)
         self._seen: set[Any] = set()
         self._holders: list[Iterable[object]] = []  # what holds what the model is made of
@@ -87,6 +82,7 @@ class Replay(Compiled):
             return
         key = (mode.fused, setting(), precision(), *kind)
         if self._parts is None or not self._is_unchanged():
+            run()  # first: layers find out in it which of them are computed as one
             self._begin_anew(key)
             return
         held = self._held.get(key)
@@ -106,11 +102,10 @@ class Replay(Compiled):
         run()
 
     def _begin_anew(self, key: Any) -> None:
-        """Do a pass of a model that is not known yet, or has changed; and look what it is made of."""
+        """Look what a model is made of that is not known yet, or has changed."""
         self._held.clear()
         self._seen = {key}
         self._changes += 1
-        self._step()  # first: layers find out in it which of them are computed as one
         modules = list(self._model.named_modules())
         strangers = [f"{name} ({type(module).__name__})" for name, module in modules if not _is_replayable(module)]
         self._reason = "the model is new, or has changed"
@@ -128,10 +123,6 @@ class Replay(Compiled):
         """Return whether the model is made of the same objects as before."""
         before, now = self._parts or [], list(chain.from_iterable(self._holders))
         return len(now) == len(before) and all(map(is_, now, before))
-
-
-def _name(loss: SumLoss) -> str:
-    return getattr(loss, "__name__", type(loss).__name__)
 
 
 def _is_replayable(module: Module) -> bool:
