@@ -96,16 +96,16 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> Evaluation:
     Raises:
         DataError: for samples that do not fit.
     """
-    with agreed(run.where.mesh.world):
+    with agreed(run.arrangement.mesh.world):
         labels = match_labels(run.signature, samples)
         loss_of = _loss_of(run)
-    dp, numbers = run.where.mesh.dp, run.signature.predicts == "quantities"
+    dp, numbers = run.arrangement.mesh.dp, run.signature.predicts == "quantities"
     mine = part(len(samples), dp.size, dp.rank)
     predicted: NDArray[Any] = np.zeros(labels.shape) if numbers else np.full(labels.shape, IGNORED, np.int64)
     losses = np.zeros(labels.shape)
     each = 8 * run.signature.outputs * int(np.prod(labels.shape[1:]))
     rows = max(1, min(batch_size, LOGITS_BYTES // each))
-    inference = Inference(run.where, run.backend, run.config.run.precision)
+    inference = Inference(run.arrangement, run.backend, run.config.run.precision)
     for start in range(mine.start, mine.stop, rows):
         indices = np.arange(start, min(start + rows, mine.stop))
         x, width = _input(run.signature, samples, indices, run.config.run.dtype)

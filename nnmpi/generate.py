@@ -76,7 +76,7 @@ def main(words: Sequence[str], group: Group) -> None:
     begin = clock.now()
     run = place.open(folder, group)
     _check_model(folder, run.config)
-    generator = TokenGenerator(run.where, run.backend, run.classes)
+    generator = TokenGenerator(run.arrangement, run.backend, run.classes)
     context = None if run.config.model.model == "lstm" else run.signature.sample_shape[0]
     tokenizer, precision = run.tokenizer, run.config.run.precision
     prompt, end = on_root(group, partial(_tokens, options.prompt, tokenizer, generator.vocabulary))

@@ -201,6 +201,8 @@ class Mesh:
     def bind(self, group: Group) -> BoundMesh:
         """Return the mesh with a group of each axis that this rank is in. Collective over the group.
 
+        An axis of all ranks, in their order, is the group itself; axes of one rank have one group together.
+
         Raises:
             LayoutError: on all ranks, when the group has not as many ranks as the mesh.
         """
@@ -208,17 +210,27 @@ class Mesh:
             raise LayoutError(_misfit(group.size, dict(zip(AXES, self.shape, strict=True)), {}))
         d, p, t, s = place = self.coordinates(group.rank)
         part, replica = p * self.tp + t, d * self.sp + s  # which part of the model, and which replica of it
-        dp = group.split(part * self.sp + s, d)
+        own = [] if self.size == 1 else [group.split(group.rank)]
+
+        def along(size: int, color: int, key: int) -> Group:
+            if size == self.size and self._ranks == tuple(range(size)):
+                return group
+            if size > 1:
+                own.append(group.split(color, key))
+            return own[0 if size == 1 else -1]
+
+        dp = along(self.dp, part * self.sp + s, d)
         return BoundMesh(
             self,
             group,
             place,
             dp=dp,
-            pp=group.split(replica * self.tp + t, p),
-            tp=group.split(replica * self.pp + p, t),
-            sp=group.split(part * self.dp + d, s),
-            model=group.split(replica, part),
-            replicas=dp if self.sp == 1 else group.split(part, replica),
+            pp=along(self.pp, replica * self.tp + t, p),
+            tp=along(self.tp, replica * self.pp + p, t),
+            sp=along(self.sp, part * self.dp + d, s),
+            model=along(self.pp * self.tp, replica, part),
+            replicas=dp if self.sp == 1 else along(self.dp * self.sp, part, replica),
+            own=own,
         )
 
     def _block(self, ranges: dict[str, range], inside: Sequence[str], at: dict[str, int]) -> tuple[int, ...]:
@@ -261,6 +273,7 @@ class BoundMesh:
         sp: the ranks that share this rank's sequences.
         model: all ranks of this replica of the model; rank p * tp + t.
         replicas: all ranks that hold the same parts of the model, dp x sp; rank d * sp + s.
+        own: those of them that `bind` has made.
     """
 
     mesh: Mesh
@@ -272,13 +285,12 @@ class BoundMesh:
     sp: Group
     model: Group
     replicas: Group
+    own: list[Group]
 
     def free(self) -> None:
-        """Give the groups back to MPI, but not the world. Collective."""
-        for group in (self.dp, self.pp, self.tp, self.sp, self.model):
-            group.free()
-        if self.replicas is not self.dp:
-            self.replicas.free()
+        """Give the groups back to MPI, but not the world. Collective; a second call does nothing."""
+        while self.own:
+            self.own.pop().free()
 
 
 class _RankBlock(NamedTuple):

@@ -222,7 +222,6 @@ def run(config: Config, steps: int, dataset: Dataset, group: Group, layout: Layo
     worker = build_trainer(config, model, group, inputs, backend, layout, verified=True)
     assert isinstance(worker, Worker)
     where = worker.arrangement
-    assert where is not None
     losses, norms, gradients = [], [], dict[str, Array]()
     batches: Iterator[Batch] = (batch for epoch in count() for batch in inputs.train_loader.epoch(epoch))
     for batch in islice(batches, steps):

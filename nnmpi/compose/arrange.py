@@ -132,6 +132,11 @@ class Arrangement:
         return storage
 
     @property
+    def is_plain(self) -> bool:
+        """Whether every rank has all of the model, and sums are taken as they come."""
+        return self.mesh.model.size == 1 and not self.layout.fixed and not self.layout.zero
+
+    @property
     def data_rank(self) -> int:
         """Which part of each batch this rank takes, for `data.Loader`."""
         return self.mesh.place.d
@@ -158,6 +163,12 @@ class Arrangement:
         return self.mesh.replicas.rank == 0 and self.counts(name, entry)
 
 
+def replicate(model: Module, group: Group, backend: Backend) -> Arrangement:
+    """Return the arrangement in which every rank of a group has all of a model; collective."""
+    mesh = Mesh(dp=group.size).bind(group)
+    return Arrangement(Layout(), mesh, model, *_whole(model), backend=backend)
+
+
 def arrange(
     model: Module,
     group: Group,
@@ -181,9 +192,7 @@ def arrange(
     backend = numpy_backend() if backend is None else backend
     mesh = find_mesh(group, layout)
     bound = mesh.bind(group)
-    parameters = tuple(name for name, _ in model.named_parameters())
-    order = (*parameters, *(name for name, _ in model.named_buffers()))
-    whole = (parameters, order, sum(parameter.size for parameter in model.parameters()))
+    whole = _whole(model)
     with agreed(group):
         if mesh.sp > 1 and layout.sp_attention == ULYSSES:
             for _, module in model.named_modules():
@@ -199,6 +208,13 @@ def arrange(
     arrangement = replace(arrangement, classes=result.units, backend=backend)
     _check_memory(arrangement, dtype)
     return arrangement
+
+
+def _whole(model: Module) -> tuple[tuple[str, ...], tuple[str, ...], int]:
+    """Return the names of all parameters, those and the buffers', and how many elements the parameters have."""
+    parameters = tuple(name for name, _ in model.named_parameters())
+    order = (*parameters, *(name for name, _ in model.named_buffers()))
+    return parameters, order, sum(parameter.size for parameter in model.parameters())
 
 
 def find_mesh(group: Group, layout: Layout) -> Mesh:
@@ -421,11 +437,3 @@ def describe_stages(arrangement: Arrangement) -> list[str]:
         measured = f", {share:.0%} of the time" if arrangement.costs else ""
         lines.append(f"stage {number}: pipeline rank {number % arrangement.mesh.pp.size}, {layers}{measured}")
     return lines
-
-
-def has_whole_model(arrangement: Arrangement | None) -> bool:
-    """Whether every rank has all of the model, and sums are taken as they come."""
-    if arrangement is None:
-        return True
-    mesh = arrangement.mesh.mesh
-    return mesh.pp == 1 and mesh.tp == 1 and not arrangement.layout.fixed and not arrangement.layout.zero

@@ -118,6 +118,7 @@ class AsynchronousWorker(Trainer):
     def release(self) -> None:
         """See `Trainer.release`."""
         self.runner.release()
+        super().release()
 
     def _check(self) -> None:
         """Refuse what does not go together."""

@@ -37,7 +37,7 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED
 from nnmpi.comm.gradients import Traffic, predict
-from nnmpi.compose.arrange import Arrangement, has_whole_model
+from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.layout import GradientExchange
 from nnmpi.data.loader import Batch
 from nnmpi.errors import DeviceError, NnmpiError, UsageError
@@ -86,9 +86,9 @@ class Exchange:
             trainer.group,
             trainer.backend,
         )
-        self.replicas = trainer.group if where is None else where.mesh.replicas
-        self._is_whole = where is None or not where.stages  # then hooks tell which gradients are final
-        self._updates = where is not None and where.layout.asynchronous
+        self.replicas = where.mesh.replicas
+        self._is_whole = not where.stages  # then hooks tell which gradients are final
+        self._updates = where.layout.asynchronous
         self.parallel = self._start(options)
         self.notice = self.parallel.notice
         predicted_s = predict(self.group, *self._meeting())
@@ -189,7 +189,7 @@ class Exchange:
         """
         self.parallel.check_equal()
         where = self.arrangement
-        if where is None or not self.model.storage.is_whole:
+        if not self.model.storage.is_whole:
             return
         if where.mesh.tp.size > 1:
             check_replicas(self.model, where.mesh.tp)
@@ -208,12 +208,11 @@ class Exchange:
         self.parallel.release()
 
     def _norm(self) -> float:
-        storage = self.model.storage
-        return global_norm(storage.grads) if self.arrangement is None else gradient_norm(storage, self.arrangement)
+        return gradient_norm(self.model.storage, self.arrangement)
 
     def _add_ties(self) -> None:
         """Add up the gradients of parameters that stand in stages of several ranks."""
-        ties = () if self.arrangement is None else self.arrangement.ties
+        ties = self.arrangement.ties
         own = {span.parameter.name: span.parameter for span in self.model.storage.spans} if ties else {}
         for tie in ties:  # in the same order on all ranks of the pipeline
             own[tie.name].finish_gradient()
@@ -236,7 +235,7 @@ class NodeExchange(Exchange):
         if options.fused_update is not None:
             return options.fused_update
         model = trainer.model
-        free = options.leaves_choice and has_whole_model(trainer.arrangement) and model.storage.state_store is None
+        free = options.leaves_choice and trainer.arrangement.is_plain and model.storage.state_store is None
         return free and fusing_pays(model, trainer.group)
 
     def _start(self, options: GradientExchange) -> DataParallel:
@@ -281,10 +280,9 @@ class ZeroExchange(Exchange):
     @classmethod
     def fits(cls, trainer: Trainer, options: GradientExchange) -> bool:
         """See `Exchange`."""
-        return trainer.arrangement is not None and trainer.arrangement.layout.zero > 0
+        return trainer.arrangement.layout.zero > 0
 
     def _start(self, options: GradientExchange) -> DataParallel:
-        assert self.arrangement is not None
         stage, whole = self.arrangement.layout.zero, self._is_whole
         found = ShardedDataParallel(
             self.model, self.replicas, stage, options.algorithm, backend=self.backend, runs_backward=whole
@@ -307,14 +305,13 @@ class FixedExchange(Exchange):
     @classmethod
     def fits(cls, trainer: Trainer, options: GradientExchange) -> bool:
         """See `Exchange`."""
-        return trainer.arrangement is not None and trainer.arrangement.layout.fixed
+        return trainer.arrangement.layout.fixed
 
     def _start(self, options: GradientExchange) -> DataParallel:
         found = DataParallel(
             self.model, self.replicas, backend=self.backend, sums_gradients=False, shares_batches=False
         )
         self._sums = FixedReduction(self.model, self.replicas, self.backend)
-        assert self.arrangement is not None
         self._asks = self.arrangement.layout.activation_memory is not None  # all ranks together, in the first batch
         return found
 
@@ -391,6 +388,8 @@ def make_exchange(trainer: Trainer, options: GradientExchange) -> Exchange:
 
 def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
     """Return the Euclidean length of the global gradient; collective over the replica's ranks."""
+    if arrangement.is_plain:
+        return global_norm(storage.grads)
     squares = [
         sum_of_squares([grad])
         for span, _, grad in storage.held()

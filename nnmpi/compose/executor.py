@@ -100,7 +100,7 @@ class Executor:
 
     Args:
         model: the whole one, or what gives its results, where it is not cut into stages.
-        where: how it lies on the ranks; None for all of it on each.
+        where: how it lies on the ranks.
         backend: where the arrays live.
         scope: (microbatch, again) -> the mode to run in; `again` where a forward is repeated.
         head: (result of the last stage, microbatch) -> what is wanted of it: the scalar whose gradient is taken.
@@ -118,7 +118,7 @@ class Executor:
     def __init__(
         self,
         model: Module | Callable[[Any], Tensor],
-        where: Arrangement | None,
+        where: Arrangement,
         backend: Backend,
         scope: Scope,
         head: Head,
@@ -129,12 +129,11 @@ class Executor:
         synchronous_sends: bool = False,
     ) -> None:
         self.sink = GradientSink() if sink is None else sink
-        self._sequence, self._length, self._head = None if where is None else where.sequence, length, head
+        self._sequence, self._length, self._head = where.sequence, length, head
         self._replay = replay
         self._label, self._passes, self._messages = "", 0, None
         self._boundaries: dict[int, StageBoundary] = {}
-        cut = where is not None and bool(where.stages)
-        if where is None or not cut:
+        if not where.stages:
             self.rank, self.ranks, self.count = 0, 1, 1
             self._schedule: Generator = WHOLE
             call = (lambda x, m: self.end(model(x), m)) if whole is None else whole

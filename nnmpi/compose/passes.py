@@ -167,8 +167,7 @@ class Passes(GradientSink):
             trainer.seed,
             trainer.optimizer,
         )
-        classes = 0 if where is None else where.classes
-        self._checks = [label_check(loss, classes) for loss in self._losses]
+        self._checks = [label_check(loss, where.classes) for loss in self._losses]
         # It is called on every rank, since it may communicate where the classes are shared out.
         self._score = score_of(trainer.loss, where)
         self.scalars = DeferredScalars()
@@ -176,12 +175,12 @@ class Passes(GradientSink):
         self.planned: RecomputedModel | None = None
         self._told: Plan = ()  # the plan that was told of last
         self._store: Store | None = None
-        budget = None if where is None or where.stages else where.layout.activation_memory
-        if where is not None and budget is not None and where.layout.offload is not None:
+        budget = None if where.stages else where.layout.activation_memory
+        if budget is not None and where.layout.offload is not None:
             with agreed(where.mesh.world):
                 self._store = Store(where.layout.offload, backend)
         self._budget = budget
-        self.updates = where is not None and where.layout.asynchronous
+        self.updates = where.layout.asynchronous
         self.replay = Replay(model, _refusal(where, backend, self._losses))
         self._now: Running
         self.executor = Executor(
@@ -197,8 +196,8 @@ class Passes(GradientSink):
             synchronous_sends,
         )
         self.is_cut = self.executor.count > 1
-        self.counts = self.executor.count - 1 in self.executor.stages and (where is None or where.mesh.place.t == 0)
-        self._numbers = {} if where is None else _numbers(where)
+        self.counts = self.executor.count - 1 in self.executor.stages and where.mesh.place.t == 0
+        self._numbers = _numbers(where)
         self._waiting = self._holders()
         self._last_seed: tuple[float, Array] | None = None
         self._most_rows = 0
@@ -304,7 +303,6 @@ class Passes(GradientSink):
             return [planned.describe()]
         if not self._passes:
             return []
-        assert self._where is not None
         group = self._where.mesh.pp
         lines = [_forecast(group, self.executor.plan(self._most), list(self._passes))]
         self._passes.clear()
@@ -473,19 +471,18 @@ def _evaluation_cuts(rows: int, count: int, first_row: int) -> tuple[Cut, ...]:
     return tuple(Cut(part.start, part.stop, first_row + part.start, m) for m, part in found)
 
 
-def _refusal(where: Arrangement | None, backend: Backend, losses: Sequence[SumLoss]) -> str:
+def _refusal(where: Arrangement, backend: Backend, losses: Sequence[SumLoss]) -> str:
     """Return why passes of a layout cannot be replayed; nothing where they can."""
-    layout = None if where is None else where.layout
+    layout = where.layout
     strangers = [getattr(each, "__name__", type(each).__name__) for each in losses if not is_own_loss(each)]
     reasons = {
         "a device's recordings would keep more memory than its steps take": backend.is_device,
-        "an update within a pass gives the weights another place": layout is not None and layout.asynchronous,
-        "ZeRO 2 and 3 let weights and gradients come and go between layers": layout is not None and layout.zero > 1,
-        "gradients in a fixed order leave the model after each microbatch": layout is not None and layout.fixed,
-        "what is offloaded comes and goes between layers": layout is not None and layout.offload is not None,
-        "a plan for activations keeps to a budget of its own": where is not None
-        and not where.stages
-        and where.layout.activation_memory is not None,
+        "an update within a pass gives the weights another place": layout.asynchronous,
+        "ZeRO 2 and 3 let weights and gradients come and go between layers": layout.zero > 1,
+        "gradients in a fixed order leave the model after each microbatch": layout.fixed,
+        "what is offloaded comes and goes between layers": layout.offload is not None,
+        "a plan for activations keeps to a budget of its own": layout.activation_memory is not None
+        and not where.stages,
         f"the loss {', '.join(strangers[:1])} is not nnmpi's own, and may decide by values": bool(strangers),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")

@@ -12,20 +12,19 @@ from nnmpi.parallel.zero.storage import ShardedStorage
 from nnmpi.tensor.parameter import FlatStorage, Parameter
 
 
-def model_state(model: Module, group: Group, arrangement: Arrangement | None) -> ModelState:
+def model_state(model: Module, group: Group, arrangement: Arrangement) -> ModelState:
     """Return the parameters and buffers by their full names."""
     leaves: list[tuple[str, Parameter | Buffer]] = [*model.named_parameters(), *model.named_buffers()]
     storage = model.storage
     parts = {} if storage.is_whole else _parts(storage, {"": storage.data})
     entries = [
-        StateEntry.of(name, parts.get(f"/{name}", leaf.data), leaf.region, _writes(name, leaf, group, arrangement))
+        StateEntry.of(name, parts.get(f"/{name}", leaf.data), leaf.region, arrangement.writes(name, leaf))
         for name, leaf in leaves
     ]
-    order = [name for name, _ in leaves] if arrangement is None else list(arrangement.order)
-    return ModelState(entries, order, group)
+    return ModelState(entries, list(arrangement.order), group)
 
 
-def optimizer_state(model: Module, optimizer: Optimizer, group: Group, arrangement: Arrangement | None) -> ModelState:
+def optimizer_state(model: Module, optimizer: Optimizer, group: Group, arrangement: Arrangement) -> ModelState:
     """Return the optimizer's arrays by "slot/full.parameter.name"."""
     parameters = dict(model.named_parameters())
     views: Mapping[str, Array | ShardedArray] = _parts(model.storage, optimizer.slots()) or slots(
@@ -34,13 +33,13 @@ def optimizer_state(model: Module, optimizer: Optimizer, group: Group, arrangeme
     entries = []
     for name, view in views.items():
         parameter = parameters[name.partition("/")[2]]
-        owned = _writes(parameter.name, parameter, group, arrangement)
-        entries.append(StateEntry.of(name, view, parameter.region, owned))
-    whole = list(parameters) if arrangement is None else list(arrangement.parameters)
-    return ModelState(entries, [f"{slot}/{name}" for slot in optimizer.slots() for name in whole], group)
+        writes = arrangement.writes(parameter.name, parameter)
+        entries.append(StateEntry.of(name, view, parameter.region, writes))
+    order = [f"{slot}/{name}" for slot in optimizer.slots() for name in arrangement.parameters]
+    return ModelState(entries, order, group)
 
 
-def gradient_state(model: Module, group: Group, arrangement: Arrangement | None) -> ModelState:
+def gradient_state(model: Module, group: Group, arrangement: Arrangement) -> ModelState:
     """Return the gradients that the last step used, by their parameters' full names."""
     parts = _parts(model.storage, {"": model.storage.grads})
     entries = []
@@ -48,10 +47,9 @@ def gradient_state(model: Module, group: Group, arrangement: Arrangement | None)
         parameter = span.parameter
         grad = parts.get(f"/{parameter.name}", parameter.buffer)
         assert grad is not None
-        owned = _writes(parameter.name, parameter, group, arrangement)
-        entries.append(StateEntry.of(parameter.name, grad, parameter.region, owned))
-    order = [name for name, _ in model.named_parameters()] if arrangement is None else list(arrangement.parameters)
-    return ModelState(entries, order, group)
+        writes = arrangement.writes(parameter.name, parameter)
+        entries.append(StateEntry.of(parameter.name, grad, parameter.region, writes))
+    return ModelState(entries, list(arrangement.parameters), group)
 
 
 def slots(storage: FlatStorage, optimizer: Optimizer) -> dict[str, Array]:
@@ -73,10 +71,3 @@ def _parts(storage: FlatStorage, flats: Mapping[str, Sequence[Array]]) -> dict[s
         for name, arrays in flats.items()
         for span in storage.spans
     }
-
-
-def _writes(name: str, leaf: Parameter | Buffer, group: Group, arrangement: Arrangement | None) -> bool:
-    """Return whether this rank writes its part of an array, of all ranks that have it."""
-    if arrangement is None:
-        return group.is_root
-    return arrangement.writes(name, leaf)

@@ -30,7 +30,7 @@ from nnmpi.backend.precision import MODES, low_dtype
 from nnmpi.backend.precision import precision as mode_of
 from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.group import Group
-from nnmpi.compose.arrange import Arrangement
+from nnmpi.compose.arrange import Arrangement, replicate
 from nnmpi.compose.layout import Numerics
 from nnmpi.compose.losses import SumLoss, named_loss
 from nnmpi.compose.state import model_state, optimizer_state
@@ -144,7 +144,7 @@ class Trainer(ABC):
         backend: where the model lives.
         precision: of products, see `backend.precision`.
         clip: the largest length of the gradient, or None.
-        arrangement: how the model lies on the ranks; None where each has all of it.
+        arrangement: how the model lies on the ranks.
         in_step: whether the ranks meet after every step. Then `progress` is told of every step on every rank; else on
             rank 0 alone, of gradients as they come in, and what becomes of a whole segment is in its report.
         reporters: how many calls of `progress` there are for each batch, one for each worker.
@@ -173,13 +173,14 @@ class Trainer(ABC):
         self.precision = mode_of() if numerics.precision is None else numerics.precision
         self.clip = numerics.clip
         self.slow = slow
-        self.arrangement = arrangement
+        self._is_own = arrangement is None  # so `release` gives its groups back
+        self.arrangement = replicate(model, group, self.backend) if arrangement is None else arrangement
 
     def __repr__(self) -> str:
         """Say what is trained, with what, and on which ranks."""
-        where = f"{self.group.size} ranks" if self.arrangement is None else str(self.arrangement.mesh.mesh)
         model = f"{type(self.model).__name__} of {self.model.storage.size:,} parameters"
-        return f"{type(self).__name__}({model}, {self.optimizer!r}, rank {self.group.rank} of {where})"
+        where = f"rank {self.group.rank} of {self.arrangement.mesh.mesh}"
+        return f"{type(self).__name__}({model}, {self.optimizer!r}, {where})"
 
     def run(
         self,
@@ -252,9 +253,14 @@ class Trainer(ABC):
         """Return lines about the most memory that was taken, if that is known. Collective."""
         return ()
 
-    @abstractmethod
     def release(self) -> None:
-        """Take everything off the model again: it is then one that each rank has for itself. Collective."""
+        """Take everything off the model again: it is then one that each rank has for itself. Collective.
+
+        A second call does nothing.
+        """
+        if self._is_own:
+            self._is_own = False
+            self.arrangement.free()
 
 
 def check_optimizer(model: Module, optimizer: Optimizer) -> None:

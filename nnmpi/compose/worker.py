@@ -34,7 +34,7 @@ from nnmpi.comm.group import Group
 from nnmpi.compose import refusals
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.exchange import make_exchange
-from nnmpi.compose.layout import DEFAULT_EXCHANGE, DEFAULT_NUMERICS, GradientExchange, Layout, Numerics
+from nnmpi.compose.layout import DEFAULT_EXCHANGE, DEFAULT_NUMERICS, GradientExchange, Numerics
 from nnmpi.compose.losses import SumLoss, check_loss, to_device
 from nnmpi.compose.passes import Passes, evaluate_all
 from nnmpi.compose.stats import StepReport, Totals
@@ -119,11 +119,11 @@ class Worker(Trainer):
             check_loss(each, arrangement)
         check_numerics(self)
         self.scaling = LossScale() if self.precision == "fp16" else None
-        self._sequence = None if arrangement is None else arrangement.sequence
-        self._fixed = arrangement is not None and arrangement.layout.fixed
-        self._shares = arrangement is not None and max(arrangement.mesh.tp.size, arrangement.mesh.sp.size) > 1
+        where = self.arrangement
+        self._sequence, self._fixed = where.sequence, where.layout.fixed
+        self._shares = max(where.mesh.tp.size, where.mesh.sp.size) > 1
         self._checks = exchange.check
-        check_pairs(model, arrangement, exchange.fused_update, self.clip, self.scaling is not None, self.backend)
+        check_pairs(self, arrangement, exchange.fused_update)
         check_free(model)  # before anything is moved
         self.exchange = make_exchange(self, exchange)
         self.parallel, self.notice = self.exchange.parallel, self.exchange.notice
@@ -143,6 +143,7 @@ class Worker(Trainer):
         A second call does nothing.
         """
         self.passes.release()
+        super().release()
 
     def step(self, batch: Batch, lr: float | None = None) -> StepReport:
         """Do one update with this rank's part of a global batch; collective.
@@ -190,8 +191,7 @@ class Worker(Trainer):
             with self._watching() if self._shares else _NOTHING as exchanged, self._counting() if counts else _AS_IT_IS:
                 report = self.passes.train(batch, step, factor, not counts)
                 if report.passed is not None:
-                    recomputes = self.arrangement is not None and self.arrangement.layout.recomputes
-                    self._at_once = 1 if recomputes else report.passed.peak_live
+                    self._at_once = 1 if self.arrangement.layout.recomputes else report.passed.peak_live
                     self._waiting = report.passed.peak_waiting
             if self.passes.replay.held_bytes != self._recorded_bytes:  # there are new recordings
                 self._recorded_bytes = self.passes.replay.held_bytes
@@ -206,9 +206,10 @@ class Worker(Trainer):
             report.count(_exchanged(exchanged))
         norm = report.grad_norm = norm / factor
         if targets != batch.global_targets:
+            names = "group.rank and group.size" if self._is_own else "arrangement.data_rank and arrangement.data_ranks"
             raise UsageError(
                 f"the ranks' parts of this batch have {targets:.0f} labels that count together, but the global batch "
-                f"{batch.global_targets}; give Loader the rank and world of the replica ({self._replica()}), or a "
+                f"{batch.global_targets}; give Loader the rank and world of the replica ({names}), or a "
                 "Batch of your own the targets of each microbatch"
             )
         # A value that overflowed anywhere makes the norm inf or NaN, so it is the test of the whole gradient. Loss and
@@ -257,7 +258,7 @@ class Worker(Trainer):
         where, storage = self.arrangement, self.model.storage
         if self.exchange.is_fused or len(set(storage.groups)) > 1 or not storage.data:
             return {}
-        ranks, layout = (self.group, Layout()) if where is None else (where.mesh.replicas, where.layout)
+        ranks, layout = where.mesh.replicas, where.layout
         once = isinstance(storage, ShardedStorage) and storage.stands_once
         found = predict_bytes(
             *(self.model, layout.zero, ranks.rank, ranks.size, storage.data[0].dtype.itemsize),
@@ -375,12 +376,6 @@ class Worker(Trainer):
             stack.enter_context(loaded_pools().limit(limits=1, user_api="blas"))
         return stack
 
-    def _replica(self) -> str:
-        """Return where a Loader's arguments are to be found."""
-        if self.arrangement is None:
-            return "group.rank and group.size"
-        return "arrangement.data_rank and arrangement.data_ranks"
-
 
 def _exchanged(events: Sequence[TraceEvent]) -> Traffic:
     """Return what sharded layers exchanged, of what a timeline noted."""
@@ -390,31 +385,20 @@ def _exchanged(events: Sequence[TraceEvent]) -> Traffic:
     return Traffic(seconds, 0.0, count, len(events), nan if events else 0.0)
 
 
-def check_pairs(
-    model: Module,
-    arrangement: Arrangement | None,
-    fused_update: bool | None,
-    clip: float | None,
-    scaled: bool,
-    backend: Backend,
-) -> None:
+def check_pairs(worker: Worker, arrangement: Arrangement | None, fused_update: bool | None) -> None:
     """Refuse options that do not go together, and a model that is not the arrangement's.
-
-    Args:
-        scaled: whether losses are scaled.
 
     Raises:
         UsageError: saying which.
     """
-    given: dict[str, str] = {}
-    if arrangement is not None:
-        mesh = arrangement.mesh.mesh
-        given = replace(arrangement.layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp).features()
+    model, backend, where = worker.model, worker.backend, worker.arrangement
+    mesh = where.mesh.mesh
+    given = replace(where.layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp).features()
     given |= {refusals.STATE_OUT: "state out of memory"} if model.storage.state_store is not None else {}
     given |= {refusals.FUSED: "the fused update"} if fused_update else {}
     given |= {refusals.DEVICE: str(backend.device)} if backend.is_device else {}
-    given |= {refusals.FP16: "fp16"} if scaled else {}
-    given |= {refusals.CLIP: "clip"} if clip is not None else {}
+    given |= {refusals.FP16: "fp16"} if worker.scaling is not None else {}
+    given |= {refusals.CLIP: "clip"} if worker.clip is not None else {}
     refusals.refuse(given)
     if arrangement is None:
         if isinstance(model, ModelPart) or any(parameter.region is not None for parameter in model.parameters()):

@@ -293,7 +293,7 @@ def build_trainer(
     """
     options, sync = config.optimization, config.sync
     where = None
-    if layout is not None:
+    if layout is not None and not sync.rule.asynchronous:
         rows = -(-inputs.batch_size // inputs.train_loader.microbatches)
         sample = inputs.train.rows(np.arange(rows), config.run.dtype)
         with use_precision(config.run.precision), explained(backend, TOO_LARGE):  # it measures what each layer takes
@@ -360,10 +360,3 @@ def check_sync(config: Config, group: Group) -> None:
     """
     config.sync.rule.check(group.size)
     config.sync.slowness(config.run.seed).check(group.size)
-
-
-def needs_arrangement(layout: Layout, mesh: Mesh) -> bool:
-    """Whether the ranks are more than replicas of a whole model that sum gradients as they come."""
-    limits = (layout.memory_limit, layout.activation_memory)
-    is_split = max(mesh.pp, mesh.tp, mesh.sp) > 1 or layout.zero > 0
-    return is_split or layout.fixed or limits != (None, None) or layout.offload is not None

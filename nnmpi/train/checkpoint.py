@@ -398,32 +398,23 @@ def _values(trainer: Trainer, state: RunState) -> dict[str, Any]:
         **state.to_json(),
         "seed": trainer.seed,
         "ranks": trainer.group.size,
-        "layout": dict(zip(AXES, _mesh(trainer).shape, strict=True)),
+        "layout": dict(zip(AXES, trainer.arrangement.mesh.mesh.shape, strict=True)),
         "optimizer": trainer.scalars(),
-        "fixed": _is_fixed(trainer),
-        "cuts": [] if trainer.arrangement is None else [len(cut) for cut in trainer.arrangement.cuts],
+        "fixed": trainer.arrangement.layout.fixed,
+        "cuts": [len(cut) for cut in trainer.arrangement.cuts],
     }
 
 
 def _moved(last: Checkpoint, trainer: Trainer) -> list[str]:
     """Return a line where a run goes on with another layout: which, and whether its results stay equal to the bit."""
-    before, now = last.mesh, _mesh(trainer)
+    before, now = last.mesh, trainer.arrangement.mesh.mesh
     if before.shape == now.shape:
         return []
     plain = before.dp == before.size and now.dp == now.size
     words = (counted(before.size, "rank"), f"{now.size}") if plain else (str(before), str(now))
-    fixed = last.values.get("fixed", False) and _is_fixed(trainer)
+    fixed = last.values.get("fixed", False) and trainer.arrangement.layout.fixed
     equal = f": equal {'bit for bit' if fixed else 'up to rounding'}" if trainer.in_step else ""
     return [f"the run had {words[0]} and goes on with {words[1]}{equal}"]
-
-
-def _is_fixed(trainer: Trainer) -> bool:
-    """Return whether sums are taken in an order that does not depend on the layout."""
-    return trainer.arrangement is not None and trainer.arrangement.layout.fixed
-
-
-def _mesh(trainer: Trainer) -> Mesh:
-    return Mesh(dp=trainer.group.size) if trainer.arrangement is None else trainer.arrangement.mesh.mesh
 
 
 # ---- a checkpoint's folder, by one process ----

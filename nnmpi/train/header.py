@@ -89,11 +89,11 @@ def blas() -> str:
 def _layout(trainer: Trainer) -> str:
     """Return how the model is spread over the ranks."""
     where = trainer.arrangement
-    if where is None:
-        return f"dp {trainer.group.size}"
+    mesh = where.mesh.mesh
+    shape = f"dp {mesh.dp}" if mesh.size == mesh.dp else str(mesh)
     attention = f" ({where.layout.sp_attention})" if where.sequence is not None else ""
     zero = f", ZeRO {where.layout.zero}" if where.layout.zero else ""
-    return f"{where.mesh.mesh}{attention}{zero}{', sums in a fixed order' if where.layout.fixed else ''}"
+    return f"{shape}{attention}{zero}{', sums in a fixed order' if where.layout.fixed else ''}"
 
 
 def _partition(config: Config) -> str:
@@ -144,9 +144,9 @@ def _statistics(group: Group, inputs: Inputs, trainer: Trainer) -> list[str]:
     ]
 
 
-def _pipeline(inputs: Inputs, where: Arrangement | None) -> list[str]:
+def _pipeline(inputs: Inputs, where: Arrangement) -> list[str]:
     """Return the schedule and what each stage has; nothing without a pipeline."""
-    if where is None or not where.stages:
+    if not where.stages:
         return []
     microbatches = inputs.train_loader.microbatches
     recompute = ", computing activations again" if where.layout.recomputes else ""
@@ -161,7 +161,7 @@ def _pipeline(inputs: Inputs, where: Arrangement | None) -> list[str]:
 def _parameters(trainer: Trainer) -> str:
     """Return how many parameters the model has, and how many of them this rank."""
     own, where = trainer.model.storage.size, trainer.arrangement
-    if where is None or where.elements == own:
+    if where.elements == own:
         return f"{own:,} parameters"
     return f"{where.elements:,} parameters, {own:,} of them on rank 0"
 

@@ -46,7 +46,6 @@ from nnmpi.train.build import (
     check_sync,
     choose_attention,
     find_layout,
-    needs_arrangement,
 )
 from nnmpi.train.checkpoint import Checkpoint, Extent, find, load_weights
 from nnmpi.train.computing import Computing, choose_computing, explained
@@ -70,7 +69,7 @@ class Run:
         signature: what samples the model takes, what is done to them, and what its outputs stand for.
         tokenizer: of a text; of an opened run on rank 0 alone.
         model: with its values; in a pipeline this rank's part of it.
-        arrangement: how the model lies on the ranks; None for all of it on each rank that trains.
+        arrangement: how the model lies on the ranks.
         step: how many updates the weights had seen at first; None for a model in Hugging Face's files.
     """
 
@@ -81,14 +80,8 @@ class Run:
     signature: ModelSignature
     tokenizer: Tokenizer | None
     model: Module
-    arrangement: Arrangement | None
+    arrangement: Arrangement
     step: int | None
-
-    @property
-    def where(self) -> Arrangement:
-        """How the model lies on the ranks of an opened run."""
-        assert self.arrangement is not None
-        return self.arrangement
 
     @property
     def classes(self) -> int:
@@ -141,7 +134,7 @@ class Run:
             x: (n, *sample_shape).
             rows: how many are taken through the model at once.
         """
-        inference = Inference(self.where, self.backend, self.config.run.precision)
+        inference = Inference(self.arrangement, self.backend, self.config.run.precision)
         parts = [inference(x[i : i + rows]) for i in range(0, len(x), rows)]
         inference.release()
         return np.concatenate(parts) if parts else np.zeros((0, self.signature.outputs), self.config.run.dtype)
@@ -178,7 +171,7 @@ class TrainingRun(Run):
         config, source = self.config, text_source(self.config)
         if self.tokenizer is not None and source is not None:
             config = replace(config, data=replace(config.data, tokenizer=source.tokenizer))
-        if self.arrangement is None or not self.arrangement.stages:
+        if not self.arrangement.stages:
             return config
         microbatches = self.inputs.train_loader.microbatches
         return replace(config, parallel=replace(config.parallel, microbatches=microbatches))
@@ -221,12 +214,11 @@ def set_up(
     cuts = None if last is None else last.cuts(mesh, layout.virtual_stages)
     if cuts is not None and layout.split == MEASURED:  # measured again, they might fall elsewhere
         layout = replace(layout, split=cuts)
-    wanted = layout if needs_arrangement(layout, mesh) else None
     model = build_whole(config, inputs.train, backend, group)
     if computing is None:
         config, computing = choose_computing(config, model, inputs.train, backend, group)
     stack.enter_context(computing.in_use())
-    trainer = build_trainer(config, model, group, inputs, backend, wanted)
+    trainer = build_trainer(config, model, group, inputs, backend, layout)
     return TrainingRun(
         config=config,
         group=group,

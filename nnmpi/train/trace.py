@@ -111,9 +111,9 @@ class Tracer:
         """Write the file, unless it is written. Collective."""
         if self._timeline is None:
             return
-        where, group = self._run.arrangement, self._run.group
-        mesh = None if where is None else where.mesh.mesh
-        names = [f"d{rank}" if mesh is None else str(mesh.coordinates(rank)) for rank in range(group.size)]
+        mesh, group = self._run.arrangement.mesh.mesh, self._run.group
+        plain = mesh.dp == mesh.size
+        names = [f"d{rank}" if plain else str(mesh.coordinates(rank)) for rank in range(group.size)]
         timeline, self._timeline = self._timeline, None
         try:
             write_trace(self._run.folder.path / TRACE_FILE, timeline, group, names)

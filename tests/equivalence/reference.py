@@ -132,13 +132,12 @@ def build(setup: Setup, group: Group, layout: Layout | None = None, **worker_opt
 
 def place(worker: Worker) -> tuple[int, int]:
     """Return which part of each batch a rank takes, and of how many."""
-    where = worker.arrangement
-    return (worker.group.rank, worker.group.size) if where is None else (where.data_rank, where.data_ranks)
+    return worker.arrangement.data_rank, worker.arrangement.data_ranks
 
 
 def batches(setup: Setup, worker: Worker) -> Iterator[Batch]:
     """Yield a rank's parts of the batches, epoch after epoch."""
-    whole = worker.arrangement is not None and worker.arrangement.layout.fixed
+    whole = worker.arrangement.layout.fixed
     yield from parts(setup, *place(worker), whole)
 
 
@@ -161,8 +160,7 @@ def evaluate(setup: Setup, worker: Worker) -> Totals:
 def release(worker: Worker) -> None:
     """Give back what a worker holds of MPI: many follow one another here. Collective."""
     worker.release()
-    if worker.arrangement is not None:
-        worker.arrangement.mesh.free()
+    worker.arrangement.mesh.free()
 
 
 def gather_gradient(worker: Worker) -> dict[str, Array]:
@@ -173,7 +171,7 @@ def gather_gradient(worker: Worker) -> dict[str, Array]:
     if worker.exchange.is_fused:
         return {}
     where = worker.arrangement
-    return gradient_state(worker.model, worker.group, where).to_dict(everywhere=where is None)
+    return gradient_state(worker.model, worker.group, where).to_dict(everywhere=where.is_plain)
 
 
 # What a rounding error grows by from one step to the next: a gradient divides by batch statistics, and Adam's update

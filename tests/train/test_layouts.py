@@ -89,8 +89,7 @@ class Job:
     def close(self) -> None:
         """Give the groups back."""
         self.worker.release()
-        if self.worker.arrangement is not None:
-            self.worker.arrangement.mesh.free()
+        self.worker.arrangement.mesh.free()
 
     def arrays(self) -> dict[str, Array]:
         """Return the whole model's and optimizer's arrays, on every rank."""

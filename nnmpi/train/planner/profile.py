@@ -50,7 +50,7 @@ from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.reading import read_json
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.timeline import Timeline, recording
-from nnmpi.train.build import build_model, build_trainer, build_whole, find_layout, needs_arrangement
+from nnmpi.train.build import build_model, build_trainer, build_whole, find_layout
 from nnmpi.train.computing import explained
 from nnmpi.train.config import Config, to_json
 from nnmpi.train.inputs import load_inputs
@@ -363,9 +363,8 @@ def ready(
     inputs = load_inputs(config, group, group.local_rank(), lambda _: None, place, mesh.pp, samples)
     if group.size > 1 and group.fit is None:
         group.fit = find_fit(group)
-    wanted = layout if needs_arrangement(layout, mesh) else None
     model = build_whole(config, inputs.train, backend, group)
-    trainer = build_trainer(config, model, group, inputs, backend, wanted)
+    trainer = build_trainer(config, model, group, inputs, backend, layout)
     if not isinstance(trainer, Worker):
         raise UsageError("only layouts of ranks in step are measured")
     batches = (batch for epoch in numbers() for batch in inputs.train_loader.epoch(epoch))
@@ -373,8 +372,7 @@ def ready(
         trainer.step(next(batches), 0.0)
     yield trainer, batches
     trainer.release()
-    if trainer.arrangement is not None:
-        trainer.arrangement.free()
+    trainer.arrangement.free()
 
 
 def usual_s(group: Group, call: Callable[[Any], Any], arguments: Iterator[Any], budget_s: float | None = None) -> float:
