@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 
 import nnmpi.clock as clock
-from nnmpi.backend.precision import use_precision
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.compose.generation import TokenGenerator, choose_token, generate
+from nnmpi.compose.inference import TokenGenerator, choose_token
 from nnmpi.data.tokenizer import Tokenizer
 from nnmpi.errors import UsageError
 from nnmpi.train.cli import PlaceConfig, ask, launch_use, read_command
@@ -76,21 +75,18 @@ def main(words: Sequence[str], group: Group) -> None:
     begin = clock.now()
     run = place.open(folder, group)
     _check_model(folder, run.config)
-    generator = TokenGenerator(run.arrangement, run.backend, run.classes)
+    generator = TokenGenerator(run.arrangement, run.backend, run.config.run.precision)
     context = None if run.config.model.model == "lstm" else run.signature.sample_shape[0]
-    tokenizer, precision = run.tokenizer, run.config.run.precision
-    prompt, end = on_root(group, partial(_tokens, options.prompt, tokenizer, generator.vocabulary))
+    tokenizer = run.tokenizer
+    prompt, end = on_root(group, partial(_tokens, options.prompt, tokenizer, run.classes))
     draw = np.random.default_rng(options.seed)
     choose = partial(choose_token, draw=draw, temperature=options.temperature, top_k=options.top_k, top_p=options.top_p)
     ready = clock.now()
     written: list[int] = []
-    with use_precision(precision):
-        for token in islice(
-            generate(generator, prompt, context, lambda logits: group.share(choose(logits))), options.tokens
-        ):
-            if token == end:
-                break
-            written.append(token)
+    for token in islice(generator.write(prompt, context, lambda logits: group.share(choose(logits))), options.tokens):
+        if token == end:
+            break
+        written.append(token)
     seconds, text = clock.now() - ready, [*prompt, *written]
     console.say(" ".join(map(str, text)) if tokenizer is None else tokenizer.decode(text))
     console.say(

@@ -1,8 +1,17 @@
-"""Results of a model for samples, wherever its parts lie: forward passes alone, without an optimizer.
+"""Results of a model for samples, wherever its parts lie: forward passes alone, without an optimizer; and texts.
 
 x  --> all stages -->  outputs on the last one  --> every rank of the replica has them
+
+Text is written token by token, and every rank takes part in every token:
+
+    prompt  t0 t1 t2  --> all stages, once -->  logits of t2  --> t3 is drawn      layers keep what later tokens need:
+    t3                --> all stages       -->  logits of t3  --> t4               `ops.attention.KeyValues`
+
+When the context is full, the last half of it is read again as a new beginning.
 """
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -12,8 +21,9 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import to_float32, use_precision
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.executor import Executor
-from nnmpi.nn.mode import evaluation
-from nnmpi.parallel.pipeline.stage import Scope
+from nnmpi.errors import DivergenceError, UsageError
+from nnmpi.nn.compiled import Compiled
+from nnmpi.nn.mode import continued, evaluation
 from nnmpi.shard import part, split
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
@@ -26,14 +36,29 @@ class Inference:
         where: the arrangement of a model that has its values.
         backend: where it computes.
         precision: what products read.
+        mode: in which layers are called.
+        last: whether only outputs of each sequence's last position are wanted.
+
+    Attributes:
+        model: gives a whole model's result; it may be replaced by what gives the same.
     """
 
-    def __init__(self, where: Arrangement, backend: Backend, precision: str = "float32") -> None:
-        self._where, self._backend, self._precision = where, backend, precision
+    def __init__(
+        self,
+        where: Arrangement,
+        backend: Backend,
+        precision: str = "float32",
+        mode: Callable[[], AbstractContextManager[Any]] = evaluation,
+        last: bool = False,
+    ) -> None:
+        self.model: Callable[..., Any] = where.model
+        self._where, self._backend, self._precision, self._last = where, backend, precision, last
         self._found: dict[int, Array] = {}  # by microbatch, on the last stage
         self._length: int | None = None  # of the sequences, where ranks share them
-        scope: Scope = lambda _microbatch, _again: evaluation()  # noqa: E731 - it is one word
-        self._executor = Executor(where.model, where, backend, scope, self._keep, lambda: self._length)
+        self._looks: dict[tuple[int, ...], list[Any]] = {}  # dtype and shape of the outputs, by the input's shape
+        self._executor = Executor(
+            lambda x: self.model(x), where, backend, lambda *_: mode(), self._keep, lambda: self._length
+        )
 
     def __call__(self, x: Array) -> Array:
         """Return the outputs for samples, in host memory, on all ranks of the replica.
@@ -41,7 +66,7 @@ class Inference:
         Args:
             x: (rows, *sample_shape), at least one row, the same on these ranks.
         """
-        where = self._where
+        where, shape = self._where, x.shape
         if where.sequence is not None:
             self._length = x.shape[1]
             x = where.sequence.take(x)
@@ -51,7 +76,7 @@ class Inference:
         with use_precision(self._precision), no_grad():
             self._executor.run([batch[cut.start : cut.stop] for cut in cuts])
         own = np.concatenate([self._found[number] for number in sorted(self._found)]) if self._found else None
-        return self._shared(self._whole(own))
+        return self._shared(self._whole(own), shape)
 
     def release(self) -> None:
         """Give back what it holds of MPI. Collective."""
@@ -71,20 +96,103 @@ class Inference:
         with no_grad():
             return sequence.gather(Tensor(own), sequence.placement(self._length or 0)).numpy()
 
-    def _shared(self, outputs: Array | None) -> Array:
+    def _shared(self, outputs: Array | None, shape: tuple[int, ...]) -> Array:
         """Return what the last stage's rank has on all ranks of the pipeline."""
         pp = self._where.mesh.pp
         if pp.size == 1:
             assert outputs is not None
             return outputs
         root = (len(self._where.cuts) - 1) % pp.size
-        found: list[Any] = pp.gather(None if outputs is None else [str(outputs.dtype), *outputs.shape])
-        dtype, *shape = found[root]
-        result = np.empty(shape, dtype) if outputs is None else outputs
+        if shape not in self._looks:
+            self._looks[shape] = pp.gather(None if outputs is None else [str(outputs.dtype), *outputs.shape])[root]
+        dtype, *look = self._looks[shape]
+        result = np.empty(look, dtype) if outputs is None else outputs
         pp.broadcast(result.reshape(-1), root)
         return result
 
     def _keep(self, result: Tensor, microbatch: int) -> Tensor:
-        outputs = Tensor(to_float32(self._backend.xp, result.data)).numpy()
+        wanted = result.data[:, -1:] if self._last else result.data
+        outputs = Tensor(to_float32(self._backend.xp, wanted)).numpy()
         self._found[microbatch] = np.array(outputs, order="C")
         return result
+
+
+# ---- text ----
+
+
+class TokenGenerator:
+    """Writes text. Making one is collective.
+
+    Args:
+        where: the arrangement of a model that has its values.
+        backend: where it computes.
+        precision: what products read.
+    """
+
+    def __init__(self, where: Arrangement, backend: Backend, precision: str = "float32") -> None:
+        self._memory: dict[str, Any] = {}
+        self._model = where.model
+        self._inference = Inference(where, backend, precision, lambda: continued(self._memory), last=True)
+
+    def write(self, prompt: Sequence[int], context: int | None, choose: Callable[[Array], int]) -> Iterator[int]:
+        """Yield one token after another, for ever. Collective.
+
+        Args:
+            prompt: what the text begins with.
+            context: the most tokens that the model sees; None for any number.
+            choose: (logits) -> token; the same on all ranks.
+
+        Raises:
+            UsageError: for an empty prompt, or one that is longer than the context.
+        """
+        if not prompt:
+            raise UsageError("the prompt is empty; give at least one token")
+        if context is not None and len(prompt) > context:
+            raise UsageError(f"the prompt has {len(prompt)} tokens, but the model sees at most {context}; shorten it")
+        seen, read = list(prompt), 0
+        while True:
+            if context is not None and len(seen) > context:
+                seen, read = seen[-max(1, context // 2) :], 0
+            if not read:
+                self._memory.clear()
+                self._inference.model, again = self._model, Compiled(self._model)  # it knows what is remembered
+            logits = self._inference(np.array([seen[read:]], np.int64))[0, -1]
+            self._inference.model, read = again, len(seen)  # one token behind others: the same calls each time
+            seen.append(choose(logits.astype(np.float64)))
+            yield seen[-1]
+
+    def release(self) -> None:
+        """Give back what it holds of MPI. Collective."""
+        self._inference.release()
+
+
+def choose_token(
+    logits: Array, draw: np.random.Generator, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0
+) -> int:
+    """Return a token, drawn by its probability under softmax(logits / temperature).
+
+    Args:
+        logits: (vocabulary,).
+        draw: draws one number.
+        temperature: below 1 likely tokens become likelier; with 0 it is the likeliest.
+        top_k: only so many of the likeliest can be drawn; 0 for all.
+        top_p: only the likeliest ones that together have this probability can be drawn (Holtzman et al., "The curious
+            case of neural text degeneration", 2020); 1 for all.
+
+    Raises:
+        DivergenceError: for logits that are not finite, of which no token is the likeliest.
+    """
+    if not np.isfinite(logits).all():
+        raise DivergenceError("the model's outputs are not finite, so that no token can be drawn; take other weights")
+    if temperature == 0:
+        return int(logits.argmax())
+    places = np.argpartition(-logits, top_k - 1)[:top_k] if 0 < top_k < len(logits) else np.arange(len(logits))
+    if top_p < 1:  # only then the whole vocabulary is sorted, which takes longer than all else here
+        places = places[np.argsort(-logits[places], kind="stable")]
+    with np.errstate(over="ignore"):  # of the least temperatures
+        weights = np.exp((logits[places] - logits.max()) / temperature)
+    if top_p < 1:
+        before = np.cumsum(weights) - weights  # of the likelier ones
+        weights[before >= top_p * weights.sum()] = 0
+    sums = np.cumsum(weights)
+    return int(places[min(int(np.searchsorted(sums, draw.random() * sums[-1], side="right")), len(places) - 1)])

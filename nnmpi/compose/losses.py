@@ -20,7 +20,8 @@ device or while it works: a kernel cannot raise an error.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
+from contextlib import suppress
 from functools import partial
 from math import nan, prod
 from typing import Any, NamedTuple, TypeAlias
@@ -32,6 +33,7 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import to_float32
 from nnmpi.comm.buffers import to_host
+from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.custom import fault
 from nnmpi.data.dataset import IGNORED
@@ -49,8 +51,6 @@ CROSS_ENTROPY = "cross-entropy"
 LOSS, SCORE = "loss", "score"  # the names of their sums in `DeferredScalars`
 
 SumLoss: TypeAlias = Callable[[Tensor, Array], Tensor]
-Score: TypeAlias = Callable[[Tensor, "DeviceBatch"], Array | float]
-Values: TypeAlias = Mapping[Hashable, float]
 
 YES_OR_NO = "bce"
 ERRORS = {"mse": mse, YES_OR_NO: binary_cross_entropy, "mae": mae, "huber": huber}
@@ -85,14 +85,142 @@ class SumError:
         total = self._function(alike, targets, reduction="sum")
         return total if each == 1 else total / each
 
-    def score(self, outputs: Tensor, targets: Array) -> Array | float:
+    def score(self, outputs: Tensor, device_batch: DeviceBatch) -> Array | float:
         """Return the sum of the samples' scores; on a device an array of one number, for which nobody has waited."""
+        targets = device_batch.y
         if self.name != YES_OR_NO:
             return squared_errors(outputs, targets)
         xp = namespace(outputs.data)
         values = to_float32(xp, outputs.data).reshape(targets.shape)
         hits: Array = xp.equal(values > 0, targets > 0.5).sum()
         return hits / prod(targets.shape[1:])
+
+
+class SumCrossEntropy:
+    """The sum of the labels' cross-entropies. Called with logits and labels.
+
+    Where a sample has several labels, those that are `IGNORED` count for nothing. Where it has one, it counts: looking
+    for what does not would take a sixth of a small model's step.
+
+    Args:
+        label_smoothing: see `ops.cross_entropy`.
+        group: the ranks over which classes are shared out, so that logits are of this rank's classes alone: no rank
+            gathers them.
+        classes: of all these ranks; 0 where they are not shared out.
+    """
+
+    def __init__(self, label_smoothing: float = 0.0, group: Group | None = None, classes: int = 0) -> None:
+        self.label_smoothing, self.classes, self._group = label_smoothing, classes, group
+        shared: dict[str, Any] = {"group": group, "classes": classes} if classes else {}
+        function: Callable[..., Tensor] = sharded_cross_entropy if classes else cross_entropy
+        self._function = partial(function, label_smoothing=label_smoothing, reduction="sum", **shared)
+
+    def __repr__(self) -> str:
+        return f"{CROSS_ENTROPY} with label_smoothing {self.label_smoothing}"
+
+    def __call__(self, logits: Tensor, labels: Array) -> Tensor:
+        return self._function(logits, labels, ignore_index=_ignored(self, labels))
+
+    def score(self, logits: Tensor, device_batch: DeviceBatch) -> Array | float:
+        """Return how many labels have their row's largest logit."""
+        if self._group is None:
+            return count_correct(logits, device_batch)
+        labels = Tensor(device_batch.y).numpy() if device_batch.labels is None else device_batch.labels
+        return float((best_classes(logits.data, self._group, self.classes) == labels).sum())
+
+
+def sum_cross_entropy(arrangement: Arrangement | None, label_smoothing: float = 0.0) -> SumCrossEntropy:
+    """Return the sum of the labels' cross-entropies for logits as an arrangement's model gives them."""
+    if arrangement is None or not arrangement.classes:
+        return SumCrossEntropy(label_smoothing)
+    return SumCrossEntropy(label_smoothing, arrangement.mesh.tp, arrangement.classes)
+
+
+def named_loss(loss: SumLoss | str | None, arrangement: Arrangement | None) -> SumLoss:
+    """Return the loss of this name ("cross-entropy", "mse" ...), the cross-entropy for None; a function as it is.
+
+    Raises:
+        UsageError: for a name that is not known.
+    """
+    if callable(loss):
+        return loss
+    if loss in ERRORS:
+        return SumError(loss)
+    if loss not in (None, CROSS_ENTROPY):
+        raise UsageError(f"the loss {loss!r} is unknown; choose one of {', '.join((CROSS_ENTROPY, *ERRORS))}")
+    return sum_cross_entropy(arrangement)
+
+
+def is_own_loss(loss: SumLoss) -> bool:
+    """Return whether a loss is nnmpi's own."""
+    return type(loss) in (SumError, SumCrossEntropy)
+
+
+def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
+    """Refuse a loss that is a mean, ignores what is counted, or would take this rank's classes alone for all.
+
+    Raises:
+        UsageError: naming what to do.
+    """
+    reduction: object = "sum"  # unless a loss says by its arguments that it is none, as `cross_entropy` does
+    if isinstance(loss, Module):
+        reduction = getattr(loss, "options", vars(loss)).get("reduction", "sum")
+    else:
+        with suppress(TypeError, ValueError):  # a callable that has no signature
+            parameter = inspect.signature(loss).parameters.get("reduction")
+            reduction = "sum" if parameter is None else parameter.default
+    if reduction != "sum":
+        raise UsageError(
+            f"the loss has reduction={reduction!r}, but a Worker divides the sum of all ranks' losses once: give it "
+            'partial(loss, reduction="sum"), or a layer made with reduction="sum"'
+        )
+    ignored = getattr(loss, "keywords", {}).get("ignore_index")
+    if ignored is not None and ignored >= 0:
+        raise UsageError(
+            f"the loss ignores label {ignored}, but it is divided by the number of labels from 0 on; give what does "
+            f"not count the label {IGNORED}, and the loss ignore_index={IGNORED}"
+        )
+    classes = 0 if arrangement is None else arrangement.classes
+    if arrangement is not None and classes and not (isinstance(loss, SumCrossEntropy) and loss.classes):
+        raise UsageError(
+            f"the {classes} classes are shared out over tp {arrangement.mesh.tp.size} (Sharding.VOCAB), so this loss "
+            "would see a part of them alone; take compose.losses.sum_cross_entropy(arrangement), or Sharding.COLUMN, "
+            "after which the logits are whole"
+        )
+
+
+def summed(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
+    """Return what a loss makes of logits.
+
+    Raises:
+        UsageError: for what is no Tensor, or not a sum; for an exception in a loss, with its line.
+    """
+    try:
+        found: object = loss(logits, labels)
+    except (NnmpiError, MemoryError):
+        raise
+    except Exception as error:
+        raise UsageError(fault(loss, ("logits", "labels"), error)) from error
+    if not isinstance(found, Tensor):
+        raise UsageError(f"the loss gave a {type(found).__name__}; return the sum of the losses, a Tensor")
+    if found.size != 1:
+        raise UsageError(f"the loss gave a Tensor of shape {found.shape}; return the sum of the losses, one number")
+    return found
+
+
+def count_correct(logits: Tensor, device_batch: DeviceBatch) -> Array | float:
+    """Return how many labels have their row's largest logit; of quantities the score of their squared errors.
+
+    On a device that is an array of one number, for which nobody has waited. Where neither is defined it is NaN.
+    """
+    y = device_batch.y
+    if y.dtype.kind == "f":
+        return squared_errors(logits, y)
+    if logits.ndim != y.ndim + 1 or y.dtype.kind not in "iu":
+        return float("nan")
+    values = to_float32(namespace(logits.data), logits.data)  # of bfloat16 not every library finds the largest
+    equal: Array = values.argmax(axis=-1) == y
+    return float(np.count_nonzero(equal)) if isinstance(equal, np.ndarray) else equal.sum()
 
 
 def squared_errors(outputs: Tensor, targets: Array) -> Array | float:
@@ -147,9 +275,6 @@ def _number(value: Array | float) -> Any:
     return value.reshape(1).astype("float64")
 
 
-Check: TypeAlias = Callable[["DeviceBatch", int, Tensor], None]
-
-
 class DeviceBatch(NamedTuple):
     """What a model gets of a batch.
 
@@ -181,36 +306,42 @@ def to_device(batch: Batch, model: Module, backend: Backend) -> DeviceBatch:
     return DeviceBatch(backend.asarray(batch.x), backend.asarray(batch.y), batch.labels, batch.length)
 
 
-def label_check(loss: Callable[[Tensor, Array], Tensor], classes: int) -> Check:
-    """Return what looks at a microbatch's labels on the host, where a loss on a device does not.
+def check_labels(loss: SumLoss, device_batch: DeviceBatch, first: int, logits: Tensor) -> None:
+    """Look at a microbatch's labels on the host, where a loss on a device does not.
 
-    Called with a microbatch, the place of its first row in the batch, and its logits, it raises ShapeError for a label
-    that is no class. Of losses that are not nnmpi's own nothing is known, and nothing is checked.
+    Of losses that are not nnmpi's own nothing is known, and nothing is checked.
 
     Args:
-        classes: where they are shared out over ranks; else 0, and there are as many as logits in a row.
+        loss: that they are for.
+        device_batch: the microbatch.
+        first: the place of its first row in the batch.
+        logits: of this rank, for it.
+
+    Raises:
+        ShapeError: for a label that is no class.
     """
-    function = getattr(loss, "func", loss)
-    known = isinstance(loss, SumCrossEntropy) or function in (cross_entropy, sharded_cross_entropy)
+    labels = device_batch.labels
+    known = isinstance(loss, SumCrossEntropy) or getattr(loss, "func", loss) is cross_entropy
+    if labels is None or isinstance(device_batch.y, np.ndarray) or not known:
+        return
+    count = getattr(loss, "classes", 0) or logits.shape[-1]
+    if labels.dtype.kind not in "iu" or not labels.size or (labels.min() >= 0 and labels.max() < count):
+        return
+    ignored = _ignored(loss, labels)
+    wrong = ((labels < 0) | (labels >= count)) & (labels != ignored if ignored is not None else True)
+    if wrong.any():
+        place = np.argwhere(wrong)[0]
+        raise ShapeError(
+            f"label {int(labels[tuple(place)])} in row {first + place[0]} of the batch is outside 0..{count - 1}"
+        )
 
-    def check(device_batch: DeviceBatch, first: int, logits: Tensor) -> None:
-        labels = device_batch.labels
-        if not known or labels is None or isinstance(device_batch.y, np.ndarray):
-            return
-        if labels.dtype.kind not in "iu" or not labels.size:
-            return
-        count = classes or logits.shape[-1]
-        ignored = _ignored(loss, labels)
-        if labels.min() >= 0 and labels.max() < count:
-            return
-        wrong = ((labels < 0) | (labels >= count)) & (labels != ignored if ignored is not None else True)
-        if wrong.any():
-            place = np.argwhere(wrong)[0]
-            raise ShapeError(
-                f"label {int(labels[tuple(place)])} in row {first + place[0]} of the batch is outside 0..{count - 1}"
-            )
 
-    return check
+def _ignored(loss: SumLoss, labels: Array) -> int | None:
+    """Return which label counts for nothing in a cross-entropy; None for none."""
+    if isinstance(loss, SumCrossEntropy):
+        return IGNORED if labels.ndim > 1 else None
+    ignored: int | None = getattr(loss, "keywords", {}).get("ignore_index")
+    return ignored
 
 
 def _check_indices(indices: NDArray[Any], model: Module) -> None:
@@ -220,161 +351,3 @@ def _check_indices(indices: NDArray[Any], model: Module) -> None:
     row, *_ = np.argwhere((indices < 0) | (indices >= max(entries)))[0]
     wrong = indices[row][(indices[row] < 0) | (indices[row] >= max(entries))]
     raise ShapeError(f"index {int(np.ravel(wrong)[0])} in row {row} of the batch is outside 0..{max(entries) - 1}")
-
-
-class SumCrossEntropy:
-    """The sum of the labels' cross-entropies. Called with logits and labels.
-
-    Where a sample has several labels, those that are `IGNORED` count for nothing. Where it has one, it counts: looking
-    for what does not would take a sixth of a small model's step.
-
-    Args:
-        function: `ops.cross_entropy`, or the one for classes that are shared out, with its options.
-
-    Attributes:
-        shared: whether it is for classes that are shared out over ranks.
-        is_own: whether the function is one of nnmpi's.
-    """
-
-    def __init__(self, function: Callable[..., Tensor], shared: bool) -> None:
-        self._function, self.shared = function, shared
-        self.is_own = getattr(function, "func", function) in (cross_entropy, sharded_cross_entropy)
-
-    def __repr__(self) -> str:
-        options = getattr(self._function, "keywords", {})
-        return f"{CROSS_ENTROPY} with label_smoothing {options.get('label_smoothing', 0.0)}"
-
-    def __call__(self, logits: Tensor, labels: Array) -> Tensor:
-        return self._function(logits, labels, reduction="sum", ignore_index=_ignored(self, labels))
-
-
-def sum_cross_entropy(arrangement: Arrangement | None, label_smoothing: float = 0.0) -> SumCrossEntropy:
-    """Return the sum of the labels' cross-entropies for logits as an arrangement's model gives them.
-
-    That is of this rank's classes alone, where they are shared out: no rank gathers them.
-    """
-    options: dict[str, Any] = {"label_smoothing": label_smoothing}
-    if arrangement is None or not arrangement.classes:
-        return SumCrossEntropy(partial(cross_entropy, **options), shared=False)
-    options |= {"group": arrangement.mesh.tp, "classes": arrangement.classes}
-    return SumCrossEntropy(partial(sharded_cross_entropy, **options), shared=True)
-
-
-def named_loss(loss: SumLoss | str | None, arrangement: Arrangement | None) -> SumLoss:
-    """Return the loss of this name ("cross-entropy", "mse" ...), the cross-entropy for None; a function as it is.
-
-    Raises:
-        UsageError: for a name that is not known.
-    """
-    if callable(loss):
-        return loss
-    if loss in ERRORS:
-        return SumError(loss)
-    if loss not in (None, CROSS_ENTROPY):
-        raise UsageError(f"the loss {loss!r} is unknown; choose one of {', '.join((CROSS_ENTROPY, *ERRORS))}")
-    return sum_cross_entropy(arrangement)
-
-
-def _ignored(loss: Callable[..., Tensor], labels: Array) -> int | None:
-    """Return which label counts for nothing in a cross-entropy; None for none."""
-    if isinstance(loss, SumCrossEntropy):
-        return IGNORED if labels.ndim > 1 else None
-    ignored: int | None = getattr(loss, "keywords", {}).get("ignore_index")
-    return ignored
-
-
-def is_own_loss(loss: SumLoss) -> bool:
-    """Return whether a loss is nnmpi's own."""
-    return type(loss) is SumError or (type(loss) is SumCrossEntropy and loss.is_own)
-
-
-def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
-    """Refuse a loss that is a mean, ignores what is counted, or would take this rank's classes alone for all.
-
-    Raises:
-        UsageError: naming what to do.
-    """
-    _refuse_mean(loss)
-    ignored = getattr(loss, "keywords", {}).get("ignore_index")
-    if ignored is not None and ignored >= 0:
-        raise UsageError(
-            f"the loss ignores label {ignored}, but it is divided by the number of labels from 0 on; give what does "
-            f"not count the label {IGNORED}, and the loss ignore_index={IGNORED}"
-        )
-    if arrangement is None or not arrangement.classes:
-        return
-    is_shared = isinstance(loss, SumCrossEntropy) and loss.shared
-    if not is_shared and getattr(loss, "func", None) is not sharded_cross_entropy:
-        raise UsageError(
-            f"the {arrangement.classes} classes are shared out over tp {arrangement.mesh.tp.size} (Sharding.VOCAB), so "
-            "this loss would see a part of them alone; take compose.losses.sum_cross_entropy(arrangement), or "
-            "Sharding.COLUMN, after which the logits are whole"
-        )
-
-
-def summed(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
-    """Return what a loss makes of logits.
-
-    Raises:
-        UsageError: for what is no Tensor, or not a sum; for an exception in a loss, with its line.
-    """
-    try:
-        found: object = loss(logits, labels)
-    except (NnmpiError, MemoryError):
-        raise
-    except Exception as error:
-        raise UsageError(fault(loss, ("logits", "labels"), error)) from error
-    if not isinstance(found, Tensor):
-        raise UsageError(f"the loss gave a {type(found).__name__}; return the sum of the losses, a Tensor")
-    if found.size != 1:
-        raise UsageError(f"the loss gave a Tensor of shape {found.shape}; return the sum of the losses, one number")
-    return found
-
-
-def _refuse_mean(loss: SumLoss) -> None:
-    """Refuse a loss that says by its arguments that it is no sum, such as `cross_entropy` as it stands."""
-    named = getattr(loss, "options", vars(loss)).get("reduction", "sum") if isinstance(loss, Module) else "sum"
-    if named != "sum":
-        raise UsageError(
-            f"the loss has reduction={named!r}, but a Worker divides the sum of all ranks' losses once: "
-            f'make it by nn.{type(loss).__name__}(reduction="sum")'
-        )
-    try:
-        reduction = inspect.signature(loss).parameters.get("reduction")
-    except (TypeError, ValueError):  # a callable that has no signature
-        return
-    if reduction is not None and reduction.default != "sum":
-        raise UsageError(
-            f"the loss has reduction={reduction.default!r}, but a Worker divides the sum of all ranks' losses once: "
-            'give it partial(loss, reduction="sum")'
-        )
-
-
-def score_of(loss: SumLoss, arrangement: Arrangement | None) -> Score:
-    """Return what gives the score of outputs as an arrangement's model gives them; see `compose.losses`."""
-    if isinstance(loss, SumError):
-        return lambda outputs, device_batch: loss.score(outputs, device_batch.y)
-    if arrangement is None or not arrangement.classes:
-        return count_correct
-    group, classes = arrangement.mesh.tp, arrangement.classes
-
-    def count(logits: Tensor, device_batch: DeviceBatch) -> float:
-        labels = Tensor(device_batch.y).numpy() if device_batch.labels is None else device_batch.labels
-        return float((best_classes(logits.data, group, classes) == labels).sum())
-
-    return count
-
-
-def count_correct(logits: Tensor, device_batch: DeviceBatch) -> Array | float:
-    """Return how many labels have their row's largest logit; of quantities the score of their squared errors.
-
-    On a device that is an array of one number, for which nobody has waited. Where neither is defined it is NaN.
-    """
-    y = device_batch.y
-    if y.dtype.kind == "f":
-        return squared_errors(logits, y)
-    if logits.ndim != y.ndim + 1 or y.dtype.kind not in "iu":
-        return float("nan")
-    values = to_float32(namespace(logits.data), logits.data)  # of bfloat16 not every library finds the largest
-    equal: Array = values.argmax(axis=-1) == y
-    return float(np.count_nonzero(equal)) if isinstance(equal, np.ndarray) else equal.sum()

@@ -38,10 +38,12 @@ from nnmpi.compose.losses import (
     SCORE,
     DeferredScalars,
     DeviceBatch,
+    SumCrossEntropy,
+    SumError,
     SumLoss,
+    check_labels,
+    count_correct,
     is_own_loss,
-    label_check,
-    score_of,
     summed,
     to_device,
 )
@@ -167,9 +169,9 @@ class Passes(GradientSink):
             trainer.seed,
             trainer.optimizer,
         )
-        self._checks = [label_check(loss, where.classes) for loss in self._losses]
         # It is called on every rank, since it may communicate where the classes are shared out.
-        self._score = score_of(trainer.loss, where)
+        loss = trainer.loss
+        self._score = loss.score if isinstance(loss, SumCrossEntropy | SumError) else count_correct
         self.scalars = DeferredScalars()
         self._looks = trainer.group.is_root  # one rank warns for all, in its first pass
         self.planned: RecomputedModel | None = None
@@ -359,7 +361,7 @@ class Passes(GradientSink):
         now, again = self._now, current().again
         device_batch = now.part(microbatch)
         if not again:  # before the loss: a device reads out of range silently
-            self._checks[not now.trains](device_batch, now.cuts[microbatch].start, logits)
+            check_labels(now.loss, device_batch, now.cuts[microbatch].start, logits)
         labels = feed(self._labels, microbatch)
         loss = summed(now.loss, logits, labels)
         if not again:

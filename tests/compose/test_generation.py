@@ -11,7 +11,7 @@ from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
-from nnmpi.compose.generation import TokenGenerator, generate
+from nnmpi.compose.inference import TokenGenerator
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.module import Module
@@ -45,8 +45,8 @@ def by_whole_passes(kind: str) -> list[int]:
 def main(group: Group, kind: str, layout: Layout) -> list[int]:
     where = arrange(build(kind), group, layout, np.zeros((1, 4), np.int64), "float64")
     where.model.initialize(1, "float64")
-    generator = TokenGenerator(where, numpy_backend(), TOKENS)
-    written = list(islice(generate(generator, PROMPT, CONTEXT if kind == "gpt" else None, likeliest), COUNT))
+    generator = TokenGenerator(where, numpy_backend())
+    written = list(islice(generator.write(PROMPT, CONTEXT if kind == "gpt" else None, likeliest), COUNT))
     generator.release()
     return written
 
@@ -102,11 +102,11 @@ def test_what_cannot_be_written() -> None:
     def prompts(group: Group) -> None:
         where = arrange(build("gpt"), group, Layout(), None, "float64")
         where.model.initialize(1, "float64")
-        generator = TokenGenerator(where, numpy_backend(), TOKENS)
+        generator = TokenGenerator(where, numpy_backend())
         with pytest.raises(UsageError, match="the prompt has 10 tokens, but the model sees at most 9; shorten it"):
-            next(generate(generator, [0] * 10, CONTEXT, likeliest))
+            next(generator.write([0] * 10, CONTEXT, likeliest))
         with pytest.raises(UsageError, match="the prompt is empty"):
-            next(generate(generator, [], CONTEXT, likeliest))
+            next(generator.write([], CONTEXT, likeliest))
 
     simulate(prompts, 1)
 
