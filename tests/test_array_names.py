@@ -30,7 +30,6 @@ DEVICE_FILES = (
     "nnmpi/backend/",
     "nnmpi/comm/buffers.py",
     "nnmpi/comm/execution.py",
-    "nnmpi/comm/nccl.py",
     "nnmpi/ops/conv",
     "nnmpi/memory/store.py",
 )

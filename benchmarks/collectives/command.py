@@ -30,7 +30,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.device import select
 from nnmpi.comm.agreement import agreed
-from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE, NCCL, SHARED
+from nnmpi.comm.algorithms.registry import AUTO, COLLECTIVES, NATIVE, SHARED
 from nnmpi.comm.buffers import DTYPES
 from nnmpi.comm.group import Group
 from nnmpi.comm.measure import find_fit
@@ -297,8 +297,8 @@ def algorithms(operation: str, on_device: bool = False) -> tuple[str, ...]:
     """Return the names of all that "all" means for an operation, on host or device arrays: the baseline first."""
     steps = tuple(how for what, how in COLLECTIVES if what == operation)
     if operation != ALL_REDUCE:
-        return (NATIVE, *steps, *([NCCL] if on_device else []))
-    return (NATIVE, *([] if on_device else [SHARED]), *steps, AUTO, *([NCCL] if on_device else [UPDATE, FUSED]))
+        return (NATIVE, *steps)
+    return (NATIVE, *([] if on_device else [SHARED]), *steps, AUTO, *([] if on_device else [UPDATE, FUSED]))
 
 
 def parse(words: Sequence[str]) -> argparse.Namespace:

@@ -2,7 +2,6 @@
 
 import subprocess
 from contextlib import suppress
-from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,7 +13,6 @@ from nnmpi.errors import LaunchError
 PACKAGES = (
     "cupy-cuda13x",
     "cupy-cuda12x",
-    "nvidia-nccl-cu13",
     "ml_dtypes",
 )
 QUERY = "name,driver_version,memory.total,power.limit,clocks.max.sm,clocks.max.mem,compute_cap,mig.mode.current"
@@ -36,7 +34,6 @@ def collect(backend: Backend) -> dict[str, Any]:
         ("cuda_driver", runtime.driverGetVersion),
         ("cuda_runtime", runtime.runtimeGetVersion),
         ("devices", runtime.getDeviceCount),
-        ("nccl", lambda: import_module("cupy.cuda.nccl").get_version()),
         ("nvidia_smi", nvidia_smi),
     ):
         try:

@@ -19,7 +19,7 @@ from nnmpi.errors import DeviceError, UsageError
 from nnmpi.units import format_bytes
 
 # Of the memory that is free, what the pools of the ranks on a device share; the rest is for what takes no memory from
-# the pools: contexts of CUDA (some hundred MB each), workspaces of libraries, buffers of NCCL.
+# the pools: contexts of CUDA (some hundred MB each), workspaces of libraries.
 SHARED_FRACTION = 0.9
 UUID_BYTES = 16  # CuPy reads it as text, and may go on behind it to the next byte that is 0
 

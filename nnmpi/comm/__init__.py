@@ -17,7 +17,6 @@ Running them, from the bottom up:
     buffers              which arrays can be summed, and their bytes; copies between a device and the host
     execution            running steps, or the world's own collectives, on an array
     node, node_sum       memory that the ranks of a node share, and the sum through it
-    nccl                 collectives between cards by NVIDIA's library
     group                what a strategy gets: ranks that sum arrays. Which of the above is used is decided here
     gradients            sums of gradients in buckets, while the backward pass runs
     fixed_order          sums with the same bits on any number of ranks

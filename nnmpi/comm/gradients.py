@@ -27,7 +27,7 @@ import nnmpi.clock as clock
 import nnmpi.shard as shard
 import nnmpi.timeline as timeline
 from nnmpi.comm.agreement import agreed, require_equal
-from nnmpi.comm.algorithms.registry import AUTO, NAMES, NATIVE, NCCL, SHARED, How, find_algorithm, name_of
+from nnmpi.comm.algorithms.registry import AUTO, NAMES, NATIVE, SHARED, How, find_algorithm, name_of
 from nnmpi.comm.buffers import Buffer, check_any, is_device
 from nnmpi.comm.execution import Pending
 from nnmpi.comm.fit import Choice
@@ -361,13 +361,13 @@ def predict(group: Group, algorithm: How, nbytes: int, started: bool = False) ->
 
     Args:
         group: the ranks.
-        algorithm: a name in `registry.NAMES`, or "nccl".
+        algorithm: a name in `registry.NAMES`.
         nbytes: the array's length in bytes.
         started: whether it is started and polled, and not a blocking call.
     """
     if group.size == 1:
         return 0.0
-    if group.fit is None or algorithm == NCCL or (algorithm == SHARED and group.fit.shared is None):
+    if group.fit is None or (algorithm == SHARED and group.fit.shared is None):
         return None
     return group.fit.predict(algorithm, nbytes, started)
 
@@ -388,9 +388,8 @@ def _check_names(names: Sequence[How], given: int, buckets: int, size: int) -> N
     for name in names:
         if not isinstance(name, str):
             check_proof(find_algorithm(name), size)
-        elif name not in (*NAMES, NCCL):
-            known = ", ".join((*NAMES, NCCL))
-            raise UsageError(f"there is no all-reduce algorithm {name!r}; the names are {known}")
+        elif name not in NAMES:
+            raise UsageError(f"there is no all-reduce algorithm {name!r}; the names are {', '.join(NAMES)}")
     if given != buckets:
         raise UsageError(f"{given} all-reduce algorithms are given for {buckets} buckets; give one, or one for each")
 

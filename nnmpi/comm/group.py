@@ -19,7 +19,6 @@ from nnmpi.comm.algorithms.registry import (
     AUTO,
     HIERARCHICAL,
     NATIVE,
-    NCCL,
     SHARED,
     How,
     find_algorithm,
@@ -42,7 +41,6 @@ from nnmpi.comm.buffers import (
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
 from nnmpi.comm.execution import MAX_MESSAGE_BYTES, Execution, NativeExecution, Pending, staged, widened
 from nnmpi.comm.fit import Choice, Fit, choose
-from nnmpi.comm.nccl import Nccl, NcclCollective
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import SharedSum
 from nnmpi.comm.prove import check_proof
@@ -70,7 +68,6 @@ class Group(Communicator):
         super().__init__(_find_world(comm), private)
         self.fit: Fit | None = None
         self._memory: SharedMemory | None = None
-        self._nccl: Nccl | None = None
 
     def duplicate(self) -> "Group":
         """Return a group of the same ranks whose messages, and waiting in shared memory, never meet this one's."""
@@ -93,9 +90,6 @@ class Group(Communicator):
 
     def free(self) -> None:
         """Give the communicators back; for programs that make many groups. Shared arrays stay."""
-        if self._nccl is not None:
-            self._nccl.free()
-            self._nccl = None
         if self._memory is not None:
             self._memory.close()
         super().free()
@@ -110,7 +104,7 @@ class Group(Communicator):
                 8-bit integers does not fit, MPI's own may stop at the largest number and the others wrap around.
                 float16 and bfloat16 are added up in float32. It may be a device's: the result is there for what is
                 given to the current stream afterwards.
-            algorithm: a name in `registry.NAMES`, such as "auto", "native" or "ring"; for device arrays also "nccl";
+            algorithm: a name in `registry.NAMES`, such as "auto", "native" or "ring";
                 or a function of one's own, (rank, size) -> steps, which is proved before it runs first.
             check: make sure first that n and dtype agree, by an exchange of a few bytes; without it ranks whose arrays
                 differ may wait for ever.
@@ -213,10 +207,6 @@ class Group(Communicator):
             algorithm = self.choose(array).algorithm
         if not is_device(array):
             return self._bind_one(array, algorithm, tag, operation)
-        if algorithm == NCCL:
-            if self._nccl is None:
-                self._nccl = Nccl(self, namespace(array))
-            return NcclCollective(array, self._nccl, operation)
         if cuda_aware() and algorithm != SHARED:
             return self._bind_one(array, algorithm, tag, operation)
         return staged(array, lambda host: self._bind_one(host, algorithm, tag, operation))

@@ -44,8 +44,8 @@ class DataParallel:
     Args:
         model: initialized, the same on all ranks.
         group: the ranks that share each batch.
-        allreduce: the algorithm: a name in `comm.algorithms.registry.NAMES`, such as "auto", "native" or "ring", for
-            device arrays also "nccl"; or one name for each bucket.
+        allreduce: the algorithm: a name in `comm.algorithms.registry.NAMES`, such as "auto", "native" or "ring"; or
+            one name for each bucket.
         bucket_bytes: how long a bucket may be, unless one parameter is longer; None to choose (see `comm.gradients`).
         overlap: whether buckets are summed while backward still runs, or all at its end. None to choose: it pays with
             ranks on several nodes and with arrays on a device, and not on the processors of one node.

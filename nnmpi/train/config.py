@@ -103,11 +103,11 @@ class ParallelConfig:
     """What lies in --offload's file (or the host's memory) for good, and comes when it is needed: the optimizer's
     state; with --zero 3 also all, that and the weights."""
     allreduce: (
-        Literal["auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical", "nccl"] | Custom
+        Literal["auto", "native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical"] | Custom
     ) = "auto"
     """How gradients are summed: MPI's own, through shared memory, ring, tree, parameter server ...; auto takes what the
-    fitted model predicts to be fastest, or what suits the size. With a CUDA device: nccl is NVIDIA's library,
-    with one rank for each GPU. Or a function (rank, size) of your own, FILE.py:NAME, which is proved before it runs."""
+    fitted model predicts to be fastest, or what suits the size. Or a function (rank, size) of your own, FILE.py:NAME,
+    which is proved before it runs."""
 
     def __post_init__(self) -> None:
         """Check the values; whether they fit the number of ranks is checked when that is known."""

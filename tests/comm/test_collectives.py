@@ -214,7 +214,6 @@ def test_what_there_is_not_is_refused_with_the_names(group: Group) -> None:
     array = np.ones(4, np.float32)
     for call, words in (
         (lambda: group.all_reduce(array, "rabbit"), "'rabbit'"),
-        (lambda: group.all_reduce(array, "nccl"), "nccl"),
         (lambda: group.bind(array, "ring", 16384), "tag 16384"),
         (lambda: group.all_gather(array, "ps"), "no all-gather by 'ps'; the names are ring, tree"),
         (lambda: group.bind(array, "ring", 0, "all-to-all"), "no collective 'all-to-all'"),

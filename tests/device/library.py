@@ -20,7 +20,7 @@ def load() -> Any:
         for name in [each for each in sys.modules if each.partition(".")[0] in PACKAGES]:
             del sys.modules[name]
         sys.path.insert(1, str(FOLDER))  # the first is for programs, some of which replace it
-        for name in ("cupyx", "cupy_backends.cuda.libs", "cupy.cuda.nccl", "cupy"):
+        for name in ("cupyx", "cupy_backends.cuda.libs", "cupy"):
             found = importlib.import_module(name)  # all of them now: a test may put the path back later
         found.cuda.runtime.settings().hidden = True  # other tests of this process have no device
     return found

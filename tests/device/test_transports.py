@@ -10,20 +10,20 @@ from nnmpi import models, optim
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import bfloat16
 from nnmpi.comm import buffers
-from nnmpi.comm.algorithms.registry import ALGORITHMS, AUTO, COLLECTIVES, NATIVE, NCCL
+from nnmpi.comm.algorithms.registry import ALGORITHMS, AUTO, COLLECTIVES, NATIVE
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
 from nnmpi.comm.group import Group
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
-from nnmpi.errors import CommError, DeviceError, NnmpiError, UsageError
+from nnmpi.errors import CommError, NnmpiError, UsageError
 from nnmpi.shard import part
 from tests.device.library import device_backend, load
 from tests.equivalence.reference import digits
 from tests.worker_options import grouped
 
-SUMS = [(ALL_REDUCE.name, name) for name in (NATIVE, AUTO, NCCL, *ALGORITHMS)]
+SUMS = [(ALL_REDUCE.name, name) for name in (NATIVE, AUTO, *ALGORITHMS)]
 OTHERS = [key for key in COLLECTIVES if key[0] not in (ALL_REDUCE.name, NEIGHBOUR_AVERAGE.name)]
-OTHERS += [(name, how) for name in (REDUCE_SCATTER.name, ALL_GATHER.name, BROADCAST.name) for how in (NATIVE, NCCL)]
+OTHERS += [(name, NATIVE) for name in (REDUCE_SCATTER.name, ALL_GATHER.name, BROADCAST.name)]
 
 
 @pytest.fixture
@@ -106,30 +106,11 @@ def test_what_cannot_be_summed_is_refused(group: Group) -> None:
     if group.size > 1:
         with pytest.raises(CommError, match="differ"):
             group.all_reduce(xp.zeros(3 + group.rank))
-        with pytest.raises(DeviceError, match="NCCL needs a GPU for each rank"):  # all have the double's one card
-            group.duplicate().all_reduce(xp.zeros(3), NCCL)
     twice = group.bind(xp.zeros(3), "ring")
     twice.start()
     with pytest.raises(CommError, match="still running"):
         twice.start()
     twice.wait()
-
-
-@pytest.mark.mpi
-@pytest.mark.usefixtures("cards")
-def test_an_error_of_nccl_is_told_and_ends_its_communicator(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    array, twin = load().zeros(3), group.duplicate()
-    twin.all_reduce(array, NCCL)
-    nccl = twin._nccl
-    assert nccl is not None
-
-    def fail() -> None:
-        raise nccl.library.NcclError(1)
-
-    monkeypatch.setattr(nccl.library, "groupStart", fail)
-    with pytest.raises(CommError, match="NCCL failed on rank"):
-        twin.all_reduce(array, NCCL)
-    assert not nccl._alive
 
 
 def train(group: Group, backend: Backend, allreduce: str, overlap: bool) -> tuple[dict[str, Any], set[str]]:
@@ -149,7 +130,7 @@ def train(group: Group, backend: Backend, allreduce: str, overlap: bool) -> tupl
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("overlap", [True, False])
-@pytest.mark.parametrize("allreduce", [NATIVE, "ring", NCCL])
+@pytest.mark.parametrize("allreduce", [NATIVE, "ring"])
 @pytest.mark.usefixtures("cards")
 def test_gradients_on_a_device_give_the_hosts_numbers(group: Group, allreduce: str, overlap: bool) -> None:
     device, names = train(group, device_backend(group.rank), allreduce, overlap)

@@ -1,4 +1,4 @@
-"""NVIDIA's libraries on the device: products by cuBLAS however matrices lie in memory, sums by NCCL."""
+"""NVIDIA's libraries on the device: products by cuBLAS however matrices lie in memory."""
 
 from itertools import product
 from typing import Any
@@ -67,17 +67,3 @@ def test_float32_is_not_rounded_to_tf32(device: Backend) -> None:
     a = device.asarray(np.full((256, 256), 1 + 2.0**-20, np.float32))
     found = device.to_host(gemm(device.xp, a, device.asarray(np.eye(256, dtype=np.float32))))
     assert (found == np.float32(1 + 2.0**-20)).all()
-
-
-def test_nccl_with_nobody_else(real_device: Backend) -> None:
-    """NCCL starts, sums over one rank, and ends, without MPI, of which the stand-in's is made."""
-    nccl = pytest.importorskip("cupy.cuda.nccl", reason="NCCL is not installed", exc_type=ImportError)
-    if not nccl.available:  # CuPy catches the error of the import itself
-        pytest.skip("NCCL is not installed")
-    communicator = nccl.NcclCommunicator(1, nccl.get_unique_id(), 0)
-    array = real_device.asarray(np.arange(1000, dtype=np.float32))
-    address, stream = array.data.ptr, real_device.xp.cuda.get_current_stream().ptr
-    communicator.allReduce(address, address, array.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
-    real_device.synchronize()
-    assert np.array_equal(real_device.to_host(array), np.arange(1000))
-    communicator.destroy()

@@ -15,7 +15,7 @@ from nnmpi.train.config import Config, DataConfig, ModelConfig, OptimizationConf
 @pytest.mark.parametrize(
     ("section", "option", "names"),
     [
-        (ParallelConfig, "allreduce", (*NAMES, "nccl")),
+        (ParallelConfig, "allreduce", NAMES),
         (ParallelConfig, "pipeline", tuple(name for name in SCHEDULES if name != INFERENCE)),  # that one trains nothing
         (OptimizationConfig, "optimizer", OPTIMIZERS),
     ],

@@ -72,8 +72,6 @@ AUTO = "auto"  # chosen by size: see `comm.fit.choose`
 SHARED = "shared"  # loads and stores in memory that the ranks of a node share
 NAMES = (AUTO, NATIVE, SHARED, *ALGORITHMS)
 
-NCCL = "nccl"  # device arrays: NVIDIA's library
-
 
 How: TypeAlias = str | Algorithm
 """How a collective is done: a name, or a function of (rank, size) that a user wrote."""
@@ -92,11 +90,6 @@ def find_algorithm(name: How, nodes: Sequence[int] | None = None) -> Collective:
     """
     if not isinstance(name, str):
         return _own(name, ALL_REDUCE)
-    if name == NCCL:
-        raise UsageError(
-            f"the all-reduce algorithm {name!r} sums device arrays, and this one is NumPy's; compute with "
-            f"backend cupy, or choose one of {', '.join(NAMES)}"
-        )
     if name not in ALGORITHMS:
         raise UsageError(f"there is no all-reduce algorithm {name!r}; the names are {', '.join(NAMES)}")
     if name == HIERARCHICAL and nodes is not None:

@@ -1,6 +1,5 @@
 """The device, its memory, streams and events, as CuPy names them."""
 
-from typing import Any
 
 from cupy._streams import Event, ExternalStream, Stream, get_current_stream, get_elapsed_time
 from cupy.cuda import device, memory, pinned_memory, runtime
@@ -48,11 +47,3 @@ __all__ = [
 def is_available() -> bool:
     """Return whether there is a device."""
     return runtime.settings().devices > 0 and not runtime.settings().hidden
-
-
-def __getattr__(name: str) -> Any:
-    if name == "nccl":
-        import importlib
-
-        return importlib.import_module("cupy.cuda.nccl")
-    raise AttributeError(f"module 'cupy.cuda' has no attribute {name!r} in the double")
