@@ -1,6 +1,5 @@
 """The device, its memory, streams and events, as CuPy names them."""
 
-
 from cupy._streams import Event, ExternalStream, Stream, get_current_stream, get_elapsed_time
 from cupy.cuda import device, memory, pinned_memory, runtime
 from cupy.cuda.device import Device, get_cublas_handle, get_device_id
