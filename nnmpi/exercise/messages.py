@@ -55,16 +55,6 @@ REDUCE = Contract(
     lambda rank, chunk, size: part(rank),
     lambda rank, chunk, size: everyone(size) if rank == ROOT else None,
 )
-SCATTER = Contract(
-    "scatter",
-    lambda rank, chunk, size: part(ROOT) if rank == ROOT else None,
-    lambda rank, chunk, size: part(ROOT) if chunk == rank else None,
-)
-GATHER = Contract(
-    "gather",
-    lambda rank, chunk, size: part(rank) if chunk == rank else None,
-    lambda rank, chunk, size: part(chunk) if rank == ROOT else None,
-)
 
 
 @dataclass(frozen=True)
@@ -142,12 +132,6 @@ _COLLECTIVES: tuple[tuple[str, str, Wanted], ...] = (
         Wanted(REDUCE, ANY, lambda n: n - 1, lambda n: n, _LINE),
     ),
     (
-        "line-broadcast",
-        "Rank 0's buffer to everybody along a line, chunk after chunk.\n\nA rank passes a chunk on while the next one "
-        "comes: at most 2 (size - 1) rounds.\nRank r talks to r - 1 and r + 1 only.",
-        Wanted(BROADCAST, ANY, lambda n: 2 * (n - 1), lambda n: n, _LINE),
-    ),
-    (
         "star-all-reduce",
         "A parameter server: rank 0 adds up what all bring, and sends the sum back.\n\nOnly rank 0 talks to the "
         "others: 2 (size - 1) rounds.",
@@ -188,24 +172,6 @@ _COLLECTIVES: tuple[tuple[str, str, Wanted], ...] = (
         "Everybody gets the sum, up a tree and down again.\n\n2 log2 of size rounds, rounded up; all chunks travel at "
         "once.",
         Wanted(ALL_REDUCE, ANY, lambda n: 2 * levels(n), lambda n: n * levels(n) + n),
-    ),
-    (
-        "tree-scatter",
-        "Rank r ends with chunk r of rank 0's buffer, along a tree.\n\nlog2 of size rounds, rounded up; rank 0 sends "
-        "each chunk once.",
-        Wanted(SCATTER, ANY, levels, lambda n: n - 1),
-    ),
-    (
-        "tree-gather",
-        "Rank 0 ends with chunk r of each rank r, up a tree.\n\nlog2 of size rounds, rounded up; nobody sends a chunk "
-        "twice.",
-        Wanted(GATHER, ANY, levels, lambda n: n - 1),
-    ),
-    (
-        "recursive-doubling",
-        "Everybody gets the sum in log2 of size rounds; size is a power of two.\n\nIn round k each rank exchanges all "
-        "chunks with the rank whose number differs in bit k.",
-        Wanted(ALL_REDUCE, POWERS, levels, lambda n: n * levels(n)),
     ),
     (
         "all-gather-doubling",

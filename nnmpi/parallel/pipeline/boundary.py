@@ -89,20 +89,9 @@ class Signature:
 
     def buffers(self, gradients: bool, xp: ModuleType) -> list[Array]:
         """Return new host memory (pinned for a device) to receive into: tensors, or the gradients that go back."""
+        # New each time, as layers may keep it for their backward pass.
         looks = zip(self.shapes, self.dtypes, self.needs, strict=True)
-        return [new_buffer(shape, dtype, xp) for shape, dtype, need in looks if need or not gradients]
-
-
-def new_buffer(shape: tuple[int, ...], dtype: str, xp: ModuleType = np) -> Array:
-    """Return the host memory that one microbatch's message is received into.
-
-    It is new each time, as layers may keep it for their backward pass.
-
-    Args:
-        shape, dtype: of the message.
-        xp: the library of the arrays; for a device's the memory is pinned.
-    """
-    return room_for(xp, shape, dtype_named(dtype))
+        return [room_for(xp, shape, dtype_named(dtype)) for shape, dtype, need in looks if need or not gradients]
 
 
 def pack(x: Any, kept: dict[str, Tensor], stage: int) -> tuple[list[Tensor], bool]:

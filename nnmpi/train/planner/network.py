@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
@@ -17,7 +17,6 @@ from nnmpi.comm.measure import find_fit
 from nnmpi.comm.measure import measure as measure_fit
 from nnmpi.comm.simulate import price
 from nnmpi.errors import UsageError, counted
-from nnmpi.train.planner.profile import Say
 
 WAYS = ("ring", "tree", "halving-doubling")  # the last of an all-reduce alone
 FIT_S, QUICK = 6.0, "quick-fit"  # for a fit that is made on the way; `python -m nnmpi.comm fit` takes its time
@@ -96,7 +95,9 @@ class PlannedNetwork:
         return replace(self.machine, nodes=tuple(numbers[place] for place in places), across=shared)
 
 
-def take_network(group: Group, say: Say, ranks: int, nodes: int = 1, word: str = "fit") -> PlannedNetwork:
+def take_network(
+    group: Group, say: Callable[[str], None], ranks: int, nodes: int = 1, word: str = "fit"
+) -> PlannedNetwork:
     """Return what messages cost between so many ranks on so many nodes. Collective.
 
     Args:
