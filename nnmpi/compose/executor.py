@@ -31,7 +31,7 @@ from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoun
 from nnmpi.parallel.pipeline.stage import Head, Run, Scope, Stage, run_chain
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
-from nnmpi.schedule.schedule import COMPUTE, LOOKS, RECEIVES, SENDS, Instruction, Kind, Schedule, parts
+from nnmpi.schedule.schedule import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Schedule, parts
 from nnmpi.schedule.schedules import Generator, make
 from nnmpi.tensor.tensor import Tensor
 
@@ -292,7 +292,7 @@ class Executor:
 
     def _show(self, one: Instruction, begin_s: float, end_s: float) -> None:
         if self._timeline is not None:
-            category, track = LOOKS[one.kind]
+            category, track = _LOOKS[one.kind]
             sends, takes = self._arrow(one)
             self._timeline.add(str(one), category, track, begin_s, end_s, None, sends, takes)
 
@@ -456,4 +456,16 @@ _ENDS = {
     Kind.RECV_ACT: (False, False),
     Kind.SEND_GRAD: (True, True),
     Kind.RECV_GRAD: (False, True),
+}
+_LOOKS = {
+    Kind.F: ("forward", timeline.COMPUTE),
+    Kind.B: ("backward", timeline.COMPUTE),
+    Kind.I: ("backward", timeline.COMPUTE),
+    Kind.W: ("backward", timeline.COMPUTE),
+    Kind.SEND_ACT: ("activation", timeline.SEND),
+    Kind.RECV_ACT: ("activation", timeline.RECEIVE),
+    Kind.SEND_GRAD: ("gradient", timeline.SEND),
+    Kind.RECV_GRAD: ("gradient", timeline.RECEIVE),
+    Kind.REDUCE: ("reduce", timeline.REDUCE),
+    Kind.STEP: ("update", timeline.COMPUTE),
 }

@@ -3,7 +3,6 @@
 python -m nnmpi.schedule --schedule 1f1b --stages 4 --microbatches 8
 python -m nnmpi.schedule --schedule interleaved --stages 4 --microbatches 8 --virtual-stages 2
 python -m nnmpi.schedule --schedule gpipe --stages 2 --microbatches 8 --message-ms 0.2
-python -m nnmpi.schedule --schedule zero-bubble --stages 4 --microbatches 8 --svg zb.svg
 python -m nnmpi.schedule --schedule 1f1b --stages 4 --microbatches 8 --html 1f1b.html
 """
 
@@ -15,15 +14,14 @@ from pathlib import Path
 
 from nnmpi.command import Parser, positive_count, say
 from nnmpi.custom import is_custom, load_custom
-from nnmpi.errors import UsageError, counted
+from nnmpi.errors import counted
 from nnmpi.pages.page import write_page
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
-from nnmpi.schedule.render import compare, draw, events, render
+from nnmpi.schedule.render import compare, render
 from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.schedules import INTERLEAVED, SCHEDULES, make
 from nnmpi.schedule.simulate import Costs, Simulation, even_costs, simulate_schedule
-from nnmpi.timeline import to_chrome, write_chrome
 
 
 def main(words: Sequence[str]) -> str:
@@ -40,26 +38,17 @@ def main(words: Sequence[str]) -> str:
     check(schedule)
     found = simulate_schedule(schedule, _costs(given, schedule))
     lines = [_title(schedule), "", render(schedule), "", *_figures(schedule, found, given)]
-    try:
-        if given.trace:
-            write_chrome(given.trace, to_chrome(events(found)))
-            lines.append(f"trace in {given.trace} (open it at https://ui.perfetto.dev)")
-        if given.svg:
-            draw(schedule, found, given.svg)
-            lines.append(f"{given.svg} shows it on a slide")
-        if given.html:
-            beside = {each: (each, _usual(each)) for each in SCHEDULES}
-            animations = compare(
-                beside | {schedule.name: (name, virtual)},
-                schedule.name,
-                given.stages,
-                given.microbatches,
-                partial(_costs, given),
-            )
-            write_page(given.html, "schedule", f"pipeline schedule {schedule.name}", animations)
-            lines.append(f"{given.html} runs it in a browser")
-    except OSError as error:
-        raise UsageError(f"{given.trace} cannot be written ({error.strerror}); give another file") from None
+    if given.html:
+        beside = {each: (each, _usual(each)) for each in SCHEDULES}
+        animations = compare(
+            beside | {schedule.name: (name, virtual)},
+            schedule.name,
+            given.stages,
+            given.microbatches,
+            partial(_costs, given),
+        )
+        write_page(given.html, "schedule", f"pipeline schedule {schedule.name}", animations)
+        lines.append(f"{given.html} runs it in a browser")
     return "\n".join(lines)
 
 
@@ -111,9 +100,7 @@ def _parser() -> Parser:
     parser.add_argument("--forward-ms", type=_ms, default=1.0, help="a rank's forward of a microbatch (1)")
     parser.add_argument("--backward-ms", type=_ms, help="its backward (twice the forward)")
     parser.add_argument("--message-ms", type=_ms, default=0.0, help="a message between two ranks (0)")
-    parser.add_argument("--svg", type=Path, metavar="FILE", help="draw it for slides")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs it, for a browser")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="write it as a Chrome trace, for Perfetto")
     return parser
 
 

@@ -27,7 +27,7 @@ from nnmpi.schedule.schedule import (
     Together,
     send_of,
 )
-from nnmpi.schedule.simulate import ScheduleRun, paper_costs
+from nnmpi.schedule.simulate import ScheduleRun, even_costs
 
 
 def lower(schedule: Schedule) -> Schedule:
@@ -71,7 +71,7 @@ def receive_early(schedule: Schedule) -> Schedule:
         schedule: with transfers that are not fused yet. One that cannot be played is returned as it is; `check` says
             why.
     """
-    run = ScheduleRun(schedule, paper_costs(schedule.stages))
+    run = ScheduleRun(schedule, even_costs(schedule.stages))
     if run.stuck:
         return schedule
     begin_s = {span.instruction: span.begin_s for span in run.spans}
@@ -124,5 +124,5 @@ def _is_met(schedule: Schedule) -> bool:
     It does not if all ranks are through as early as when no send waits: receives need not be posted earlier then. The
     times are sums and maxima of whole numbers, which floats hold exactly, so they may be compared by ==.
     """
-    eager, held = (ScheduleRun(schedule, paper_costs(schedule.stages), each) for each in (False, True))
+    eager, held = (ScheduleRun(schedule, even_costs(schedule.stages), each) for each in (False, True))
     return not held.stuck and max(p.clock_s for p in held.ranks) == max(p.clock_s for p in eager.ranks)

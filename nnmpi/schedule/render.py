@@ -1,4 +1,4 @@
-"""Pictures of schedules: in text (`render`), for slides (`draw`), as a trace for Perfetto (`events`), as an animation.
+"""Pictures of schedules: in text (`render`), and as an animation of a page (`compare`).
 
 In text ranks go down and time across, and each cell says what is computed.
 
@@ -14,18 +14,14 @@ An animation for a page says what every rank computes when, and how many activat
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from nnmpi.errors import ScheduleError, UsageError
-from nnmpi.pages import page as svg
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
-from nnmpi.schedule.schedule import COMPUTE, LOOKS, RECEIVES, SENDS, Instruction, Kind, Schedule, send_of
+from nnmpi.schedule.schedule import COMPUTE, Instruction, Kind, Schedule
 from nnmpi.schedule.schedules import Generator, make
-from nnmpi.schedule.simulate import PAPER_UNITS, Costs, ScheduleRun, Simulation, paper_costs, simulate_schedule
-from nnmpi.timeline import TraceEvent
+from nnmpi.schedule.simulate import Costs, ScheduleRun, Simulation, even_costs, simulate_schedule
 
 _SUMMED, _UPDATED, _IDLE = "+", "|", "."
 
@@ -51,13 +47,13 @@ def render(schedule: Schedule) -> str:
     Raises:
         ScheduleError: when the ranks wait for one another for ever; `check` says where.
     """
-    run = ScheduleRun(schedule, paper_costs(schedule.stages))
+    run = ScheduleRun(schedule, even_costs(schedule.stages))
     if run.stuck:
         raise ScheduleError(f"rank {run.stuck[0].rank} waits for ever; check the schedule before it is drawn")
     columns = int(max(progress.clock_s for progress in run.ranks))
-    begins = {span.instruction: int(span.begin_s) for span in run.spans if span.instruction.kind in COMPUTE}
+    times = {span.instruction: (int(span.begin_s), int(span.end_s - span.begin_s)) for span in run.spans}
     rows = [
-        [_Cell(begins[one], PAPER_UNITS[one.kind], label, mark) for one, label, mark in _labels(schedule, rank)]
+        [_Cell(*times[one], label, mark) for one, label, mark in _labels(schedule, rank)]
         for rank in range(schedule.ranks)
     ]
     width = 1 + max(2, len(str(columns - 1)), *(len(cell.label) for row in rows for cell in row))
@@ -105,58 +101,8 @@ def _legend(schedule: Schedule) -> str:
     told += [f"{_IDLE} idle"]
     told += [f"{_SUMMED} gradients are final"] * (Kind.REDUCE in used and schedule.virtual > 1)
     told += [f"{_UPDATED} update"] * (Kind.STEP in used)
-    wide = f"; a backward takes {PAPER_UNITS[Kind.B]}" if Kind.B in used else ""
+    wide = "; a backward takes 2" if Kind.B in used else ""
     return f"{'    '.join(told)}\nA column is the time of one forward of a stage{wide}."
-
-
-# ---- as an SVG, for slides ----
-
-_COLOURS: Mapping[Kind, str] = MappingProxyType(
-    {Kind.F: "#4c78a8", Kind.B: "#72b7b2", Kind.I: "#72b7b2", Kind.W: "#b5cf6b", Kind.STEP: "#e45756"}
-)
-_LEFT, _HEIGHT, _WIDTH = 52.0, 26.0, 900.0  # pixels
-
-
-def draw(schedule: Schedule, simulation: Simulation, file: Path) -> None:
-    """Write a simulated run as a picture for slides: ranks down, time across.
-
-    Args:
-        schedule: what was run.
-        simulation: when what happened.
-        file: the picture; one that is there is replaced.
-
-    Raises:
-        UsageError: when the file cannot be written.
-    """
-    parts = [svg.text(0, _HEIGHT * rank + 17, f"rank {rank}") for rank in range(schedule.ranks)]
-    parts += [
-        svg.rectangle(_LEFT, _HEIGHT * rank + 2, _WIDTH, _HEIGHT - 4, svg.EMPTY) for rank in range(schedule.ranks)
-    ]
-    scale = _WIDTH / (simulation.makespan_s or 1.0)
-    for span in simulation.spans:
-        one, wide = span.instruction, scale * (span.end_s - span.begin_s)
-        if one.kind in _COLOURS and wide:
-            x, y = _LEFT + scale * span.begin_s, _HEIGHT * span.rank
-            label = "" if one.microbatch is None else str(one.microbatch)
-            parts.append(svg.rectangle(x, y + 2, max(1.0, wide - 1), _HEIGHT - 4, _COLOURS[one.kind]))
-            if wide > 8 * len(label):
-                parts.append(svg.text(x + wide / 2, y + 17, label, "middle"))
-    title = f"{schedule.name}, {schedule.ranks} ranks, {schedule.microbatches} microbatches"
-    svg.write_svg(file, title, _LEFT + _WIDTH, _HEIGHT * schedule.ranks, parts)
-
-
-# ---- as a trace: the picture that a measured run has, too ----
-
-
-def events(simulation: Simulation) -> dict[int, list[TraceEvent]]:
-    """Return each rank's events: rank -> what it did, a receive with the waiting for it, messages as arrows."""
-    found: dict[int, list[TraceEvent]] = {rank: [] for rank in range(len(simulation.busy_s))}
-    for span in simulation.spans:
-        one = span.instruction
-        about = {"stage": one.stage} | ({} if one.microbatch is None else {"microbatch": one.microbatch})
-        arrow = [str(send_of(one)) if one.kind in ends else "" for ends in (SENDS, RECEIVES)]
-        found[span.rank].append(TraceEvent(str(one), *LOOKS[one.kind], span.begin_s, span.end_s, about, *arrow))
-    return found
 
 
 # ---- as an animation ----

@@ -24,8 +24,6 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
-import nnmpi.timeline as timeline
-
 
 class Kind(StrEnum):
     """What is done for stage s and microbatch m.
@@ -65,22 +63,6 @@ BACKWARD = frozenset({Kind.B, Kind.I, Kind.W})
 SENDS = frozenset({Kind.SEND_ACT, Kind.SEND_GRAD})
 RECEIVES = frozenset({Kind.RECV_ACT, Kind.RECV_GRAD})
 TRANSFERS = SENDS | RECEIVES
-
-LOOKS: Mapping[Kind, tuple[str, str]] = MappingProxyType(
-    {
-        Kind.F: ("forward", timeline.COMPUTE),
-        Kind.B: ("backward", timeline.COMPUTE),
-        Kind.I: ("backward", timeline.COMPUTE),
-        Kind.W: ("backward", timeline.COMPUTE),
-        Kind.SEND_ACT: ("activation", timeline.SEND),
-        Kind.RECV_ACT: ("activation", timeline.RECEIVE),
-        Kind.SEND_GRAD: ("gradient", timeline.SEND),
-        Kind.RECV_GRAD: ("gradient", timeline.RECEIVE),
-        Kind.REDUCE: ("reduce", timeline.REDUCE),
-        Kind.STEP: ("update", timeline.COMPUTE),
-    }
-)
-"""What the events of a trace are called, measured and simulated, and their tracks."""
 
 
 @dataclass(frozen=True, order=True, slots=True)

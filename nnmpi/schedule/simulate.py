@@ -16,7 +16,6 @@ from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
-from types import MappingProxyType
 from typing import TypeAlias
 
 from nnmpi.errors import ScheduleError, UsageError
@@ -43,15 +42,6 @@ Costs: TypeAlias = Mapping[Kind, Sequence[float]]
 """Kind -> seconds for each stage; what is not named takes no time. A message takes what its send does: latency + bytes
 x seconds per byte, say."""
 
-PAPER_UNITS: Mapping[Kind, int] = MappingProxyType({Kind.F: 1, Kind.B: 2, Kind.I: 1, Kind.W: 1})
-"""What things take in the figures of the papers, and wherever no better is known: a whole backward takes two, since it
-multiplies two matrices (for inputs, for weights) where a forward multiplies one."""
-
-
-def paper_costs(stages: int) -> Costs:
-    """Return the costs of the papers' figures, in units of time; messages, reductions and updates take none."""
-    return {kind: (float(units),) * stages for kind, units in PAPER_UNITS.items()}
-
 
 def even_costs(stages: int, forward_s: float = 1.0, backward_s: float | None = None, message_s: float = 0.0) -> Costs:
     """Return the costs of stages that are all alike.
@@ -59,7 +49,8 @@ def even_costs(stages: int, forward_s: float = 1.0, backward_s: float | None = N
     Args:
         stages: how many.
         forward_s: of a microbatch.
-        backward_s: of a whole backward, whose halves are equal; twice the forward by default.
+        backward_s: of a whole backward, whose halves are equal; twice the forward by default, as in the figures of the
+            papers, since it multiplies two matrices (for inputs, for weights) where a forward multiplies one.
         message_s: of an activation or a gradient.
     """
     whole_s = 2 * forward_s if backward_s is None else backward_s
@@ -115,7 +106,6 @@ class RankProgress:
     program: Program
     at: int = 0
     clock_s: float = 0.0
-    waited_s: float = 0.0  # of it, in transfers
     posts: list[_Post] = field(default_factory=list)  # the transfers of the item at which it is
 
     @property
@@ -180,7 +170,6 @@ class ScheduleRun:
                 return False
             self.spans += [_span(progress.rank, post) for post in progress.posts]
             progress.clock_s = max(ends_s)
-            progress.waited_s += progress.clock_s - begin_s
             progress.posts = []
         progress.at += 1
         return True
@@ -228,7 +217,6 @@ class Simulation:
         spans: what every rank did when, rank after rank, each in the order of its program.
         makespan_s: when the last of it was over.
         busy_s: per rank, how long it computed (updates included).
-        waiting_s: per rank, how long it stood in sends and receives.
         peak_activations: per rank, how many it kept at most (of one stage and microbatch each).
         staleness: per stage, per microbatch: updates of the weights between its forward and its backward.
         weight_versions: per stage, how many it kept at most.
@@ -238,7 +226,6 @@ class Simulation:
     spans: tuple[TimedInstruction, ...]
     makespan_s: float
     busy_s: tuple[float, ...]
-    waiting_s: tuple[float, ...]
     peak_activations: tuple[int, ...]
     staleness: tuple[tuple[int, ...], ...]
     weight_versions: tuple[int, ...]
@@ -275,7 +262,6 @@ def simulate_schedule(schedule: Schedule, costs: Costs) -> Simulation:
         spans=tuple(spans),
         makespan_s=max((span.end_s for span in spans), default=0.0),
         busy_s=tuple(busy_s),
-        waiting_s=tuple(progress.waited_s for progress in run.ranks),
         peak_activations=tuple(peak_activations(schedule, rank) for rank in range(schedule.ranks)),
         staleness=tuple(stale for stale, _ in versions),
         weight_versions=tuple(most for _, most in versions),

@@ -48,7 +48,6 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(computing, "PAYS", 0.0)
     monkeypatch.setattr(profile, "MEASURE_S", 0.0)
-    monkeypatch.setattr(profile, "ROUNDS", 1)
     monkeypatch.setattr(network, "FIT_S", 0.05)
     monkeypatch.setattr(auto_layout, "RACE_S", 0.0)
     monkeypatch.setattr(measure, "WHOLE_SIZES", measure.WHOLE_SIZES[:-3])  # up to a megabyte

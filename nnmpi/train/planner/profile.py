@@ -20,13 +20,11 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from itertools import count as numbers
 from itertools import product, repeat
-from math import inf
 from typing import Any
 
 import numpy as np
 import threadpoolctl
 
-import nnmpi.clock as clock
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
 from nnmpi.comm.agreement import on_root
@@ -61,10 +59,9 @@ FORMAT = 15
 MOST_SHARES = 8  # ranks of one replica's layers and positions that are measured; more are not looked at
 PARTS_PER_RANK = 8  # the smallest part of a batch that is measured is that of so many microbatches for each rank
 LONGEST_S = 0.5  # a step that would take longer is not measured, but estimated from those of fewer rows
-MEASURE_S, WARM_UP_STEPS = 0.15, 3
+MEASURE_S, WARM_UP_STEPS = 0.5, 3
 QUARTILE = 0.25  # what other programs disturb is above it
 SETTLED = 3  # the first of so many parts of the steps does not count: 2 ms are 12 % longer in the first 0.1 s
-ROUNDS, PATIENCE_S = 3, 15.0  # some time apart, but for what takes long: what disturbs for a second does not decide
 
 Say = Callable[[str], None]
 Share = tuple[int, int]
@@ -278,7 +275,7 @@ def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share
     for rows in sorted({-(-batch // part) for part in (1, ranks, PARTS_PER_RANK * ranks)}):
         expected = Profile(steps, {}, (), rows).step(rows, "seconds") if steps else 0.0
         if expected <= LONGEST_S:
-            steps[rows] = _least(group, partial(_measure_replica, workload, rows, alone, backend))
+            steps[rows] = _measure_replica(workload, rows, group, alone, backend)
     alone.free()
     rows = max(steps)
     with use_precision(workload.config.run.precision), training():
@@ -293,20 +290,8 @@ def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share
     return Profile(steps, found, tuple(layers), rows)
 
 
-def _least(group: Group, run: Callable[[], StepCost]) -> StepCost:
-    """Return the quickest of some rounds, each as long as on the slowest rank. Collective."""
-    begin, found = clock.now(), StepCost(inf, inf, 0)
-    for _ in range(ROUNDS):
-        one = run()
-        seconds, update_s, taken_s = group.max_floats([one.seconds, one.update_s, clock.now() - begin])
-        found = replace(one, seconds=min(seconds, found.seconds), update_s=min(update_s, found.update_s))
-        if taken_s > PATIENCE_S:
-            break
-    return found
-
-
-def _measure_replica(workload: Workload, rows: int, group: Group, backend: Backend) -> StepCost:
-    with ready(workload, {}, rows, group, backend) as (worker, batches):
+def _measure_replica(workload: Workload, rows: int, group: Group, alone: Group, backend: Backend) -> StepCost:
+    with ready(workload, {}, rows, alone, backend) as (worker, batches):
         step_s = usual_s(group, lambda batch: worker.step(batch, 0.0), batches)
         update_s = usual_s(group, lambda _: worker.optimizer.step(), repeat(None))
         activations = worker.ledger.report().peaks[ACTIVATIONS]
