@@ -30,11 +30,10 @@ import numpy as np
 import threadpoolctl
 
 from nnmpi.backend.blas import blas_pool, find_older, name_blas, read_cpu
-from nnmpi.comm.agreement import name_ranks
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.start import start
 from nnmpi.command import Parser, say
-from nnmpi.errors import CheckpointError, counted
+from nnmpi.errors import CheckpointError, counted, name_ranks
 from nnmpi.files import is_locked
 from nnmpi.launcher import read_launch
 from nnmpi.reading import parse_json, read_json, read_text

@@ -4,6 +4,7 @@
 65 (EX_DATAERR) for one that the same command meets again.
 """
 
+from collections.abc import Iterable
 from operator import index
 from os import EX_DATAERR  # 65; `python -m nnmpi.run` tries what ends with it once more, and then gives up
 
@@ -17,6 +18,19 @@ def counted(n: int, singular: str, plural: str = "") -> str:
         plural: the noun for others; empty for the singular with an s.
     """
     return f"{n} {singular if n == 1 else plural or singular + 's'}"
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """Return the ranks in words, neighbours joined: "rank 3", "ranks 0-2, 5"."""
+    ordered = sorted(set(ranks))
+    spans: list[tuple[int, int]] = []
+    for rank in ordered:
+        if spans and spans[-1][1] == rank - 1:
+            spans[-1] = (spans[-1][0], rank)
+        else:
+            spans.append((rank, rank))
+    listed = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
+    return f"rank {listed}" if len(ordered) == 1 else f"ranks {listed}"
 
 
 def shortened(text: str, most: int = 200) -> str:

@@ -21,6 +21,7 @@ would take many calls is copied, too.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,7 +33,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nnmpi.backend.array import Array, mixed_error
-from nnmpi.backend.device import cublas_bindings
 from nnmpi.errors import DtypeError, ShapeError
 
 KEPT_CALLS = 4096  # a run has as many as it has products of different shapes
@@ -49,6 +49,17 @@ WIDE_SUMS = 16
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
 Shape = tuple[int, ...]
+
+
+def cublas_bindings() -> tuple[ModuleType, Callable[[], int]]:
+    """Return CuPy's bindings of cuBLAS, and what gives the handle for this thread and its current device.
+
+    The bindings let the handle work on the current stream, at every call. They must be asked for as an attribute: it is
+    then that CuPy looks for the library in the wheels that may bring it; importing the module finds it on the system's
+    path alone.
+    """
+    bindings: ModuleType = importlib.import_module("cupy_backends.cuda.libs").cublas
+    return bindings, importlib.import_module("cupy.cuda.device").get_cublas_handle
 
 
 class Matrices(NamedTuple):

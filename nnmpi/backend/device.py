@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import ModuleType
-from typing import Any
 
 import numpy as np
-from numpy.typing import DTypeLike
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
@@ -73,30 +70,6 @@ def _versions(cupy: ModuleType) -> tuple[int, int]:
         return cupy.cuda.runtime.driverGetVersion(), cupy.cuda.runtime.runtimeGetVersion()
     except Exception:
         return 0, 0
-
-
-def cublas_bindings() -> tuple[ModuleType, Callable[[], int]]:
-    """Return CuPy's bindings of cuBLAS, and what gives the handle for this thread and its current device.
-
-    The bindings let the handle work on the current stream, at every call. They must be asked for as an attribute: it is
-    then that CuPy looks for the library in the wheels that may bring it; importing the module finds it on the system's
-    path alone.
-    """
-    bindings: ModuleType = importlib.import_module("cupy_backends.cuda.libs").cublas
-    return bindings, importlib.import_module("cupy.cuda.device").get_cublas_handle
-
-
-def pinned(cuda: Any, elements: int, dtype: DTypeLike) -> Array:
-    """Return a NumPy array of any values, (elements,), in page-locked memory, which copies need to be quick.
-
-    Args:
-        cuda: the device library's module of that name.
-        elements: 1 at least.
-        dtype: of them.
-    """
-    kind = np.dtype(dtype)
-    found: Array = np.frombuffer(cuda.alloc_pinned_memory(elements * kind.itemsize), np.uint8, elements * kind.itemsize)
-    return found.view(kind)
 
 
 def name_card(xp: ModuleType, number: int) -> str:

@@ -28,7 +28,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.cuda.kernels import device_kernels, works_on
-from nnmpi.backend.precision import FLOAT32
+from nnmpi.backend.precision import FLOAT32, to_float32
+from nnmpi.backend.sums import row_sum
 from nnmpi.errors import UsageError
 
 if TYPE_CHECKING:
@@ -49,6 +50,19 @@ def kernels_for(array: Array, name: str) -> Any:
     elif not _refused.get() and works_on(array.dtype):
         found = device_kernels(namespace(array))
     return found if hasattr(found, name) else None
+
+
+def bias_grad(xp: Any, grad: Array, to_bias: Array) -> None:
+    """Write the sum over the rows of the result's gradient (rows, n), in float32 where that is lower."""
+    kernels = kernels_for(grad, "bias_grad")
+    if kernels is not None:
+        kernels.bias_grad(xp, grad, to_bias)
+    else:
+        grad = to_float32(xp, grad)
+        if grad.dtype == to_bias.dtype:
+            row_sum(xp, grad, out=to_bias)
+        else:  # a device's, without its kernels
+            xp.copyto(to_bias, row_sum(xp, grad), casting="unsafe")
 
 
 def compiled_kernels() -> CompiledKernels | None:

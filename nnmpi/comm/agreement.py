@@ -13,7 +13,7 @@ exception ends the job (see `nnmpi.comm.mpi.shutdown`).
 
 import json
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise, zip_longest
 from typing import Any, NoReturn, Self, TypeVar
@@ -23,7 +23,7 @@ import numpy as np
 import nnmpi.clock as clock
 import nnmpi.errors as errors
 from nnmpi.comm.world import Comm
-from nnmpi.errors import CommError, NnmpiError, UsageError
+from nnmpi.errors import CommError, NnmpiError, UsageError, name_ranks
 
 # Ranks that exchange small values: the part of a group that everything else in this package builds on.
 #
@@ -198,19 +198,6 @@ def decode_json(text: bytes, rank: int) -> Any:
 
 
 T = TypeVar("T")
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """Return the ranks in words, neighbours joined: "rank 3", "ranks 0-2, 5"."""
-    ordered = sorted(set(ranks))
-    spans: list[tuple[int, int]] = []
-    for rank in ordered:
-        if spans and spans[-1][1] == rank - 1:
-            spans[-1] = (spans[-1][0], rank)
-        else:
-            spans.append((rank, rank))
-    listed = ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in spans)
-    return f"rank {listed}" if len(ordered) == 1 else f"ranks {listed}"
 
 
 # ---- one rank fails, all raise ----

@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.device import pinned
 from nnmpi.backend.precision import is_low
 from nnmpi.errors import DtypeError, ShapeError, UsageError
 
@@ -29,6 +28,19 @@ DTYPES = frozenset(
 
 # Floating-point numbers of 16 bits, by name as NumPy knows bfloat16 only through a package. Sums take them as float32.
 LOW = ("float16", "bfloat16")
+
+
+def pinned(cuda: Any, elements: int, dtype: DTypeLike) -> Array:
+    """Return a NumPy array of any values, (elements,), in page-locked memory, which copies need to be quick.
+
+    Args:
+        cuda: the device library's module of that name.
+        elements: 1 at least.
+        dtype: of them.
+    """
+    kind = np.dtype(dtype)
+    found: Array = np.frombuffer(cuda.alloc_pinned_memory(elements * kind.itemsize), np.uint8, elements * kind.itemsize)
+    return found.view(kind)
 
 
 def is_device(array: object) -> bool:

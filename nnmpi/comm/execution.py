@@ -20,11 +20,10 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.comm.agreement import name_ranks
 from nnmpi.comm.buffers import Buffer, as_bytes, check_buffer, check_device, fetch, is_device, pieces, put, room_like
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, ROOT, Chunks, Step, runs
 from nnmpi.comm.world import Comm, Request
-from nnmpi.errors import CommError, UsageError
+from nnmpi.errors import CommError, UsageError, name_ranks
 from nnmpi.shard import split
 
 # Counts in MPI messages are 32-bit in most libraries; half of that leaves room, and nobody can tell the difference.

@@ -27,10 +27,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from nnmpi.comm.agreement import name_ranks, refuse_different
+from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.buffers import DTYPES, Buffer, check_buffer
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, DtypeError, ShapeError, UsageError
+from nnmpi.errors import CommError, DtypeError, ShapeError, UsageError, name_ranks
 from nnmpi.shard import split
 
 # What one round of the exchange packs at most: enough to make latency small, little enough to stay in a cache.

@@ -19,10 +19,10 @@ from weakref import WeakSet
 import numpy as np
 from numpy.typing import DTypeLike
 
-from nnmpi.comm.agreement import Communicator, agreed, name_ranks
+from nnmpi.comm.agreement import Communicator, agreed
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.world import PAGE_BYTES, Comm, Request, SharedPages
-from nnmpi.errors import CommError, DeviceError, ShapeError, UsageError
+from nnmpi.errors import CommError, DeviceError, ShapeError, UsageError, name_ranks
 
 # Barriers among the ranks of a node that cost a tenth of MPI's: each rank counts on a flag that the others watch.
 #

@@ -19,7 +19,6 @@ from functools import cache
 from heapq import heappop, heappush
 from typing import Any
 
-from nnmpi.comm.agreement import name_ranks
 from nnmpi.comm.collective import (
     ALL_REDUCE,
     DIGIT_BITS,
@@ -32,7 +31,7 @@ from nnmpi.comm.collective import (
     count,
     runs,
 )
-from nnmpi.errors import ScheduleError
+from nnmpi.errors import ScheduleError, name_ranks
 
 
 @dataclass(slots=True)

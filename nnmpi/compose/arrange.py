@@ -34,12 +34,13 @@ from nnmpi.mesh import BoundMesh, Mesh
 from nnmpi.nn.chain import ChainLayer, ModelPart, cut_chain, kept_at, open_chain
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Buffer, Module
+from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES
 from nnmpi.nn.transformer import CausalSelfAttention
 from nnmpi.parallel.sequence.attention import check_heads
-from nnmpi.parallel.sequence.group import ULYSSES, SequenceGroup
+from nnmpi.parallel.sequence.group import SequenceGroup
 from nnmpi.parallel.tensor import shard
 from nnmpi.parallel.zero.storage import sharded
-from nnmpi.parallel.zero.units import ALL, OPTIMIZER, STAGES, predict_bytes
+from nnmpi.parallel.zero.units import predict_bytes
 from nnmpi.schedule.partition import partition
 from nnmpi.schedule.schedules import name_of
 from nnmpi.tensor.parameter import FlatStorage, Parameter

@@ -12,9 +12,7 @@ from nnmpi.comm.algorithms.registry import How
 from nnmpi.compose import refusals
 from nnmpi.compose.refusals import refuse
 from nnmpi.errors import UsageError
-from nnmpi.nn.sharding import Table
-from nnmpi.parallel.sequence.group import ULYSSES, WAYS
-from nnmpi.parallel.zero.units import ALL, OPTIMIZER, STAGES
+from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES, WAYS, Table
 from nnmpi.schedule.schedules import SCHEDULES, Generator, name_of
 
 FAST, FIXED = "fast", "fixed"

@@ -30,7 +30,7 @@ import numpy as np
 import nnmpi.clock as clock
 from nnmpi.backend.array import Array, is_array
 from nnmpi.backend.backend import Backend, numpy_backend
-from nnmpi.backend.device import pinned
+from nnmpi.comm.buffers import pinned
 from nnmpi.errors import UsageError
 from nnmpi.tensor.function import Function
 from nnmpi.units import format_bytes

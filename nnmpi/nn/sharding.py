@@ -15,6 +15,11 @@ from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import TypeAlias
 
+RING, ULYSSES = "ring", "ulysses"  # how attention sees positions of other ranks, see `parallel.sequence`
+WAYS = (ULYSSES, RING)
+STAGES = (1, 2, 3)  # of ZeRO
+OPTIMIZER, ALL = "optimizer", "all"  # what of the states may lie out of memory
+
 
 class Sharding(Enum):
     """What each rank has of a layer. For a Linear of weight (in, out):

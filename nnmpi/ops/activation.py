@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace, zero
-from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.sums import row_blocks
 from nnmpi.errors import ShapeError, UsageError
-from nnmpi.ops.linear import LinearFunction, bias_grad, check_linear, multiply
+from nnmpi.ops.linear import LinearFunction, check_linear, multiply, with_kernels
 from nnmpi.tensor.function import Elementwise, Function
-from nnmpi.tensor.operand import in_float32, require_floating, with_kernels
+from nnmpi.tensor.operand import in_float32, require_floating
 from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 

@@ -18,8 +18,9 @@ from nnmpi.backend.recording import perform
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.attend import AttentionDropout, Heads
 from nnmpi.ops.dropout import Place
+from nnmpi.ops.linear import with_kernels
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import converted, read_as, require_floating, with_kernels
+from nnmpi.tensor.operand import converted, read_as, require_floating
 from nnmpi.tensor.placement import Placement, TensorCut, is_cut, uncut
 from nnmpi.tensor.tensor import Tensor
 

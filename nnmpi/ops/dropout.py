@@ -11,9 +11,10 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.random import random_bits
 from nnmpi.errors import ShapeError, UsageError
+from nnmpi.ops.linear import with_kernels
 from nnmpi.shard import Region
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import require_floating, with_kernels
+from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 

@@ -8,12 +8,11 @@ import numpy as np
 
 from nnmpi.backend.array import Array, zero
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels import kernels_for
-from nnmpi.backend.precision import FLOAT32, cast, is_floating, is_low, to_float32
-from nnmpi.backend.sums import row_sum
+from nnmpi.backend.kernels import bias_grad, kernels_for
+from nnmpi.backend.precision import FLOAT32, cast, is_floating, is_low
 from nnmpi.errors import ShapeError
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import converted, read_as, refuse_parts
+from nnmpi.tensor.operand import converted, in_float32, read_as, refuse_parts
 from nnmpi.tensor.placement import Placement, is_cut, uncut
 from nnmpi.tensor.tensor import Tensor
 
@@ -161,17 +160,18 @@ class LinearReluFunction(LinearFunction):
         return result
 
 
-def bias_grad(xp: Any, grad: Array, to_bias: Array) -> None:
-    """Write the sum over the rows of the result's gradient (rows, n), in float32 where that is lower."""
-    kernels = kernels_for(grad, "bias_grad")
-    if kernels is not None:
-        kernels.bias_grad(xp, grad, to_bias)
-    else:
-        grad = to_float32(xp, grad)
-        if grad.dtype == to_bias.dtype:
-            row_sum(xp, grad, out=to_bias)
-        else:  # a device's, without its kernels
-            xp.copyto(to_bias, row_sum(xp, grad), casting="unsafe")
+def with_kernels(name: str, function: Function, *inputs: Any, narrow: bool = True) -> Any:
+    """Apply an operation: `in_float32`, unless a device's kernels of this name read lower precision themselves.
+
+    Args:
+        name: of the kernel that the operation asks for.
+        function: the operation.
+        inputs, narrow: as for `in_float32`.
+    """
+    first = inputs[0].data
+    if type(first) is np.ndarray or kernels_for(first, name) is None:
+        return in_float32(function, *inputs, narrow=narrow)
+    return function(*inputs)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -13,8 +13,9 @@ from nnmpi.backend.precision import cast
 from nnmpi.backend.recording import perform
 from nnmpi.backend.sums import row_blocks, sum_of_squares
 from nnmpi.errors import DtypeError, ShapeError, UsageError
+from nnmpi.ops.linear import with_kernels
 from nnmpi.tensor.function import Function, Variable
-from nnmpi.tensor.operand import in_float32, mixes, refuse_parts, require_floating, whole_values, with_kernels
+from nnmpi.tensor.operand import in_float32, mixes, refuse_parts, require_floating, whole_values
 from nnmpi.tensor.tensor import Tensor
 
 FEW_CLASSES = 32

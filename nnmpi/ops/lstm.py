@@ -30,9 +30,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.errors import DtypeError, ShapeError
-from nnmpi.ops.linear import bias_grad
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import in_float32, may_meet, require_floating
 from nnmpi.tensor.tensor import Tensor

@@ -14,12 +14,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, Residuals, namespace
-from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.sums import product_sum, row_blocks, row_sum
 from nnmpi.errors import ShapeError
-from nnmpi.ops.linear import bias_grad
+from nnmpi.ops.linear import with_kernels
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import in_float32, may_meet, require_floating, with_kernels
+from nnmpi.tensor.operand import in_float32, may_meet, require_floating
 from nnmpi.tensor.placement import Placement, is_cut, uncut
 from nnmpi.tensor.tensor import Tensor
 

@@ -17,9 +17,10 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.windows import Pair, bordered, out_size, pair, tap, windows
 from nnmpi.errors import ShapeError, UsageError
+from nnmpi.ops.linear import with_kernels
 from nnmpi.ops.planes import Planes
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import require_floating, with_kernels
+from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 

@@ -29,11 +29,11 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.comm.agreement import CollectivePhase, name_ranks, refuse_different
+from nnmpi.comm.agreement import CollectivePhase, refuse_different
 from nnmpi.comm.algorithms.tree import tree_broadcast
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Rendezvous, rendezvous
-from nnmpi.errors import CheckpointError, LayoutError, ShapeError
+from nnmpi.errors import CheckpointError, LayoutError, ShapeError, name_ranks
 from nnmpi.shard import Region
 
 

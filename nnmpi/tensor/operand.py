@@ -5,7 +5,6 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, is_array, namespace
-from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.precision import FLOAT32, cast, is_floating, is_low, low_dtype, precision, to_float32
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor.function import Elementwise, Function, Grads, Variable
@@ -54,20 +53,6 @@ def in_float32(function: Function, *inputs: Any, narrow: bool = True) -> Any:
         return function(*inputs)
     result = function(*map(_raised, inputs))
     return converted(result, low) if narrow and result.data.dtype == FLOAT32 else result
-
-
-def with_kernels(name: str, function: Function, *inputs: Any, narrow: bool = True) -> Any:
-    """Apply an operation: `in_float32`, unless a device's kernels of this name read lower precision themselves.
-
-    Args:
-        name: of the kernel that the operation asks for.
-        function: the operation.
-        inputs, narrow: as for `in_float32`.
-    """
-    first = inputs[0].data
-    if type(first) is np.ndarray or kernels_for(first, name) is None:
-        return in_float32(function, *inputs, narrow=narrow)
-    return function(*inputs)
 
 
 def _raised(x: Any) -> Any:

@@ -30,10 +30,10 @@ from nnmpi.models.pretrained import load_pretrained, read_dropout, read_size
 from nnmpi.models.resnet import resnet
 from nnmpi.nn.linear import Embedding
 from nnmpi.nn.module import Module
+from nnmpi.nn.sharding import RING, ULYSSES
 from nnmpi.optim import updates
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.optim.schedule import ConstantRate, Cosine, Schedule, StepDecay, Warmup
-from nnmpi.parallel.sequence.group import RING, ULYSSES
 from nnmpi.tensor.parameter import FlatStorage
 from nnmpi.train.checkpoint import Extent
 from nnmpi.train.computing import explained

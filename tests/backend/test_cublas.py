@@ -89,7 +89,7 @@ def test_the_double_has_the_real_signatures() -> None:
     """As far as CuPy is installed: its compiled functions say theirs in the first line of their documentation."""
     names = ["gemmEx", "gemmStridedBatchedEx", "setMathMode", "getMathMode", "setPointerMode", "getPointerMode"]
     script = (
-        "from nnmpi.backend.device import cublas_bindings\n"
+        "from nnmpi.backend.cublas import cublas_bindings\n"
         "c, handle = cublas_bindings()\n"
         f"for name in {names}: print(getattr(c, name).__doc__)\n"
         "print(sorted((k, v) for k, v in vars(c).items() if type(v) is int and ('_COMPUTE_' in k or '_OP_' in k)))\n"

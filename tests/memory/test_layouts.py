@@ -12,7 +12,7 @@ from nnmpi.errors import UsageError
 from nnmpi.memory.optimal import swapping_plan
 from nnmpi.memory.plan import Act
 from nnmpi.memory.recompute import RecomputedModel
-from nnmpi.parallel.sequence.group import RING
+from nnmpi.nn.sharding import RING
 from tests.equivalence.reference import Setup, differences, run
 from tests.equivalence.rows import CNN, GPT
 

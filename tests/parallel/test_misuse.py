@@ -11,14 +11,13 @@ import pytest
 
 from nnmpi import models, nn, ops, optim
 from nnmpi.backend.array import Array
-from nnmpi.comm.agreement import name_ranks
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import GradientExchange, Numerics
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
-from nnmpi.errors import CommError, NnmpiError, UsageError
+from nnmpi.errors import CommError, NnmpiError, UsageError, name_ranks
 from nnmpi.parallel.data import DataParallel
 from nnmpi.shard import part
 from nnmpi.synchrony.sync import Sync

@@ -12,7 +12,8 @@ from nnmpi.comm.simulated.simulated_world import run_simulation, simulate
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import LayoutError
 from nnmpi.nn.module import Module
-from nnmpi.parallel.sequence.group import RING, ULYSSES, SequenceGroup
+from nnmpi.nn.sharding import RING, ULYSSES
+from nnmpi.parallel.sequence.group import SequenceGroup
 from nnmpi.shard import split, zigzag
 from nnmpi.tensor.cut import whole
 from nnmpi.timeline import Timeline, recording

@@ -27,9 +27,8 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
-from nnmpi.comm.agreement import name_ranks
 from nnmpi.command import printable
-from nnmpi.errors import NnmpiError
+from nnmpi.errors import NnmpiError, name_ranks
 
 GRACE_S = 1.0
 DRAIN_S = 0.2  # the launcher forwards what was printed only while the job lives: seen lost on a busy machine

@@ -32,10 +32,10 @@ from typing import Any
 
 from mpi4py import MPI
 
-from nnmpi.comm.agreement import name_ranks
 from nnmpi.comm.mpi.shutdown import STALLED, Activity, abort
 from nnmpi.comm.world import WARNING_S
 from nnmpi.command import printable
+from nnmpi.errors import name_ranks
 
 PERIOD_S = 0.5
 LEAST_S = 1e-3  # of a wait that has just begun

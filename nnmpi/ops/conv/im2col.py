@@ -38,11 +38,11 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.gemm import gemm
+from nnmpi.backend.kernels import bias_grad
 from nnmpi.backend.precision import FLOAT32, cast, is_floating, is_low
 from nnmpi.backend.sums import row_sum
 from nnmpi.backend.windows import corners, tap, windows
 from nnmpi.ops.conv.algorithm import Algorithm, ConvSpec, Gradients
-from nnmpi.ops.linear import bias_grad
 from nnmpi.ops.planes import Planes, repeated
 
 COLUMNS_BYTES = 3 << 18  # of one block of columns and its result: half of a usual second-level cache

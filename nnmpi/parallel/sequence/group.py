@@ -22,6 +22,7 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.group import Group
 from nnmpi.data.loader import Batch
 from nnmpi.errors import LayoutError, UsageError
+from nnmpi.nn.sharding import RING, ULYSSES
 from nnmpi.parallel.sequence.attention import RingAttention, UlyssesAttention
 from nnmpi.parallel.sharded.collectives import gather_summing_grads, take_part
 from nnmpi.tensor.cut import CutTensor, mark
@@ -30,8 +31,6 @@ from nnmpi.tensor.placement import PairPlacement, Placement, TensorCut, is_cut
 from nnmpi.tensor.tensor import Tensor
 
 POSITIONS = 1  # the axis
-RING, ULYSSES = "ring", "ulysses"
-WAYS = (ULYSSES, RING)
 
 
 class Enter(Function):

@@ -48,8 +48,9 @@ from nnmpi.comm.node_sum import NodeSum
 from nnmpi.errors import DeviceError, UsageError
 from nnmpi.memory.store import Store
 from nnmpi.nn.module import Module
+from nnmpi.nn.sharding import STAGES
 from nnmpi.parallel.model_state import ShardedArray
-from nnmpi.parallel.zero.units import SHARED, STAGES, UNIT_BYTES, cut_units
+from nnmpi.parallel.zero.units import SHARED, UNIT_BYTES, cut_units
 from nnmpi.shard import part, split
 from nnmpi.tensor.parameter import FlatStorage, Parameter, Span
 

@@ -11,13 +11,12 @@ from itertools import groupby
 from nnmpi.comm.gradients import BUCKET_BYTES
 from nnmpi.nn.chain import ChainLayer, ModelPart, Run, join_layers, open_chain
 from nnmpi.nn.module import Module
+from nnmpi.nn.sharding import ALL
 from nnmpi.shard import buckets, part
 from nnmpi.tensor.parameter import ALIGNMENT_BYTES, Parameter
 
 SHARED = -1  # the number of the unit of parameters that several units have
 UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}  # by stage: shorter units would be messages for nothing
-STAGES = tuple(UNIT_BYTES)
-OPTIMIZER, ALL = "optimizer", "all"  # what may lie out of memory
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,9 +19,9 @@ from nnmpi.train.build import build_whole
 from nnmpi.train.computing import Computing, choose_computing, multiplications
 from nnmpi.train.config import Config, ParallelConfig
 from nnmpi.train.inputs import load_samples
-from nnmpi.train.planner.network import take_network
+from nnmpi.train.planner.network import Say, take_network
 from nnmpi.train.planner.price import ModelShapes, Pricer, plan
-from nnmpi.train.planner.profile import Say, Workload, ready, take_profile, usual_s, with_options
+from nnmpi.train.planner.profile import Workload, ready, take_profile, usual_s, with_options
 from nnmpi.units import format_seconds
 
 RACE_S = 0.6  # of a turn

@@ -21,6 +21,8 @@ from nnmpi.errors import UsageError, counted
 WAYS = ("ring", "tree", "halving-doubling")  # the last of an all-reduce alone
 FIT_S, QUICK = 6.0, "quick-fit"  # for a fit that is made on the way; `python -m nnmpi.comm fit` takes its time
 
+Say = Callable[[str], None]
+
 
 @dataclass(frozen=True)
 class PlannedNetwork:

@@ -40,7 +40,8 @@ from nnmpi.memory.plan import kept_bytes
 from nnmpi.mesh import Mesh
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain
 from nnmpi.nn.module import Module
-from nnmpi.parallel.zero.units import STAGES, StateBytes, predict_bytes
+from nnmpi.nn.sharding import STAGES
+from nnmpi.parallel.zero.units import StateBytes, predict_bytes
 from nnmpi.schedule.partition import partition
 from nnmpi.schedule.schedule import most_kept
 from nnmpi.schedule.schedules import make

@@ -52,6 +52,7 @@ from nnmpi.train.build import build_model, build_trainer, build_whole, find_layo
 from nnmpi.train.computing import explained
 from nnmpi.train.config import Config, to_json
 from nnmpi.train.inputs import load_inputs
+from nnmpi.train.planner.network import Say
 from nnmpi.train.signature import ModelSignature
 from nnmpi.version import VERSION
 
@@ -63,7 +64,6 @@ MEASURE_S, WARM_UP_STEPS = 0.5, 3
 QUARTILE = 0.25  # what other programs disturb is above it
 SETTLED = 3  # the first of so many parts of the steps does not count: 2 ms are 12 % longer in the first 0.1 s
 
-Say = Callable[[str], None]
 Share = tuple[int, int]
 """(tp, sp): how many ranks share the layers, and the positions."""
 
