@@ -23,7 +23,7 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import GradientExchange
-from nnmpi.compose.server_runner import ParameterServerRunner
+from nnmpi.compose.runners import ParameterServerRunner
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer
 from nnmpi.compose.worker import Worker
 from nnmpi.nn.mode import evaluation

@@ -20,12 +20,10 @@ import nnmpi.clock as clock
 from nnmpi.backend.backend import Backend
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
-from nnmpi.compose.averaging_runner import AveragingRunner
 from nnmpi.compose.layout import DEFAULT_NUMERICS, Numerics
-from nnmpi.compose.local_gradient import LocalGradient
 from nnmpi.compose.losses import SumLoss, check_loss
 from nnmpi.compose.passes import evaluate_all
-from nnmpi.compose.server_runner import ParameterServerRunner
+from nnmpi.compose.runners import AveragingRunner, LocalGradient, ParameterServerRunner
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import (
     SegmentReport,

@@ -5,7 +5,6 @@ From `python -m nnmpi.train` to the first update, in the order to read it:
     __main__            calls cli.launch
     cli                 starts MPI; words, a file and a resumed run become one Config; rank 0 reads, all get it
     config              every option, with its default, help and checks; options by name, as JSON and TOML have them
-    session             around the loop: folder, restored checkpoint, header; the end is proved and told
     planner             --layout auto: measure, price, race
     run                 Run: what trains, set up from the options; or what was trained, opened for evaluate and others
     build               its parts: layout, model, optimizer, schedule, trainer

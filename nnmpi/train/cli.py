@@ -38,9 +38,8 @@ from nnmpi.train.config import (
     flatten,
 )
 from nnmpi.train.folder import default_folder, find_model, read_run
-from nnmpi.train.loop import StopSignals
+from nnmpi.train.loop import StopSignals, begin
 from nnmpi.train.run import Run, open_run
-from nnmpi.train.session import begin
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout, Numerics
-from nnmpi.compose.local_gradient import LocalGradient
+from nnmpi.compose.runners import LocalGradient
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift

@@ -78,7 +78,7 @@ LATE_IMPORTS = {
     ("nnmpi/train/cli.py", "nnmpi.comm.simulated.simulated_world"): "of use with --simulate alone: 2 % of each start",
     ("nnmpi/train/run.py", "nnmpi.comm.simulated.simulated_world"): "of use to nnmpi.load alone",
     ("nnmpi/train/computing.py", "importlib.metadata"): "it imports Python's email; a run that goes on needs neither",
-    ("nnmpi/train/session.py", "nnmpi.train.planner.auto_layout"): "the planner, of use with --layout auto alone",
+    ("nnmpi/train/loop.py", "nnmpi.train.planner.auto_layout"): "the planner, of use with --layout auto alone",
 }
 
 # Where the command line is read and printing is done; besides the files that print an uncaught error at the end.

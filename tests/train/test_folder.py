@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import nnmpi.train.loop as training
 from nnmpi import files
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
 from nnmpi.files import LOCK_FILE, is_locked, locked, write_atomically
-from nnmpi.train import session
 from nnmpi.train.cli import main
 from nnmpi.train.config import Config, assemble
 from nnmpi.train.folder import RunFolder, default_folder
@@ -92,7 +92,7 @@ def test_a_folder_has_one_holder_at_a_time(tmp_path: Path) -> None:
 def test_a_run_in_use_is_neither_resumed_nor_written_over(
     group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session, "PATIENCE_S", 0.0)
+    monkeypatch.setattr(training, "PATIENCE_S", 0.0)
     run, words = tmp_path / "run", "--model mlp --dataset iris --max-steps 2"
     main(f"{words} --out {run}".split(), group)
     before = {file: file.read_bytes() for file in run.rglob("*") if file.is_file()}

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+import nnmpi.train.loop as training
 from nnmpi.comm.group import Group
 from nnmpi.command import Console
-from nnmpi.train import session
 from nnmpi.train.config import assemble
 from nnmpi.train.metrics import read_metrics
 from tests.chrome import arrows, breaches, names, spans
@@ -30,7 +30,7 @@ def train(group: Group, tmp_path_factory: pytest.TempPathFactory) -> Train:
         values = {"out": str(base / f"run{len(list(base.iterdir()))}"), "epochs": 1, "dataset": "digits", **options}
         folder = Path(group.share(values["out"]))
         console = Console(quiet=not group.is_root, stream=text)
-        with session.begin(assemble({**values, "out": str(folder)}), group, console) as loop:
+        with training.begin(assemble({**values, "out": str(folder)}), group, console) as loop:
             loop.run()
         group.barrier()
         return folder, text.getvalue().splitlines()
