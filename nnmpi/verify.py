@@ -6,9 +6,9 @@ is 0 but for rounding (a bias before a batch norm, say) has no relative error of
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import islice
 from math import isnan, sqrt
 from typing import Any
 
@@ -19,14 +19,12 @@ from nnmpi.backend.backend import Backend
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.start import start
-from nnmpi.compose.arrange import describe_stages, find_mesh
+from nnmpi.compose.arrange import describe_stages
 from nnmpi.compose.layout import PIPEDREAM, Layout
 from nnmpi.compose.state import gradient_state
-from nnmpi.compose.worker import Worker
 from nnmpi.data.dataset import Dataset
-from nnmpi.data.loader import Batch
 from nnmpi.errors import UsageError
-from nnmpi.train.build import VERIFIED_EPS, build_layout, build_trainer, build_whole
+from nnmpi.train.build import VERIFIED_EPS, build_layout, trial_run
 from nnmpi.train.cli import ask, read_shared
 from nnmpi.train.computing import explained, take_backend
 from nnmpi.train.config import (
@@ -40,7 +38,7 @@ from nnmpi.train.config import (
     check_numbers,
     require,
 )
-from nnmpi.train.inputs import SampleConfig, load_inputs, load_samples
+from nnmpi.train.inputs import SampleConfig, load_samples
 
 PROGRAM = "python -m nnmpi.verify"
 DESCRIPTION = """Does a model trained under a layout do what it does on one rank?
@@ -215,27 +213,19 @@ def run(config: Config, steps: int, dataset: Dataset, group: Group, layout: Layo
         LayoutError, UsageError: on all ranks, when the layout does not fit.
         CommError: on all ranks, when copies of a weight differ after a step.
     """
-    mesh = find_mesh(group, layout)
-    replica = mesh.coordinates(group.rank).d, mesh.dp
-    inputs = load_inputs(config, group, group.local_rank(), lambda _: None, replica, mesh.pp, (dataset, dataset))
-    model = build_whole(config, dataset, backend, group)
-    worker = build_trainer(config, model, group, inputs, backend, layout, verified=True)
-    assert isinstance(worker, Worker)
-    where = worker.arrangement
     losses, norms, gradients = [], [], dict[str, Array]()
-    batches: Iterator[Batch] = (batch for epoch in count() for batch in inputs.train_loader.epoch(epoch))
-    for batch in islice(batches, steps):
-        report = worker.step(batch)
-        losses.append(report.loss)
-        norms.append(report.grad_norm)
-        if len(losses) == 1:
-            gradients = gradient_state(worker.model, group, where).to_dict()
-    evaluated = worker.evaluate(inputs.test_loader.epoch(0))
-    arrays = worker.state()[0].to_dict()
+    with trial_run(config, (dataset, dataset), layout, group, backend, verified=True) as (worker, inputs, batches):
+        where = worker.arrangement
+        for batch in islice(batches, steps):
+            report = worker.step(batch)
+            losses.append(report.loss)
+            norms.append(report.grad_norm)
+            if len(losses) == 1:
+                gradients = gradient_state(worker.model, group, where).to_dict()
+        evaluated = worker.evaluate(inputs.test_loader.epoch(0))
+        arrays = worker.state()[0].to_dict()
     weights = {name: arrays[name] for name in where.parameters if name in arrays}
     statistics = {name: array for name, array in arrays.items() if name not in weights}
-    worker.release()
-    where.mesh.free()
     zero = f", zero {layout.zero}" if layout.zero else ""
     lines = [f"layout {where.mesh.mesh}{zero}", *describe_stages(where)]
     return Trial(losses, norms, gradients, weights, statistics, (evaluated.loss, evaluated.accuracy), lines)

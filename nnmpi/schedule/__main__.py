@@ -75,20 +75,12 @@ def _figures(schedule: Schedule, found: Simulation, given: argparse.Namespace) -
     backward_ms = 2 * given.forward_ms if given.backward_ms is None else given.backward_ms
     times = [f"forward {given.forward_ms:g} ms", f"backward {backward_ms:g} ms" * schedule.trains]
     times += [f"message {given.message_ms:g} ms"] * bool(given.message_ms)
-    lines = [
+    return [
         f"makespan          {1e3 * found.makespan_s:g} ms   (modelled; of each rank: {', '.join(filter(None, times))})",
         f"bubble            {100 * found.bubble:.1f} %   of all ranks' time",
-        f"peak activations  {_by_rank(found.peak_activations)}   (of each rank: stages x microbatches)",
+        f"peak activations  {' '.join(map(str, found.peak_activations))}   (of each rank: stages x microbatches)",
         f"messages          {found.messages}",
     ]
-    if any(map(any, found.staleness)):
-        lines.append(f"staleness         {_by_rank([max(each) for each in found.staleness])}   (updates, at most)")
-        lines.append(f"weight versions   {_by_rank(found.weight_versions)}")
-    return lines
-
-
-def _by_rank(numbers: Sequence[int]) -> str:
-    return " ".join(map(str, numbers))
 
 
 def _parser() -> Parser:

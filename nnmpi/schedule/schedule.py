@@ -219,25 +219,3 @@ def most_kept(schedule: Schedule, rank: int, kept: Mapping[int, N]) -> N:
         if one.kind in (Kind.B, Kind.W) or (one.kind is Kind.F and not trains):
             now -= kept[one.stage]
     return most
-
-
-def weight_versions(schedule: Schedule, stage: int) -> tuple[tuple[int, ...], int]:
-    """Return the staleness of each microbatch in a stage, and how many versions of its weights the stage keeps at most.
-
-    Staleness is how often the weights are updated between forward and backward: 0 everywhere unless the stage updates
-    its weights before all microbatches are through (PipeDream). Kept are the newest, and those of waiting backwards.
-    """
-    steps, most = 0, 1
-    kept: dict[int | None, int] = {}
-    stale: dict[int | None, int] = {}
-    for one in schedule.instructions(schedule.rank_of(stage)):
-        if one.stage == stage:
-            if one.kind is Kind.F:
-                kept[one.microbatch] = steps
-            if one.kind in (Kind.B, Kind.I):
-                stale[one.microbatch] = steps - kept[one.microbatch]
-            if one.kind in (Kind.B, Kind.W):
-                del kept[one.microbatch]
-            steps += one.kind is Kind.STEP
-            most = max(most, len({*kept.values(), steps}))
-    return tuple(stale[m] for m in range(schedule.microbatches) if m in stale), most

@@ -33,7 +33,6 @@ from nnmpi.schedule.schedule import (
     parts,
     peak_activations,
     send_of,
-    weight_versions,
 )
 
 _BUSY = COMPUTE | {Kind.STEP}
@@ -218,8 +217,6 @@ class Simulation:
         makespan_s: when the last of it was over.
         busy_s: per rank, how long it computed (updates included).
         peak_activations: per rank, how many it kept at most (of one stage and microbatch each).
-        staleness: per stage, per microbatch: updates of the weights between its forward and its backward.
-        weight_versions: per stage, how many it kept at most.
         messages: how many there were.
     """
 
@@ -227,8 +224,6 @@ class Simulation:
     makespan_s: float
     busy_s: tuple[float, ...]
     peak_activations: tuple[int, ...]
-    staleness: tuple[tuple[int, ...], ...]
-    weight_versions: tuple[int, ...]
     messages: int
 
     @property
@@ -257,13 +252,10 @@ def simulate_schedule(schedule: Schedule, costs: Costs) -> Simulation:
     for span in spans:
         if span.instruction.kind in _BUSY:
             busy_s[span.rank] += span.end_s - span.begin_s
-    versions = [weight_versions(schedule, stage) for stage in range(schedule.stages)]
     return Simulation(
         spans=tuple(spans),
         makespan_s=max((span.end_s for span in spans), default=0.0),
         busy_s=tuple(busy_s),
         peak_activations=tuple(peak_activations(schedule, rank) for rank in range(schedule.ranks)),
-        staleness=tuple(stale for stale, _ in versions),
-        weight_versions=tuple(most for _, most in versions),
         messages=sum(span.instruction.kind in SENDS for span in spans),
     )

@@ -3,7 +3,10 @@
 `train.run.set_up` calls these in the order in which things depend on one another.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,7 @@ from nnmpi.compose.trainer import Trainer
 from nnmpi.compose.worker import Worker
 from nnmpi.custom import call_custom, is_custom, load_custom
 from nnmpi.data.dataset import Samples
+from nnmpi.data.loader import Batch
 from nnmpi.errors import UsageError
 from nnmpi.mesh import Mesh
 from nnmpi.models.cnn import cnn
@@ -45,7 +49,7 @@ from nnmpi.train.config import (
     ParallelConfig,
     require,
 )
-from nnmpi.train.inputs import Inputs
+from nnmpi.train.inputs import Inputs, load_inputs
 from nnmpi.train.signature import ModelSignature
 
 # Adam's where runs are compared, in place of 1e-8: it divides each gradient by its size, so that what is 0 but for
@@ -318,6 +322,38 @@ def build_trainer(
     allreduce = own_or_name(config.parallel.allreduce, "--allreduce", "(rank, size)")
     exchange = GradientExchange(allreduce, fused_update=fused, check=verified)
     return Worker(model, optimizer, group, exchange=exchange, arrangement=where, synchronous_sends=verified, **common)
+
+
+@contextmanager
+def trial_run(
+    config: Config,
+    samples: tuple[Samples, Samples],
+    layout: Layout,
+    group: Group,
+    backend: Backend,
+    verified: bool = False,
+) -> Iterator[tuple[Worker, Inputs, Iterator[Batch]]]:
+    """Make what trains samples in a layout, and give it with its inputs and batches without an end. Collective.
+
+    What is trained is thrown away.
+
+    Args:
+        config, layout, group, backend, verified: see `build_trainer`.
+        samples: of training and test.
+
+    Raises:
+        NnmpiError: on all ranks, where the layout cannot be.
+    """
+    mesh = find_mesh(group, layout)
+    replica = mesh.coordinates(group.rank).d, mesh.dp
+    inputs = load_inputs(config, group, group.local_rank(), lambda _: None, replica, mesh.pp, samples)
+    model = build_whole(config, inputs.train, backend, group)
+    trainer = build_trainer(config, model, group, inputs, backend, layout, verified)
+    if not isinstance(trainer, Worker):
+        raise UsageError("only ranks in step are measured and compared")
+    yield trainer, inputs, (batch for epoch in count() for batch in inputs.train_loader.epoch(epoch))
+    trainer.release()
+    trainer.arrangement.free()
 
 
 def build_losses(config: OptimizationConfig, where: Arrangement | None) -> dict[str, Any]:

@@ -102,19 +102,6 @@ def test_messages(number: tuple[int, int]) -> None:
     assert found("interleaved", ranks, m, 2).messages == (2 * (2 * ranks - 1) * m if ranks > 1 else 0)
 
 
-@some
-@given(numbers)
-def test_staleness_of_pipedream(number: tuple[int, int]) -> None:
-    ranks, microbatches = number
-    simulation = found("pipedream", *number)
-    for stage in range(ranks):
-        assert simulation.staleness[stage] == tuple(min(m, ranks - 1 - stage) for m in range(microbatches))
-        versions, in_flight = simulation.weight_versions[stage], ranks - stage
-        assert versions == in_flight if microbatches >= 2 * in_flight - 2 else versions <= in_flight
-    assert not any(map(any, found("1f1b", *number).staleness))
-    assert set(found("1f1b", *number).weight_versions) == {1}
-
-
 def test_interleaved_with_one_stage_a_rank_is_1f1b() -> None:
     for ranks in RANKS:
         assert make("interleaved", ranks, 5).programs == make("1f1b", ranks, 5).programs

@@ -21,13 +21,6 @@ def test_grid_and_figures() -> None:
     ]
 
 
-def test_pipedream_tells_its_staleness() -> None:
-    words = "--schedule pipedream --stages 3 --microbatches 6"
-    text = main(words.split())
-    assert "staleness         2 1 0" in text and "weight versions   3 2 1" in text
-    assert "staleness" not in main(COMMAND.split())
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_can_be_looked_at(name: str) -> None:
     assert f"{name}: 1 rank" in main(f"--schedule {name} --stages 1 --microbatches 1".split())

@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import count as numbers
 from itertools import product, repeat
 from typing import Any
 
@@ -48,10 +47,9 @@ from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.reading import read_json
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.timeline import Timeline, recording
-from nnmpi.train.build import build_model, build_trainer, build_whole, find_layout
+from nnmpi.train.build import build_model, find_layout, trial_run
 from nnmpi.train.computing import explained
 from nnmpi.train.config import Config, to_json
-from nnmpi.train.inputs import load_inputs
 from nnmpi.train.planner.network import Say
 from nnmpi.train.signature import ModelSignature
 from nnmpi.version import VERSION
@@ -325,9 +323,7 @@ def _measure_share(group: Group, workload: Workload, share: Share, rows: int, ba
 def ready(
     workload: Workload, options: Mapping[str, Any], rows: int | None, group: Group, backend: Backend
 ) -> Iterator[tuple[Worker, Iterator[Batch]]]:
-    """Make what trains a workload in a layout, after some steps, and give its batches. Collective.
-
-    What is trained is thrown away.
+    """Make what trains a workload in a layout, after some steps, and give its batches: see `train.build.trial_run`.
 
     Args:
         workload: what is trained.
@@ -335,29 +331,17 @@ def ready(
         rows: of a batch, where other than the run's.
         group: all ranks.
         backend: where this rank computes.
-
-    Raises:
-        NnmpiError: on all ranks, where the layout cannot be.
     """
     config = with_options(workload.config, options)
     if rows is not None:
         config = replace(config, optimization=replace(config.optimization, batch_size=rows))
-    layout, mesh = find_layout(config, group)
-    place = mesh.coordinates(group.rank).d, mesh.dp
-    samples = workload.samples
-    inputs = load_inputs(config, group, group.local_rank(), lambda _: None, place, mesh.pp, samples)
+    layout, _ = find_layout(config, group)
     if group.size > 1 and group.fit is None:
         group.fit = find_fit(group)
-    model = build_whole(config, inputs.train, backend, group)
-    trainer = build_trainer(config, model, group, inputs, backend, layout)
-    if not isinstance(trainer, Worker):
-        raise UsageError("only layouts of ranks in step are measured")
-    batches = (batch for epoch in numbers() for batch in inputs.train_loader.epoch(epoch))
-    for _ in range(WARM_UP_STEPS):
-        trainer.step(next(batches), 0.0)
-    yield trainer, batches
-    trainer.release()
-    trainer.arrangement.free()
+    with trial_run(config, workload.samples, layout, group, backend) as (worker, _, batches):
+        for _ in range(WARM_UP_STEPS):
+            worker.step(next(batches), 0.0)
+        yield worker, batches
 
 
 def usual_s(group: Group, call: Callable[[Any], Any], arguments: Iterator[Any], budget_s: float | None = None) -> float:
