@@ -30,7 +30,7 @@ from nnmpi.train.config import (
 )
 from nnmpi.train.inputs import SampleConfig, load_samples, match_loss
 from nnmpi.train.planner.network import PlannedNetwork, take_network
-from nnmpi.train.planner.price import LayoutSearch, ModelShapes, Pricer, plan
+from nnmpi.train.planner.price import LayoutSearch, plan
 from nnmpi.train.planner.profile import Workload, take_profile
 from nnmpi.units import format_bytes, format_seconds, parse_bytes
 
@@ -153,8 +153,7 @@ def _plan(asked: _Asked, samples: Samples, ranks: int, group: Group, backend: Ba
     profile, _ = take_profile(workload, group, ranks, backend, say)
 
     def look() -> list[str]:
-        shapes = ModelShapes(workload, profile, backend)
-        pricer = Pricer(workload.batch_size, workload.row_bytes, profile, network, shapes)
+        pricer = workload.pricer(profile, network, backend)
         found = plan(pricer, machine.memory_bytes, machine.kept)
         command = train_command(asked, ranks, found.best[0].options())
         step_s = profile.step(workload.batch_size, "seconds")

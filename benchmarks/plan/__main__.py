@@ -21,7 +21,7 @@ from nnmpi.train.computing import choose_computing  # noqa: E402
 from nnmpi.train.inputs import load_samples  # noqa: E402
 from nnmpi.train.planner.auto_layout import RACE_S, choose  # noqa: E402
 from nnmpi.train.planner.network import take_network  # noqa: E402
-from nnmpi.train.planner.price import ModelShapes, Pricer, plan  # noqa: E402
+from nnmpi.train.planner.price import plan  # noqa: E402
 from nnmpi.train.planner.profile import Workload, ready, take_profile, usual_s, with_options  # noqa: E402
 
 CASES = {
@@ -60,8 +60,7 @@ def run(words, group, wanted, rounds, say):
         profile, _ = take_profile(workload, group, group.size, backend, say)
         network = take_network(group, say, group.size)
         group.fit = network.fit
-        shapes = ModelShapes(workload, profile, backend)
-        pricer = Pricer(workload.batch_size, workload.row_bytes, profile, network, shapes)
+        pricer = workload.pricer(profile, network, backend)
         begin = time.perf_counter()
         everything = plan(pricer, kept=10**6)
         search_s = time.perf_counter() - begin

@@ -14,7 +14,7 @@ from typing import Any
 from nnmpi.memory.plan import LayerCost
 from nnmpi.parallel.zero.units import StateBytes
 from nnmpi.schedule.partition import partition
-from nnmpi.train.planner.profile import Profile, ShareCost, StepCost
+from nnmpi.train.planner.price import Profile, ShareCost, StepCost
 
 BACKWARD = 2  # times the operations of a forward: one product for the weights, one for what came in
 

@@ -34,9 +34,9 @@ from nnmpi.train.planner import auto_layout, network, profile
 from nnmpi.train.planner import price as prices
 from nnmpi.train.planner.auto_layout import ChosenLayout, check_open, choose, race
 from nnmpi.train.planner.network import PlannedNetwork, take_network
-from nnmpi.train.planner.price import Candidate, ModelShapes, Pricer, candidates
+from nnmpi.train.planner.price import Candidate, Pricer, Profile, ShareCost, StepCost, candidates
 from nnmpi.train.planner.price import plan as search
-from nnmpi.train.planner.profile import Profile, ShareCost, StepCost, Workload, ready, shares_of, take_profile
+from nnmpi.train.planner.profile import Workload, ready, shares_of, take_profile
 
 CONTEXT, TOKENS = 8, 12
 SMALL = ["--model", "mlp", "--hidden", "8", "--dataset", "iris", "--batch-size", "12", "--epochs", "1", "--quiet"]
@@ -92,8 +92,7 @@ def pricer(ranks: int, per_node: int, name: str = "", factor: float = 1.0) -> Pr
     times = replace(times, steps=steps, layers=tuple(map(more, times.layers)))
     nodes = None if per_node >= ranks else blocks(ranks, per_node)
     machine = Machine(Link.line(1e-6, 1e-10), Link.line(2e-5, 1e-9), nodes, Curve.line(0.0, 1e-10))
-    shapes = ModelShapes(work, times, numpy_backend())
-    return Pricer(work.batch_size, work.row_bytes, times, PlannedNetwork("made up", machine, ranks), shapes)
+    return work.pricer(times, PlannedNetwork("made up", machine, ranks), numpy_backend())
 
 
 def layouts(one: Pricer) -> list[Candidate]:
@@ -193,9 +192,8 @@ def test_activations_of_stages_are_near_those_of_the_ledger(recompute: bool) -> 
     work = workload(1024, table, model="mlp", hidden=[32, 32, 32])
     (times,) = simulate(lambda group: profile.measure(work, group, 2, [], numpy_backend()), 1)
     one = Candidate(pp=2, schedule="gpipe", microbatches=4, recompute=recompute)
-    shapes = ModelShapes(work, times, numpy_backend())
-    priced = Pricer(1024, work.row_bytes, times, PlannedNetwork("", Machine.uniform(0.0, 0.0), 2), shapes)
-    options = {**one.options(), "split": ",".join(str(len(cut)) for cut in shapes.cuts(2, 1))}
+    priced = work.pricer(times, PlannedNetwork("", Machine.uniform(0.0, 0.0), 2), numpy_backend())
+    options = {**one.options(), "split": ",".join(str(len(cut)) for cut in priced.shapes.cuts(2, 1))}
 
     def run(group: Group) -> int:
         with ready(work, options, None, group, numpy_backend()) as (worker, _):

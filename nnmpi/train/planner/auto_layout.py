@@ -20,7 +20,7 @@ from nnmpi.train.computing import Computing, choose_computing, multiplications
 from nnmpi.train.config import Config, ParallelConfig
 from nnmpi.train.inputs import load_samples
 from nnmpi.train.planner.network import Say, take_network
-from nnmpi.train.planner.price import ModelShapes, Pricer, plan
+from nnmpi.train.planner.price import plan
 from nnmpi.train.planner.profile import Workload, ready, take_profile, usual_s, with_options
 from nnmpi.units import format_seconds
 
@@ -94,8 +94,7 @@ def _search(workload: Workload, computing: Computing, group: Group, backend: Bac
     network = take_network(group, say, group.size)
 
     def look() -> tuple[list[list[Any]], int]:
-        shapes = ModelShapes(workload, profile, backend)
-        pricer = Pricer(workload.batch_size, workload.row_bytes, profile, network, shapes)
+        pricer = workload.pricer(profile, network, backend)
         found = plan(pricer, config.parallel.memory_limit_bytes, kind=lambda one: one.kind)
         racing = list(found.best[:RACERS])
         # Replicas are measured as a whole, and so are the most reliable: one of them races.

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from itertools import product
 from typing import Any, TypeAlias
@@ -36,7 +36,7 @@ from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
-from nnmpi.memory.plan import kept_bytes
+from nnmpi.memory.plan import LayerCost, kept_bytes
 from nnmpi.mesh import Mesh
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain
 from nnmpi.nn.module import Module
@@ -47,7 +47,6 @@ from nnmpi.schedule.schedule import most_kept
 from nnmpi.schedule.schedules import make
 from nnmpi.shard import split
 from nnmpi.train.planner.network import PlannedNetwork
-from nnmpi.train.planner.profile import Profile, Workload
 
 NUMBERS_BYTES = 40  # loss, right answers, targets and hashes, which all ranks add up in a step
 END_S = 25e-6  # of the processor, which a pipeline's message takes at each end
@@ -191,6 +190,93 @@ def _checked(one: Candidate, refused: Refusals) -> Iterator[Candidate]:
         yield one
 
 
+# ---- what was measured ----
+
+
+Share = tuple[int, int]
+"""(tp, sp): how many ranks share the layers, and the positions."""
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """A step of one replica for so many rows: seconds without the update, those of the update, bytes of activations."""
+
+    seconds: float
+    update_s: float
+    activations: float
+
+
+@dataclass(frozen=True)
+class ShareCost:
+    """A step of a replica on its (tp, sp) ranks, beside one on one rank.
+
+    Attributes:
+        seconds, activations: by those of one rank, without messages.
+        exchanges: (operation, bytes for each row, how often) of the messages between the ranks.
+    """
+
+    seconds: float = 1.0
+    activations: float = 1.0
+    exchanges: tuple[tuple[str, float, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Profile:
+    """What was measured of a workload.
+
+    Attributes:
+        steps: by rows.
+        shares: by (tp, sp).
+        layers: in the order of the chain, for `layer_rows` rows; their times are parts of a step's.
+        raced: by the text of a layout, the seconds of a step as it ran, of those that have raced.
+    """
+
+    steps: Mapping[int, StepCost]
+    shares: Mapping[Share, ShareCost]
+    layers: tuple[LayerCost, ...]
+    layer_rows: int
+    raced: Mapping[str, float] = field(default_factory=dict)
+
+    def step(self, rows: int, name: str) -> float:
+        """Return one of the fields of `StepCost` for any number of rows: on the straight lines through those known."""
+        known = {each: float(getattr(cost, name)) for each, cost in sorted(self.steps.items())}
+        if len(known) == 1:
+            ((only, value),) = known.items()
+            return value * rows / only
+        places = list(known)
+        right = min(max(int(np.searchsorted(places, rows)), 1), len(places) - 1)
+        low, high = places[right - 1], places[right]
+        return max(known[low] + (known[high] - known[low]) * (rows - low) / (high - low), 0.0)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as JSON values."""
+        return {
+            "steps": [[rows, asdict(one)] for rows, one in self.steps.items()],
+            "shares": [[share, asdict(one)] for share, one in self.shares.items()],
+            "layers": [asdict(layer) for layer in self.layers],
+            "layer_rows": self.layer_rows,
+            "raced": dict(self.raced),
+        }
+
+    @classmethod
+    def from_json(cls, value: Mapping[str, Any]) -> Profile:
+        """Return what `to_json` gave the values of.
+
+        Raises:
+            KeyError, TypeError, ValueError: for values that are none.
+        """
+        shares = {}
+        for (tp, sp), one in value["shares"]:
+            shares[tp, sp] = ShareCost(**{**one, "exchanges": tuple(map(tuple, one["exchanges"]))})
+        return cls(
+            {int(rows): StepCost(**one) for rows, one in value["steps"]},
+            shares,
+            tuple(LayerCost(**each) for each in value["layers"]),
+            int(value["layer_rows"]),
+            {str(name): float(seconds) for name, seconds in value["raced"].items()},
+        )
+
+
 # ---- prices ----
 
 
@@ -220,14 +306,25 @@ class ModelShapes:
     """A model's shapes on the ranks of a layout, without values: where its chain is cut, and what each rank holds.
 
     Args:
-        workload: whose model it is.
-        profile: its layers' times, by which the chain is cut.
+        build: makes the model, uninitialized.
+        dtype: of the model.
+        state_arrays: how many of each parameter's size the optimizer keeps.
+        sample: one row, as the model takes it.
+        seconds: of its layers, by which the chain is cut.
         backend: for shapes alone; nothing is computed.
     """
 
-    def __init__(self, workload: Workload, profile: Profile, backend: Backend) -> None:
-        self.workload, self._backend = workload, backend
-        self._seconds = [layer.seconds for layer in profile.layers]
+    def __init__(
+        self,
+        build: Callable[[], Module],
+        dtype: str,
+        state_arrays: int,
+        sample: Any,
+        seconds: Sequence[float],
+        backend: Backend,
+    ) -> None:
+        self._build, self._dtype, self._state_arrays, self._sample = build, dtype, state_arrays, sample
+        self._seconds, self._backend = seconds, backend
         self.cuts, self.states, self._model = cache(self._cuts), cache(self._states), cache(self._spread)
 
     def tied_bytes(self, tp: int, pp: int, virtual: int) -> int:
@@ -237,11 +334,11 @@ class ModelShapes:
         held = [{key: size for cut in cuts[r::pp] for i in cut for key, size in sizes[i].items()} for r in range(pp)]
         count = Counter(key for each in held for key in each)
         tied = sum(size for key, size in {k: s for each in held for k, s in each.items()}.items() if count[key] > 1)
-        return tied * np.dtype(self.workload.dtype).itemsize
+        return tied * np.dtype(self._dtype).itemsize
 
     def _states(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> tuple[StateBytes, ...]:
         """Return what each of a pipeline's ranks holds."""
-        itemsize, arrays = np.dtype(self.workload.dtype).itemsize, self.workload.state_arrays
+        itemsize, arrays = np.dtype(self._dtype).itemsize, self._state_arrays
         model, layers = self._model(tp)
         parts = [model]
         if pp > 1:
@@ -251,12 +348,12 @@ class ModelShapes:
 
     def _spread(self, tp: int) -> tuple[Module, tuple[ChainLayer, ...]]:
         """Return the model as the first of tp ranks has it, without values, and its chain."""
-        model = self.workload.build()
+        model = self._build()
         if tp > 1:
-            dtype, sample = self.workload.dtype, self.workload.rows(1)
 
             def spread(group: Group) -> Module:
-                return arrange(self.workload.build(), group, Layout(1, 1, tp), sample, dtype, self._backend).model
+                layout = Layout(1, 1, tp)
+                return arrange(self._build(), group, layout, self._sample, self._dtype, self._backend).model
 
             model = simulate(spread, tp)[0]
         return model, open_chain(model)

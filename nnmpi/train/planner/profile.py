@@ -16,7 +16,7 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product, repeat
 from typing import Any
@@ -39,7 +39,6 @@ from nnmpi.files import cache_folder, write_atomically
 from nnmpi.memory.layers import measure as measure_layers
 from nnmpi.memory.layers import of_chain
 from nnmpi.memory.ledger import ACTIVATIONS
-from nnmpi.memory.plan import LayerCost
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
@@ -50,7 +49,8 @@ from nnmpi.timeline import Timeline, recording
 from nnmpi.train.build import build_model, find_layout, trial_run
 from nnmpi.train.computing import explained
 from nnmpi.train.config import Config, to_json
-from nnmpi.train.planner.network import Say
+from nnmpi.train.planner.network import PlannedNetwork, Say
+from nnmpi.train.planner.price import ModelShapes, Pricer, Profile, Share, ShareCost, StepCost
 from nnmpi.train.signature import ModelSignature
 from nnmpi.version import VERSION
 
@@ -61,9 +61,6 @@ LONGEST_S = 0.5  # a step that would take longer is not measured, but estimated 
 MEASURE_S, WARM_UP_STEPS = 0.5, 3
 QUARTILE = 0.25  # what other programs disturb is above it
 SETTLED = 3  # the first of so many parts of the steps does not count: 2 ms are 12 % longer in the first 0.1 s
-
-Share = tuple[int, int]
-"""(tp, sp): how many ranks share the layers, and the positions."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +105,12 @@ class Workload:
         """Return the model, uninitialized."""
         return build_model(self.config.model, self.samples[0].sample_shape, self.outputs)
 
+    def pricer(self, profile: Profile, network: PlannedNetwork, backend: Backend) -> Pricer:
+        """Return what prices its layouts."""
+        seconds = [layer.seconds for layer in profile.layers]
+        shapes = ModelShapes(self.build, self.dtype, self.state_arrays, self.rows(1), seconds, backend)
+        return Pricer(self.batch_size, self.row_bytes, profile, network, shapes)
+
     def key(self, group: Group, ranks: int, backend: Backend) -> dict[str, Any]:
         """Return what the measured times depend on, the same on all ranks. Collective."""
         config, options = self.config, self.config.optimization
@@ -126,86 +129,6 @@ class Workload:
         }
         shared: dict[str, Any] = group.share(json.loads(json.dumps(key)))
         return shared
-
-
-@dataclass(frozen=True)
-class StepCost:
-    """A step of one replica for so many rows: seconds without the update, those of the update, bytes of activations."""
-
-    seconds: float
-    update_s: float
-    activations: float
-
-
-@dataclass(frozen=True)
-class ShareCost:
-    """A step of a replica on its (tp, sp) ranks, beside one on one rank.
-
-    Attributes:
-        seconds, activations: by those of one rank, without messages.
-        exchanges: (operation, bytes for each row, how often) of the messages between the ranks.
-    """
-
-    seconds: float = 1.0
-    activations: float = 1.0
-    exchanges: tuple[tuple[str, float, int], ...] = ()
-
-
-@dataclass(frozen=True)
-class Profile:
-    """What was measured of a workload.
-
-    Attributes:
-        steps: by rows.
-        shares: by (tp, sp).
-        layers: in the order of the chain, for `layer_rows` rows; their times are parts of a step's.
-        raced: by the text of a layout, the seconds of a step as it ran, of those that have raced.
-    """
-
-    steps: Mapping[int, StepCost]
-    shares: Mapping[Share, ShareCost]
-    layers: tuple[LayerCost, ...]
-    layer_rows: int
-    raced: Mapping[str, float] = field(default_factory=dict)
-
-    def step(self, rows: int, name: str) -> float:
-        """Return one of the fields of `StepCost` for any number of rows: on the straight lines through those known."""
-        known = {each: float(getattr(cost, name)) for each, cost in sorted(self.steps.items())}
-        if len(known) == 1:
-            ((only, value),) = known.items()
-            return value * rows / only
-        places = list(known)
-        right = min(max(int(np.searchsorted(places, rows)), 1), len(places) - 1)
-        low, high = places[right - 1], places[right]
-        return max(known[low] + (known[high] - known[low]) * (rows - low) / (high - low), 0.0)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as JSON values."""
-        return {
-            "steps": [[rows, asdict(one)] for rows, one in self.steps.items()],
-            "shares": [[share, asdict(one)] for share, one in self.shares.items()],
-            "layers": [asdict(layer) for layer in self.layers],
-            "layer_rows": self.layer_rows,
-            "raced": dict(self.raced),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Profile:
-        """Return what `to_json` gave the values of.
-
-        Raises:
-            KeyError, TypeError, ValueError: for values that are none.
-        """
-        shares = {}
-        for (tp, sp), one in value["shares"]:
-            shares[tp, sp] = ShareCost(**{**one, "exchanges": tuple(map(tuple, one["exchanges"]))})
-        return cls(
-            {int(rows): StepCost(**one) for rows, one in value["steps"]},
-            shares,
-            tuple(LayerCost(**each) for each in value["layers"]),
-            int(value["layer_rows"]),
-            {str(name): float(seconds) for name, seconds in value["raced"].items()},
-        )
 
 
 # ---- kept between runs ----
