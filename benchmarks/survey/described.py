@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nnmpi.memory.plan import LayerCost
-from nnmpi.parallel.zero.units import StateBytes
+from nnmpi.parallel.zero.storage import StateBytes
 from nnmpi.schedule.partition import partition
 from nnmpi.train.planner.price import Profile, ShareCost, StepCost
 

@@ -6,7 +6,6 @@ Read in this order:
                        device, with its streams and events
     kernels            what is compiled for operations, and when; jit/ by numba for the host, cuda/ for a device
     recording          a step's calls as a list that can be made again, which `nnmpi.compile` is built on
-    memory_pool        the memory of such a step's results
 
 Products of matrices:
 

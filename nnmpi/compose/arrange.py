@@ -39,8 +39,7 @@ from nnmpi.nn.transformer import CausalSelfAttention
 from nnmpi.parallel.sequence.attention import check_heads
 from nnmpi.parallel.sequence.group import SequenceGroup
 from nnmpi.parallel.tensor import shard
-from nnmpi.parallel.zero.storage import sharded
-from nnmpi.parallel.zero.units import predict_bytes
+from nnmpi.parallel.zero.storage import predict_bytes, sharded
 from nnmpi.schedule.partition import partition
 from nnmpi.schedule.schedules import name_of
 from nnmpi.tensor.parameter import FlatStorage, Parameter

@@ -56,8 +56,7 @@ from nnmpi.optim.clip import LossScale, coefficient
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.replication import check_free
 from nnmpi.parallel.sharded.collectives import CATEGORY
-from nnmpi.parallel.zero.storage import ShardedStorage
-from nnmpi.parallel.zero.units import predict_bytes
+from nnmpi.parallel.zero.storage import ShardedStorage, predict_bytes
 from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.timeline import COUNTER, Timeline, TraceEvent, current, recording
 from nnmpi.units import format_bytes

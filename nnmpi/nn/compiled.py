@@ -32,9 +32,8 @@ import numpy as np
 from nnmpi.backend.array import is_array, namespace
 from nnmpi.backend.kernels import setting
 from nnmpi.backend.memory import return_freed_memory
-from nnmpi.backend.memory_pool import MemoryPool
 from nnmpi.backend.precision import precision
-from nnmpi.backend.recording import Call, Recorder, active
+from nnmpi.backend.recording import Call, MemoryPool, Recorder, active
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.tensor.function import recording

@@ -21,8 +21,7 @@ import numpy as np
 from nnmpi.backend.array import Array, is_array, namespace
 from nnmpi.backend.recording import active, perform
 from nnmpi.errors import DtypeError, GraphError, ShapeError
-from nnmpi.tensor.function import Function, Grads, Variable, unbroadcast
-from nnmpi.tensor.recorded import record_whole
+from nnmpi.tensor.function import Function, Grads, Variable, record_whole, unbroadcast
 
 watching: ContextVar[Callable[[Sequence[Function]], None] | None] = ContextVar("nnmpi_watching", default=None)
 """Who is shown the operations of each graph before its backward, in which all is there that they save."""

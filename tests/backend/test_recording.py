@@ -6,8 +6,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from nnmpi.backend.memory_pool import MemoryPool, alias
-from nnmpi.backend.recording import Recorder, perform, refuse
+from nnmpi.backend.recording import MemoryPool, Recorder, alias, perform, refuse
 from nnmpi.errors import UsageError
 
 

@@ -14,7 +14,7 @@ from nnmpi.errors import DeviceError, LayoutError, UsageError
 from nnmpi.memory.layers import measure, of_chain
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.module import Module
-from nnmpi.parallel.zero.units import predict_bytes
+from nnmpi.parallel.zero.storage import predict_bytes
 from nnmpi.tensor.tensor import Tensor
 
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)

@@ -5,7 +5,7 @@ import pytest
 
 import nnmpi
 from nnmpi import nn, optim
-from nnmpi.backend.jit import winograd
+from nnmpi.backend.jit import conv3x3
 from nnmpi.backend.kernels import compiled_kernels, jit
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
@@ -108,8 +108,8 @@ def test_not_pooled(sizes, pool):
 @pytest.mark.parametrize(("cache_rows", "rows", "pool"), [(0, 1, 1), (2, 2, 2), (8, 6, 2)])
 def test_in_pieces(cache_rows, rows, pool, monkeypatch):
     """Some rows of an image at a time, or some of three images."""
-    monkeypatch.setattr(winograd, "CACHE_BYTES", cache_rows * 16 * 4 * 2 * (5 + 7))
-    assert winograd.sizes(6, 4, 5, 7).rows == rows
+    monkeypatch.setattr(conv3x3, "CACHE_BYTES", cache_rows * 16 * 4 * 2 * (5 + 7))
+    assert conv3x3.sizes(6, 4, 5, 7).rows == rows
     compare((3, 6, 4, 5, 7), pool)
 
 

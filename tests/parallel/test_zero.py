@@ -21,8 +21,7 @@ from nnmpi.data.loader import Loader
 from nnmpi.errors import DeviceError, DivergenceError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import STAGES
-from nnmpi.parallel.zero.storage import sharded
-from nnmpi.parallel.zero.units import cut_units, predict_bytes
+from nnmpi.parallel.zero.storage import cut_units, predict_bytes, sharded
 from nnmpi.shard import part
 from tests.equivalence.reference import differences, run
 from tests.equivalence.rows import ZERO

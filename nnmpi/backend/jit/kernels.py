@@ -12,11 +12,9 @@ import numpy as np
 from numba import float64, types
 
 from nnmpi.backend.array import Array, Residuals
-from nnmpi.backend.jit import direct as direct_loops
-from nnmpi.backend.jit import loops
-from nnmpi.backend.jit import winograd as winograd_loops
+from nnmpi.backend.jit import conv3x3, loops
 from nnmpi.backend.jit.build import build, read, write
-from nnmpi.backend.jit.winograd import FlatGradients, GradientScratch, Scratch, Sizes
+from nnmpi.backend.jit.conv3x3 import FlatGradients, GradientScratch, Scratch, Sizes
 from nnmpi.backend.recording import perform
 
 Kernel: TypeAlias = Callable[..., None]
@@ -64,8 +62,8 @@ def winograd(z: Sizes, pooled: bool, relu: bool) -> Pair:
     forward = (*(read(1),) * 3, write(1), write(1, CORNER), write(1), scratch)
     backward = (*(read(1),) * 3, read(1, CORNER), read(1), gradients, more)
     return Pair(
-        build(winograd_loops.forward(z, pooled, least), *forward),
-        build(winograd_loops.backward(z, pooled, least), *backward),
+        build(conv3x3.forward(z, pooled, least), *forward),
+        build(conv3x3.backward(z, pooled, least), *backward),
     )
 
 
@@ -80,7 +78,9 @@ def direct(h: int, w: int, c: int, o: int) -> Pair:
     scratch = write(1), write(1)
     forward = (*(read(1),) * 3, write(1), write(1, CORNER), *scratch)
     backward = (read(1), read(1), read(1, CORNER), *scratch, *scratch)
-    return Pair(build(direct_loops.forward(h, w, c, o), *forward), build(direct_loops.backward(h, w, c, o), *backward))
+    return Pair(
+        build(conv3x3.direct_forward(h, w, c, o), *forward), build(conv3x3.direct_backward(h, w, c, o), *backward)
+    )
 
 
 def _flat(kind: type[tuple[Any, ...]]) -> Any:
@@ -93,10 +93,10 @@ class CompiledKernels:
 
     __slots__ = ()
 
-    sizes = staticmethod(winograd_loops.sizes)
+    sizes = staticmethod(conv3x3.sizes)
     winograd = staticmethod(winograd)
     direct = staticmethod(direct)
-    has_products = staticmethod(winograd_loops.has_products)
+    has_products = staticmethod(conv3x3.has_products)
 
     @property
     def adam(self) -> Kernel:

@@ -15,8 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.memory_pool import alias
-from nnmpi.backend.recording import active
+from nnmpi.backend.recording import active, alias
 from nnmpi.nn.chain import ChainLayer, join_layers, run_layers
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, pack, unpack
 from nnmpi.tensor.backward import Deferred

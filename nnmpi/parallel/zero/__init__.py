@@ -18,7 +18,6 @@ are used, and once more before the backward pass (`-->` gather, `sum` reduce-sca
 What is computed is what `data` computes. Source: Rajbhandari et al., "ZeRO: memory optimizations toward training
 trillion parameter models", 2020. Begin with `units`, then `storage`: what lies where, to the byte.
 
-    units         what is gathered and summed at once; bytes, computed before there is a model
     storage       flat storage of which each rank keeps a part: what lies where, gathers and sums
     strategy      ShardedDataParallel: forward and backward, unit by unit
 """

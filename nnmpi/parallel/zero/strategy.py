@@ -21,8 +21,7 @@ from nnmpi.nn.container import check_empty
 from nnmpi.nn.module import Module
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model
-from nnmpi.parallel.zero.storage import ShardedStorage, sharded
-from nnmpi.parallel.zero.units import SHARED
+from nnmpi.parallel.zero.storage import SHARED, ShardedStorage, sharded
 from nnmpi.tensor.function import Elementwise
 from nnmpi.tensor.parameter import FlatStorage
 from nnmpi.tensor.tensor import Tensor

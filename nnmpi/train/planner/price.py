@@ -41,7 +41,7 @@ from nnmpi.mesh import Mesh
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import STAGES
-from nnmpi.parallel.zero.units import StateBytes, predict_bytes
+from nnmpi.parallel.zero.storage import StateBytes, predict_bytes
 from nnmpi.schedule.partition import partition
 from nnmpi.schedule.schedule import most_kept
 from nnmpi.schedule.schedules import make
