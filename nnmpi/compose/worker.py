@@ -182,10 +182,11 @@ class Worker(Trainer):
         step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
         self.group.comm.world.step = step
         nbytes = batch.x.nbytes + batch.y.nbytes
-        if nbytes != self._batch_bytes:
+        drawn = current() is not None
+        if drawn or nbytes != self._batch_bytes:
             self._batch_bytes = nbytes
             self._note_memory({BATCHES: nbytes})
-        counts = self._is_to_count(nbytes) or current() is not None  # then each pass is looked at, and none replayed
+        counts = self._is_to_count(nbytes) or drawn  # then each pass is looked at, and none replayed
         with self._deterministic():
             with self._watching() if self._shares else _NOTHING as exchanged, self._counting() if counts else _AS_IT_IS:
                 report = self.passes.train(batch, step, factor, not counts)
