@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from nnmpi.threads import limit_threads
+from nnmpi.launcher import limit_threads
 
 limit_threads()  # must come before NumPy is loaded, so before everything else
 

@@ -34,10 +34,8 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.start import start
 from nnmpi.command import Parser, say
 from nnmpi.errors import CheckpointError, counted, name_ranks
-from nnmpi.files import is_locked
-from nnmpi.launcher import read_launch
-from nnmpi.reading import parse_json, read_json, read_text
-from nnmpi.threads import usable_cores
+from nnmpi.files import is_locked, parse_json, read_json, read_text
+from nnmpi.launcher import read_launch, usable_cores
 from nnmpi.train.checkpoint import MODEL_FILE, STATE_FILE, load_checkpoint, steps
 from nnmpi.train.folder import RunFolder, read_run
 from nnmpi.train.log import describe_measures

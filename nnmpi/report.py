@@ -15,8 +15,8 @@ from typing import Any
 from nnmpi.command import Parser, say
 from nnmpi.compose.stats import PARTS
 from nnmpi.errors import UsageError
+from nnmpi.files import parse_json
 from nnmpi.pages.page import write_page
-from nnmpi.reading import parse_json
 from nnmpi.train.config import all_options
 from nnmpi.train.folder import RunFolder, read_run
 from nnmpi.train.metrics import read_metrics, sum_staleness

@@ -33,8 +33,8 @@ from typing import Any
 from nnmpi.comm.mpi.shutdown import STALLED
 from nnmpi.command import HelpAsked, Parser, positive_count, printable, say
 from nnmpi.errors import LaunchError, NnmpiError, UsageError, counted
+from nnmpi.files import read_json
 from nnmpi.launching import Launcher, find_launcher, given_hosts, kill, ranks_of
-from nnmpi.reading import read_json
 from nnmpi.train.checkpoint import STATE_FILE, steps
 from nnmpi.train.cli import parse
 from nnmpi.train.folder import RunFolder, default_folder

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi.reading import read_json
+from nnmpi.files import read_json
 
 
 def test_a_value_comes_back(tmp_path: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi import threads
-from nnmpi.threads import VARIABLES, limit_threads, usable_cores
+from nnmpi import launcher
+from nnmpi.launcher import VARIABLES, limit_threads, usable_cores
 
 FOUR_HERE = {
     "OMPI_COMM_WORLD_SIZE": "8",
@@ -45,8 +45,8 @@ def test_the_cores_of_this_machine() -> None:
 def test_the_quota_of_a_container(text: str, expected: int, tmp_path: Path) -> None:
     path = tmp_path / "cpu.max"
     path.write_text(text)
-    assert threads._quota(path) == expected
-    assert threads._quota(tmp_path / "none") == sys.maxsize
+    assert launcher._quota(path) == expected
+    assert launcher._quota(tmp_path / "none") == sys.maxsize
 
 
 def test_importing_nnmpi_limits_numpy() -> None:

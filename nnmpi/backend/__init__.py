@@ -17,7 +17,6 @@ Products of matrices:
 A device:
 
     device             CuPy's backend: its memory pool and copies. Only it imports cupy. `select`: the choice by name
-    device_errors      what errors of CUDA and CuPy mean for the person who runs the program
 
 Beside them:
 

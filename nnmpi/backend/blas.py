@@ -24,7 +24,7 @@ import numpy as np
 from threadpoolctl import ThreadpoolController, threadpool_info
 
 from nnmpi.backend.array import Array
-from nnmpi.threads import user_chose_threads
+from nnmpi.launcher import user_chose_threads
 
 VARIABLE = "OPENBLAS_CORETYPE"
 _CPU_INFO = Path("/proc/cpuinfo")

@@ -19,8 +19,7 @@ from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.machine import Curve, Machine
 from nnmpi.comm.simulate import price
 from nnmpi.errors import NnmpiError, UsageError, counted
-from nnmpi.files import cache_folder, write_atomically
-from nnmpi.reading import read_json
+from nnmpi.files import cache_folder, read_json, write_atomically
 from nnmpi.units import format_bytes, format_seconds
 
 FORMAT = 1

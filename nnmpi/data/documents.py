@@ -13,7 +13,7 @@ from pathlib import Path
 
 from nnmpi.data.tables import read_cells, read_lines
 from nnmpi.errors import DataError, UsageError
-from nnmpi.reading import parse_json
+from nnmpi.files import parse_json
 
 PIECE = 2**20  # characters
 CELL_BYTES = 2**30  # the longest cell of a table

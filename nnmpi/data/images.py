@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import DataError
-from nnmpi.reading import read_bytes
+from nnmpi.files import read_bytes
 
 # For each part: the images' and the labels' file names, as they are published and as some unpackers write them.
 IDX_FILES = {

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from nnmpi.backend.array import Array
 from nnmpi.data.dataset import Dataset, Wanted
 from nnmpi.errors import DataError, UsageError, shortened
-from nnmpi.reading import opened
+from nnmpi.files import opened
 
 SURE_CLASSES = 1000  # so many may be meant even if there are fewer labels
 HINT = "give classes, or predict numbers: wanted='quantities', as the losses mse, mae and huber do"

@@ -24,8 +24,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.errors import DataError, UsageError
-from nnmpi.files import expand
-from nnmpi.reading import read_json
+from nnmpi.files import expand, read_json
 
 LIBRARY_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"

@@ -11,10 +11,9 @@ from nnmpi.backend.recording import perform
 from nnmpi.errors import ShapeError, UsageError, whole
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.container import Sequential
-from nnmpi.nn.init import Constant, Normal
 from nnmpi.nn.linear import Embedding, TiedLinear
 from nnmpi.nn.mode import current
-from nnmpi.nn.module import Module
+from nnmpi.nn.module import Constant, Module, Normal
 from nnmpi.nn.norm import LayerNorm
 from nnmpi.nn.sharding import Sharding
 from nnmpi.nn.transformer import TransformerBlock

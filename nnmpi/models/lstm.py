@@ -3,10 +3,9 @@
 from nnmpi.errors import whole
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.container import Sequential
-from nnmpi.nn.init import Uniform
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
 from nnmpi.nn.lstm import LSTM
-from nnmpi.nn.module import Module
+from nnmpi.nn.module import Module, Uniform
 from nnmpi.nn.sharding import Sharding
 
 BOUND = 0.1  # of the first values of embeddings and outputs

@@ -19,9 +19,9 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import DataError, counted
+from nnmpi.files import read_json
 from nnmpi.models.torch_weights import opened, save_arrays
 from nnmpi.nn.module import Module
-from nnmpi.reading import read_json
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 PREFIX = "transformer."

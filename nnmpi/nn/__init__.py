@@ -26,11 +26,10 @@ from nnmpi.nn.activation import (
 )
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
 from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
-from nnmpi.nn.init import Constant, Normal, Uniform, fan_in, kaiming
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
 from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.mode import continued, current, evaluation, observed, training, unfused
-from nnmpi.nn.module import Buffer, Module, Parameter
+from nnmpi.nn.module import Buffer, Constant, Module, Normal, Parameter, Uniform, fan_in, kaiming
 from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.nn.sharding import Sharding, Units
 from nnmpi.nn.transformer import CausalSelfAttention, TransformerBlock

@@ -4,8 +4,7 @@ from typing import Literal
 
 from nnmpi.backend.windows import Pair, pair
 from nnmpi.errors import UsageError, whole
-from nnmpi.nn.init import fan_in
-from nnmpi.nn.module import Module
+from nnmpi.nn.module import Module, fan_in
 from nnmpi.ops.conv.conv2d import conv2d
 from nnmpi.ops.pool import avg_pool2d, max_pool2d, pool_windows
 from nnmpi.tensor.parameter import Initializer, Parameter

@@ -3,8 +3,7 @@
 from typing import Any
 
 from nnmpi.errors import whole
-from nnmpi.nn.init import Normal, fan_in
-from nnmpi.nn.module import Module
+from nnmpi.nn.module import Module, Normal, fan_in
 from nnmpi.ops.embedding import embedding
 from nnmpi.ops.linear import linear, linear_transposed
 from nnmpi.tensor.parameter import Initializer, Parameter

@@ -6,9 +6,8 @@ from nnmpi.backend.array import namespace
 from nnmpi.backend.recording import active, perform
 from nnmpi.errors import UsageError, whole
 from nnmpi.nn.activation import Dropout
-from nnmpi.nn.init import fan_in
 from nnmpi.nn.mode import current
-from nnmpi.nn.module import Module
+from nnmpi.nn.module import Module, fan_in
 from nnmpi.ops.lstm import lstm
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor, concatenate, stack

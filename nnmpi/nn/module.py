@@ -15,12 +15,15 @@ A subclass assigns them in `__init__` and computes in `forward`:
 
 Lists may hold parameters too. A full name is the path of attributes: "first.weight", "rest.1.bias". Values come with
 `initialize`.
+
+Initializers: how the first values of parameters are drawn. Each is called as init(generator, shape).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from math import prod
+from dataclasses import dataclass
+from math import prod, sqrt
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -33,7 +36,7 @@ from nnmpi.errors import CheckpointError, DtypeError, UninitializedError, UsageE
 from nnmpi.nn.mode import current
 from nnmpi.nn.sharding import NO_TABLE, NO_UNITS, Table, Units
 from nnmpi.shard import Region
-from nnmpi.tensor.parameter import FlatStorage  # nn.Parameter
+from nnmpi.tensor.parameter import FlatStorage
 from nnmpi.tensor.parameter import Parameter as Parameter
 from nnmpi.tensor.tensor import Tensor
 
@@ -377,3 +380,49 @@ def _input(x: Any) -> Any:
     if first is not x and isinstance(first, int | float):
         raise DtypeError("a model works on arrays and Tensors, not on lists of numbers; convert with numpy.asarray")
     return x
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Uniform between -bound and bound."""
+
+    bound: float
+
+    def __call__(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        """Return float64 values of that shape."""
+        return generator.uniform(-self.bound, self.bound, shape)
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Normal with mean 0 and this standard deviation."""
+
+    std: float
+
+    def __call__(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        """Return float64 values of that shape."""
+        return generator.standard_normal(shape) * self.std
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same value everywhere."""
+
+    value: float
+
+    def __call__(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+        """Return float64 values of that shape."""
+        return np.full(shape, self.value)
+
+
+def fan_in(inputs: int) -> Uniform:
+    """Return the initializer for a weight or bias whose output sums `inputs` terms: uniform within 1 / sqrt(inputs).
+
+    LeCun et al., "Efficient BackProp", 1998; it is also what PyTorch's Linear and Conv2d do.
+    """
+    return Uniform(1 / sqrt(max(inputs, 1)))
+
+
+def kaiming(inputs: int) -> Normal:
+    """Return the initializer that keeps variances through ReLU layers (He et al., 2015): std sqrt(2 / inputs)."""
+    return Normal(sqrt(2 / max(inputs, 1)))

@@ -4,9 +4,8 @@ from collections.abc import Callable
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import ShapeError, UsageError, whole
-from nnmpi.nn.init import Constant
 from nnmpi.nn.mode import current, warn_later
-from nnmpi.nn.module import Buffer, Module
+from nnmpi.nn.module import Buffer, Constant, Module
 from nnmpi.ops.norm import AllReduce, Count, at_least_one, batch_norm, layer_norm
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor

@@ -23,7 +23,7 @@ from numpy.typing import DTypeLike
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.recording import perform, refuse
 from nnmpi.errors import CheckpointError, UsageError
-from nnmpi.optim.blocks import block_elements, pieces
+from nnmpi.optim.optimizer import block_elements, pieces
 
 # Added to the norm, as in torch: the largest gradient after clipping is a little below the limit, never above it.
 _MARGIN = 1e-6

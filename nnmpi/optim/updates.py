@@ -8,8 +8,7 @@ from typing import Any, ClassVar, Final
 
 from nnmpi.backend.array import Array
 from nnmpi.errors import UsageError, shortened
-from nnmpi.optim.blocks import BufferBlock, compiled_update
-from nnmpi.optim.optimizer import Optimizer, Storage, decayed_gradient, factor, number
+from nnmpi.optim.optimizer import BufferBlock, Optimizer, Storage, compiled_update, decayed_gradient, factor, number
 
 
 class SGD(Optimizer):

@@ -46,11 +46,10 @@ from nnmpi.compose.state import model_state
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer
 from nnmpi.errors import CheckpointError, DataError, counted
-from nnmpi.files import sha256, sync_folder, write_atomically, write_synced
+from nnmpi.files import read_json, sha256, sync_folder, write_atomically, write_synced
 from nnmpi.mesh import AXES, Mesh
 from nnmpi.nn.module import Module
 from nnmpi.parallel.model_state import ArraySpec
-from nnmpi.reading import read_json
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
 

@@ -26,8 +26,8 @@ from nnmpi.command import Console, HelpAsked, options_of, read_words
 from nnmpi.compose.layout import Layout
 from nnmpi.data.catalogue import NAMES
 from nnmpi.errors import UsageError
+from nnmpi.files import read_text
 from nnmpi.launcher import read_launch
-from nnmpi.reading import read_text
 from nnmpi.train.computing import take_backend
 from nnmpi.train.config import (
     Config,

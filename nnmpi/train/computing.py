@@ -12,8 +12,7 @@ from math import prod
 
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.blas import one_blas_thread
-from nnmpi.backend.device import select
-from nnmpi.backend.device_errors import REMEDY, expects_device
+from nnmpi.backend.device import REMEDY, expects_device, select
 from nnmpi.backend.kernels import jit, load
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.buffers import cuda_aware

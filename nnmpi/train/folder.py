@@ -31,9 +31,8 @@ from numpy import __version__ as numpy_version
 from nnmpi.custom import short_name
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.errors import CheckpointError, UsageError
-from nnmpi.files import LOCK_FILE, folder_atomically, sync_folder, write_atomically
+from nnmpi.files import LOCK_FILE, folder_atomically, read_json, sync_folder, write_atomically
 from nnmpi.models.pretrained import CONFIG
-from nnmpi.reading import read_json
 from nnmpi.train.config import Config, all_options, check, flatten
 from nnmpi.version import VERSION
 

@@ -36,9 +36,8 @@ from nnmpi.compose.stats import PARTS, StepReport, Totals
 from nnmpi.compose.trainer import Progress
 from nnmpi.data.loader import Batch
 from nnmpi.errors import CheckpointError, NnmpiError, ShapeError, UsageError, counted
-from nnmpi.files import locked, write_atomically
+from nnmpi.files import locked, read_json, write_atomically
 from nnmpi.models.pretrained import read_size, save_pretrained
-from nnmpi.reading import read_json
 from nnmpi.train.build import dropout_of
 from nnmpi.train.checkpoint import MODEL_FILE, STATE_FILE, RunState, Saver, find, restore, steps
 from nnmpi.train.computing import check_backend, device_use, explained, take_backend

@@ -66,8 +66,7 @@ from typing import Any
 
 import nnmpi.clock as clock
 from nnmpi.errors import CheckpointError, NnmpiError
-from nnmpi.files import write_atomically
-from nnmpi.reading import parse_json
+from nnmpi.files import parse_json, write_atomically
 from nnmpi.synchrony.consistency import Staleness
 from nnmpi.train.folder import RunFolder
 

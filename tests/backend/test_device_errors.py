@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from nnmpi.backend.device_errors import REMEDY, Facts, explain_error, explain_import, explain_start, installed_wheels
+from nnmpi.backend.device import REMEDY, Facts, explain_error, explain_import, explain_start, installed_wheels
 from nnmpi.backend.memory import MemoryUse
 from tests.device.library import load
 

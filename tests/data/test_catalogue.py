@@ -12,7 +12,7 @@ import pytest
 from nnmpi.data import catalogue
 from nnmpi.data.catalogue import Source, download, load, prepare
 from nnmpi.errors import DataError, UsageError
-from nnmpi.reading import read_bytes
+from nnmpi.files import read_bytes
 from tests.data.locked import lock
 
 

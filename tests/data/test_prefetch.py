@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi.data.prefetch import Prefetch
+from nnmpi.data.loader import Prefetch
 from tests.data.conftest import prefetch_threads
 
 pytestmark = pytest.mark.usefixtures("no_threads_left")
@@ -125,7 +125,7 @@ def test_interrupt_while_waiting_stops_everything() -> None:
 
 def test_open_iterator_does_not_keep_the_interpreter_alive() -> None:
     program = (
-        "from nnmpi.data.prefetch import Prefetch\n"
+        "from nnmpi.data.loader import Prefetch\n"
         "items = Prefetch(lambda i: bytes(1000), range(10**9), workers=3)\n"
         "next(items)\n"
     )

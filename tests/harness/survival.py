@@ -43,9 +43,9 @@ from nnmpi.comm.mpi.shutdown import STALLED
 from nnmpi.comm.simulated.scheduler import Faults
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CheckpointError, NnmpiError
+from nnmpi.launcher import usable_cores
 from nnmpi.launching import Launcher
 from nnmpi.run import GaveUp, SupervisedRun, Supervisor
-from nnmpi.threads import usable_cores
 from nnmpi.train import checkpoint, inputs
 from nnmpi.train.cli import main
 from nnmpi.train.metrics import read_metrics

@@ -7,10 +7,9 @@ from nnmpi.errors import CheckpointError, UsageError
 from nnmpi.nn.activation import ReLU
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.conv import Conv2d
-from nnmpi.nn.init import Constant, Normal, Uniform, fan_in, kaiming
 from nnmpi.nn.linear import Embedding, Linear
 from nnmpi.nn.mode import training
-from nnmpi.nn.module import Module
+from nnmpi.nn.module import Constant, Module, Normal, Uniform, fan_in, kaiming
 from nnmpi.nn.norm import BatchNorm
 from tests.device.here import zeros
 

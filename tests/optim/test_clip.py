@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnmpi.errors import CheckpointError
-from nnmpi.optim import blocks
+from nnmpi.optim import optimizer
 from nnmpi.optim.clip import FIRST, LEAST, LossScale, clip_by_global_norm, global_norm, sum_of_squares
 
 
@@ -23,7 +23,7 @@ def test_norm_of_several_arrays(lists):
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-7), ("float64", 1e-13)])
 def test_blocks_are_added_in_float64(dtype, tolerance, monkeypatch):
     """A million equal numbers: one float32 sum would stop growing long before the end."""
-    monkeypatch.setattr(blocks, "HOST_BLOCK_BYTES", 4096)
+    monkeypatch.setattr(optimizer, "HOST_BLOCK_BYTES", 4096)
     grad = np.full(1_000_003, 0.1, dtype)
     expected = math.fsum(grad.astype("float64") ** 2)
     assert sum_of_squares([grad]) == pytest.approx(expected, rel=tolerance)

@@ -8,7 +8,7 @@ import pytest
 
 from nnmpi import models
 from nnmpi.errors import ShapeError, UsageError
-from nnmpi.optim import blocks
+from nnmpi.optim import optimizer
 from nnmpi.optim.optimizer import Arrays
 from nnmpi.optim.updates import SGD, Adam, AdamW
 
@@ -50,7 +50,7 @@ def trained(make, data, steps=5):
 def test_block_size_does_not_change_a_bit(make, monkeypatch):
     """Cut into blocks of 8 elements, every shape gets the same bits as in one piece."""
     whole = trained(make, values(SHAPES))
-    monkeypatch.setattr(blocks, "HOST_BLOCK_BYTES", 64)
+    monkeypatch.setattr(optimizer, "HOST_BLOCK_BYTES", 64)
     for one, other in zip(whole, trained(make, values(SHAPES)), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -145,8 +145,8 @@ def test_other_arrays_share_the_state(make):
     first.step()
     other = first.over(Arrays([array.copy() for array in storage.data], storage.grads))
     assert type(other) is type(first)
-    for optimizer in (expected, other):
-        optimizer.step()
+    for each in (expected, other):
+        each.step()
     for mine, theirs in zip(other.storage.data, expected.storage.data, strict=True):
         np.testing.assert_array_equal(mine, theirs)
     with pytest.raises(ShapeError, match="other ones than before"):

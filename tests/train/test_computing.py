@@ -16,7 +16,7 @@ from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.data.dataset import Dataset
-from nnmpi.threads import VARIABLES
+from nnmpi.launcher import VARIABLES
 from nnmpi.train import computing
 from nnmpi.train.build import build_model
 from nnmpi.train.cli import main, parse

@@ -6,7 +6,7 @@ from typing import cast
 import pytest
 
 from nnmpi.backend.backend import Backend, numpy_backend
-from nnmpi.backend.device_errors import REMEDY
+from nnmpi.backend.device import REMEDY
 from nnmpi.comm.group import Group
 from nnmpi.errors import DeviceError
 from nnmpi.train.computing import describe_device, explained

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from nnmpi.backend.device_errors import expects_device
+from nnmpi.backend.device import expects_device
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.mpi_world import MpiWorld
 from nnmpi.comm.simulated.simulated_world import PostponedWork
 from nnmpi.data.loader import Loader
 from nnmpi.errors import CheckpointError, DataError, DeviceError, DivergenceError, UsageError
-from nnmpi.files import sha256
-from nnmpi.reading import read_json
+from nnmpi.files import read_json, sha256
 from nnmpi.train.checkpoint import CheckpointWriter
 from nnmpi.train.cli import main
 from nnmpi.train.folder import RunFolder

@@ -25,8 +25,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.shutdown import Shutdown, describe_uncaught
 from nnmpi.command import printable
 from nnmpi.errors import LaunchError, UsageError
-from nnmpi.launcher import Launch, read_launch
-from nnmpi.threads import is_rank
+from nnmpi.launcher import Launch, is_rank, read_launch
 
 # The MPI library: loading it, starting it once, and refusing launches that cannot work in a sentence.
 #

@@ -35,7 +35,7 @@ from nnmpi.custom import custom_file
 from nnmpi.data.dataset import Samples
 from nnmpi.data.loader import Batch
 from nnmpi.errors import NnmpiError, UsageError
-from nnmpi.files import cache_folder, write_atomically
+from nnmpi.files import cache_folder, read_json, write_atomically
 from nnmpi.memory.layers import measure as measure_layers
 from nnmpi.memory.layers import of_chain
 from nnmpi.memory.ledger import ACTIVATIONS
@@ -43,7 +43,6 @@ from nnmpi.nn.chain import open_chain
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.parallel.sharded.collectives import CATEGORY
-from nnmpi.reading import read_json
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.timeline import Timeline, recording
 from nnmpi.train.build import build_model, find_layout, trial_run
