@@ -245,8 +245,7 @@ def _newer(lines: list[Any], file: Path, other: Path) -> dict[str, Any] | None:
     """Return the last of a file's lines, if it was written later than another file."""
     if not lines or (other.exists() and file.stat().st_mtime < other.stat().st_mtime):
         return None
-    last: dict[str, Any] = lines[-1]
-    return last
+    return lines[-1]
 
 
 # ---- machines ----

@@ -102,8 +102,7 @@ def run_job(module: str | None, ranks: int, settings: Mapping[str, Any], limit_s
             raise LaunchError(
                 f"{module} on {ranks} ranks ended with status {status}; it said: {output[-2000:].strip()}"
             )
-        content: dict[str, Any] = json.loads(file.read_text())
-        return content
+        return json.loads(file.read_text())
 
 
 def run_ranks(ranks: int, words: Sequence[str], limit_s: float) -> tuple[int, str]:

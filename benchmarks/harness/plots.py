@@ -32,8 +32,7 @@ def new_figure(width: float, height: float) -> Any:
 
 def colours() -> Sequence[Any]:
     """Return ten colours that can be told apart."""
-    found: Sequence[Any] = importlib.import_module("matplotlib").colormaps["tab10"].colors
-    return found
+    return importlib.import_module("matplotlib").colormaps["tab10"].colors
 
 
 def put_legend_above(figure: Any, axes: Any, columns: int = 0, fontsize: float = 10) -> None:

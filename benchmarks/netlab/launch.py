@@ -43,8 +43,7 @@ _MPICH = {"HYDRA_LAUNCHER": "ssh", "HYDRA_IFACE": "eth0", "MPIR_CVAR_CH4_NETMOD"
 
 def mpi_name() -> str:
     """Return the MPI that this Python finds and its version: "Open MPI 5.0.11"."""
-    name: str = run_here(None, 1, {})["mpi"]
-    return name
+    return run_here(None, 1, {})["mpi"]
 
 
 def environment(agent: Path | None = None) -> dict[str, str]:

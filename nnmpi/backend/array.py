@@ -23,8 +23,7 @@ def namespace(array: Array) -> ModuleType:
     if type(array) is np.ndarray:
         return np
     if hasattr(array, "__array_namespace__"):
-        found: ModuleType = array.__array_namespace__()
-        return found
+        return array.__array_namespace__()
     return sys.modules[type(array).__module__.partition(".")[0]]  # CuPy's arrays do not name their namespace
 
 
@@ -62,8 +61,7 @@ def ones(xp: Any, count: int, dtype: Any) -> Array:
     """
     if xp is np or xp.__name__ == "numpy":
         return _ones(count, dtype)
-    result: Array = xp.ones(count, dtype)
-    return result
+    return xp.ones(count, dtype)
 
 
 def steps(xp: Any, count: int, step: int) -> Array:
@@ -76,8 +74,7 @@ def steps(xp: Any, count: int, step: int) -> Array:
     """
     if xp is np or xp.__name__ == "numpy":
         return _steps(count, step)
-    result: Array = xp.multiply(xp.arange(count, dtype="int64"), step)
-    return result
+    return xp.multiply(xp.arange(count, dtype="int64"), step)
 
 
 def zero(xp: Any, dtype: Any) -> Array | int:

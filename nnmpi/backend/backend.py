@@ -46,13 +46,11 @@ class Backend:
 
     def asarray(self, values: Any, dtype: Any = None) -> Array:
         """Return the values as an array on this device, without a copy where none is needed."""
-        array: Array = self.xp.asarray(values, dtype=dtype)
-        return array
+        return self.xp.asarray(values, dtype=dtype)
 
     def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
         """Return a new C-contiguous array of zeros on this device."""
-        array: Array = self.xp.zeros(shape, dtype=dtype)
-        return array
+        return self.xp.zeros(shape, dtype=dtype)
 
     def memory(self) -> MemoryUse:
         """Return what is used of the memory, and what may be."""

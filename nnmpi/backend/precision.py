@@ -74,8 +74,7 @@ def bfloat16() -> np.dtype[Any]:
         raise UsageError(
             f"bfloat16 needs ml_dtypes, which cannot be imported ({error}); install nnmpi[bf16], or use float32"
         ) from error
-    dtype: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-    return dtype
+    return np.dtype(ml_dtypes.bfloat16)
 
 
 def is_floating(dtype: np.dtype[Any]) -> bool:
@@ -94,8 +93,7 @@ def dtype_named(name: str) -> np.dtype[Any]:
     Raises:
         UsageError: when bfloat16 is meant and ml_dtypes is not installed.
     """
-    dtype: np.dtype[Any] = bfloat16() if name == "bfloat16" else np.dtype(name)
-    return dtype
+    return bfloat16() if name == "bfloat16" else np.dtype(name)
 
 
 def cast(xp: Any, x: Array, dtype: np.dtype[Any]) -> Array:

@@ -443,8 +443,7 @@ def _bare(array: Array) -> Array:
     if base is None:
         return array
     block = base.block
-    bare: Array = np.ndarray(array.shape, array.dtype, block.data, array.ctypes.data - block.ctypes.data, array.strides)
-    return bare
+    return np.ndarray(array.shape, array.dtype, block.data, array.ctypes.data - block.ctypes.data, array.strides)
 
 
 def _aligned(count_bytes: int) -> Array:

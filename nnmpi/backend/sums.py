@@ -37,8 +37,7 @@ def row_sum(xp: Any, rows: Array, out: Array | None = None) -> Array:
     """
     count, n = rows.shape
     if type(rows) is not np.ndarray:
-        on_device: Array = xp.add.reduce(rows, axis=0, out=out)
-        return on_device
+        return xp.add.reduce(rows, axis=0, out=out)
     sums: Array = xp.empty((n,), rows.dtype) if out is None else out
     if count <= ROWS or not rows.flags.c_contiguous:
         xp.dot(ones(xp, count, rows.dtype), rows, out=sums)  # twice as fast as adding up rows
@@ -68,24 +67,21 @@ def sum_over(xp: Any, x: Array, axes: Sequence[int], keepdims: bool = False) -> 
     if wide and over_rows and x.flags.c_contiguous:  # NumPy adds up rows one by one, what lies side by side pairwise
         total = row_sum(xp, x.reshape(-1, prod(kept)))
         return total.reshape((1,) * leading + kept if keepdims else kept)
-    result: Array = xp.add.reduce(x, axis=axes, dtype=x.dtype if x.dtype.kind == "f" else None, keepdims=keepdims)
-    return result
+    return xp.add.reduce(x, axis=axes, dtype=x.dtype if x.dtype.kind == "f" else None, keepdims=keepdims)
 
 
 def sum_of_squares(xp: Any, x: Array) -> Array:
     """Return the sum of the squares of all elements of a C-contiguous array, a 0-d array."""
     flat = x.reshape(-1)
     if type(x) is not np.ndarray or flat.size <= NUMBERS:
-        short: Array = xp.dot(flat, flat)
-        return short
+        return xp.dot(flat, flat)
     whole = flat.size // NUMBERS
     blocks, rest = flat[: whole * NUMBERS], flat[whole * NUMBERS :]
     parts = xp.empty((whole + 1,), x.dtype)
     left, right = blocks.reshape(whole, 1, NUMBERS), blocks.reshape(whole, NUMBERS, 1)
     xp.matmul(left, right, out=parts[:whole].reshape(whole, 1, 1))
     xp.dot(rest, rest, out=parts[whole:].reshape(()))
-    result: Array = xp.add.reduce(parts, axis=0)  # pairwise
-    return result
+    return xp.add.reduce(parts, axis=0)  # pairwise
 
 
 def product_sum(xp: Any, a: Array, b: Array) -> Array:
@@ -97,8 +93,7 @@ def product_sum(xp: Any, a: Array, b: Array) -> Array:
     """
     whole = len(a) // ROWS if a.flags.c_contiguous and b.flags.c_contiguous and type(a) is np.ndarray else 0
     if whole < 2:
-        short: Array = xp.einsum("ij,ij->j", a, b)
-        return short
+        return xp.einsum("ij,ij->j", a, b)
     place = whole * ROWS
     parts = xp.empty((whole + 1, a.shape[1]), a.dtype)
     blocks = [each[:place].reshape(whole, ROWS, -1) for each in (a, b)]

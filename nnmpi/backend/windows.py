@@ -95,10 +95,8 @@ def windows(x: Array, kernel: Pair, stride: Pair, dilation: Pair = (1, 1)) -> Ar
     )
     strides = (batch, row * stride[0], column * stride[1], row * dilation[0], column * dilation[1], channel)
     if prod(shape) == 0:
-        empty: Array = namespace(x).zeros(shape, dtype=x.dtype)
-        return empty
-    view: Array = namespace(x).lib.stride_tricks.as_strided(x, shape=shape, strides=strides)
-    return view
+        return namespace(x).zeros(shape, dtype=x.dtype)
+    return namespace(x).lib.stride_tricks.as_strided(x, shape=shape, strides=strides)
 
 
 def corners(x: Array, pool: Pair) -> Array:

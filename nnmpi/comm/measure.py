@@ -290,10 +290,8 @@ def time_calls(group: Group, calls: Sequence[Refilled], budget_s: float) -> NDAr
     group.comm.allgather(own, everyones)
     begin, end = everyones[..., 0], everyones[..., 1]
     if len(set(group.nodes())) == 1:
-        seconds: NDArray[np.float64] = end.max(axis=0) - begin.max(axis=0)
-        return seconds
-    longest: NDArray[np.float64] = (end - begin).max(axis=0)
-    return longest
+        return end.max(axis=0) - begin.max(axis=0)
+    return (end - begin).max(axis=0)
 
 
 def _time_rounds(group: Group, calls: Sequence[Refilled], rounds: int) -> NDArray[np.float64]:

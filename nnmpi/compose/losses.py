@@ -229,8 +229,7 @@ def squared_errors(outputs: Tensor, targets: Array) -> Array | float:
         return nan
     xp = namespace(outputs.data)
     difference = to_float32(xp, outputs.data).reshape(targets.shape) - targets
-    total: Array = -(difference * difference).sum() / max(prod(targets.shape[1:]), 1)
-    return total
+    return -(difference * difference).sum() / max(prod(targets.shape[1:]), 1)
 
 
 def _fits(outputs: Tensor, targets: Array) -> bool:
@@ -340,8 +339,7 @@ def _ignored(loss: SumLoss, labels: Array) -> int | None:
     """Return which label counts for nothing in a cross-entropy; None for none."""
     if isinstance(loss, SumCrossEntropy):
         return IGNORED if labels.ndim > 1 else None
-    ignored: int | None = getattr(loss, "keywords", {}).get("ignore_index")
-    return ignored
+    return getattr(loss, "keywords", {}).get("ignore_index")
 
 
 def _check_indices(indices: NDArray[Any], model: Module) -> None:

@@ -183,8 +183,7 @@ class CharacterTokenizer(Tokenizer):
                 f"the character {text[unknown[0]]!r} is not among the {self.end} of the tokenizer, which are those of "
                 "its training text; leave it out, or take another tokenizer, such as bytes"
             )
-        tokens: list[int] = places.tolist()
-        return tokens
+        return places.tolist()
 
     def _decode(self, ids: list[int]) -> str:
         return "".join(self.characters[each] for each in ids)
@@ -222,13 +221,11 @@ class LibraryTokenizer(Tokenizer):
         return tokens
 
     def _decode(self, ids: list[int]) -> str:
-        text: str = self._made.decode(ids, skip_special_tokens=True)
-        return text
+        return self._made.decode(ids, skip_special_tokens=True)
 
     def to_json(self) -> str:
         """Return what the library keeps of it."""
-        text: str = self._made.to_str()
-        return text
+        return self._made.to_str()
 
 
 def _of_pairs(library: Any, vocabulary: str, merges: str) -> Any:

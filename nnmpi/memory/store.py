@@ -111,8 +111,7 @@ class Store:
             return place.view(dtype)
         place[...] = 0
         memory = xp.cuda.UnownedMemory(place.ctypes.data, nbytes, place)
-        found: Array = xp.ndarray((length,), dtype, xp.cuda.MemoryPointer(memory, 0))
-        return found
+        return xp.ndarray((length,), dtype, xp.cuda.MemoryPointer(memory, 0))
 
     def _take(self, nbytes: int) -> Array:
         """Return new bytes; of a file they are 0."""
@@ -363,13 +362,11 @@ def _as_bytes(extent: _Extent, backend: Backend) -> Array:
         axes = sorted(range(owner.ndim), key=lambda axis: -owner.strides[axis])  # in the order of memory
         start = _address(owner)
         return owner.transpose(axes).reshape(-1).view(np.uint8)[low - start : high - start]
-    result: Array = backend.xp.ndarray((high - low,), "uint8", backend.xp.cuda.MemoryPointer(owner, low - owner.ptr))
-    return result
+    return backend.xp.ndarray((high - low,), "uint8", backend.xp.cuda.MemoryPointer(owner, low - owner.ptr))
 
 
 def _view(memory: Any, place: _Place) -> Array:
     _, offset, shape, strides, dtype = place
     if isinstance(memory, np.ndarray):
         return np.ndarray(shape, dtype, memory, offset, strides)
-    result: Array = type(memory)(shape, dtype, memory.data + offset, strides)
-    return result
+    return type(memory)(shape, dtype, memory.data + offset, strides)

@@ -60,8 +60,7 @@ class LeakyRelu(Elementwise):
     def _where_positive(self, values: Array, others: Array) -> Array:
         """Return the values where x is positive, and the others elsewhere."""
         xp = self.xp
-        result: Array = xp.where(xp.greater(self.saved[0], 0), values, others)
-        return result
+        return xp.where(xp.greater(self.saved[0], 0), values, others)
 
 
 class SigmoidFunction(Elementwise):
@@ -315,8 +314,7 @@ def erf(x: Array, xp: Any = None, out: Array | None = None) -> Array:
     xp.subtract(series, xp.multiply(size, size, out=size), out=series)
     xp.multiply(t, xp.exp(series, out=series), out=t)
     xp.subtract(1, t, out=t)
-    result: Array = xp.multiply(xp.sign(x, out=u), t, out=t if out is None else out)
-    return result
+    return xp.multiply(xp.sign(x, out=u), t, out=t if out is None else out)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:

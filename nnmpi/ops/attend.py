@@ -331,8 +331,7 @@ class KeyBlock:
 
 def _left(xp: Any, p: Array, drop: AttentionDropout | None) -> Array:
     """Return what is left of marked powers."""
-    left: Array = p if drop is None else xp.maximum(p, 0) * p.dtype.type(drop.factor)
-    return left
+    return p if drop is None else xp.maximum(p, 0) * p.dtype.type(drop.factor)
 
 
 def _largest(q: Heads, blocks: list[tuple[Block, list[Piece]]]) -> tuple[tuple[int, ...], int]:
@@ -352,8 +351,7 @@ def _piece(kept: Array | None, room: Array, part: slice, shape: tuple[int, ...])
 def _like_packed(xp: Any, like: Heads, shape: tuple[int, ...]) -> Heads:
     """Return room, (batch, heads, time, features), with time before heads as in the packed projection."""
     batch, heads, time, features = shape
-    room: Heads = xp.swapaxes(xp.empty((batch, time, heads, features), like.dtype), 1, 2)
-    return room
+    return xp.swapaxes(xp.empty((batch, time, heads, features), like.dtype), 1, 2)
 
 
 def _add_up(xp: Any, before: list[Array], new: list[Array]) -> None:
@@ -384,5 +382,4 @@ def _bound(xp: ModuleType, n: int, dtype: np.dtype[Any]) -> Array:
 
     `fmin` of scores and this is -inf where the key is hidden, also for a score of NaN, and else the score.
     """
-    bound: Array = xp.where(xp.arange(n)[:, None] > xp.arange(n), -inf, nan).astype(dtype)
-    return bound
+    return xp.where(xp.arange(n)[:, None] > xp.arange(n), -inf, nan).astype(dtype)

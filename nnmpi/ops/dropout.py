@@ -51,15 +51,13 @@ class DropoutFunction(Function):
         (key, first_row), kernels = self.place(), kernels_for(x, "dropout")
         if kernels is not None:  # which draw the mask again
             self.saved = (kernels, (self.rate, key, first_row, columns))
-            y: Array = kernels.dropout(xp, x, *self.saved[1])
-            return y
+            return kernels.dropout(xp, x, *self.saved[1])
         rows = x.shape[0] if x.ndim else 1
         bits = random_bits(xp, first_row, rows, prod(x.shape[1:]) if columns is None else columns, key)
         kept = (bits >= xp.uint32(min(round(self.rate * 2**32), 2**32 - 1))).reshape(x.shape)
         factor = kept * xp.asarray(1 / (1 - self.rate), dtype=x.dtype)
         self.saved = (None, factor)
-        dropped: Array = x * factor
-        return dropped
+        return x * factor
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         kernels, kept = self.saved
@@ -70,8 +68,7 @@ class DropoutFunction(Function):
 def _places(part: Region) -> Array:
     """Return the places that a part's elements have in the whole: it takes longer than to draw the mask."""
     whole = np.arange(prod(part.shape), dtype=np.uint32).reshape(part.shape)
-    places: Array = part.take(whole).reshape(-1)
-    return places
+    return part.take(whole).reshape(-1)
 
 
 def dropout(

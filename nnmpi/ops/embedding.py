@@ -38,8 +38,7 @@ class EmbeddingFunction(Function):
         self.saved = (table.shape, table.dtype, indices, kernels)
         if kernels is None:
             return cast(namespace(table), table[indices], self.reads)
-        rows: Array = kernels.embedding(namespace(table), table, indices, self.reads)
-        return rows
+        return kernels.embedding(namespace(table), table, indices, self.reads)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         (shape, dtype, indices, kernels), xp = self.saved, namespace(grad)

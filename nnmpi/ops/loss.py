@@ -169,8 +169,7 @@ def _take(xp: Any, array: Array, places: Array) -> Array:
     """
     if xp is np:
         return array.take(places, None, None, "clip")  # without NumPy's detour by way of Python
-    result: Array = xp.take(array, places, mode="clip") if xp.__name__ == "numpy" else xp.take(array, places)
-    return result
+    return xp.take(array, places, mode="clip") if xp.__name__ == "numpy" else xp.take(array, places)
 
 
 def _max_along(xp: Any, array: Array, axis: int) -> Array:
@@ -225,8 +224,7 @@ class SquaredError(_Error):
         difference = xp.subtract(x, target)
         self.saved = (difference,)
         if self.reduction == "none":
-            squares: Array = xp.multiply(difference, difference)
-            return squares
+            return xp.multiply(difference, difference)
         return _averaged(xp, sum_of_squares(xp, difference), x.size, self.reduction)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
@@ -448,5 +446,4 @@ def _averaged(xp: Any, values: Array, count: Any, reduction: str) -> Array:
     """
     if reduction != "mean":
         return values
-    result: Array = xp.divide(values, max(count, 1) if isinstance(count, int) else count)
-    return result
+    return xp.divide(values, max(count, 1) if isinstance(count, int) else count)

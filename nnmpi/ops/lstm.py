@@ -88,8 +88,7 @@ class Packing:
 
     def sort(self, state: Array) -> Array:
         """Return (batch, n) in the order of the packed rows, as a new array."""
-        taken: Array = state.copy() if self.order is None else state[self.order]
-        return taken
+        return state.copy() if self.order is None else state[self.order]
 
     def unsort(self, state: Array) -> Array:
         """Return the inverse of `sort`."""

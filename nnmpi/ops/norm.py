@@ -32,8 +32,7 @@ def at_least_one(count: Count) -> Count:
     """Return the larger of a count and 1, where the count is."""
     if isinstance(count, int | float):
         return max(count, 1)
-    larger: Array = namespace(count).maximum(count, 1)
-    return larger
+    return namespace(count).maximum(count, 1)
 
 
 class BatchNormFunction(Function):
@@ -129,8 +128,7 @@ class LayerNormFunction(Function):
         else:
             y, residuals = self._normalize(rows, scale_row, shift_row)
         self.saved = (scale, residuals, kernels)
-        result: Array = y.reshape(x.shape)
-        return result
+        return y.reshape(x.shape)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         scale, residuals, kernels = self.saved
@@ -204,8 +202,7 @@ class LayerNormFunction(Function):
     def _place(self, i: int, parameter: Array) -> Array:
         """Return where the gradient of a parameter is computed."""
         place = self.into(i)
-        fresh: Array = self.xp.empty(parameter.shape, parameter.dtype) if place is None else place
-        return fresh
+        return self.xp.empty(parameter.shape, parameter.dtype) if place is None else place
 
 
 def column_sums(xp: Any, a: Array, b: Array | None = None, out: Array | None = None) -> Array:

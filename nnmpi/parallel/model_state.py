@@ -229,8 +229,7 @@ class ShardedArray:
         """Return the whole array, on every rank. Collective."""
         xp = namespace(self.own)
         own = xp.ascontiguousarray(self.own)
-        whole: Array = xp.concatenate(self.ranks.all_gather_v(own, self.counts)).reshape(self.shape)
-        return whole
+        return xp.concatenate(self.ranks.all_gather_v(own, self.counts)).reshape(self.shape)
 
     def put(self, whole: Array) -> None:
         """Keep what is this rank's of an array."""

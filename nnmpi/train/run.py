@@ -124,8 +124,7 @@ class Run:
             sure: Array = 0.5 + 0.5 * np.tanh(0.5 * values)  # the sigmoid, without overflow
             return sure if self.signature.target_shape else np.stack([1 - sure, sure], axis=-1)
         shifted = np.exp(logits - logits.max(axis=-1, keepdims=True))
-        probabilities: Array = shifted / shifted.sum(axis=-1, keepdims=True)
-        return probabilities
+        return shifted / shifted.sum(axis=-1, keepdims=True)
 
     def outputs(self, x: Array, rows: int = 256) -> Array:
         """Return the model's outputs for model input, (n, ...). Collective over the ranks of a replica.
@@ -370,8 +369,7 @@ def _read_signature(folder: Path, last: Checkpoint | None, group: Group) -> Mode
             }
         file = last.model
         assert file is not None  # on rank 0
-        values: dict[str, Any] = read_metadata(file.metadata, file.file)["signature"]
-        return values
+        return read_metadata(file.metadata, file.file)["signature"]
 
     return ModelSignature.from_json(on_root(group, read))
 

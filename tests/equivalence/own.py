@@ -132,8 +132,7 @@ class Join(Module):
     def forward(self, all_: tuple[Tensor, Tensor, Tensor]) -> Tensor:
         """Return one tensor again."""
         a, b, places = all_
-        result: Tensor = a * b + self.table(places)
-        return result
+        return a * b + self.table(places)
 
 
 def tupled(sample_shape: tuple[int, ...], classes: int) -> Sequential:
@@ -192,8 +191,7 @@ class Selecting(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the first columns of x."""
-        result: Tensor = x[:, : 1 + int(np.abs(x.data).sum() * 1000) % 7]
-        return result
+        return x[:, : 1 + int(np.abs(x.data).sum() * 1000) % 7]
 
 
 class Dying(Module):
@@ -214,8 +212,7 @@ class Mean(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return (batch, 1)."""
-        result: Tensor = x.mean(axis=1).reshape(x.shape[0], 1)
-        return result
+        return x.mean(axis=1).reshape(x.shape[0], 1)
 
 
 def selecting(sample_shape: tuple[int, ...], classes: int) -> Sequential:
@@ -238,8 +235,7 @@ class Whole(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the inner module's result."""
-        result: Tensor = self.inner(x)
-        return result
+        return self.inner(x)
 
 
 def counted(sample_shape: tuple[int, ...], classes: int) -> Sequential:
@@ -276,8 +272,7 @@ class Free(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the logits."""
-        result: Tensor = self.last(self.first(self.flat(x)))
-        return result
+        return self.last(self.first(self.flat(x)))
 
 
 def free(sample_shape: tuple[int, ...], classes: int) -> Module:

@@ -160,8 +160,7 @@ def test_a_compiled_step_is_recorded_for_each_mode() -> None:
 
     def step(x: Tensor) -> Tensor:
         y = ops.linear_gelu(x, w)
-        z: Tensor = (y * 2 + y).sum()
-        return z
+        return (y * 2 + y).sum()
 
     compiled = nnmpi.compile(step)
     x = X.astype(FLOAT32)

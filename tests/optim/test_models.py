@@ -20,8 +20,7 @@ class Sometimes(nn.Module):
 
     def forward(self, x: Tensor, both: bool) -> Tensor:
         """Return the sum of both results, or the first alone."""
-        result: Tensor = self.first(x) + self.second(x) if both else self.first(x)
-        return result
+        return self.first(x) + self.second(x) if both else self.first(x)
 
 
 def trained_once() -> tuple[Sometimes, Any]:

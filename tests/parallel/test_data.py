@@ -94,8 +94,7 @@ def test_parameter_that_no_rank_uses_does_not_block(group: Group) -> None:
             self.first, self.unused, self.last = nn.Linear(5, 4), nn.Linear(4, 4), nn.Linear(4, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.last(self.first(x))
-            return result
+            return self.last(self.first(x))
 
     model = Partly().initialize(seed=0)
     worker = Worker(
@@ -117,8 +116,7 @@ def test_parameter_that_one_rank_alone_uses(group: Group) -> None:
             self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
 
         def forward(self, x: Tensor) -> Tensor:
-            result: Tensor = self.first(x) + self.second(x) if group.rank == 0 else self.first(x)
-            return result
+            return self.first(x) + self.second(x) if group.rank == 0 else self.first(x)
 
     model = Sometimes().initialize(seed=0)
     parallel = DataParallel(model, group, bucket_bytes=1)

@@ -51,8 +51,7 @@ def attend(causal: bool) -> Callable[[Any, Tensor], Tensor]:
     def compute(m: Any, x: Tensor) -> Tensor:
         heads = m.wide(x).reshape(len(x), TIME, 3, HEADS, 2).transpose(2, 0, 3, 1, 4)
         y = ops.scaled_dot_product_attention(heads[0], heads[1], heads[2], causal=causal)
-        result: Tensor = m.narrow(y.transpose(0, 2, 1, 3).reshape(len(x), TIME, 10))
-        return result
+        return m.narrow(y.transpose(0, 2, 1, 3).reshape(len(x), TIME, 10))
 
     return compute
 

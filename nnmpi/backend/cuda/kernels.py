@@ -281,8 +281,7 @@ class DeviceKernels:
 
 def _shift(xp: Any, y: Array, bias: Array | None) -> Array:
     """Return a bias (n,) without gaps for y (rows, n): zeros for none."""
-    shift: Array = xp.zeros((y.shape[-1],), y.dtype) if bias is None else xp.ascontiguousarray(bias)
-    return shift
+    return xp.zeros((y.shape[-1],), y.dtype) if bias is None else xp.ascontiguousarray(bias)
 
 
 def _accumulated(x: Array) -> np.dtype[Any]:

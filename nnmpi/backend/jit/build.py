@@ -49,14 +49,12 @@ def build(function: F, *arguments: Any) -> F:
     with _one_at_a_time():
         compiled.compile(types.void(*arguments))
     compiled.disable_compile()
-    result: F = compiled
-    return result
+    return compiled
 
 
 def inlined(function: F) -> F:
     """Return a helper whose text is put into each kernel that calls it, so that sizes known there are known in it."""
-    helper: F = numba.njit(inline="always", **OPTIONS)(function)
-    return helper
+    return numba.njit(inline="always", **OPTIONS)(function)
 
 
 class _Cache(FunctionCache):

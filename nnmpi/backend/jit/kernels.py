@@ -40,8 +40,7 @@ class Pair(NamedTuple):
 @cache
 def loop(name: str) -> Kernel:
     """Return a function of `loops`."""
-    kernel: Kernel = build(getattr(loops, name), *LOOPS[name])
-    return kernel
+    return build(getattr(loops, name), *LOOPS[name])
 
 
 @cache

@@ -78,8 +78,7 @@ class SimulatedWorld:
         """Return what `make()` returns, the same object on all ranks."""
         if key not in self._made:
             self._made[key] = make()
-        made: T = self._made[key]
-        return made
+        return self._made[key]
 
     def beside(self, work: Callable[[], T]) -> PostponedWork[T]:
         """Return the work, which is done when somebody asks for its end."""

@@ -87,8 +87,7 @@ class Conv2dFunction(Function):
         if not self.needs[i]:
             return None
         place = self.into(i)
-        result: Array = place if place is not None and place.flags.c_contiguous else self.xp.empty(shape, dtype)
-        return result
+        return place if place is not None and place.flags.c_contiguous else self.xp.empty(shape, dtype)
 
 
 def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Algorithm | None:

@@ -394,8 +394,7 @@ class Im2colReluPool(Algorithm):
 
 def _matrix(xp: Any, weight: Array) -> Array:
     """Return kernels (kh, kw, c, o) as a matrix (kh kw c, o)."""
-    result: Array = xp.reshape(weight, (prod(weight.shape[:3]), weight.shape[3]))
-    return result
+    return xp.reshape(weight, (prod(weight.shape[:3]), weight.shape[3]))
 
 
 def _pixels(images: Array) -> Array:

@@ -258,8 +258,7 @@ class Tiles:
     def spread(self) -> Array:
         """Transform the results' gradient: A dy A^T. Return its sum over each tile, (h / 2 w / 2 count, o)."""
         self._xp.matmul(self._matrices[2], _by_rows(self.results), out=_by_rows(self._places))
-        sums: Array = _stacked(self._places)[5]  # places (1, 1)
-        return sums
+        return _stacked(self._places)[5]  # places (1, 1)
 
     def kernel_gradient(self) -> tuple[Array, Array]:
         """Return two arrays whose product is the loaded images' part of the gradient of the kernel's places."""
@@ -301,7 +300,6 @@ def _overlapping(pixels: Array) -> Array:
     """Return of pixels (..., n, run) a view (..., n / 2 - 1, 4, run): each four, of which two are the next one's."""
     *lead, n, run = pixels.shape
     *steps, step, item = pixels.strides
-    view: Array = np.lib.stride_tricks.as_strided(
+    return np.lib.stride_tricks.as_strided(
         pixels, (*lead, n // 2 - 1, 4, run), (*steps, 2 * step, step, item), writeable=False
     )
-    return view

@@ -166,6 +166,5 @@ def _take_grad(leaf: Tensor) -> Array:
     """Return a leaf's gradient, which operations that wait for their second half then keep no more."""
     grad, leaf.grad = leaf.grad, None
     if grad is None:  # nothing depends on it after all
-        zeros: Array = namespace(leaf.data).zeros_like(leaf.data)
-        return zeros
+        return namespace(leaf.data).zeros_like(leaf.data)
     return grad

@@ -114,8 +114,7 @@ class SequenceGroup:
             LayoutError: when it has no positions any more.
         """
         if is_cut(x) and x.cut.group == self and x.cut.placement == self.placement(length):
-            part: Tensor = x.part()
-            return part
+            return x.part()
         shape = getattr(x, "shape", type(x).__name__)
         raise LayoutError(
             f"the model's result {shape} does not have the {length} positions of its input at axis {POSITIONS}, which "

@@ -96,8 +96,7 @@ class _Regions:
 
     def take(self, whole: Array) -> Array:
         """Return this rank's part, contiguous."""
-        part: Array = namespace(whole).ascontiguousarray(self.own.take(whole))
-        return part
+        return namespace(whole).ascontiguousarray(self.own.take(whole))
 
     def put(self, part: Array) -> Array:
         """Return a whole array of zeros but for this rank's part."""
@@ -191,8 +190,7 @@ class Redistribute(Function):
         there, _ = ADJOINTS[self.way]
         regions = _Regions(self.group, self.placement, x.shape, is_whole=there == "take")
         self.saved = (regions,)
-        y: Array = getattr(regions, there)(x)
-        return y
+        return getattr(regions, there)(x)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         return (getattr(self.saved[0], ADJOINTS[self.way][1])(grad),)

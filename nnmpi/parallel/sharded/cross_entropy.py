@@ -137,8 +137,7 @@ def best_classes(logits: Array, group: Group, classes: int) -> Array:
     parts = group.all_gather_v(own.reshape(-1), [own.size] * group.size)
     everyone = np.stack([values.reshape(own.shape) for values in parts])  # (rank, value or class, row)
     winner = everyone[:, 0].argmax(axis=0)
-    picked: Array = everyone[winner, 1, np.arange(len(rows))].astype(np.int64).reshape(host.shape[:-1])
-    return picked
+    return everyone[winner, 1, np.arange(len(rows))].astype(np.int64).reshape(host.shape[:-1])
 
 
 def _check_width(shape: tuple[int, ...], group: Group, classes: int) -> None:

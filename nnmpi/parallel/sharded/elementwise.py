@@ -133,8 +133,7 @@ class PartBatchNorm(Part, BatchNorm):
     def forward(self, x: Tensor) -> Tensor:
         """Return this rank's channels, normalized."""
         if self.weight.size == 0:  # more ranks than channels
-            nothing: Tensor = (x * self.weight + self.bias).astype(x.dtype)
-            return nothing
+            return (x * self.weight + self.bias).astype(x.dtype)
         return super().forward(x)
 
 

@@ -106,8 +106,7 @@ class LookUp(Function):
             rows = xp.zeros((indices.size, table.shape[1]), dtype=table.dtype)
             rows[here] = table[places]
         self.saved = (table.shape, table.dtype, kernels, here, places)
-        result: Array = rows.reshape(*indices.shape, table.shape[1])
-        return result
+        return rows.reshape(*indices.shape, table.shape[1])
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         shape, dtype, kernels, here, places = self.saved

@@ -126,8 +126,7 @@ class Workload:
             "ranks": [ranks, group.size],
             "host": [platform.node(), VERSION],
         }
-        shared: dict[str, Any] = group.share(json.loads(json.dumps(key)))
-        return shared
+        return group.share(json.loads(json.dumps(key)))
 
 
 # ---- kept between runs ----

@@ -97,8 +97,7 @@ def differences(whole: Any, ours: Any, where: Mapping[str, Any], tolerance: floa
             found.append(f"{what} differs by {np.abs(expected - actual).max():.1e}")
 
     def part(name: str, array: Array) -> Array:
-        taken: Array = array if where[name] is None else where[name].take(array)
-        return taken
+        return array if where[name] is None else where[name].take(array)
 
     compare("the losses", whole[0], ours[0])
     for step, (expected, actual) in enumerate(zip(whole[1], ours[1], strict=True)):

@@ -155,8 +155,7 @@ def test_functions_that_say_nothing_are_refused() -> None:
 
     class Reverse(Function):
         def forward(self, x: Array) -> Array:
-            reversed_: Array = x[..., ::-1]
-            return reversed_
+            return x[..., ::-1]
 
         def backward(self, grad: Array) -> tuple[Array | None, ...]:
             return (grad[..., ::-1],)

@@ -70,8 +70,7 @@ class Own(Module):
 
 def mean_of_parts(m: Any, x: Tensor) -> Tensor:
     """Return a part: the module's result is made whole."""
-    y: Tensor = m.wide(x).mean(1)
-    return y
+    return m.wide(x).mean(1)
 
 
 def own(compute: Callable[[Any, Tensor], Any]) -> Callable[[], Module]:
@@ -84,8 +83,7 @@ def sqrt_of_width(m: Any, x: Tensor) -> Tensor:
     """Divide by what the shape says: that of the whole."""
     y = m.wide(x)
     y = y / float(y.shape[-1]) ** 0.5
-    result: Tensor = m.narrow(y.transpose(0, 2, 1).reshape(len(y), 6, 3)[:, :, ::-1].transpose(0, 2, 1))
-    return result
+    return m.narrow(y.transpose(0, 2, 1).reshape(len(y), 6, 3)[:, :, ::-1].transpose(0, 2, 1))
 
 
 TABLE = {"1.wide": C, "1.narrow": R, "0": C}
@@ -157,8 +155,7 @@ class Head(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return what the layer does."""
-        y: Tensor = self.head(x)
-        return y
+        return self.head(x)
 
 
 def test_a_model_of_its_own() -> None:

@@ -72,8 +72,7 @@ class ufunc:
         if self.__name__ not in ("add", "multiply"):
             raise NotImplementedError(f"`{self.name}.reduce` is not supported")
         method = array.sum if self.__name__ == "add" else array.prod
-        result: ndarray = method(axis, dtype, out, keepdims)
-        return result
+        return method(axis, dtype, out, keepdims)
 
     def at(self, a: Any, indices: Any, b: Any = None) -> None:
         """Add to elements, each as often as it is named."""
