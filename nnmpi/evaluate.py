@@ -70,7 +70,8 @@ class Evaluation:
     @property
     def correct(self) -> int:
         """How many of them were predicted."""
-        return int((self.labels == self.predicted).sum())
+        counts = self.quantities or self.labels != IGNORED  # padding is no right answer
+        return int(((self.labels == self.predicted) & counts).sum())
 
     @property
     def loss(self) -> float:

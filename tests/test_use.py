@@ -10,7 +10,9 @@ import pytest
 
 import nnmpi
 from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.data.dataset import IGNORED
 from nnmpi.errors import CheckpointError, DataError, UsageError
+from nnmpi.evaluate import Evaluation
 from nnmpi.evaluate import main as evaluate
 from nnmpi.export import main as export
 from nnmpi.models.torch_weights import read_torch
@@ -74,6 +76,13 @@ def test_evaluate_says_what_training_printed(
         assert printed.partition(" (")[0] in found, layout
         losses = [float(re.findall(r"loss ([0-9.]+)", text)[0]) for text in (printed, found)]
         assert abs(losses[0] - losses[1]) < 1.5e-4, layout  # float32's rounding may show in the last digit
+
+
+def test_padding_behind_a_batch_is_no_right_answer() -> None:
+    """Its label, and what stands where a batch of sentences was narrower, are the same."""
+    labels = np.array([[2, 1, IGNORED], [0, IGNORED, IGNORED]])
+    found = Evaluation(labels, np.array([[2, 0, IGNORED], [0, IGNORED, 3]]), np.zeros(labels.shape))
+    assert (found.correct, found.targets) == (2, 3)
 
 
 def test_what_learned_from_a_table_of_texts_is_evaluated_on_a_plain_one(

@@ -52,7 +52,7 @@ from nnmpi.train.trace import Tracer
 from nnmpi.units import format_duration
 
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-WOKEN = 1  # stands for SIGCONT among the signals that ranks tell one another: less than any that ends the run
+WOKEN = signal.SIGCONT  # a number of its own: 1, which stood here, is SIGHUP
 
 
 Handlers: TypeAlias = dict[int, Any]

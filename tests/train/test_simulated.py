@@ -148,7 +148,7 @@ def test_a_launcher_of_several_processes_is_refused(tmp_path: Path) -> None:
     assert "--simulate runs all ranks in one process" in ending.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_ends_it_with_a_checkpoint(number: signal.Signals, tmp_path: Path) -> None:
     """Python gives signals to the main thread, which is none of the ranks."""
     run = tmp_path / "run"
@@ -158,6 +158,7 @@ def test_a_signal_ends_it_with_a_checkpoint(number: signal.Signals, tmp_path: Pa
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # it may be ignored here
     ) as job:
         assert job.stdout is not None
         while "epoch 1/" not in job.stdout.readline():
