@@ -31,7 +31,7 @@ from nnmpi.train.config import Config, check_numbers
 from nnmpi.train.inputs import load_samples
 from nnmpi.train.log import describe_measures
 from nnmpi.train.run import Run
-from nnmpi.train.signature import ModelSignature
+from nnmpi.train.signature import BYTES, ModelSignature
 
 # ---- sample by sample ----
 
@@ -100,6 +100,8 @@ def evaluate(run: Run, samples: Samples, batch_size: int) -> Evaluation:
     with agreed(run.arrangement.mesh.world):
         labels = match_labels(run.signature, samples)
         loss_of = _loss_of(run)
+    if isinstance(samples, Dataset) and samples.x.dtype == np.uint8 and run.signature.stored == BYTES:
+        samples = replace(samples, scale=run.signature.scale)  # the run's own bytes, from another file
     dp, numbers = run.arrangement.mesh.dp, run.signature.predicts == "quantities"
     mine = part(len(samples), dp.size, dp.rank)
     predicted: NDArray[Any] = np.zeros(labels.shape) if numbers else np.full(labels.shape, IGNORED, np.int64)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import nnmpi
+from nnmpi import data
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.data.dataset import IGNORED
 from nnmpi.errors import CheckpointError, DataError, UsageError
@@ -76,6 +77,14 @@ def test_evaluate_says_what_training_printed(
         assert printed.partition(" (")[0] in found, layout
         losses = [float(re.findall(r"loss ([0-9.]+)", text)[0]) for text in (printed, found)]
         assert abs(losses[0] - losses[1]) < 1.5e-4, layout  # float32's rounding may show in the last digit
+
+
+def test_bytes_are_scaled_as_the_runs_own(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Digits are multiplied by 1/16, and those of a file of bytes by 1/255."""
+    folder, printed = run(tmp_path, "--dataset digits --model mlp --hidden 8", capfd)
+    _, test = data.load("digits")
+    np.savez(tmp_path / "same.npz", x_train=test.x, y_train=test.y, x_test=test.x, y_test=test.y)
+    assert printed in said(evaluate, f"{folder} --dataset {tmp_path}/same.npz --backend numpy", 1, capfd)
 
 
 def test_padding_behind_a_batch_is_no_right_answer() -> None:

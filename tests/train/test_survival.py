@@ -17,7 +17,7 @@ from nnmpi.compose.trainer import Trainer
 from nnmpi.errors import CommError
 from nnmpi.parallel.server import ParameterServer
 from nnmpi.run import Supervisor
-from nnmpi.train import checkpoint, folder, metrics, session
+from nnmpi.train import checkpoint, folder, loop, metrics
 from nnmpi.train.checkpoint import CheckpointWriter, TensorWriter
 from tests.harness.slow import MORE_SEEDS
 from tests.harness.survival import quick_trainings, survive, undisturbed
@@ -170,16 +170,16 @@ PLANTED: dict[str, list[tuple[object, str, Any]]] = {
     "metrics are not brought to the disk before a checkpoint": [
         (metrics.MetricsRecorder, "sync", lambda recorder: None)
     ],
-    "metrics are not cut at a resume": [(session, "cut_metrics", lambda file, step: 0)],
-    "the optimizer's state is not restored": [(session, "restore", restore_no_optimizer)],
-    "a full disk at the end is not explained": [(session, "_explained", lambda place: pytest.MonkeyPatch.context())],
-    "a resumed run leaves out a batch": [(session, "restore", restore_a_batch_too_far)],
+    "metrics are not cut at a resume": [(loop, "cut_metrics", lambda file, step: 0)],
+    "the optimizer's state is not restored": [(loop, "restore", restore_no_optimizer)],
+    "a full disk at the end is not explained": [(loop, "_explained", lambda place: pytest.MonkeyPatch.context())],
+    "a resumed run leaves out a batch": [(loop, "restore", restore_a_batch_too_far)],
     "the number of updates is not restored": [(Trainer, "load_scalars", load_no_scalars)],
     "the newest checkpoint is removed": [(checkpoint, "_prune", prune_newest)],
     "the oldest checkpoint is taken": [(checkpoint, "_candidates", lambda place: FIND(place)[::-1])],
     "latest is written once": [(checkpoint, "write_atomically", replace_all_but_latest)],
     "metrics are cut a step too far": [
-        (session, "cut_metrics", lambda file, step: metrics.cut_metrics(file, step - 1))
+        (loop, "cut_metrics", lambda file, step: metrics.cut_metrics(file, step - 1))
     ],
     "a server loses a wake-up": [(ParameterServer, "release", release_all_but_one)],
     "a status of 0 is believed": [
@@ -187,7 +187,7 @@ PLANTED: dict[str, list[tuple[object, str, Any]]] = {
         (Supervisor, "_watch", watch_and_keep),
     ],
     "a supervisor always begins anew": [(Supervisor, "_words", words_of_a_new_run)],
-    "the end is claimed at the start": [(session, "cut_metrics", cut_and_claim)],
+    "the end is claimed at the start": [(loop, "cut_metrics", cut_and_claim)],
 }
 
 
