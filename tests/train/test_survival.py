@@ -178,9 +178,7 @@ PLANTED: dict[str, list[tuple[object, str, Any]]] = {
     "the newest checkpoint is removed": [(checkpoint, "_prune", prune_newest)],
     "the oldest checkpoint is taken": [(checkpoint, "_candidates", lambda place: FIND(place)[::-1])],
     "latest is written once": [(checkpoint, "write_atomically", replace_all_but_latest)],
-    "metrics are cut a step too far": [
-        (loop, "cut_metrics", lambda file, step: metrics.cut_metrics(file, step - 1))
-    ],
+    "metrics are cut a step too far": [(loop, "cut_metrics", lambda file, step: metrics.cut_metrics(file, step - 1))],
     "a server loses a wake-up": [(ParameterServer, "release", release_all_but_one)],
     "a status of 0 is believed": [
         (Supervisor, "_is_finished", proves_the_end_by_its_status),
