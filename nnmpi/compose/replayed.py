@@ -111,7 +111,8 @@ class Replay(Compiled):
         self._reason = "the model is new, or has changed"
         if strangers:
             self._reason = (
-                f"{strangers[0]} is not nnmpi's own; let its class say replayable = True if values decide nothing"
+                f"{strangers[0]} is not nnmpi's own, or calls a function that is not; let the class, or the function, say "
+                "replayable = True if values decide nothing"
             )
         elif self._changes > MOST_CHANGES:
             self._reason = "the model changes all the time"
@@ -126,10 +127,14 @@ class Replay(Compiled):
 
 
 def _is_replayable(module: Module) -> bool:
-    """Return whether a module decides nothing by values: it is nnmpi's own, or its class itself says so."""
-    kind = type(module)
-    own = kind.__module__.partition(".")[0] == OWN or vars(kind).get("replayable") is True
-    return own and "forward" not in vars(module)
+    """Return whether a module decides nothing by values: all that it calls is nnmpi's own, or itself says so."""
+    kind, own = type(module), vars(module)
+    if kind.__module__.partition(".")[0] != OWN:
+        return vars(kind).get("replayable") is True and "forward" not in own
+    called = [each for each in own.values() if callable(each) and not isinstance(each, Module)]
+    return "forward" not in own and all(
+        (each.__module__ or "").partition(".")[0] == OWN or getattr(each, "replayable", False) for each in called
+    )
 
 
 def _holders(module: Module) -> Iterator[Iterable[object]]:

@@ -234,9 +234,18 @@ class Inheriting(Doubling):
     """A subclass, which has not said it."""
 
 
+def joining() -> nn.Module:
+    """A layer of nnmpi's that calls a function which is not."""
+    return nn.Branches(nn.Linear(3, 3), nn.Tanh(), join=lambda found: found[0] + found[1])
+
+
 @pytest.mark.simulated(max_size=1)
-@pytest.mark.parametrize(("layer", "replays"), [(Deciding, False), (Doubling, True), (Inheriting, False)])
-def test_modules_of_ones_own_are_replayed_if_they_say_so(group: Group, layer: type[nn.Module], replays: bool) -> None:
+@pytest.mark.parametrize(
+    ("layer", "replays"), [(Deciding, False), (Doubling, True), (Inheriting, False), (joining, False)]
+)
+def test_modules_of_ones_own_are_replayed_if_they_say_so(
+    group: Group, layer: Callable[[], nn.Module], replays: bool
+) -> None:
     """Each class for itself; any other runs each time."""
     kind = (lambda: nn.Sequential(nn.Flatten(), nn.Linear(16, 3), layer()), images)
     seen, _, count = train(group, kind, Layout(), True)
