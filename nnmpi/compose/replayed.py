@@ -131,7 +131,7 @@ def _is_replayable(module: Module) -> bool:
     kind, own = type(module), vars(module)
     if kind.__module__.partition(".")[0] != OWN:
         return vars(kind).get("replayable") is True and "forward" not in own
-    called = [each for each in own.values() if callable(each) and not isinstance(each, Module)]
+    called = [getattr(each, "func", each) for each in own.values() if callable(each) and not isinstance(each, Module)]
     return "forward" not in own and all(
         (each.__module__ or "").partition(".")[0] == OWN or getattr(each, "replayable", False) for each in called
     )

@@ -101,7 +101,8 @@ def clip_by_global_norm(grads: Sequence[Array], max_norm: float) -> float:
     Method: Pascanu et al., "On the difficulty of training recurrent neural networks" (2013), algorithm 1.
 
     Args:
-        grads: arrays, such as model.storage.grads; or model.parameters(), for those.
+        grads: arrays, such as model.storage.grads; or model.parameters(), for those. Of a model whose gradients are
+            shared out (ZeRO) they are this rank's parts, and the call is collective: the norm is that of all parts.
         max_norm: above 0.
 
     Raises:
@@ -112,7 +113,8 @@ def clip_by_global_norm(grads: Sequence[Array], max_norm: float) -> float:
 
 
 def _clip(grads: Sequence[Array], max_norm: float) -> float:
-    norm = global_norm(grads)
+    squares, ranks = sum_of_squares(grads), getattr(grads, "ranks", None)
+    norm = math.sqrt(squares if ranks is None else ranks.sum_floats([squares])[0])
     scale(grads, coefficient(norm, max_norm))
     return norm
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Tensor, models, ops, optim
+from nnmpi import Tensor, models, nn, ops, optim
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import run_simulation, simulate
@@ -21,6 +22,7 @@ from nnmpi.data.loader import Loader
 from nnmpi.errors import DeviceError, DivergenceError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import STAGES
+from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.zero.storage import cut_units, predict_bytes, sharded
 from nnmpi.shard import part
 from tests.equivalence.reference import differences, run
@@ -235,3 +237,30 @@ def test_what_does_not_go_with_it_is_refused() -> None:
             Worker(where.model, optimizer, group, exchange=GradientExchange(fused_update=True), arrangement=where)
 
     simulate(main, 2)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_clipping_in_a_loop_of_ones_own_is_the_serial_run(stage: int) -> None:
+    """By the documented call, whose norm is that of all ranks' parts."""
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(12, 5)), rng.integers(0, 4, 12)
+
+    def main(group: Group, parallel: Callable[..., DataParallel]) -> tuple[list[float], dict[str, Array]]:
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 4)).initialize(seed=0, dtype="float64")
+        found, norms = parallel(model, group), []
+        optimizer, mine = optim.SGD(model.storage, lr=0.5), part(12, group.size, group.rank)
+        for _ in range(3):
+            model.zero_grad()
+            loss = ops.cross_entropy(model(x[mine.start : mine.stop]), y[mine.start : mine.stop], reduction="sum")
+            found.backward(loss, samples=12)
+            norms.append(optim.clip_by_global_norm(model.storage.grads, 0.1))
+            optimizer.step()
+        if isinstance(found, nnmpi.ShardedDataParallel):
+            found.gather_model()
+        return norms, model.state()
+
+    ((norms, weights),) = simulate(lambda group: main(group, nnmpi.DataParallel), 1)
+    for theirs, state in simulate(lambda group: main(group, partial(nnmpi.ShardedDataParallel, stage=stage)), 3):
+        np.testing.assert_allclose(theirs, norms, rtol=1e-12)
+        for name, array in weights.items():
+            np.testing.assert_allclose(state[name], array, rtol=1e-12, atol=1e-14)

@@ -59,6 +59,12 @@ from nnmpi.shard import buckets, part, split
 from nnmpi.tensor.parameter import ALIGNMENT_BYTES, FlatStorage, Parameter, Span
 
 
+class OwnParts(list[Array]):
+    """Arrays of which the ranks of a group have others: a norm of them all is a sum over the ranks."""
+
+    ranks: Group
+
+
 class ShardedStorage(FlatStorage):
     """The parameters of a model, of which the ranks of a group keep parts. Give it to `Module.initialize`:
 
@@ -123,6 +129,16 @@ class ShardedStorage(FlatStorage):
         self._fresh = [True] * len(self.data)  # no gradients were added since `zero_grad`
 
     # ---- what lies where ----
+
+    @property
+    def grads(self) -> list[Array]:
+        """This rank's parts of the gradients."""
+        return self._own_grads
+
+    @grads.setter
+    def grads(self, arrays: list[Array]) -> None:
+        self._own_grads = OwnParts(arrays)
+        self._own_grads.ranks = self.ranks
 
     def _allocate(
         self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array]
