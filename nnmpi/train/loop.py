@@ -19,6 +19,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from copy import copy
 from dataclasses import replace
 from math import isfinite, nan
 from shlex import quote
@@ -161,7 +162,7 @@ class Loop:
         self._test: list[Batch] | None = None  # what is kept of the test data
         self._evaluated: tuple[int, Totals] | None = None
         self._tracer = Tracer(run, reporter.say)
-        self._window = replace(state.window)  # sums since the last line of metrics
+        self._window = copy(state.window)  # sums since the last line of metrics
         self._told = 0  # how often, in this segment
         self._last = Progress(0, 0, StepReport(), 0.0, 0.0)  # what was told
 
@@ -193,7 +194,7 @@ class Loop:
                         )
                     if not trainer.in_step or before.step + report.batches == run.extent.steps:
                         self._log()
-                    self.state = before.after(report.totals, replace(self._window))
+                    self.state = before.after(report.totals, copy(self._window))
                     self._told = 0
                     if report.batches and not trainer.in_step:
                         self.reporter.segment(self.state, report)
