@@ -94,13 +94,13 @@ def _hooks() -> list[MemoryHook]:
 
 
 class UnownedMemory(BaseMemory):
-    """Memory that somebody else gives and takes back."""
+    """Memory that somebody else gives and takes back; its owner lives as long as this, as CuPy has it."""
 
-    __slots__ = ()
+    __slots__ = ("_given",)
 
     def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
         self.ptr, self.size = ptr, size
-        self._owner = bytes_at(ptr, size)
+        self._owner, self._given = bytes_at(ptr, size), owner
         OWNERS[id(self._owner)] = self  # type: ignore[assignment]
 
 

@@ -160,7 +160,7 @@ def _multiply(handle: int, **g: int) -> None:
 
 
 def _factor(address: int, kind: str) -> Any:
-    if memory.base_of(address) is not None:
+    if isinstance(memory.base_of(address), memory.Memory):  # an unowned one may have been unmapped
         raise CUBLASError(_FAILED)
     dtype = np.dtype(kind)
     return bytes_at(address, dtype.itemsize).view(dtype)[0]
