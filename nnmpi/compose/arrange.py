@@ -24,8 +24,9 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.comm.agreement import agreed
+from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
-from nnmpi.compose.layout import AUTO, Layout
+from nnmpi.compose.layout import Layout
 from nnmpi.errors import DeviceError, LayoutError
 from nnmpi.memory.layers import measure, of_chain
 from nnmpi.memory.plan import LayerCost

@@ -356,6 +356,7 @@ class Executor:
         self._messages.drain()
         for boundary in self._boundaries.values():
             boundary.let_go()
+        self._came = BoundaryArrays((), ())  # what came last has its memory back
         end = clock.now()
         if self._timeline is not None:
             self._timeline.add("last sends", "waiting", timeline.WAITING, waited, end)

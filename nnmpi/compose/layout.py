@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, TypeAlias
 
-from nnmpi.comm.algorithms.registry import AUTO as AUTO  # for the split of layers, too
-from nnmpi.comm.algorithms.registry import How
+from nnmpi.comm.algorithms.registry import AUTO, How
 from nnmpi.compose import refusals
 from nnmpi.compose.refusals import refuse
 from nnmpi.errors import UsageError

@@ -61,7 +61,7 @@ from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.timeline import COUNTER, Timeline, TraceEvent, current, recording
 from nnmpi.units import format_bytes
 
-_AS_IT_IS, _NOTHING = nullcontext(), nullcontext(list[TraceEvent]())
+_AS_IT_IS, _NOTHING = nullcontext(), nullcontext[Sequence[TraceEvent]](())
 
 
 class Worker(Trainer):
@@ -237,7 +237,7 @@ class Worker(Trainer):
         return report
 
     @contextmanager
-    def _watching(self) -> Iterator[list[TraceEvent]]:
+    def _watching(self) -> Iterator[Sequence[TraceEvent]]:
         """Note what layers exchange in the block; where a trace is recorded, that serves."""
         found: list[TraceEvent] = []
         trace = current() or Timeline()

@@ -67,8 +67,12 @@ def trusted(total: float) -> bool:
 
 
 def global_norm(grads: Sequence[Array]) -> float:
-    """Return the Euclidean norm of all gradients taken as one vector; 0.0 for no gradients. See `sum_of_squares`."""
-    return math.sqrt(sum_of_squares(grads))
+    """Return the Euclidean norm of all gradients taken as one vector; 0.0 for no gradients. See `sum_of_squares`.
+
+    Of gradients that are shared out (the `storage.grads` of ZeRO) it is that of all ranks' parts, and collective.
+    """
+    squares, ranks = sum_of_squares(grads), getattr(grads, "ranks", None)
+    return math.sqrt(squares if ranks is None else ranks.sum_floats([squares])[0])
 
 
 def coefficient(norm: float, max_norm: float) -> float:
@@ -113,8 +117,7 @@ def clip_by_global_norm(grads: Sequence[Array], max_norm: float) -> float:
 
 
 def _clip(grads: Sequence[Array], max_norm: float) -> float:
-    squares, ranks = sum_of_squares(grads), getattr(grads, "ranks", None)
-    norm = math.sqrt(squares if ranks is None else ranks.sum_floats([squares])[0])
+    norm = global_norm(grads)
     scale(grads, coefficient(norm, max_norm))
     return norm
 

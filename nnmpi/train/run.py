@@ -21,11 +21,11 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.comm.agreement import agreed, on_root
+from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
 from nnmpi.comm.measure import find_fit
 from nnmpi.compose.arrange import Arrangement, arrange
 from nnmpi.compose.inference import Inference
-from nnmpi.compose.layout import AUTO as MEASURED
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.state import model_state
 from nnmpi.compose.trainer import Trainer
@@ -211,7 +211,7 @@ def set_up(
     if group.size > 1 and not config.sync.rule.asynchronous:
         group.fit = find_fit(group)
     cuts = None if last is None else last.cuts(mesh, layout.virtual_stages)
-    if cuts is not None and layout.split == MEASURED:  # measured again, they might fall elsewhere
+    if cuts is not None and layout.split == AUTO:  # measured again, they might fall elsewhere
         layout = replace(layout, split=cuts)
     model = build_whole(config, inputs.train, backend, group)
     if computing is None:

@@ -58,7 +58,7 @@ HOMES = {
 
 # Libraries that a user may not have: imported where they are needed. (Python has fcntl on POSIX only.)
 OPTIONAL = frozenset(
-    {"PIL", "cupy", "cupy_backends", "cupyx", "fcntl", "filelock", "ml_dtypes", "matplotlib", "pooch"}
+    {"PIL", "cupy", "cupy_backends", "cupyx", "fcntl", "filelock", "ml_dtypes", "pooch"}
     | {"tensorboardX", "tokenizers"}
 )
 

@@ -19,7 +19,7 @@ def train(
 ) -> Ending:
     """Run the command in the folder on so many ranks; 1 is without mpirun. The folder's modules can be imported.
 
-    Unless it `draws`, it finds neither matplotlib nor tensorboardX.
+    Unless it `draws`, it does not find tensorboardX.
     """
     start = mpirun(ranks) if ranks > 1 else []
     command = [*start, sys.executable, "-m", "nnmpi.train", *words.split()]

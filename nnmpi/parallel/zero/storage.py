@@ -58,6 +58,9 @@ from nnmpi.parallel.model_state import ShardedArray
 from nnmpi.shard import buckets, part, split
 from nnmpi.tensor.parameter import ALIGNMENT_BYTES, FlatStorage, Parameter, Span
 
+SHARED = -1  # the number of the unit of parameters that several units have
+UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}  # by stage: shorter units would be messages for nothing
+
 
 class OwnParts(list[Array]):
     """Arrays of which the ranks of a group have others: a norm of them all is a sum over the ranks."""
@@ -504,10 +507,6 @@ def sharded(
         model, ranks, stage, unit_bytes, store: see `ShardedStorage`.
     """
     return partial(ShardedStorage, model=model, ranks=ranks, stage=stage, unit_bytes=unit_bytes, store=store)
-
-
-SHARED = -1  # the number of the unit of parameters that several units have
-UNIT_BYTES = {1: BUCKET_BYTES, 2: BUCKET_BYTES, 3: 64 * 2**10}  # by stage: shorter units would be messages for nothing
 
 
 @dataclass(frozen=True, eq=False)

@@ -2,4 +2,4 @@
 
 import sys
 
-sys.modules.update(matplotlib=None, tensorboardX=None)
+sys.modules["tensorboardX"] = None  # type: ignore[assignment]
