@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.precision import low_dtype, use_precision
+from nnmpi.backend.windows import windows
 from nnmpi.errors import ShapeError
 from nnmpi.ops.conv import im2col
 from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
 from nnmpi.tensor.tensor import Tensor
-from tests.device.library import device_backend
+from tests.device.library import device_backend, load
 
 MODES = ("float32", "float64", "tf32", "bf16", "fp16")  # the second is float32 with arrays of float64
 
@@ -122,6 +123,16 @@ def test_convolution(case: Case, name: str, mode: str, monkeypatch: pytest.Monke
         monkeypatch.setattr(im2col, "DEVICE_BYTES", most)
         for ours, host in zip(on_device(FUNCTIONS[name], case, mode), right, strict=True):
             np.testing.assert_array_equal(ours, host)
+
+
+def test_windows_lie_in_the_memory_of_their_images() -> None:
+    """And so does what is cut out of them: memory as long as all windows would reach into other arrays'."""
+    x = device_backend().xp.zeros((2, 7, 6, 3))
+    used = load().cuda.memory.POOL.used_bytes()
+    seen = windows(x, (3, 3), (1, 1), (1, 1))
+    parts = [seen, seen[:, 1:], seen.transpose(1, 0, 2, 3, 4, 5)]
+    assert all(each.data.mem is x.data.mem and each.base is x for each in parts)
+    assert load().cuda.memory.POOL.used_bytes() == used
 
 
 @pytest.mark.parametrize("groups", [1, 2])

@@ -381,9 +381,7 @@ def wrap(result: Any) -> Any:
             return kind(map(wrap, result))
         else:
             return result
-    owner = result
-    while type(owner.base) is np.ndarray:
-        owner = owner.base
+    owner = memory.owner_of(result)
     array = ndarray.__new__(ndarray)
     array._host = result
     array._base = None

@@ -195,7 +195,7 @@ def _function(name: str, value: Any, known: Parameters) -> Any:
             elif type(first) is ndarray:
                 if result is first._host:
                     return first
-                if result.base is not None and memory.OWNERS.get(id(result.base)) is first._mem:
+                if memory.OWNERS.get(id(memory.owner_of(result))) is first._mem:
                     return view(result, first)
             if result.ndim > 1 and not keeps and not result.flags.c_contiguous:
                 result = np.ascontiguousarray(result)

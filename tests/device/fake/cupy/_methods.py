@@ -33,7 +33,7 @@ def _method(name: str, entry: str) -> Any:
         if type(result) is np.ndarray:
             if result is self._host:
                 return self
-            if result.base is not None and memory.OWNERS.get(id(result.base)) is self._mem:
+            if memory.OWNERS.get(id(memory.owner_of(result))) is self._mem:
                 return view(result, self)
             if in_c and result.ndim > 1:
                 result = np.ascontiguousarray(result)

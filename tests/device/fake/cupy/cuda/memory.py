@@ -131,6 +131,14 @@ class MemoryPointer:
 OWNERS: weakref.WeakValueDictionary[int, Memory] = weakref.WeakValueDictionary()
 
 
+def owner_of(array: Any) -> Any:
+    """Return the NumPy array that has another one's memory."""
+    owner = array
+    while (array := getattr(array, "base", None)) is not None:  # no array, behind strides of one's own
+        owner = array if type(array) is np.ndarray else owner
+    return owner
+
+
 def base_of(ptr: int, size: int = 1) -> BaseMemory | None:
     """Return the allocation around some bytes; one that has been unmapped may lie there, too, and be shorter."""
     for each in list(OWNERS.values()):
