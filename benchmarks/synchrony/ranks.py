@@ -23,7 +23,6 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import GradientExchange
-from nnmpi.compose.runners import ParameterServerRunner
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer
 from nnmpi.compose.worker import Worker
 from nnmpi.nn.mode import evaluation
@@ -94,7 +93,7 @@ class MeasuredRun:
             ring = GradientExchange(allreduce="ring")
             return Worker(self.model, self.optimizer, self.group, exchange=ring, **common), None
         worker = AsynchronousWorker(self.model, self.optimizer, self.group, self.sync, **common)
-        return worker, worker.runner.server if isinstance(worker.runner, ParameterServerRunner) else None
+        return worker, getattr(worker.coupling, "server", None)
 
     def _train(self) -> Row:
         trainer, server = self._build()

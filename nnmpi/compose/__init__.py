@@ -14,7 +14,7 @@ Read in this order:
     exchange             what becomes of gradients: one interface, a class for each way
     state                the arrays of a model that lies on many ranks, for checkpoints
     asynchronous         AsynchronousWorker: ranks that need not be in step
-    runners                through parameter servers, or every rank alone with weights averaged now and then
+                           through a parameter server, or every rank alone with weights averaged now and then
     refusals             which features do not go together, and why
 
 Which file to change:
@@ -24,7 +24,7 @@ Which file to change:
     one more number in the report of a step                     StepReport in stats, and Worker.step
     one more number in the report of a segment                  SegmentReport in trainer, Totals in stats
     another pair that does not go together                      refusals
-    another way for ranks to go on without waiting              synchrony.sync, and a class in runners
+    another way for ranks to go on without waiting              synchrony.sync, and a Coupling in asynchronous
 
 Nothing is imported here: import the module that defines the name.
 """

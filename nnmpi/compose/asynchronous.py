@@ -1,31 +1,49 @@
 """AsynchronousWorker: data-parallel training in which ranks need not be in step.
 
-Gradients and weights go through a parameter server, or every rank trains alone and averages its weights now and then.
-
     worker = AsynchronousWorker(model, optimizer, group, Sync("ssp", staleness=4))
     for epoch in range(10):
         segment = worker.run(loader, epoch, 0, loader.batches_per_epoch, step=..., lr=lambda step: 0.1)
         print(worker.evaluate(test_loader.epoch(0)).accuracy, segment.staleness.mean())
 
 Every rank runs the same calls. Between two of them all ranks have the same weights, so that evaluations and checkpoints
-are those of any other run; within `run` each goes on as soon as its way of synchronization lets it.
+are those of any other run; within `run` each goes on as soon as its coupling lets it: it takes a task, computes its
+gradient, which sends no message, and hands it over.
+
+    ServerCoupling       pull weights and a task from rank 0, push the gradient there (asp, ssp)
+    AveragingCoupling    update the own weights by part `rank` of each batch, and average them at times (local, gossip)
+
+    rank 0     | its own parts; between layers it takes gradients and gives weights and parts ............|
+    rank 1     | pull |  gradient of batch 0, part 0  | push | pull |  batch 1, part 1 ...
+    rank 2     | pull |  gradient of batch 0, part 1         | push | pull | ...
+
+    local      worker 0   step step step step | mean of all | step step step step | mean of all
+               worker 1   step step step step |             | step step step step |
+    gossip     worker 0   step | with 3 and 1 | step | with 3 and 1 |
+               worker 1   step | with 0 and 2 | step | with 0 and 2 |
+
+To add a way: a class here, and its row in COUPLINGS.
 """
 
-from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import reduce
+from math import isfinite
 from typing import Any
 
 import nnmpi.clock as clock
+import nnmpi.timeline as timeline
 from nnmpi.backend.backend import Backend
-from nnmpi.comm.agreement import agreed
+from nnmpi.backend.precision import use_precision
+from nnmpi.backend.recording import refuse_inside
+from nnmpi.comm.agreement import PeriodicCheck, agreed
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import DEFAULT_NUMERICS, Numerics
 from nnmpi.compose.losses import SumLoss, check_loss
-from nnmpi.compose.passes import evaluate_all
-from nnmpi.compose.runners import AveragingRunner, LocalGradient, ParameterServerRunner
+from nnmpi.compose.passes import Passes, evaluate_all
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import (
+    Progress,
     SegmentReport,
     Trainer,
     TrainingSegment,
@@ -36,14 +54,265 @@ from nnmpi.compose.trainer import (
 from nnmpi.data.loader import Batch
 from nnmpi.errors import DivergenceError, UsageError
 from nnmpi.nn.module import Module
+from nnmpi.optim.clip import coefficient, global_norm, scale
 from nnmpi.optim.optimizer import Optimizer
-from nnmpi.parallel.averaging import average
+from nnmpi.parallel.averaging import Gossip, LocalSGD, average
+from nnmpi.parallel.divergence import locate_nonfinite, nonfinite_message
 from nnmpi.parallel.replication import broadcast_state, check_free
-from nnmpi.synchrony.consistency import Staleness
+from nnmpi.parallel.server import ParameterServer, Push, PushPull
+from nnmpi.synchrony.consistency import Staleness, Task
 from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.synchrony.sync import Sync
 
 SHOWN_WORKERS = 16
+TOLD = ("samples", "targets", "loss_sum", "score_sum", "compute_s", "sync_s", "input_s")  # of a gradient, in its Push
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A gradient that was computed; its values are in the model's storage, divided by the whole batch's targets.
+
+    Attributes:
+        task, batch: what it was computed for.
+        totals: of the part, a step.
+        norm: the norm of the gradient of the part's mean loss, before clipping; not finite if the loss is not.
+        lr: the learning rate of the batch.
+    """
+
+    task: Task
+    batch: Batch
+    totals: Totals
+    norm: float
+    lr: float
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether loss and gradient are numbers, so that it may be used."""
+        return isfinite(self.totals.loss_sum) and isfinite(self.norm)
+
+
+class Coupling(ABC):
+    """How ranks out of step share what they learn. Making one is collective, and so is `open`.
+
+    Args:
+        trainer: whose model it is.
+        sync: the settings.
+
+    Attributes:
+        waited_s: seconds for which this rank waited for others; whoever reads it sets it to 0.
+        served_s: seconds spent on others' messages while a gradient was computed, likewise.
+    """
+
+    def __init__(self, trainer: Trainer, sync: Sync) -> None:
+        self.trainer, self.group, self.sync = trainer, trainer.group, sync
+        self.waited_s = self.served_s = 0.0
+
+    def open(self, segment: TrainingSegment) -> None:
+        """Begin a segment, with the same weights on all ranks."""
+        self.segment, self._begin_s = segment, clock.now()
+        self.waited_s = 0.0
+
+    @abstractmethod
+    def tasks(self) -> Iterator[tuple[Task, Batch]]:
+        """Give what this rank is to compute; the weights are those to compute it with."""
+
+    @abstractmethod
+    def use(self, gradient: Gradient) -> None:
+        """Do with a gradient what is done with it."""
+
+    @abstractmethod
+    def close(self, totals: Totals) -> tuple[SegmentReport, int]:
+        """Give all ranks the same weights; return what this rank did, and, on rank 0, the batches of all."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Give all ranks the optimizer's state, and communicators back. Collective."""
+
+
+class ServerCoupling(Coupling):
+    """Gradients go to a server on rank 0, and weights come from there; see `parallel.server`.
+
+    Rank 0 looks after its messages after the forward pass, after each layer of the backward pass, while it waits, and
+    while it is slowed down. What it does for others is in the time of its step, but is not multiplied by a straggler's
+    factor.
+
+    Attributes:
+        server: on rank 0; None on the others.
+    """
+
+    def __init__(self, trainer: Trainer, sync: Sync) -> None:
+        super().__init__(trainer, sync)
+        storage, group = trainer.model.storage, trainer.group
+        self.server = ParameterServer(storage, trainer.optimizer, group.size) if group.is_root else None
+        self._talk = PushPull(group, storage, self.server, self._count, trainer.backend)
+        self._taken = -1  # samples of this rank in the whole run: its own, after those of a run that is resumed
+
+    def open(self, segment: TrainingSegment) -> None:
+        """See `Coupling.open`."""
+        super().open(segment)
+        self._told_s = self._begin_s  # when a gradient was told of
+        if self._taken < 0:
+            self._taken = segment.loader.rows_before(segment.step, self.group.rank, self.group.size)
+        self._updates = 0 if self.server is None else self.server.version
+        self._talk.open(segment.batches.start, segment.batches.stop, self.sync.bound)
+
+    def tasks(self) -> Iterator[tuple[Task, Batch]]:
+        """See `Coupling.tasks`."""
+        loader, epoch, ranks = self.segment.loader, self.segment.epoch, self.group.size
+        order = loader.order(epoch)
+        while True:
+            begin = clock.now()
+            with timeline.span("pull", "pull", timeline.WAITING):
+                task = self._talk.pull()
+            self.waited_s += clock.now() - begin
+            if task is None:
+                return
+            part = task.part if loader.partition == "none" else self.group.rank  # or as many samples of its own
+            batch = loader.part(order, epoch, task.batch, part, ranks, self._taken)
+            self._taken += len(batch.y)
+            yield task, batch
+
+    def use(self, gradient: Gradient) -> None:
+        """See `Coupling.use`."""
+        push = Push(
+            batch=gradient.task.batch,
+            part=gradient.task.part,
+            global_targets=gradient.batch.global_targets,
+            lr=gradient.lr,
+            norm=gradient.norm,
+            signal=self.segment.poll_signal(),
+            broken=not gradient.is_finite,
+            **{name: getattr(gradient.totals, name) for name in TOLD},
+        )
+        with timeline.span("push", "push", timeline.SEND):
+            self._talk.push(push)
+
+    def close(self, totals: Totals) -> tuple[SegmentReport, int]:
+        """See `Coupling.close`."""
+        self._talk.finish()
+        report = SegmentReport(
+            totals=totals, signal=self.segment.poll_signal(), messages=self._talk.messages, bytes=self._talk.bytes
+        )
+        optimizer, server, batches = self.trainer.optimizer, self.server, 0
+        if server is not None:
+            batches, lead = server.controller.batches_done, server.controller.longest_lead
+            updates = server.version - self._updates
+            report = replace(report, updates=updates, staleness=server.staleness, lead=lead)
+        optimizer.steps = int(self.group.share(optimizer.steps))
+        return report, batches
+
+    def release(self) -> None:
+        """See `Coupling.release`; until then rank 0 alone has the optimizer's state."""
+        for arrays in self.trainer.optimizer.slots().values():
+            self._talk.broadcast(arrays)
+        self._talk.free()
+
+    def serve(self) -> None:
+        """Look after messages, on rank 0, while a gradient is computed."""
+        begin = clock.now()
+        self._talk.poll()
+        self.served_s += clock.now() - begin
+
+    def serve_until(self, until_s: float) -> None:
+        """Look after messages up to a time of `nnmpi.clock`."""
+        self._talk.serve_until(until_s)
+
+    def _count(self, worker: int, push: Push) -> None:
+        """Tell of a gradient that has come, on rank 0; after a signal no further batch is begun."""
+        assert self.server is not None
+        if not push.broken:
+            before_s, self._told_s = self._told_s, clock.now()
+            told = {name: getattr(push, name) for name in TOLD}
+            totals = Totals(steps=1, wall_s=self._told_s - before_s, **told)
+            self.segment.progress(Progress(push.batch, worker, totals, push.norm, self._told_s - self._begin_s))
+        if self.segment.poll_signal():
+            self.server.controller.close()
+
+
+class AveragingCoupling(Coupling):
+    """Each rank updates weights of its own by part `rank` of every batch, and averages them: `parallel.averaging`."""
+
+    def __init__(self, trainer: Trainer, sync: Sync) -> None:
+        super().__init__(trainer, sync)
+        what = (self.group, trainer.model.storage, trainer.optimizer)
+        self._is_local = sync.mode == "local"
+        self._averaging = LocalSGD(*what, sync.local_steps) if self._is_local else Gossip(*what)
+        self._check = PeriodicCheck(self.group)
+
+    def open(self, segment: TrainingSegment) -> None:
+        """See `Coupling.open`."""
+        loader, group = segment.loader, self.group
+        if (loader.rank, loader.world) != (group.rank, group.size):
+            raise UsageError(
+                f"the loader gives part {loader.rank} of {loader.world}, but this is rank {group.rank} of "
+                f"{group.size}; give Loader the rank and world of the group"
+            )
+        super().open(segment)
+        self._averaging.begin()
+        self._staleness, self._steps, self._signal, self._broken = Staleness(group.size), 0, 0, False
+        self._ends = False
+
+    def tasks(self) -> Iterator[tuple[Task, Batch]]:
+        """See `Coupling.tasks`."""
+        segment = self.segment
+        with segment.loader.epoch(segment.epoch, segment.batches.start, self.trainer.backend) as batches:
+            for number in segment.batches:
+                self._step_s = clock.now()
+                yield Task(number, self.group.rank), next(batches)
+                if self._ends:
+                    return
+
+    def use(self, gradient: Gradient) -> None:
+        """See `Coupling.use`."""
+        trainer, segment, task, totals = self.trainer, self.segment, gradient.task, gradient.totals
+        optimizer, number = trainer.optimizer, segment.number(task.batch)
+        if not gradient.is_finite:
+            self._broken = True
+        elif totals.targets:
+            scale(trainer.model.storage.grads, gradient.batch.global_targets / totals.targets)
+            optimizer.lr = gradient.lr
+            with timeline.span("update", "update"):
+                optimizer.step()
+        else:
+            optimizer.steps += 1  # counted alike on all ranks
+        self._steps += 1
+        if self.group.is_root and not self._broken:
+            segment.progress(Progress(task.batch, 0, totals, gradient.norm, clock.now() - self._begin_s))
+        self._staleness.add(self.group.rank, self._averaging.steps_since_average(number))
+        begin = clock.now()
+        with timeline.span("average", "average", timeline.REDUCE):
+            self._averaging.after_step(number, gradient.batch.own_targets)
+        # After the last batch all ranks meet anyway, and exchange signals and errors with their reports.
+        if task.batch + 1 < segment.batches.stop:
+            notes = self._check.gather([segment.poll_signal(), self._broken], clock.now() - self._step_s) or []
+            self._signal = max([self._signal, *(int(signal) for signal, _ in notes)])
+            self._ends = self._signal > 0 or any(broken for _, broken in notes)
+        self.waited_s += clock.now() - begin
+
+    def close(self, totals: Totals) -> tuple[SegmentReport, int]:
+        """See `Coupling.close`."""
+        report = SegmentReport(
+            totals=totals,
+            disagreement=self._averaging.synchronize(),
+            signal=max(self._signal, self.segment.poll_signal()),
+            messages=self._averaging.messages,
+            bytes=self._averaging.bytes,
+            updates=self._steps,
+            staleness=self._staleness if self._is_local else None,
+        )
+        return report, self._steps
+
+    def release(self) -> None:
+        """See `Coupling.release`."""
+        self._averaging.release()
+
+
+COUPLINGS: dict[str, type[Coupling]] = {
+    "asp": ServerCoupling,
+    "ssp": ServerCoupling,
+    "local": AveragingCoupling,
+    "gossip": AveragingCoupling,
+}
 
 
 class AsynchronousWorker(Trainer):
@@ -60,6 +329,9 @@ class AsynchronousWorker(Trainer):
         seed: of the run; keys dropout masks.
         backend: where the model lives; NumPy by default.
         slow: how long steps last at least, and stragglers.
+
+    Attributes:
+        coupling: how ranks share what they learn.
 
     Batch normalization takes the statistics of a worker's own part; the running ones are averaged when the ranks meet.
 
@@ -86,27 +358,86 @@ class AsynchronousWorker(Trainer):
         with agreed(group):  # only rank 0 has hooks in a model
             self._check()
         broadcast_state(model, group)
-        self._gradient = LocalGradient(self)
-        self.runner: ParameterServerRunner | AveragingRunner
-        if sync.has_server:
-            self.runner = ParameterServerRunner(self, sync, self._gradient)
+        self._passes = Passes(self)
+        self.coupling = COUPLINGS[sync.mode](self, sync)
+        self._rest: Callable[[float], None] | None = None
+        if isinstance(self.coupling, ServerCoupling):
             self.reporters = group.size
-        else:
-            self.runner = AveragingRunner(self, sync, self._gradient)
+            if group.is_root:
+                self._serve(self.coupling)
+        self._steps = -1  # of this rank in the whole run: its own, after those of a run that is resumed
         self._told = SegmentReport()  # of the segments since the last summary
 
+    def _serve(self, coupling: ServerCoupling) -> None:
+        self._rest = coupling.serve_until
+        self._passes.poll = coupling.serve
+        for span in self.model.storage.spans:
+            span.parameter.hook = lambda _: coupling.serve()
+
     def _run(self, segment: TrainingSegment) -> SegmentReport:
-        self.group.barrier()  # so that nobody counts as waiting what others still had to do
-        begin = clock.now()
-        report, broken, batches = self.runner.run(segment)
-        report = meet(self.group, report, broken, batches, clock.now() - begin)
-        average_buffers(self.model, self.group, self.runner.steps_done)
+        group, coupling = self.group, self.coupling
+        group.barrier()  # so that nobody counts as waiting what others still had to do
+        begin = ended = clock.now()
+        totals, broken, trained = Totals(), "", 0  # trained: steps, not counting parts without rows
+        self._steps = segment.step if self._steps < 0 else self._steps
+        coupling.open(segment)
+        for task, batch in coupling.tasks():
+            started, number = clock.now(), segment.number(task.batch)
+            waited_s, coupling.waited_s, coupling.served_s = coupling.waited_s, 0.0, 0.0
+            group.comm.world.step = number
+            found, norm = self.compute(batch, number)
+            self.slow.wait(clock.now() - started - coupling.served_s, group.rank, self._steps, self._rest)
+            self._steps += 1
+            gradient = Gradient(task, batch, found, norm, segment.lr(number))
+            if not gradient.is_finite and not broken:
+                broken = self._explain(gradient, number)
+            before, ended = ended, clock.now()
+            found.compute_s, found.sync_s = ended - started, waited_s
+            found.input_s, found.wall_s = started - before - waited_s, ended - before
+            totals = totals.plus(found)
+            trained += found.targets > 0
+            coupling.use(gradient)
+        totals.sync_s += coupling.waited_s
+        report, batches = coupling.close(totals)
+        report = meet(group, report, broken, batches, clock.now() - begin)
+        average_buffers(self.model, group, trained)
         self._told = self._told.plus(report)
         return report
 
+    def compute(self, batch: Batch, step: int) -> tuple[Totals, float]:
+        """Compute the gradient of a part's losses, divided by the targets of the whole batch, into `storage.grads`.
+
+        The gradients of all parts of a batch add up to that of its mean loss.
+
+        Args:
+            step: the number of the batch in the run, which keys dropout: the masks are those of a synchronous run.
+
+        Returns:
+            The sums of the part, and the norm of the gradient of its mean loss, by which it is clipped.
+        """
+        refuse_inside("a worker's step")
+        storage = self.model.storage
+        with use_precision(self.precision):
+            storage.zero_grad()
+            self._passes.train(batch, step)
+            storage.finish_gradients()
+            (loss_sum, score_sum, targets), norm = self._passes.sums(), 0.0
+            if targets:
+                norm = global_norm(storage.grads) * (batch.global_targets / targets)
+                if self.clip is not None:
+                    scale(storage.grads, coefficient(norm, self.clip))
+        return Totals(steps=1, samples=len(batch.y), targets=targets, loss_sum=loss_sum, score_sum=score_sum), norm
+
+    def _explain(self, gradient: Gradient, step: int) -> str:
+        """Return the sentence about a gradient that is not finite, after computing it again."""
+        with use_precision(self.precision):
+            place = locate_nonfinite(self.model, *self._passes.suspect(gradient.batch, step, isfinite))
+            return nonfinite_message(step + 1, gradient.totals.loss, place, f"rank {self.group.rank}")
+
     def evaluate(self, batches: Iterable[Batch]) -> Totals:
         """See `Trainer.evaluate`."""
-        return evaluate_all(self.group, batches, self._gradient.evaluate)
+        with use_precision(self.precision):
+            return evaluate_all(self.group, batches, self._passes.evaluate)
 
     def summary(self) -> list[str]:
         """Return lines about how stale gradients were, and what was sent, since the last call."""
@@ -115,7 +446,10 @@ class AsynchronousWorker(Trainer):
 
     def release(self) -> None:
         """See `Trainer.release`."""
-        self.runner.release()
+        if self._passes.poll is not None:
+            for span in self.model.storage.spans:
+                span.parameter.hook = None
+        self.coupling.release()
         super().release()
 
     def _check(self) -> None:
