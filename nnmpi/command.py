@@ -127,12 +127,17 @@ class Option:
     @property
     def flag(self) -> str:
         """The option as it is written on the command line: `--batch-size`."""
-        return "--" + self.name.replace("_", "-")
+        return flag_of(self.name)
 
     @property
     def negation(self) -> str | None:
         """The word that switches the option off, such as `--no-normalize`; None for an option that takes values."""
         return f"--no-{self.flag[2:]}" if self.type is bool or is_switch(self.type) else None
+
+
+def flag_of(name: str) -> str:
+    """Return an option as it is written on the command line: "batch_size" -> "--batch-size"."""
+    return f"--{name.replace('_', '-')}"
 
 
 def options_of(section: type) -> list[Option]:

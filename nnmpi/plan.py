@@ -11,7 +11,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
-from nnmpi.command import Console
+from nnmpi.command import Console, flag_of
 from nnmpi.data.dataset import Samples
 from nnmpi.errors import counted
 from nnmpi.memory.ledger import KINDS
@@ -202,7 +202,7 @@ def train_command(asked: _Asked, ranks: int, layout: Any) -> str:
     """Return the command that trains with a layout, as a shell reads it."""
     words = [f"mpirun -n {ranks} python -m nnmpi.train"]
     for name, value in {**asked.given, **layout}.items():
-        flag = f"--{name.replace('_', '-')}"
+        flag = flag_of(name)
         if isinstance(value, bool):
             words.append(flag if value else f"--no-{flag[2:]}")
         else:

@@ -61,7 +61,6 @@ class Contestant(NamedTuple):
     run: Callable[[], Any]
     result: Callable[[], NDArray[Any]]
     prepare: Callable[[], Any] = lambda: None
-    free: Callable[[], Any] = lambda: None
     chosen: str = ""
 
 
@@ -117,8 +116,6 @@ def measure(options: argparse.Namespace, group: Group, backend: Backend, nbytes:
     own = _time(field, group, pattern, range(WARM_UP, WARM_UP + rounds), options.check)
     everyones = np.empty((group.size, own.size))
     group.comm.allgather(own.reshape(-1), everyones)
-    for each in field:
-        each.free()
     if not backend.is_device and {SHARED, AUTO, FUSED} & {each.name for each in field}:
         group.memory().free()
     return build_rows(options, group, field, everyones.reshape(group.size, *own.shape), nbytes)
@@ -149,7 +146,7 @@ def _contestants(options: argparse.Namespace, group: Group, backend: Backend, el
 
         timed = run if backend.is_device else pending.run
         chosen = how if name == AUTO else ""
-        return Contestant(name, array, timed, lambda: backend.to_host(array), free=pending.free, chosen=chosen)
+        return Contestant(name, array, timed, lambda: backend.to_host(array), chosen=chosen)
 
     for name in options.algorithms:
         try:

@@ -9,7 +9,7 @@ from pathlib import Path
 sys.path[0] = str(Path(__file__).resolve().parents[2])  # the checkout, so that the modules here have their full names
 
 from benchmarks.harness import command  # noqa: E402
-from nnmpi.comm.algorithms.registry import ALGORITHMS, find_algorithm  # noqa: E402
+from nnmpi.comm.algorithms.registry import ALGORITHMS, find_collective  # noqa: E402
 from nnmpi.comm.machine import Curve, Link, Machine, blocks  # noqa: E402
 from nnmpi.comm.simulate import price  # noqa: E402
 from nnmpi.units import format_bytes, format_seconds  # noqa: E402
@@ -42,7 +42,10 @@ def run() -> None:
             for ranks in counts:
                 if ranks <= options.max_ranks:
                     machine = build(ranks)
-                    row = [price(find_algorithm(name, machine.nodes), ranks, nbytes, machine) for name in ALGORITHMS]
+                    row = [
+                        price(find_collective("all-reduce", name, machine.nodes), ranks, nbytes, machine)
+                        for name in ALGORITHMS
+                    ]
                     cells = [f"{format_seconds(each)} {' *'[each <= min(row) * EQUAL]}" for each in row]
                     print("  ".join([f"{ranks:6}", *(f"{cell:>16}" for cell in cells)]).rstrip(), flush=True)
         print()

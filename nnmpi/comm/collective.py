@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from nnmpi.custom import ask
-from nnmpi.errors import ScheduleError
+from nnmpi.errors import ScheduleError, UsageError
 
 Chunks: TypeAlias = tuple[int, ...] | range
 """Chunk numbers in the order in which they travel; a range where there are thousands of neighbours."""
@@ -128,8 +128,12 @@ class Contract:
     most: int = 1
 
 
-Formula: TypeAlias = Callable[..., float]
-"""(N, M, alpha, beta, gamma=0) -> seconds: ranks, bytes of the whole buffer, seconds a message, a byte sent, added."""
+Cost: TypeAlias = Callable[[int], tuple[float, float, float]]
+"""N ranks -> what the last one waits for: latencies, and how often the whole buffer's bytes are sent, and are added."""
+
+
+def _refuse_closed_form(N: int) -> tuple[float, float, float]:
+    raise UsageError("this collective has no closed form; simulate it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,13 +144,13 @@ class Collective:
         name: such as "ring".
         contract: what it promises.
         phases: parts that all ranks go through, one after the other.
-        seconds: its closed form on links that are all alike, for buffers that N divides; None where there is none.
+        cost: its closed form on links that are all alike, for buffers that N divides.
     """
 
     name: str
     contract: Contract
     phases: tuple[Algorithm, ...]
-    seconds: Formula | None = None
+    cost: Cost = _refuse_closed_form
 
     def __call__(self, rank: int, size: int) -> tuple[Step, ...]:
         """Return the steps of this rank; none for a single one.
@@ -155,6 +159,15 @@ class Collective:
             ScheduleError: for a user's function that fails, or gives something else.
         """
         return tuple(step for phase in self.phases for step in ask(phase, Step, rank, size))
+
+    def seconds(self, N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
+        """Return the closed form's seconds: N ranks, M bytes in a buffer, seconds a message, a byte sent, a byte added.
+
+        Raises:
+            UsageError: where there is none.
+        """
+        latencies, sent, added = self.cost(N)
+        return latencies * alpha + sent * M * beta + added * M * gamma
 
 
 def as_collective(algorithm: Collective | Algorithm, contract: Contract | None = None) -> Collective:

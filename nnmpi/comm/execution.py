@@ -30,7 +30,7 @@ from nnmpi.shard import split
 MAX_MESSAGE_BYTES = 2**30
 
 
-class Startable(Protocol):
+class Pending(Protocol):
     """What is started, polled or waited for, and may be started again: a collective bound to one array, a barrier."""
 
     def start(self) -> None:
@@ -39,18 +39,11 @@ class Startable(Protocol):
     def poll(self) -> bool:
         """Go on as far as possible without waiting; return whether it is finished."""
 
-    def wait(self) -> None:
+    def wait(self) -> Any:
         """Return when it is finished."""
 
     def run(self) -> None:
         """Start and wait."""
-
-
-class Pending(Startable, Protocol):
-    """A collective bound to one array."""
-
-    def free(self) -> Any:
-        """Give back what MPI keeps for it; it cannot be started again."""
 
 
 class MessageRequest:
@@ -178,9 +171,6 @@ class Execution:
         """Start and wait."""
         self.start()
         self.wait()
-
-    def free(self) -> None:
-        """See `Pending`: MPI keeps nothing for it."""
 
     def _post(self) -> None:
         """Start the messages of the step it has come to."""
@@ -327,9 +317,6 @@ class NativeExecution:
         for _, block in self._calls:
             block()
 
-    def free(self) -> None:
-        """Give back what MPI keeps for it, which is nothing."""
-
 
 def _all_reduce(array: Buffer, comm: Comm, limit: int) -> list[tuple[Starting, Blocking]]:
     return [(partial(comm.iallreduce, piece), partial(comm.allreduce, piece)) for piece in pieces(array, limit)]
@@ -383,72 +370,81 @@ _CALLS: Mapping[str, Callable[..., list[tuple[Starting, Blocking]]]] = MappingPr
 )
 
 
-# ---- of another array, in which it is done ----
+# ---- in stages ----
 
 
-class Elsewhere:
-    """A collective of one array by way of another, in which it is done; see `execution.Pending` for the methods.
+class LocalWork:
+    """A stage in which this rank has something to compute, and nothing to wait for."""
+
+    def __init__(self, run: Callable[[], None]) -> None:
+        self.run = self.start = run
+
+    def poll(self) -> bool:
+        """Return True: it was finished when it was started."""
+        return True
+
+    def wait(self) -> None:
+        """Do nothing."""
+
+
+class Stages:
+    """A collective that is done in stages, one after the other; see `Pending` for the methods.
 
     Args:
-        out: copies the array there.
-        work: the collective of the other array.
-        back: copies the result back.
+        stages: such as a copy, a sum and a copy back.
+        name: for errors.
     """
 
-    def __init__(self, out: Callable[[], None], work: Pending, back: Callable[[], None]) -> None:
-        self._out, self._work, self._back = out, work, back
-        self._running = False
+    def __init__(self, stages: Sequence[Pending], name: str = "the collective") -> None:
+        self._stages, self._name = stages, name
+        self._runs = tuple(stage.run for stage in stages)
+        self._at = len(stages)
 
     def start(self) -> None:
-        """Copy, and start it. Leave the array alone until it is finished.
+        """Start it, with what the array holds now. Leave the array alone until `poll` returns True or `wait` returns.
 
         Raises:
             CommError: when it is running already.
         """
-        if self._running:
-            raise CommError("the collective is still running; wait for it before the next start")
-        self._out()
-        self._work.start()
-        self._running = True
+        if self._at < len(self._stages):
+            raise CommError(f"{self._name} is still running; wait for it before the next start")
+        self._at = -1
+        self._next()
 
     def poll(self) -> bool:
-        """Go on as far as possible without waiting; return whether it is finished."""
-        if self._running and self._work.poll():
-            self._end()
-        return not self._running
+        """Go as far as possible without waiting for others; return whether it is finished."""
+        while self._at < len(self._stages):
+            if not self._stages[self._at].poll():
+                return False
+            self._next()
+        return True
 
     def wait(self) -> None:
-        """Return when it is finished."""
-        if self._running:
-            self._work.wait()
-            self._end()
+        """Return when it is finished, and no other rank needs the array any more."""
+        while self._at < len(self._stages):
+            self._stages[self._at].wait()
+            self._next()
 
     def run(self) -> None:
-        """Copy, do it, copy back; MPI's blocking calls are quicker than a start and a wait."""
-        self._out()
-        self._work.run()
-        self._back()
+        """Start and wait, by the stages' blocking calls: MPI's are quicker than a start and a wait."""
+        if self._at < len(self._stages):
+            self.start()  # raises
+        for run in self._runs:
+            run()
 
-    def free(self) -> None:
-        """Give back what MPI keeps."""
-        self._work.free()
-
-    def _end(self) -> None:
-        self._running = False
-        self._back()
+    def _next(self) -> None:
+        self._at += 1
+        if self._at < len(self._stages):
+            self._stages[self._at].start()
 
 
-def staged(array: Array, bind: Callable[[Buffer], Pending], host: Buffer | None = None) -> Elsewhere:
-    """Return a collective of a device array, (n,), by the one of a host array that `bind` returns.
-
-    Args:
-        host: where it is done; by default page-locked memory.
-    """
-    room = room_like(array, array.shape) if host is None else host
-    return Elsewhere(lambda: fetch([(array, room)]), bind(room), lambda: put(room, array))
+def staged(array: Array, bind: Callable[[Buffer], Pending]) -> Stages:
+    """Return a collective of a device array, (n,), by the one of a page-locked host array that `bind` returns."""
+    room = room_like(array, array.shape)
+    return Stages([LocalWork(lambda: fetch([(array, room)])), bind(room), LocalWork(lambda: put(room, array))])
 
 
-def widened(array: Array, bind: Callable[[Buffer], Pending]) -> Elsewhere:
+def widened(array: Array, bind: Callable[[Buffer], Pending]) -> Stages:
     """Return a sum of an array of 16-bit floating point, (n,), by that of a float32 one, rounded once at the end.
 
     MPI has no dependable sum of such numbers, and adding them two by two would round at every rank on the way.
@@ -461,4 +457,4 @@ def widened(array: Array, bind: Callable[[Buffer], Pending]) -> Elsewhere:
     def narrow() -> None:
         array[...] = wide
 
-    return Elsewhere(widen, bind(wide), narrow)
+    return Stages([LocalWork(widen), bind(wide), LocalWork(narrow)])

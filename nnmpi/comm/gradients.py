@@ -27,8 +27,9 @@ import nnmpi.clock as clock
 import nnmpi.shard as shard
 import nnmpi.timeline as timeline
 from nnmpi.comm.agreement import agreed, require_equal
-from nnmpi.comm.algorithms.registry import AUTO, NAMES, NATIVE, SHARED, How, find_algorithm, name_of
+from nnmpi.comm.algorithms.registry import AUTO, NAMES, NATIVE, SHARED, How, find_collective, name_of
 from nnmpi.comm.buffers import Buffer, check_any, is_device
+from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.execution import Pending
 from nnmpi.comm.fit import Choice
 from nnmpi.comm.group import Group
@@ -237,8 +238,6 @@ class BucketExchange:
                 self._launch()
             self._wait()
             self._reset()
-        for pending in self._sums:
-            pending.free()
         self._group.free()
 
     def _come_back(self) -> float:
@@ -387,7 +386,7 @@ def predict_traffic(group: Group, nbytes: int, spent_s: float) -> Traffic:
 def _check_names(names: Sequence[How], given: int, buckets: int, size: int) -> None:
     for name in names:
         if not isinstance(name, str):
-            check_proof(find_algorithm(name), size)
+            check_proof(find_collective(ALL_REDUCE.name, name), size)
         elif name not in NAMES:
             raise UsageError(f"there is no all-reduce algorithm {name!r}; the names are {', '.join(NAMES)}")
     if given != buckets:

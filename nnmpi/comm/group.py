@@ -21,7 +21,6 @@ from nnmpi.comm.algorithms.registry import (
     NATIVE,
     SHARED,
     How,
-    find_algorithm,
     find_collective,
 )
 from nnmpi.comm.buffers import (
@@ -186,18 +185,9 @@ class Group(Communicator):
         with timeline.span(operation, "collective", timeline.REDUCE):
             if check:
                 self.check_same(array)
-            pending = self._bind(array, algorithm, BLOCKING_TAG, operation)
-            pending.run()
-            if is_device(array):
-                pending.free()
+            self._bind(array, algorithm, BLOCKING_TAG, operation).run()
 
-    def _bind(
-        self,
-        array: Buffer,
-        algorithm: How,
-        tag: int,
-        operation: str = ALL_REDUCE.name,
-    ) -> Pending:
+    def _bind(self, array: Buffer, algorithm: How, tag: int, operation: str) -> Pending:
         check_any(array)
         if is_low(array.dtype) and operation in (ALL_GATHER.name, BROADCAST.name):
             array = array.view(np.uint16)
@@ -205,26 +195,16 @@ class Group(Communicator):
             return widened(array, lambda wide: self._bind(wide, algorithm, tag, operation))
         if algorithm == AUTO and operation == ALL_REDUCE.name:
             algorithm = self.choose(array).algorithm
-        if not is_device(array):
-            return self._bind_one(array, algorithm, tag, operation)
-        if cuda_aware() and algorithm != SHARED:
-            return self._bind_one(array, algorithm, tag, operation)
-        return staged(array, lambda host: self._bind_one(host, algorithm, tag, operation))
-
-    def _bind_one(self, array: Buffer, algorithm: How, tag: int, operation: str) -> Pending:
-        """Return a collective of an array that MPI is given: on the host, or on a device if MPI takes such."""
+        if is_device(array) and (algorithm == SHARED or not cuda_aware()):
+            return staged(array, lambda host: self._bind(host, algorithm, tag, operation))
         if algorithm == NATIVE:
             return NativeExecution(array, self.comm, operation)
         if algorithm == SHARED and operation == ALL_REDUCE.name:
             return SharedSum(array, self.memory(), tag)
-        if operation != ALL_REDUCE.name:
-            collective = find_collective(operation, algorithm)
-        else:
-            collective = find_algorithm(algorithm, self.nodes() if algorithm == HIERARCHICAL else None)
+        collective = find_collective(operation, algorithm, self.nodes() if algorithm == HIERARCHICAL else None)
         if not isinstance(algorithm, str):
             check_proof(collective, self.size)
-        steps = collective(self.rank, self.size)
-        return Execution(steps, array, self.comm, tag)
+        return Execution(collective(self.rank, self.size), array, self.comm, tag)
 
     def choose(self, array: Buffer, started: bool = False) -> Choice:
         """Return what "auto" means for this array, and why; the same on all ranks.
@@ -236,9 +216,8 @@ class Group(Communicator):
         """
         if is_device(array) and cuda_aware():
             return Choice(NATIVE, "MPI takes device arrays")
-        shared = (
-            self._memory is not None and not self._memory.closed and not is_device(array) and self._memory.holds(array)
-        )
+        memory = None if self._memory is None or self._memory.closed or is_device(array) else self._memory
+        shared = memory is not None and memory.holds(array)
         return choose(array.nbytes, self.size, self.fit, shared, started)
 
     def check_same(self, array: Buffer) -> None:

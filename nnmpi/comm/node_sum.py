@@ -21,7 +21,7 @@ The arrays must lie in the shared memory (`SharedMemory.allocate`), at the same 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -29,9 +29,9 @@ import nnmpi.shard as shard
 from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.buffers import Buffer, check_buffer
-from nnmpi.comm.execution import Execution, Startable
+from nnmpi.comm.execution import Execution, LocalWork, Pending, Stages
 from nnmpi.comm.node import SharedMemory
-from nnmpi.errors import CommError, DeviceError
+from nnmpi.errors import DeviceError
 
 ALIGNMENT_BYTES = 64
 # What is added at a time of all ranks' arrays together should lie in a core's cache, but shorter blocks than this cost
@@ -96,21 +96,7 @@ class NodeSum:
             yield total, parts
 
 
-class LocalWork:
-    """A stage in which this rank has something to compute, and nothing to wait for."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.run = self.start = run
-
-    def poll(self) -> bool:
-        """Return True: it was finished when it was started."""
-        return True
-
-    def wait(self) -> None:
-        """Do nothing."""
-
-
-class SharedSum:
+class SharedSum(Stages):
     """The sum of an array over the ranks of a group, through the memory of each node. Making one is collective.
 
     It has the methods of `Execution`. Several may be in flight at once if their tags differ, and be started and polled
@@ -129,86 +115,35 @@ class SharedSum:
     """
 
     def __init__(self, array: Buffer, memory: SharedMemory, tag: int = 0, block_bytes: int | None = None) -> None:
-        self._array, self._memory, self._tag = check_buffer(array), memory, tag
-        self._stages: tuple[Startable, ...] = ()
-        if _is_to_add(self._array, memory):
-            self._stages = tuple(self._sum(NodeSum([self._array], memory, tag, block_bytes=block_bytes)))
-        self._runs = tuple(stage.run for stage in self._stages)
-        self._at = len(self._stages)
+        stages: list[Pending] = []
+        if _is_to_add(check_buffer(array), memory):
+            stages += _stages(array, memory, tag, NodeSum([array], memory, tag, block_bytes=block_bytes))
+        super().__init__(stages, f"the shared sum with tag {tag}")
 
-    def start(self) -> None:
-        """Start it, with what the array holds now. Leave the array alone until `poll` returns True or `wait` returns.
 
-        Raises:
-            CommError: when it is running already.
-        """
-        if self._at < len(self._stages):
-            raise CommError(f"the shared sum with tag {self._tag} is still running; wait for it before the next start")
-        self._at = -1
-        self._next()
+def _stages(array: Buffer, memory: SharedMemory, tag: int, node: NodeSum) -> Iterator[Pending]:
+    across = memory.across
+    leaders = array if memory.size == 1 else memory.parts(array)[0]
 
-    def poll(self) -> bool:
-        """Go as far as possible without waiting for others; return whether it is finished."""
-        while self._at < len(self._stages):
-            if not self._stages[self._at].poll():
-                return False
-            self._next()
-        return True
+    def add() -> None:
+        for total, others in node.sums(0):
+            if across is None:
+                for other in others:
+                    other[...] = total  # a third of what the call of np.copyto takes
 
-    def wait(self) -> None:
-        """Return when the array holds the sum, and no other rank needs it any more.
+    def copy() -> None:
+        array[...] = leaders
 
-        Raises:
-            CommError: when other ranks do not come in time.
-        """
-        while self._at < len(self._stages):
-            self._stages[self._at].wait()
-            self._next()
-
-    def run(self) -> None:
-        """Start and wait."""
-        if self._at < len(self._stages):
-            self.start()  # raises
-        for run in self._runs:
-            run()
-
-    def free(self) -> None:
-        """Give back what MPI keeps for the leaders' ring; the windows and barriers are the memory's."""
-        for stage in self._stages:
-            if isinstance(stage, Execution):
-                stage.free()
-
-    def _next(self) -> None:
-        self._at += 1
-        if self._at < len(self._stages):
-            self._stages[self._at].start()
-
-    # ---- what is to be done ----
-
-    def _sum(self, node: NodeSum) -> Iterator[Startable]:
-        """Yield the stages of the sum."""
-        across, array = self._memory.across, self._array
-        leaders = array if self._memory.size == 1 else self._memory.parts(array)[0]
-
-        def add() -> None:
-            for total, others in node.sums(0):
-                if across is None:
-                    for other in others:
-                        other[...] = total  # a third of what the call of np.copyto takes
-
-        def copy() -> None:
-            array[...] = leaders
-
+    yield node.barrier
+    yield LocalWork(add)
+    yield node.barrier
+    if across is not None:
+        if memory.rank == 0:
+            yield Execution(ring(across.rank, across.size), leaders, across, tag)
         yield node.barrier
-        yield LocalWork(add)
+        if memory.rank > 0:
+            yield LocalWork(copy)
         yield node.barrier
-        if across is not None:
-            if self._memory.rank == 0:
-                yield Execution(ring(across.rank, across.size), leaders, across, self._tag)
-            yield node.barrier
-            if self._memory.rank > 0:
-                yield LocalWork(copy)
-            yield node.barrier
 
 
 def own_slice(array: Buffer, size: int, rank: int) -> slice:

@@ -36,6 +36,8 @@ from nnmpi.train.config import (
     check,
     check_numbers,
     flatten,
+    made,
+    plain,
 )
 from nnmpi.train.folder import default_folder, find_model, read_run
 from nnmpi.train.loop import StopSignals, begin
@@ -68,12 +70,7 @@ def launch(words: Sequence[str]) -> None:
         config = parse(words)
         sync = config.sync
         cpu_factor = 0.0 if sync.slowness(0).minimum_s else 1.0
-        return {
-            "ranks": sync.simulate,
-            "machine": sync.machine,
-            "seed": config.run.seed,
-            "cpu_factor": cpu_factor,
-        }
+        return {"ranks": sync.simulate, "machine": sync.machine, "seed": config.run.seed, "cpu_factor": cpu_factor}
 
     group = start_ranks(words, main, simulation, StopSignals)
     if group is not None:
@@ -330,13 +327,11 @@ def read_command(
         HelpAsked: for -h or --help.
         UsageError: for wrong names or values, and another number of paths.
     """
-    options = [options_of(section) for section in sections]
-    known = [each for part in options for each in part]
+    known = [each for section in sections for each in options_of(section)]
     read_words([word for word in words if word in ("-h", "--help")], known, program, description)
     paths, rest = _take_paths(words, names)
     given = read_words(rest, known, program, description)
-    values = ({each.name: given[each.name] for each in part if each.name in given} for part in options)
-    return *paths, *(section(**own) for section, own in zip(sections, values, strict=True))
+    return *paths, *(made(section, given) for section in sections)
 
 
 def read_shared(
@@ -361,25 +356,17 @@ def read_shared(
         HelpAsked: for -h or --help.
         UsageError: for wrong names or values.
     """
-    mine = {each.name: each for section in own for each in options_of(section)}
+    mine = [each for section in own for each in options_of(section)]
     others = [
         replace(each, **different.get(each.name, {}))
         for section, names in shared.items()
         for each in options_of(section)
         if not names or each.name in names.split()
     ]
-    read = read_words(words, [*mine.values(), *others], program, description)
-    sections = [
-        section(**{name: read[name] for name, each in mine.items() if each.section is section and name in read})
-        for section in own
-    ]
-    given = {name: _plain(value) for name, value in read.items() if name not in mine}
+    read = read_words(words, [*mine, *others], program, description)
+    given = {each.name: plain(read[each.name]) for each in others if each.name in read}
     defaults = {each.name: each.default for each in others if "default" in different.get(each.name, {})}
-    return *sections, assemble({**defaults, **given}), given
-
-
-def _plain(value: Any) -> Any:
-    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+    return *(made(section, read) for section in own), assemble({**defaults, **given}), given
 
 
 def _take_paths(words: Sequence[str], names: str) -> tuple[list[Path], list[str]]:

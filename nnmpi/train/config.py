@@ -14,17 +14,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_type_hints
+from typing import Any, Literal, NamedTuple, TypeVar, get_type_hints
 
 from nnmpi.comm.machine import Machine, parse_network
 from nnmpi.comm.world import LIMIT_S, WARNING_S
-from nnmpi.command import Option, Switch, convert, options_of, suggest
+from nnmpi.command import Option, Switch, convert, flag_of, options_of, suggest
 from nnmpi.custom import Custom, is_custom
 from nnmpi.errors import UsageError
 from nnmpi.synchrony.slow import Slow
 from nnmpi.synchrony.sync import DEFAULT_LOCAL_STEPS, DEFAULT_STALENESS, Sync
 from nnmpi.units import parse_bytes
 
+T = TypeVar("T")
 MODELS = ("mlp", "cnn", "resnet", "lstm", "gpt")
 LONG = 1e9  # more epochs, MiB or milliseconds than anybody uses; what is computed from them stays finite
 
@@ -54,7 +55,43 @@ def check_numbers(section: Any, names: str, least: float, below: float = math.in
             bound = f"{kind} above {least:g}" if above else f"{kind}, {least:g} or more"
             limit = "" if below == math.inf else f", and below {below:g}"
             fits = (least < value if above else least <= value) and value < below
-            require(fits, f"--{name.replace('_', '-')} is {value}; give a {bound}{limit}")
+            require(fits, f"{flag_of(name)} is {value}; give a {bound}{limit}")
+
+
+def given(section: Any) -> dict[str, Any]:
+    """Return the options of a section that are not their defaults."""
+    return {each.name: value for each in fields(section) if (value := getattr(section, each.name)) != each.default}
+
+
+# Which options mean something beside some values of another one alone.
+ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
+    "hidden": ("model", ("mlp", "cnn")),
+    "activation": ("model", ("mlp",)),
+    "dropout": ("model", ("mlp", "cnn", "lstm", "gpt")),
+    "layers": ("model", ("lstm", "gpt")),
+    "features": ("model", ("lstm", "gpt")),
+    "heads": ("model", ("gpt",)),
+    "context": ("model", ("lstm", "gpt")),
+    "pretrained": ("model", ("gpt",)),
+    "staleness": ("sync", ("ssp",)),
+    "local_steps": ("sync", ("local",)),
+    "momentum": ("optimizer", ("sgd",)),
+    "label_smoothing": ("loss", ("cross-entropy",)),
+}
+SEQUENCE_MODELS = ONLY_WITH["context"][1]
+
+
+def check_idle(section: Any) -> None:
+    """Refuse options that mean nothing beside the others; see ONLY_WITH.
+
+    Raises:
+        UsageError: naming both.
+    """
+    for name in given(section).keys() & ONLY_WITH.keys():
+        other, values = ONLY_WITH[name]
+        has = getattr(section, other)
+        fits = has in values or (name == "context" and is_custom(has))
+        require(fits, f"{flag_of(name)} is for --{other} {' or '.join(values)}, not for {has}; leave it out")
 
 
 @dataclass(frozen=True)
@@ -145,12 +182,7 @@ class ParallelConfig:
 
     def describe_idle(self) -> str | None:
         """Return the first given option that means something in a pipeline alone; None if there is none."""
-        given = {
-            "--pipeline": self.pipeline != "1f1b",
-            "--virtual-stages": self.virtual_stages != 1,
-            "--split": self.split != "auto",
-        }
-        return next((option for option, is_given in given.items() if is_given), None)
+        return next((flag_of(name) for name in given(self) if name in ("pipeline", "virtual_stages", "split")), None)
 
 
 def _bytes(option: str, text: str | None) -> int | None:
@@ -193,11 +225,7 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         """Check the values; whether they fit the number of ranks is checked when that is known."""
-        for option, given, mode in (  # the rule checks values, whose names and defaults are its own
-            (f"--staleness {self.staleness}", self.staleness is not None, "ssp"),
-            (f"--local-steps {self.local_steps}", self.local_steps is not None, "local"),
-        ):
-            require(not given or self.sync == mode, f"{option} is for --sync {mode}, not {self.sync}; leave it out")
+        check_idle(self)
         _ = (self.rule, self.slowness(0), self.machine)  # each raises for words that it cannot read
         check_numbers(self, "simulate", 0, MOST_SIMULATED_RANKS)
         require(
@@ -231,26 +259,10 @@ class SyncConfig:
         """
         if not self.rule.asynchronous:
             return
-        plain = ParallelConfig()
-        for each in fields(parallel):
-            given, fits = getattr(parallel, each.name), each.name in ("dp", "microbatches", "layout")
-            fits = fits or given in (getattr(plain, each.name), 1)
-            what = f"--{each.name.replace('_', '-')} does not go with --sync {self.sync}"
+        for name, value in given(parallel).items():
+            what = f"{flag_of(name)} does not go with --sync {self.sync}"
+            fits = name in ("dp", "microbatches", "layout") or value == 1
             require(fits, f"{what}, whose workers have the whole model each and sum no gradients; leave it out")
-
-
-# Which models know an option.
-MODELS_WITH = {
-    "hidden": ("mlp", "cnn"),
-    "activation": ("mlp",),
-    "dropout": ("mlp", "cnn", "lstm", "gpt"),
-    "layers": ("lstm", "gpt"),
-    "features": ("lstm", "gpt"),
-    "heads": ("gpt",),
-    "context": ("lstm", "gpt"),
-    "pretrained": ("gpt",),
-}
-SEQUENCE_MODELS = MODELS_WITH["context"]
 
 
 @dataclass(frozen=True)
@@ -288,17 +300,7 @@ class ModelConfig:
         for width in self.hidden:
             require(1 <= width <= LONG, f"--hidden has a layer of width {width}; give whole numbers from 1 to {LONG:g}")
         check_numbers(self, "dropout", 0, 1)
-        plain = {each.name: each.default for each in fields(self)}
-        for name, models in MODELS_WITH.items():
-            known, given = " or ".join(models), getattr(self, name) != plain[name]
-            knows = self.model in models or (name == "context" and is_custom(self.model))
-            require(
-                not given or knows,
-                f"--{name} is for --model {known}, not for {self.model}; leave it out",
-            )
-        self._check_sequences()
-
-    def _check_sequences(self) -> None:
+        check_idle(self)
         check_numbers(self, "layers features heads context", 1)
         if self.model == "gpt" and self.pretrained is None:
             _, features, heads = self.sizes
@@ -312,7 +314,7 @@ class ModelConfig:
 
 def check_positions(model: str, sp: int) -> None:
     """Refuse to share out the positions of a model that has none, or takes one after the other."""
-    mixes = sp > 1 and model in MODELS and model not in MODELS_WITH["heads"]
+    mixes = sp > 1 and model in MODELS and model not in ONLY_WITH["heads"][1]
     why = "takes one after the other" if model in SEQUENCE_MODELS else "knows none"
     sentence = f"--sp {sp} shares out the positions of sequences, and --model {model} {why}"
     require(not mixes, f"{sentence}; leave --sp out, or use --model gpt")
@@ -408,12 +410,9 @@ class OptimizationConfig:
         check_numbers(self, "warmup_epochs", 0, LONG)
         check_numbers(self, "weight_decay", 0)
         _ = self.drops
-        plain = self.loss == "cross-entropy" or not self.label_smoothing
-        require(plain, "--label-smoothing belongs to the cross-entropy; leave it out, or --loss")
+        check_idle(self)
         fixed = not is_custom(self.optimizer) or self.weight_decay is None
         require(fixed, f"--weight-decay does not go with --optimizer {self.optimizer}, which decides about it itself")
-        sgd = self.optimizer == "sgd"
-        require(sgd or not self.momentum, f"--momentum belongs to --optimizer sgd, not to {self.optimizer}")
 
     @property
     def drops(self) -> tuple[float, float] | None:
@@ -496,7 +495,10 @@ class RunConfig:
         check_numbers(self, "stall_limit seed", 0)
         in_order = not self.stall_limit or self.stall_limit >= WARNING_S
         require(in_order, f"--stall-limit {self.stall_limit:g} is less than the {WARNING_S:g} s before a warning")
-        self._check_products()
+        wide = self.dtype == "float64" and self.precision != "float32"
+        require(not wide, f"--precision {self.precision} rounds float32, and --dtype is float64; leave one of them out")
+        there = self.precision == "float32" or self.backend != "numpy"
+        require(there, f"--precision {self.precision} needs a CUDA device; use --backend cupy, or leave it out")
         compiled = self.dtype == self.precision == "float32" and self.backend != "cupy"
         require(compiled or self.jit != "on", "--jit compiles for float32 on the CPU alone; leave it out otherwise")
         _ = self.evaluates, self.saves  # each raises for words that it cannot read
@@ -512,12 +514,6 @@ class RunConfig:
     def saves(self) -> Every | None:
         """When a checkpoint is written; None for what can be afforded."""
         return None if self.save_every is None else Every.parse("--save-every", self.save_every)
-
-    def _check_products(self) -> None:
-        wide = self.dtype == "float64" and self.precision != "float32"
-        require(not wide, f"--precision {self.precision} rounds float32, and --dtype is float64; leave one of them out")
-        there = self.precision == "float32" or self.backend != "numpy"
-        require(there, f"--precision {self.precision} needs a CUDA device; use --backend cupy, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -566,11 +562,17 @@ def flatten(config: Config) -> dict[str, Any]:
 
 def to_json(section: Any) -> dict[str, Any]:
     """Return the options of one section by name, as `flatten` does."""
-    found: dict[str, Any] = {}
-    for each in fields(section):
-        value = getattr(section, each.name)
-        found[each.name] = str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
-    return found
+    return {each.name: plain(getattr(section, each.name)) for each in fields(section)}
+
+
+def plain(value: Any) -> Any:
+    """Return an option's value as a JSON value."""
+    return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
+
+
+def made(section: type[T], values: Mapping[str, Any]) -> T:
+    """Return a section with those of the values that are options of it, and defaults for the rest."""
+    return section(**{each.name: values[each.name] for each in options_of(section) if each.name in values})
 
 
 def assemble(flat: Mapping[str, Any]) -> Config:
@@ -580,11 +582,7 @@ def assemble(flat: Mapping[str, Any]) -> Config:
         UsageError: for a name that is no option, a value of the wrong type or out of range.
     """
     values = check(flat, "options")
-    sections = {
-        name: section(**{each.name: values[each.name] for each in fields(section) if each.name in values})
-        for name, section in get_type_hints(Config).items()
-    }
-    return Config(**sections)
+    return Config(**{name: made(section, values) for name, section in get_type_hints(Config).items()})
 
 
 def check(flat: Mapping[str, Any], origin: str) -> dict[str, Any]:

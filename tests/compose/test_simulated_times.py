@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import pytest
 
 from nnmpi import clock
-from nnmpi.comm.algorithms.ring import ring_seconds
+from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Link, Machine
 from nnmpi.comm.simulated.simulated_world import simulate
@@ -85,14 +85,14 @@ def test_a_step_through_the_server_takes_the_pace_and_what_the_formula_says(fact
 def test_a_step_with_an_all_reduce_takes_the_slowest_pace_a_ring_and_the_report(who: int, factor: int) -> None:
     """Whoever is slow: all meet in the same step, which ends for all at the same time."""
     numbers_s = 2 * (ALPHA_S + 5 * 8 * BYTE_S)  # loss, right answers, rows and a hash of the update, by doubling
-    ring_s = ring_seconds(4, NBYTES, ALPHA_S, BYTE_S)
+    ring_s = ALGORITHMS["ring"].seconds(4, NBYTES, ALPHA_S, BYTE_S)
     assert step(Sync(), slow=f"rank={who},factor={factor}") == pytest.approx(factor + ring_s + numbers_s, rel=0.002)
 
 
 @pytest.mark.parametrize("every", [2, 4])
 def test_local_steps_pay_an_average_once_in_so_many(every: int) -> None:
     """A ring, and before it the ranks' rows."""
-    ring_s, rows_s = ring_seconds(4, NBYTES, ALPHA_S, BYTE_S), 2 * (ALPHA_S + 8 * BYTE_S)
+    ring_s, rows_s = ALGORITHMS["ring"].seconds(4, NBYTES, ALPHA_S, BYTE_S), 2 * (ALPHA_S + 8 * BYTE_S)
     found = step(Sync("local", local_steps=every))
     assert found == pytest.approx(1 + (ring_s + rows_s) / every, abs=0.02)  # now and then they ask for signals
     report = run(Sync("local", local_steps=every), 8).report

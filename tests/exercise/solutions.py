@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 
 from nnmpi.comm.algorithms import bruck, gossip, halving, ring, tree
+from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES
 from nnmpi.comm.collective import Step
 from nnmpi.schedule import schedules
 
@@ -12,8 +13,8 @@ star_all_reduce, tree_all_reduce, tree_broadcast = tree.star, tree.tree, tree.tr
 tree_reduce, ring_all_reduce, ring_all_gather = tree.tree_reduce, ring.ring, ring.ring_all_gather
 ring_reduce_scatter, bruck_all_gather = ring.ring_reduce_scatter, bruck.bruck_all_gather
 halving_doubling, neighbour_average = halving.halving_doubling, gossip.gossip
-server_cost, ring_cost, tree_cost = tree.star_seconds, ring.ring_seconds, tree.tree_seconds
-all_gather_cost = ring.ring_gather_seconds
+server_cost, ring_cost, tree_cost = (ALGORITHMS[name].seconds for name in ("ps", "ring", "tree"))
+all_gather_cost = COLLECTIVES["all-gather", "ring"].seconds
 naive_pipeline, gpipe, one_f_one_b = schedules.naive, schedules.gpipe, schedules.one_f_one_b
 interleaved, inference_pipeline = (partial(each, virtual=2) for each in (schedules.interleaved, schedules.inference))
 zero_bubble = schedules.zero_bubble

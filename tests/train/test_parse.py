@@ -185,7 +185,7 @@ def test_a_resumed_run_leaves_what_belonged_to_its_way_of_synchronization(tmp_pa
     file = tmp_path / "gossip.toml"
     file.write_text('sync = "gossip"\n')
     assert parse([*resume, "--config", str(file)]).sync.rule.mode == "gossip"
-    with pytest.raises(UsageError, match="--staleness 3 is for --sync ssp, not asp"):
+    with pytest.raises(UsageError, match="--staleness is for --sync ssp, not for asp"):
         parse([*resume, "--sync", "asp", "--staleness", "3"])
 
 

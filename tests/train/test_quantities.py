@@ -164,7 +164,7 @@ def test_what_was_trained_is_used(capfd: pytest.CaptureFixture[str]) -> None:
         ("--dataset one.npz --loss bce", "one: a target is .*; for yes or no give numbers from 0 to 1"),
         ("--dataset single.npz", "has one class alone, so that there is nothing to tell apart"),
         ("--dataset paradise-lost --model lstm --loss mse", "has classes, and --loss mse predicts numbers"),
-        ("--dataset one.npz --loss mse --label-smoothing 0.1", "--label-smoothing belongs to the cross-entropy"),
+        ("--dataset one.npz --loss mse --label-smoothing 0.1", "--label-smoothing is for --loss cross-entropy"),
         ("--dataset one.npz --loss mse --partition label", "sorts samples by class, but those of one have quantities"),
         ("--dataset one.npz --loss mean", "--loss is mean; it must be one of cross-entropy, mse, bce, mae, huber"),
     ],

@@ -51,13 +51,3 @@ def _around(first: int, count: int, size: int) -> Chunks:
     if first + count <= size:
         return range(first, first + count)
     return (*range(first, size), *range(first + count - size))
-
-
-def bruck_scatter_seconds(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-    """Return what the reduce-scatter costs."""
-    return bruck_gather_seconds(N, M, alpha, beta) + (N - 1) / N * M * gamma
-
-
-def bruck_gather_seconds(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-    """Return what the all-gather costs."""
-    return (N - 1).bit_length() * alpha + (N - 1) / N * M * beta

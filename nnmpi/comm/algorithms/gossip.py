@@ -21,22 +21,6 @@ Cost for any number of ranks N > 2, M bytes, latency alpha, time per byte beta, 
 
 Source: Lian et al., Can decentralized algorithms outperform centralized algorithms?, 2017; Xiao and
 Boyd, Fast linear iterations for distributed averaging, 2004, for the weights.
-
-Pairwise averaging: two ranks end with the sum of their buffers, and the others go on meanwhile.
-
-               rank 0      rank 1      rank 2      rank 3        partners 2, 3, 0, 1
-               a           b           c           d
-    step 0     a <---------------------> c                       both ways at once
-                           b <---------------------> d
-               a+c         b+d         c+a         d+b
-
-A sum of two numbers is the same in either order, so both end with the same bits; halved, it is their mean.
-
-Cost for M bytes, latency alpha, time per byte beta, time per added byte gamma, whatever the number of ranks:
-
-    alpha  +  M beta  +  M gamma
-
-Source: Boyd et al., Randomized gossip algorithms, 2006.
 """
 
 from nnmpi.comm.collective import Step
@@ -49,22 +33,3 @@ def gossip(rank: int, size: int) -> tuple[Step, ...]:
     to_right = Step(to=right, send=everything, from_=left, recv=everything, reduce=True)
     to_left = Step(to=left, send=everything, from_=right, recv=everything, reduce=True)
     return (to_right, to_left)[: min(size - 1, 2)]
-
-
-def pairwise(rank: int, size: int, partner: int) -> tuple[Step, ...]:
-    """Return this rank's steps; none when it is its own partner.
-
-    Args:
-        rank: this rank.
-        size: the number of ranks, and so of the chunks that travel: all of them.
-        partner: the rank that it exchanges with, which must have this one as its partner.
-    """
-    if partner == rank:
-        return ()
-    everything = range(size)
-    return (Step(to=partner, send=everything, from_=partner, recv=everything, reduce=True),)
-
-
-def gossip_seconds(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-    """Return what averaging with the neighbours costs, however many ranks there are."""
-    return min(N - 1, 2) * (alpha + M * beta + M * gamma)

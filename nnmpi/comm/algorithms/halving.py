@@ -67,9 +67,8 @@ def _rank(place: int, folded: int) -> int:
     return 2 * place if place < folded else place + folded
 
 
-def halving_seconds(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-    """Return what it costs where N is a power of two; a bound from below elsewhere."""
+def halving_cost(N: int) -> tuple[float, float, float]:
+    """Return what it costs where N is a power of two, see `Collective.cost`; a bound from below elsewhere."""
     power = 1 << N.bit_length() - 1
-    fold = 0.0 if power == N else 2 * alpha + 2 * M * beta + M * gamma
-    moved = (power - 1) / power * M
-    return fold + 2 * (power.bit_length() - 1) * alpha + 2 * moved * beta + moved * gamma
+    fold, moved = power < N, (power - 1) / power
+    return 2 * (power.bit_length() - 1 + fold), 2 * (moved + fold), moved + fold

@@ -43,18 +43,3 @@ def _pass_on(rank: int, size: int, chunk: int, reduce: bool) -> Step:
     """Send this chunk to the right while the one before it comes from the left."""
     right, left = (rank + 1) % size, (rank - 1) % size
     return Step(to=right, send=(chunk % size,), from_=left, recv=((chunk - 1) % size,), reduce=reduce)
-
-
-def ring_seconds(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-    """Return what the all-reduce costs: both halves, and what is added in the first."""
-    return ring_gather_seconds(N, M, alpha, beta) * 2 + (N - 1) / N * M * gamma
-
-
-def ring_scatter_seconds(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-    """Return what the reduce-scatter costs."""
-    return ring_gather_seconds(N, M, alpha, beta) + (N - 1) / N * M * gamma
-
-
-def ring_gather_seconds(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-    """Return what the all-gather costs: N-1 steps, each with an N-th of the buffer."""
-    return (N - 1) * alpha + (N - 1) / N * M * beta

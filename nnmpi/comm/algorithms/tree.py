@@ -93,21 +93,6 @@ def levels(N: int) -> int:
     return (N - 1).bit_length()
 
 
-def tree_seconds(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-    """Return what the all-reduce costs: up the tree and down again, the whole buffer on every level."""
-    return levels(N) * (2 * alpha + 2 * M * beta + M * gamma)
-
-
-def broadcast_seconds(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-    """Return what the broadcast along the tree costs."""
-    return levels(N) * (alpha + M * beta)
-
-
-def scatter_broadcast_seconds(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-    """Return what the broadcast for long buffers costs, a scatter and a ring."""
-    return (levels(N) + N - 1) * alpha + 2 * (N - 1) / N * M * beta
-
-
 # All-reduce through a parameter server: rank 0 collects everybody's buffer, adds, and sends the sum back.
 #
 # The server serves one worker after another, in rank order, so that the sum does not depend on who comes first:
@@ -127,19 +112,11 @@ def scatter_broadcast_seconds(N: int, M: float, alpha: float, beta: float, gamma
 # (Textbooks often give it a latency of 2 alpha, which needs a server that receives from all workers at once.)
 # Source: Li et al., Scaling distributed machine learning with the parameter server, 2014, with one server.
 
-SERVER = 0
-
 
 def star(rank: int, size: int) -> tuple[Step, ...]:
     """Return this rank's steps: 2(size-1) at the server, one send and one receive at a worker."""
-    everything = range(size)
-    if rank == SERVER:
-        workers = tuple(worker for worker in range(size) if worker != SERVER)
-        collect = tuple(Step(from_=worker, recv=everything, reduce=True) for worker in workers)
-        return collect + tuple(Step(to=worker, send=everything) for worker in workers)
-    return Step(to=SERVER, send=everything), Step(from_=SERVER, recv=everything)
-
-
-def star_seconds(N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
-    """Return what the all-reduce costs: the server's link carries everybody's buffer, in and out."""
-    return (N - 1) * (2 * alpha + 2 * M * beta + M * gamma)
+    everything, workers = range(size), range(1, size)
+    if rank > 0:
+        return Step(to=0, send=everything), Step(from_=0, recv=everything)
+    collect = tuple(Step(from_=worker, recv=everything, reduce=True) for worker in workers)
+    return collect + tuple(Step(to=worker, send=everything) for worker in workers)

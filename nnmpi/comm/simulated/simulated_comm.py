@@ -22,11 +22,11 @@ from typing import Any, Self, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from nnmpi.comm.algorithms.bruck import bruck_gather_seconds
-from nnmpi.comm.algorithms.ring import ring_seconds
-from nnmpi.comm.algorithms.tree import broadcast_seconds, levels, scatter_broadcast_seconds
+from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES
+from nnmpi.comm.algorithms.tree import levels
 from nnmpi.comm.buffers import Buffer, as_bytes
-from nnmpi.comm.machine import Link, Links, Machine
+from nnmpi.comm.collective import Cost
+from nnmpi.comm.machine import Links, Machine
 from nnmpi.comm.simulated.scheduler import Lines, Scheduler, SimulatedRank, describe_lines, find_lines
 from nnmpi.comm.world import PAGE_BYTES, World
 from nnmpi.errors import CommError
@@ -92,40 +92,30 @@ class SimulatedNetwork:
         if len(ranks) == 1:
             return 0.0
         across = len({self.places[rank] for rank in ranks}) > 1
-        link: Link = self._machine.link(across)
-        alpha, beta = link.one_way.alpha_s, link.one_way.beta(max(nbytes, 1))
-        return _SECONDS.get(name, _latencies)(len(ranks), nbytes, alpha, beta)
+        curve = self._machine.link(across).one_way
+        costs = [way(len(ranks)) for way in _WAYS.get(name, _LATENCIES)]
+        return min(
+            latencies * curve.alpha_s + sent * nbytes * curve.beta(max(nbytes, 1)) for latencies, sent, _ in costs
+        )
 
 
-def _all_reduce(size: int, nbytes: int, alpha: float, beta: float) -> float:
-    doubling_s = levels(size) * (alpha + nbytes * beta)  # recursive doubling, which MPI takes for short arrays
-    return min(doubling_s, ring_seconds(size, nbytes, alpha, beta))
-
-
-def _broadcast(size: int, nbytes: int, alpha: float, beta: float) -> float:
-    ways = (broadcast_seconds, scatter_broadcast_seconds)
-    return min(way(size, nbytes, alpha, beta) for way in ways)
-
-
-def _all_to_all_s(size: int, nbytes: int, alpha: float, beta: float) -> float:
-    return (size - 1) * alpha + nbytes * beta
-
-
-def _latencies(size: int, nbytes: int, alpha: float, beta: float) -> float:
-    return levels(size) * alpha
-
-
-_SECONDS: Mapping[str, Callable[[int, int, float, float], float]] = MappingProxyType(
+_ALL_REDUCES: tuple[Cost, ...] = (  # MPI takes recursive doubling for short arrays
+    lambda N: (levels(N), levels(N), 0),
+    ALGORITHMS["ring"].cost,
+)
+_GATHERS = (COLLECTIVES["all-gather", "tree"].cost,)
+_WAYS: Mapping[str, Sequence[Cost]] = MappingProxyType(
     {
-        "allreduce": _all_reduce,
-        "allreduce_max": _all_reduce,
-        "broadcast": _broadcast,
-        "allgather": bruck_gather_seconds,
-        "allgatherv": bruck_gather_seconds,
-        "reduce_scatter": bruck_gather_seconds,
-        "alltoallv": _all_to_all_s,
+        "allreduce": _ALL_REDUCES,
+        "allreduce_max": _ALL_REDUCES,
+        "broadcast": tuple(COLLECTIVES["broadcast", how].cost for how in ("tree", "ring")),
+        "allgather": _GATHERS,
+        "allgatherv": _GATHERS,
+        "reduce_scatter": _GATHERS,
+        "alltoallv": (lambda N: (N - 1, 1, 0),),
     }
 )
+_LATENCIES: Sequence[Cost] = (lambda N: (levels(N), 0, 0),)
 
 
 # What a simulated rank has started, and the mistakes that can be seen in it.

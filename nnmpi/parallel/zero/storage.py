@@ -476,10 +476,7 @@ class ShardedStorage(FlatStorage):
         return traffic
 
     def disconnect(self) -> None:
-        """Give back what MPI keeps, and move to memory of this rank's own. Collective."""
-        for pending in [*self._gathers, *self._sums]:
-            if pending is not None:
-                pending.free()
+        """Give back the communicator, and move to memory of this rank's own. Collective."""
         self._gathers, self._sums = [], []
         node, self._node = self._node, None
         if node is not None:

@@ -13,11 +13,12 @@ import nnmpi.clock as clock
 from nnmpi.backend.backend import Backend
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
+from nnmpi.command import flag_of
 from nnmpi.errors import UsageError, counted
 from nnmpi.train import computing as kernels
 from nnmpi.train.build import build_whole
 from nnmpi.train.computing import Computing, choose_computing, multiplications
-from nnmpi.train.config import Config, ParallelConfig
+from nnmpi.train.config import Config, ParallelConfig, given
 from nnmpi.train.inputs import load_samples
 from nnmpi.train.planner.network import Say, take_network
 from nnmpi.train.planner.price import plan
@@ -159,11 +160,6 @@ def check_open(config: ParallelConfig, asynchronous: bool, resuming: bool = Fals
         raise UsageError("--layout auto is for ranks in step; leave it, or --sync, out")
     if resuming:
         raise UsageError("--layout auto is for a new run; leave it out: with --resume the run's own layout goes on")
-    plain = ParallelConfig()
-    left_open = (
-        *("dp", "pp", "tp", "sp", "pipeline", "virtual_stages", "microbatches", "split", "reduction"),
-        *("zero", "activation_memory", "offload_state", "allreduce"),
-    )
-    for name in left_open:
-        if getattr(config, name) != getattr(plain, name):
-            raise UsageError(f"--layout auto chooses --{name.replace('_', '-')} itself; leave one of them out")
+    for name in given(config):
+        if name not in ("layout", "memory_limit", "offload"):
+            raise UsageError(f"--layout auto chooses {flag_of(name)} itself; leave one of them out")
