@@ -46,7 +46,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import product
 from math import log, prod
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -55,7 +54,7 @@ from nnmpi.errors import LayoutError
 if TYPE_CHECKING:
     from nnmpi.comm.group import Group
 
-DP, PP, TP, SP, MODEL = "dp", "pp", "tp", "sp", "model"
+DP, PP, TP, SP = "dp", "pp", "tp", "sp"
 AXES = (DP, PP, TP, SP)
 SUGGESTIONS = 5
 
@@ -162,7 +161,7 @@ class Mesh:
         """
         if not 0 <= rank < self.size:
             raise LayoutError(f"rank {rank} is not one of {self} = {self.size} ranks")
-        rest, t = divmod(self._places[rank], self.tp)
+        rest, t = divmod(self._ranks.index(rank), self.tp)
         rest, s = divmod(rest, self.sp)
         return Coordinates(*divmod(rest, self.pp), t, s)
 
@@ -180,23 +179,7 @@ class Mesh:
         """
         if not (0 <= d < self.dp and 0 <= p < self.pp and 0 <= t < self.tp and 0 <= s < self.sp):
             raise LayoutError(f"{Coordinates(d, p, t, s)} is not in {self}; coordinates count from 0")
-        return self._ranks[self._number(d, p, t, s)]
-
-    def groups(self, axis: str) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks that differ on this axis only, each group in the axis' order; with "model" the replicas.
-
-        Raises:
-            LayoutError: for another axis.
-        """
-        ranges = dict(zip(AXES, map(range, self.shape), strict=True))
-        inside = (PP, TP) if axis == MODEL else (axis,)
-        if axis == MODEL or axis in ranges:
-            outside = product(*(ranges[each] for each in AXES if each not in inside))
-            names = [each for each in AXES if each not in inside]
-            return tuple(self._block(ranges, inside, dict(zip(names, at, strict=True))) for at in outside)
-        raise LayoutError(
-            f"a mesh has no axis {axis!r}; its axes are {', '.join(AXES)}, and {MODEL} for whole replicas"
-        )
+        return self._ranks[((d * self.pp + p) * self.sp + s) * self.tp + t]
 
     def bind(self, group: Group) -> BoundMesh:
         """Return the mesh with a group of each axis that this rank is in. Collective over the group.
@@ -233,30 +216,13 @@ class Mesh:
             own=own,
         )
 
-    def _block(self, ranges: dict[str, range], inside: Sequence[str], at: dict[str, int]) -> tuple[int, ...]:
-        """Return the ranks whose other coordinates are these, along the axes inside."""
-        along = product(*(ranges[each] for each in inside))
-        places = (at | dict(zip(inside, each, strict=True)) for each in along)
-        return tuple(self._ranks[self._number(*(place[axis] for axis in AXES))] for place in places)
-
-    def _number(self, d: int, p: int, t: int, s: int) -> int:
-        """Return the number of a place."""
-        return ((d * self.pp + p) * self.sp + s) * self.tp + t
-
     @cached_property
     def _ranks(self) -> tuple[int, ...]:
         """The rank at each place; places are numbered with t fastest and d slowest."""
         if self.nodes is None:
             return tuple(range(self.size))
-        return _place(_renumber(self.nodes), self.pp, self.sp, self.tp)
-
-    @cached_property
-    def _places(self) -> tuple[int, ...]:
-        """The place of each rank."""
-        places = [0] * self.size
-        for place, rank in enumerate(self._ranks):
-            places[rank] = place
-        return tuple(places)
+        numbers = {node: number for number, node in enumerate(dict.fromkeys(self.nodes))}
+        return _place([numbers[node] for node in self.nodes], self.pp, self.sp, self.tp)
 
 
 @dataclass(frozen=True)
@@ -338,12 +304,6 @@ def _join(blocks: Iterable[_RankBlock], many: int) -> list[_RankBlock]:
 
 def _merge(blocks: Sequence[_RankBlock], is_on_one_node: bool) -> _RankBlock:
     return _RankBlock(blocks[0].node, tuple(rank for block in blocks for rank in block.ranks), is_on_one_node)
-
-
-def _renumber(nodes: Sequence[int]) -> tuple[int, ...]:
-    """Return the nodes numbered 0, 1 ... in the order of their first ranks."""
-    numbers = {node: number for number, node in enumerate(dict.fromkeys(nodes))}
-    return tuple(numbers[node] for node in nodes)
 
 
 # ---- layouts that fit ----

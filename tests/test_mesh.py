@@ -1,7 +1,8 @@
 """The mesh: every rank at one place, groups, what is derived and refused, nodes, pictures; and bound to MPI's ranks."""
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -9,35 +10,33 @@ from hypothesis import strategies as st
 
 from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError
-from nnmpi.mesh import AXES, MODEL, Coordinates, Mesh, fitting
+from nnmpi.mesh import AXES, Coordinates, Mesh, fitting
 from tests.harness.refusals import told
 
 axis = st.integers(1, 5)
 nodes_of_any_sizes = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 
 
-def on_one_node(mesh: Mesh, axis: str) -> int:
-    """Return how many groups of an axis lie on one node."""
+def groups_of(mesh: Mesh, *axes: str) -> list[list[int]]:
+    """Return the ranks that differ on these axes alone, in the order of the axes."""
+    found = defaultdict(list)
+    for place in product(*map(range, mesh.shape)):
+        found[tuple(at for axis, at in zip(AXES, place, strict=True) if axis not in axes)].append(mesh.rank_at(*place))
+    return list(found.values())
+
+
+def on_one_node(mesh: Mesh, *axes: str) -> int:
+    """Return how many groups of some axes lie on one node."""
     nodes = mesh.nodes or (0,) * mesh.size
-    return sum(len({nodes[rank] for rank in group}) == 1 for group in mesh.groups(axis))
+    return sum(len({nodes[rank] for rank in group}) == 1 for group in groups_of(mesh, *axes))
 
 
 def check(mesh: Mesh) -> None:
-    """Every rank has one place, and the groups of each axis hold every rank once, in the order of the axis."""
+    """Every rank has one place."""
     places = [mesh.coordinates(rank) for rank in range(mesh.size)]
     assert len(set(places)) == mesh.size
     assert [mesh.rank_at(*place) for place in places] == list(range(mesh.size))
     assert places[0] == (0, 0, 0, 0)
-    for number, axis in enumerate(AXES):
-        groups = mesh.groups(axis)
-        assert sorted(rank for group in groups for rank in group) == list(range(mesh.size))
-        for group in groups:
-            own = [places[rank] for rank in group]
-            assert [place[number] for place in own] == list(range(mesh.shape[number]))
-            assert len({place[:number] + place[number + 1 :] for place in own}) == 1
-    for number, replica in enumerate(mesh.groups(MODEL)):
-        d, s = divmod(number, mesh.sp)
-        assert [places[rank] for rank in replica] == [(d, p, t, s) for p in range(mesh.pp) for t in range(mesh.tp)]
 
 
 @given(axis, axis, axis, st.integers(1, 3))
@@ -59,7 +58,7 @@ def test_ranks_on_any_nodes(pp: int, tp: int, data: st.DataObject) -> None:
     check(mesh)
     assert on_one_node(mesh, "tp") == sum(many // tp for many in Counter(nodes).values())
     if sp == 1:
-        assert on_one_node(mesh, MODEL) == sum(many // tp // pp for many in Counter(nodes).values())
+        assert on_one_node(mesh, "pp", "tp") == sum(many // tp // pp for many in Counter(nodes).values())
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
@@ -68,20 +67,20 @@ def test_even_nodes_keep_the_order_of_the_ranks(replicas: int, pp: int, tp: int,
     each = replicas * pp * tp
     nodes = tuple(node for node in range(many) for _ in range(each))
     mesh = Mesh(replicas * many, pp, tp, nodes)
-    assert mesh.groups(MODEL) == Mesh(replicas * many, pp, tp).groups(MODEL)
+    assert groups_of(mesh, "pp", "tp") == groups_of(Mesh(replicas * many, pp, tp), "pp", "tp")
 
 
 def test_ranks_dealt_in_turn_are_sorted_by_node() -> None:
     """Also the replicas: those of one node stand together, as a ring over them wants it."""
-    assert Mesh(4, 1, 1, (0, 1, 0, 1)).groups("dp") == ((0, 2, 1, 3),)
-    assert Mesh(1, 4, 1, (0, 1, 0, 1)).groups("pp") == ((0, 2, 1, 3),)
-    assert Mesh(1, 2, 2, (5, 4, 5, 4)).groups("tp") == ((0, 2), (1, 3))
+    assert groups_of(Mesh(4, 1, 1, (0, 1, 0, 1)), "dp") == [[0, 2, 1, 3]]
+    assert groups_of(Mesh(1, 4, 1, (0, 1, 0, 1)), "pp") == [[0, 2, 1, 3]]
+    assert groups_of(Mesh(1, 2, 2, (5, 4, 5, 4)), "tp") == [[0, 2], [1, 3]]
 
 
 def test_what_is_left_of_the_nodes_is_joined() -> None:
     """Two nodes of three ranks: one tensor group of two on each, and one across."""
     mesh = Mesh(3, 1, 2, (0, 0, 0, 1, 1, 1))
-    assert mesh.groups("tp") == ((0, 1), (2, 5), (3, 4))
+    assert groups_of(mesh, "tp") == [[0, 1], [2, 5], [3, 4]]
 
 
 def test_thousands_of_ranks() -> None:
@@ -90,8 +89,8 @@ def test_thousands_of_ranks() -> None:
     mesh = Mesh(64, 16, 8, nodes)
     check(mesh)
     assert on_one_node(mesh, "tp") == 1024
-    assert on_one_node(mesh, MODEL) == 0
-    assert all(len({nodes[rank] for rank in replica}) == 2 for replica in mesh.groups(MODEL))
+    assert on_one_node(mesh, "pp", "tp") == 0
+    assert all(len({nodes[rank] for rank in replica}) == 2 for replica in groups_of(mesh, "pp", "tp"))
     assert Mesh.of(7919).shape == (7919, 1, 1, 1)
 
 
@@ -151,7 +150,6 @@ def test_what_fits_is_complete(world: int) -> None:
         (lambda: Mesh(2).coordinates(2), "rank 2 is not one of dp 2 x pp 1 x tp 1 = 2 ranks"),
         (lambda: Mesh(2).coordinates(-1), "rank -1"),
         (lambda: Mesh(2, 3).rank_at(1, 3, 0), "d1 p3 t0 is not in dp 2 x pp 3 x tp 1"),
-        (lambda: Mesh(2).groups("ep"), "no axis 'ep'; its axes are dp, pp, tp, sp, and model"),
     ],
 )
 def test_what_does_not_exist(make, words: str) -> None:
@@ -178,9 +176,9 @@ def test_the_groups_of_a_rank_are_those_of_the_arithmetic(group: Group) -> None:
             groups = (bound.dp, bound.pp, bound.tp, bound.sp)
             if bound.replicas.rank != place.d * sp + place.s:
                 wrong.append("replicas")
-            for axis, own in zip((*AXES, MODEL), (*groups, bound.model), strict=True):
-                expected = next(ranks for ranks in mesh.groups(axis) if group.rank in ranks)
-                if tuple(own.gather(group.rank)) != expected or expected[own.rank] != group.rank:
+            for axis, own in zip((*AXES, "pp tp"), (*groups, bound.model), strict=True):
+                expected = next(ranks for ranks in groups_of(mesh, *axis.split()) if group.rank in ranks)
+                if own.gather(group.rank) != expected or expected[own.rank] != group.rank:
                     wrong.append(axis)
             if (*(own.rank for own in groups), bound.world) != (*place, group):
                 wrong.append("ranks")
