@@ -11,9 +11,7 @@ import pytest
 import nnmpi
 from nnmpi import data
 from nnmpi.comm.simulated.simulated_world import simulate
-from nnmpi.data.dataset import IGNORED
 from nnmpi.errors import CheckpointError, DataError, UsageError
-from nnmpi.evaluate import Evaluation
 from nnmpi.evaluate import main as evaluate
 from nnmpi.export import main as export
 from nnmpi.models.torch_weights import read_torch
@@ -85,13 +83,6 @@ def test_bytes_are_scaled_as_the_runs_own(tmp_path: Path, capfd: pytest.CaptureF
     _, test = data.load("digits")
     np.savez(tmp_path / "same.npz", x_train=test.x, y_train=test.y, x_test=test.x, y_test=test.y)
     assert printed in said(evaluate, f"{folder} --dataset {tmp_path}/same.npz --backend numpy", 1, capfd)
-
-
-def test_padding_behind_a_batch_is_no_right_answer() -> None:
-    """Its label, and what stands where a batch of sentences was narrower, are the same."""
-    labels = np.array([[2, 1, IGNORED], [0, IGNORED, IGNORED]])
-    found = Evaluation(labels, np.array([[2, 0, IGNORED], [0, IGNORED, 3]]), np.zeros(labels.shape))
-    assert (found.correct, found.targets) == (2, 3)
 
 
 def test_what_learned_from_a_table_of_texts_is_evaluated_on_a_plain_one(

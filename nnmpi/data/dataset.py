@@ -72,6 +72,11 @@ class Samples(ABC):
         """How long each sample is, (n,); None where all have the same shape."""
         return None
 
+    @property
+    def variance(self) -> float | None:
+        """Of the quantities that are predicted; None where classes are."""
+        return None
+
     @abstractmethod
     def stored(self, indices: NDArray[np.int64], length: int | None = None) -> Array:
         """Return the samples at these indices as they are stored: (rows, *shape), copied.
@@ -177,12 +182,12 @@ class Dataset(Samples):
         return "yes-or-no" if self.classes else "quantities"
 
     @cached_property
-    def variance(self) -> float:
+    def variance(self) -> float | None:
         """The mean squared distance of quantities from their mean; each place in `target_shape` has a mean of its own.
 
-        What R2 is measured by.
+        What R2 is measured by; None where classes are predicted.
         """
-        return float(np.var(self.y, axis=0, dtype=np.float64).mean())
+        return float(np.var(self.y, axis=0, dtype=np.float64).mean()) if self.predicts == "quantities" else None
 
     def describe_targets(self) -> str:
         """Return what is predicted, in words."""

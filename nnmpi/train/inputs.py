@@ -62,12 +62,6 @@ class Inputs:
         return f"{self.train.identity} {self.test.identity}"
 
     @property
-    def variances(self) -> tuple[float, float] | None:
-        """The variance of the quantities in the training and the test set; None where classes are predicted."""
-        sets = [each for each in (self.train, self.test) if isinstance(each, Dataset) and each.predicts == "quantities"]
-        return (sets[0].variance, sets[1].variance) if sets else None
-
-    @property
     def test_is_small(self) -> bool:
         """Whether the test set is a small one, which was made input once."""
         return self.test_loader.dataset is not self.test

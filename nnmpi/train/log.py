@@ -34,6 +34,13 @@ def describe_measures(measures: Mapping[str, float]) -> str:
     return f"RMSE {measures['rmse']:.4g}, R2 {measures['r2']:.4f}"
 
 
+def measures_of(found: Totals, variance: float | None) -> dict[str, float]:
+    """Return how good outputs are besides their loss: the accuracy; of quantities of this variance RMSE and R2."""
+    if variance is None:
+        return {"accuracy": found.accuracy}
+    return {"rmse": found.rmse, "r2": r2(found.score, variance)}
+
+
 class Reporter:
     """Prints lines and writes records.
 
@@ -51,7 +58,7 @@ class Reporter:
     ) -> None:
         self._extent, self._console, self._recorder = run.extent, console, recorder
         self._tokens = run.inputs.train.is_tokens  # then perplexities and tokens per second are told as well
-        self._variances, self._verbose = run.inputs.variances, run.config.run.verbose
+        self._inputs, self._verbose = run.inputs, run.config.run.verbose
         self._due_s = clock.now() + PRINT_EVERY_S  # when the next line of progress may come
         self._below: Sequence[str] = ()
 
@@ -99,10 +106,8 @@ class Reporter:
 
     def measures(self, found: Totals) -> dict[str, float]:
         """Return how good outputs are besides their loss: the accuracy, or of quantities RMSE and R2."""
-        if self._variances is None:
-            return {"accuracy": found.accuracy}
-        variance = self._variances[found.steps == 0]  # of the test data: an evaluation does no step
-        return {"rmse": found.rmse, "r2": r2(found.score, variance)}
+        samples = self._inputs.train if found.steps else self._inputs.test  # an evaluation does no step
+        return measures_of(found, samples.variance)
 
     def quality(self, found: Totals) -> str:
         """Return the measures in words."""
@@ -131,7 +136,7 @@ class Reporter:
             more: lines below, see `say`.
         """
         trained = self.result(totals)
-        if report is not None and (self._tokens or self._variances is not None):  # there is more to say of the test
+        if report is not None and self._inputs.best_by_loss:  # there is more to say of the test
             trained = f"loss {totals.loss:.4f}, test {self.result(report)}"
         elif report is not None:
             trained += f", {self.result(report, 'test ')}"
@@ -150,10 +155,10 @@ class Reporter:
         """Return the best evaluation in words, of those in the run and the last one; nothing if there was but one."""
         if not state.best_step:
             return ""
-        state = state.after_evaluation(report, self._tokens or self._variances is not None)
+        state = state.after_evaluation(report, self._inputs.best_by_loss)
         epoch, within = divmod(state.best_step, self._extent.train_batches)
         when = f"best after step {state.best_step}" if within else f"best epoch {epoch}"
-        if self._variances is not None:
+        if self._inputs.train.variance is not None:
             return f"; {when} with loss {state.best:.4f}"
         return f"; {when} with " + (f"perplexity {perplexity(state.best):.4g}" if self._tokens else percent(state.best))
 
