@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from nnmpi.errors import NnmpiError, ScheduleError, UsageError
+from nnmpi.errors import NnmpiError, ScheduleError, UsageError, raised_as
 
 
 class Custom(str):
@@ -130,12 +130,10 @@ def fault(function: Callable[..., Any], shown: Iterable[Any], error: BaseExcepti
 
 
 def _load_file(file: Path, given: str) -> Any:
-    try:
+    with raised_as(UsageError, f"{given}: {file} cannot be read"):
         if not file.is_file():
             raise UsageError(f"{given}: there is no file {file}")
         file.open("rb").close()
-    except OSError as error:
-        raise UsageError(f"{given}: {file} cannot be read ({error.strerror or error})") from None
     title = f"nnmpi_custom_{file.stem}"
     spec = importlib.util.spec_from_file_location(title, file)
     assert spec is not None and spec.loader is not None  # the name ends in .py

@@ -4,7 +4,8 @@
 65 (EX_DATAERR) for one that the same command meets again.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from operator import index
 from os import EX_DATAERR  # 65; `python -m nnmpi.run` tries what ends with it once more, and then gives up
 
@@ -63,6 +64,15 @@ def whole(name: str, value: object, least: int = 1) -> int:
     if number < least:
         raise UsageError(f"{name} is {value!r}; give a whole number of at least {least}")
     return number
+
+
+@contextmanager
+def raised_as(kind: type[NnmpiError], what: str, advice: str = "") -> Iterator[None]:
+    """Turn the system's refusal in the body into an error: "WHAT (its reason); ADVICE"."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{what} ({error.strerror or error}){advice and f'; {advice}'}") from None
 
 
 class LayoutError(UsageError):

@@ -10,7 +10,7 @@ import numpy as np
 
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, raised_as
 from nnmpi.models.torch_weights import write_torch
 from nnmpi.train.cli import ask, launch_use, read_command
 from nnmpi.train.config import to_json
@@ -66,10 +66,8 @@ def export(folder: Path, options: ExportConfig) -> str:
     run = load(folder, options.best, options.weights)
     about = to_metadata(run.signature, to_json(run.config.model))
     kind = np.int64 if run.signature.is_tokens else run.config.run.dtype
-    try:
+    with raised_as(UsageError, f"--out {file} cannot be written"):
         count = write_torch(file, run.model, np.zeros((1, *run.signature.sample_shape), kind), about)
-    except OSError as error:
-        raise UsageError(f"--out {file} cannot be written ({error.strerror or error})") from None
     return f"{count} arrays, with PyTorch's names and layouts, are in {file}"
 
 

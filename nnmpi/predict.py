@@ -20,7 +20,7 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.data.tables import read_csv, read_samples
-from nnmpi.errors import DataError, UsageError
+from nnmpi.errors import DataError, UsageError, raised_as
 from nnmpi.train.cli import PlaceConfig, ask, launch_use, read_command
 from nnmpi.train.config import SEQUENCE_MODELS, Config
 from nnmpi.train.run import Run
@@ -130,10 +130,8 @@ def main(words: Sequence[str], group: Group) -> None:
 
     def write() -> None:
         assert options.out is not None
-        try:
+        with raised_as(UsageError, f"--out {options.out} cannot be written"):
             options.out.write_text(text + "\n")
-        except OSError as error:
-            raise UsageError(f"--out {options.out} cannot be written ({error.strerror or error})") from None
 
     on_root(group, write)
     return None

@@ -32,7 +32,7 @@ from typing import Any
 
 from nnmpi.comm.mpi.shutdown import STALLED
 from nnmpi.command import HelpAsked, Parser, positive_count, printable, say
-from nnmpi.errors import LaunchError, NnmpiError, UsageError, counted
+from nnmpi.errors import LaunchError, NnmpiError, UsageError, counted, raised_as
 from nnmpi.files import read_json
 from nnmpi.launching import Launcher, find_launcher, given_hosts, kill, ranks_of
 from nnmpi.train.checkpoint import STATE_FILE, steps
@@ -201,10 +201,8 @@ class Supervisor:
         without = f" without {', '.join(lost)}" if lost else ""
         self._say(f"start {number}: {counted(ranks, 'rank')}{without}, into {folder}")
         begin_s, step = time.monotonic(), self._step()
-        try:
+        with raised_as(LaunchError, f"{command[0]} cannot be started"):
             job = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
-        except OSError as error:
-            raise LaunchError(f"{command[0]} cannot be started: {error.strerror or error}") from None
         try:
             status, words_of_end = self._watch(job, launcher, begin_s)
         finally:

@@ -9,8 +9,8 @@ PATH                        .csv[.gz], .npz                   split by seed, unl
 """
 
 import difflib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from nnmpi.data.images import (
     locate_cifar,
 )
 from nnmpi.data.tables import load_csv, load_npz, read_csv, to_dataset
-from nnmpi.errors import DataError, UsageError
+from nnmpi.errors import DataError, UsageError, raised_as
 from nnmpi.files import VARIABLE, cache_folder, expand, locked
 from nnmpi.units import format_bytes
 
@@ -279,14 +279,8 @@ def _look(name: str, folder: Path, what: str) -> Path | None:
         return next(filter(has_idx, places), None)
 
 
-@contextmanager
-def _allowed(what: str) -> Iterator[None]:
-    """Turn the system's refusal to say what there is (a folder that may not be entered) into a sentence."""
-    try:
-        yield
-    except OSError as error:
-        reason = error.strerror or error
-        raise UsageError(f"{what} cannot be read ({reason}); make it readable, or give another") from None
+def _allowed(what: str) -> AbstractContextManager[None]:
+    return raised_as(UsageError, f"{what} cannot be read", "make it readable, or give another")
 
 
 def _load_images(place: Path, name: str) -> Pair:

@@ -38,7 +38,7 @@ from nnmpi.backend.random import stream
 from nnmpi.data.dataset import IGNORED, Samples
 from nnmpi.data.documents import read_documents
 from nnmpi.data.tokenizer import CHARACTERS, CharacterTokenizer, Tokenizer, load_tokenizer
-from nnmpi.errors import DataError
+from nnmpi.errors import DataError, raised_as
 from nnmpi.files import cache_folder, folder_atomically, locked, sha256
 
 DEFAULT_CONTEXT = 64
@@ -75,10 +75,8 @@ class TextSource:
     def key(self) -> str:
         """What names its tokens: a hash of the text, the tokenizer, and what a document is."""
         made = self.load_tokenizer()
-        try:
+        with raised_as(DataError, f"{self.path}: cannot be read"):
             text = sha256(self.path)
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be read ({error.strerror or error})") from error
         kind = "".join(self.path.suffixes)
         parts = [FORMAT, text, kind, self.columns, self.sentences, CHARACTERS if made is None else made.identity]
         return hashed(json.dumps(parts).encode()).hexdigest()[:32]
@@ -99,11 +97,8 @@ def prepare_tokens(source: TextSource) -> Path:
         return folder
     with locked(parent):
         if not folder.is_dir():
-            try:
-                with folder_atomically(folder) as temporary:
-                    _fill(source, temporary)
-            except OSError as error:
-                raise DataError(f"{folder} cannot be written ({error.strerror or error})") from error
+            with raised_as(DataError, f"{folder} cannot be written"), folder_atomically(folder) as temporary:
+                _fill(source, temporary)
     return folder
 
 

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, raised_as
 
 
 def make_page(kind: str, title: str, data: Mapping[str, Any]) -> str:
@@ -36,7 +36,5 @@ def write_page(file: Path, kind: str, title: str, data: Mapping[str, Any]) -> No
     Raises:
         UsageError: when the file cannot be written.
     """
-    try:
+    with raised_as(UsageError, f"{file} cannot be written", "give another file"):
         file.write_text(make_page(kind, title, data), "utf-8", "replace")  # names of folders may be any bytes
-    except OSError as error:
-        raise UsageError(f"{file} cannot be written ({error.strerror}); give another file") from None

@@ -45,7 +45,7 @@ from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.state import model_state
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer
-from nnmpi.errors import CheckpointError, DataError, counted
+from nnmpi.errors import CheckpointError, DataError, counted, raised_as
 from nnmpi.files import read_json, sha256, sync_folder, write_atomically, write_synced
 from nnmpi.mesh import AXES, Mesh
 from nnmpi.nn.module import Module
@@ -292,16 +292,9 @@ class Saver(AbstractContextManager["Saver"]):
             writer.discard()
         return clock.now() - began
 
-    @contextmanager
-    def _explained(self, step: int) -> Iterator[None]:
-        """Turn the system's refusals into a sentence."""
-        try:
-            yield
-        except OSError as error:
-            raise CheckpointError(
-                f"no checkpoint of step {step} can be written into {self._folder.checkpoints} "
-                f"({error.strerror or error}); older ones are intact"
-            ) from None
+    def _explained(self, step: int) -> AbstractContextManager[None]:
+        what = f"no checkpoint of step {step} can be written into {self._folder.checkpoints}"
+        return raised_as(CheckpointError, what, "older ones are intact")
 
 
 def find(folder: RunFolder, group: Group, writes: bool = True, best: bool = False) -> Checkpoint | None:
@@ -482,9 +475,8 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if found != digest(state):
         raise CheckpointError(f"{file} is damaged: its SHA-256 is not the one in it")
     try:
-        _verify(folder, files)
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read ({error.strerror or error})") from None
+        with raised_as(CheckpointError, f"{folder} cannot be read"):
+            _verify(folder, files)
     except (AttributeError, KeyError, TypeError):
         raise CheckpointError(f"{file} does not say the sizes and sums of its files") from None
     del state["format"], state["files"]

@@ -30,7 +30,7 @@ from numpy import __version__ as numpy_version
 
 from nnmpi.custom import short_name
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
-from nnmpi.errors import CheckpointError, UsageError
+from nnmpi.errors import CheckpointError, UsageError, raised_as
 from nnmpi.files import LOCK_FILE, folder_atomically, read_json, sync_folder, write_atomically
 from nnmpi.models.pretrained import CONFIG
 from nnmpi.train.config import Config, all_options, check, flatten
@@ -167,11 +167,8 @@ def read_run(folder: Path, named: str) -> dict[str, Any]:
         UsageError: when the folder holds no run, or its config.json cannot be read.
     """
     file = folder / CONFIG_FILE
-    try:
+    with raised_as(UsageError, f"{named} cannot be read", "give the folder of a run that can"):
         there = file.is_file()
-    except OSError as error:  # in a folder that may not be entered
-        reason = error.strerror or error
-        raise UsageError(f"{named} cannot be read ({reason}); give the folder of a run that can") from None
     if not there:
         raise UsageError(f"{named}: there is no run ({file} is missing); give the folder of a run")
     try:
@@ -223,8 +220,5 @@ def default_folder(config: Config, runs: Path = RUNS) -> Path:
     data = Path(short_name(config.data.dataset)).stem
     stem = f"{data}-{short_name(config.model.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = (runs / (stem if number == 1 else f"{stem}-{number}") for number in range(1, 10_000))
-    try:
+    with raised_as(UsageError, f"the folder {runs} cannot be written", "give another one with --out"):
         return next(name for name in names if not name.exists())
-    except OSError as error:
-        reason = error.strerror or error
-        raise UsageError(f"the folder {runs} cannot be written ({reason}); give another one with --out") from None

@@ -14,7 +14,7 @@ from statistics import median
 import nnmpi.clock as clock
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, NnmpiError
+from nnmpi.errors import CommError, NnmpiError, raised_as
 from nnmpi.timeline import Timeline, TraceEvent, recording, to_chrome, write_chrome
 from nnmpi.train.run import TrainingRun
 
@@ -61,14 +61,10 @@ def write_trace(path: Path, timeline: Timeline, group: Group, names: Sequence[st
         processes = {rank: [TraceEvent(*row) for row in rows] for rank, rows in enumerate(everyones)}
         titles = {rank: f"rank {rank}: {name}" for rank, name in enumerate(names or ())}
         trace = to_chrome(processes, titles, dict(enumerate(ahead_s)))
-        try:
+        advice = "give a file in a folder with room that you may write to"
+        with raised_as(NnmpiError, f"the trace cannot be written to {path}", advice):
             path.parent.mkdir(parents=True, exist_ok=True)
             write_chrome(path, trace)
-        except OSError as error:
-            raise NnmpiError(
-                f"the trace cannot be written to {path}: {error.strerror or error}; give a file in a folder with room "
-                "that you may write to"
-            ) from None
 
     on_root(group, write)
 

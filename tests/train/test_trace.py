@@ -83,10 +83,10 @@ def test_a_file_that_cannot_be_written_is_one_sentence_on_all_ranks(group: Group
     told = raised(group, tmp_path / "file" / "trace.json", around_a_ring(group, 0.0))
     assert len(set(told)) == 1
     assert told[0].startswith("NnmpiError: the trace cannot be written to ")
-    assert told[0].endswith("file/trace.json: File exists; give a file in a folder with room that you may write to")
+    assert told[0].endswith("file/trace.json (File exists); give a file in a folder with room that you may write to")
     (tmp_path / "folder").mkdir()
     told = raised(group, tmp_path / "folder", around_a_ring(group, 0.0))
-    assert len(set(told)) == 1 and "folder: Is a directory;" in told[0]
+    assert len(set(told)) == 1 and "folder (Is a directory);" in told[0]
     assert all(group.gather(sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]))
 
 
