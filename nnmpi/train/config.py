@@ -63,35 +63,32 @@ def given(section: Any) -> dict[str, Any]:
     return {each.name: value for each in fields(section) if (value := getattr(section, each.name)) != each.default}
 
 
-# Which options mean something beside some values of another one alone.
-ONLY_WITH: Mapping[str, tuple[str, tuple[str, ...]]] = {
-    "hidden": ("model", ("mlp", "cnn")),
-    "activation": ("model", ("mlp",)),
-    "dropout": ("model", ("mlp", "cnn", "lstm", "gpt")),
-    "layers": ("model", ("lstm", "gpt")),
-    "features": ("model", ("lstm", "gpt")),
-    "heads": ("model", ("gpt",)),
-    "context": ("model", ("lstm", "gpt")),
-    "pretrained": ("model", ("gpt",)),
-    "staleness": ("sync", ("ssp",)),
-    "local_steps": ("sync", ("local",)),
-    "momentum": ("optimizer", ("sgd",)),
-    "label_smoothing": ("loss", ("cross-entropy",)),
+SEQUENCE_MODELS = ("lstm", "gpt")
+# Options that mean something beside some values of another one alone, and these.
+ONLY_WITH: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "model": {
+        "hidden": ("mlp", "cnn"),
+        "activation": ("mlp",),
+        "dropout": ("mlp", "cnn", "lstm", "gpt"),
+        **dict.fromkeys(("layers", "features", "context"), SEQUENCE_MODELS),
+        **dict.fromkeys(("heads", "pretrained"), ("gpt",)),
+    },
+    "sync": {"staleness": ("ssp",), "local_steps": ("local",)},
+    "optimizer": {"momentum": ("sgd",)},
+    "loss": {"label_smoothing": ("cross-entropy",)},
 }
-SEQUENCE_MODELS = ONLY_WITH["context"][1]
 
 
-def check_idle(section: Any) -> None:
-    """Refuse options that mean nothing beside the others; see ONLY_WITH.
+def check_idle(section: Any, option: str) -> None:
+    """Refuse options that mean nothing beside the value of this one; see ONLY_WITH.
 
     Raises:
         UsageError: naming both.
     """
-    for name in given(section).keys() & ONLY_WITH.keys():
-        other, values = ONLY_WITH[name]
-        has = getattr(section, other)
-        fits = has in values or (name == "context" and is_custom(has))
-        require(fits, f"{flag_of(name)} is for --{other} {' or '.join(values)}, not for {has}; leave it out")
+    has = getattr(section, option)
+    for name, values in ONLY_WITH[option].items():
+        fits = name not in given(section) or has in values or (name == "context" and is_custom(has))
+        require(fits, f"{flag_of(name)} is for --{option} {' or '.join(values)}, not for {has}; leave it out")
 
 
 @dataclass(frozen=True)
@@ -225,7 +222,7 @@ class SyncConfig:
 
     def __post_init__(self) -> None:
         """Check the values; whether they fit the number of ranks is checked when that is known."""
-        check_idle(self)
+        check_idle(self, "sync")
         _ = (self.rule, self.slowness(0), self.machine)  # each raises for words that it cannot read
         check_numbers(self, "simulate", 0, MOST_SIMULATED_RANKS)
         require(
@@ -300,7 +297,7 @@ class ModelConfig:
         for width in self.hidden:
             require(1 <= width <= LONG, f"--hidden has a layer of width {width}; give whole numbers from 1 to {LONG:g}")
         check_numbers(self, "dropout", 0, 1)
-        check_idle(self)
+        check_idle(self, "model")
         check_numbers(self, "layers features heads context", 1)
         if self.model == "gpt" and self.pretrained is None:
             _, features, heads = self.sizes
@@ -314,7 +311,7 @@ class ModelConfig:
 
 def check_positions(model: str, sp: int) -> None:
     """Refuse to share out the positions of a model that has none, or takes one after the other."""
-    mixes = sp > 1 and model in MODELS and model not in ONLY_WITH["heads"][1]
+    mixes = sp > 1 and model in MODELS and model != "gpt"
     why = "takes one after the other" if model in SEQUENCE_MODELS else "knows none"
     sentence = f"--sp {sp} shares out the positions of sequences, and --model {model} {why}"
     require(not mixes, f"{sentence}; leave --sp out, or use --model gpt")
@@ -410,7 +407,8 @@ class OptimizationConfig:
         check_numbers(self, "warmup_epochs", 0, LONG)
         check_numbers(self, "weight_decay", 0)
         _ = self.drops
-        check_idle(self)
+        check_idle(self, "loss")
+        check_idle(self, "optimizer")
         fixed = not is_custom(self.optimizer) or self.weight_decay is None
         require(fixed, f"--weight-decay does not go with --optimizer {self.optimizer}, which decides about it itself")
 
