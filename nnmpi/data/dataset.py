@@ -78,25 +78,18 @@ class Samples(ABC):
         return None
 
     @abstractmethod
-    def stored(self, indices: NDArray[np.int64], length: int | None = None) -> Array:
-        """Return the samples at these indices as they are stored: (rows, *shape), copied.
+    def rows(self, indices: NDArray[np.int64], dtype: DTypeLike = "float32", length: int | None = None) -> Array:
+        """Return the samples at these indices as model input: (rows, *shape), C-contiguous, new.
 
         Args:
             indices: (rows,).
+            dtype: of quantities; tokens are int64.
             length: which samples are padded to, where their lengths differ.
         """
 
     @abstractmethod
     def labels(self, indices: NDArray[np.int64], length: int | None = None) -> NDArray[Any]:
         """Return their labels, (rows,) or (rows, ...): int64, padded with `IGNORED`; or float32 quantities."""
-
-    def as_input(self, stored: Array, dtype: DTypeLike) -> Array:
-        """Return stored samples, on the host or a device, as model input: quantities of this dtype; tokens int64."""
-        return stored.astype(np.int64, copy=False)
-
-    def rows(self, indices: NDArray[np.int64], dtype: DTypeLike = "float32", length: int | None = None) -> Array:
-        """Return the samples at these indices as model input: (rows, *shape), C-contiguous, new; see `stored`."""
-        return self.as_input(self.stored(indices, length), dtype)
 
 
 @dataclass(frozen=True, eq=False)
@@ -221,21 +214,16 @@ class Dataset(Samples):
             found.update(np.ascontiguousarray(array).data)
         return found.hexdigest()
 
-    def stored(self, indices: NDArray[np.int64], length: int | None = None) -> Array:
-        """Return the samples at these indices as they are stored."""
-        return np.take(self.x, indices, axis=0)
+    def rows(self, indices: NDArray[np.int64], dtype: DTypeLike = "float32", length: int | None = None) -> Array:
+        """Return the samples at these indices as floats, scaled; tokens as int64."""
+        x: Array = np.take(self.x, indices, axis=0).astype(np.int64 if self.is_tokens else dtype, copy=False)
+        if not self.is_tokens and self.scale != 1.0:
+            x *= self.scale
+        return x
 
     def labels(self, indices: NDArray[np.int64], length: int | None = None) -> NDArray[Any]:
         """Return the labels at these indices."""
         return self.y[indices]
-
-    def as_input(self, stored: Array, dtype: DTypeLike) -> Array:
-        """Return stored samples as floats, scaled; tokens as int64."""
-        if self.is_tokens or self.scale == 1.0:
-            return stored.astype(np.int64 if self.is_tokens else dtype, copy=False)
-        result: Array = stored.astype(dtype)
-        result *= self.scale
-        return result
 
     def take(self, indices: NDArray[np.int64]) -> "Dataset":
         """Return a data set of the samples at these indices, in that order (copied)."""

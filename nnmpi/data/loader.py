@@ -21,7 +21,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.data.dataset import Samples, count_targets
 from nnmpi.data.sampler import Cut, by_length, check_partition, cut_batch, order, own_rows, own_samples
-from nnmpi.data.transform import Normalize, Transform, split_transform
+from nnmpi.data.transform import Normalize, Transform, steps_of
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.errors import whole as whole_of
 from nnmpi.shard import split
@@ -161,7 +161,7 @@ class Loader:
         self.transform = transform
         self.dtype = np.dtype(dtype)
         self.workers = workers
-        self._moving, self._computing = split_transform(None if dataset.is_tokens else transform)
+        self._steps = [] if transform is None or dataset.is_tokens else steps_of(transform)
         self._asked = 0  # how often for the next epoch
         self._own: dict[tuple[int, int], NDArray[np.int64]] = {}  # by part and parts: who has which samples
         check_partition(len(dataset), partition, world)
@@ -194,46 +194,29 @@ class Loader:
         raised at the batch that it belongs to.
 
         Args:
-            backend: where x and y shall be; None for the host. A device gets bytes where the data set has bytes, and
-                scales and normalizes them, with the host's numbers; but for a transform of the user's own the host
-                does all arithmetic. A copy takes microseconds, and a step waits for the device anyway, so copies are
-                not queued beside it.
+            backend: where x and y shall be; None for the host. A copy to a device takes microseconds, and a step waits
+                for it anyway, so copies are not queued beside it.
         """
         epoch_order, device = self.order(epoch), backend if backend is not None and backend.is_device else None
-        stored = device is not None and all(isinstance(each, Normalize) for each in self._computing)
         threads = int(device is not None or self._takes_long) if self.workers is None else self.workers
+
+        def upload(batch: Batch) -> Batch:
+            if device is None:
+                return batch
+            return replace(batch, x=device.asarray(batch.x), y=device.asarray(batch.y), host_y=batch.y)
+
         return Prefetch(
-            lambda number: self.part(epoch_order, epoch, number, self.rank, self.world, stored=stored),
+            lambda number: self.part(epoch_order, epoch, number, self.rank, self.world),
             range(start, self.batches_per_epoch),
             workers=threads,
             ahead=max(AHEAD, threads),  # with fewer, some threads would only wait
-            finish=None if device is None else self._uploader(device, stored),
+            finish=upload,
         )
-
-    def _uploader(self, device: Backend, stored: bool) -> Callable[[Batch], Batch]:
-        """Return what brings a batch to a device; the labels remain on the host as well.
-
-        Args:
-            stored: whether samples are as the data set has them, and become model input there.
-        """
-        shape = self.dataset.sample_shape
-        steps = [each.fitted(self.dtype, shape) for each in self._computing if stored and isinstance(each, Normalize)]
-        fitted = [(device.asarray(mean), device.asarray(std)) for mean, std in steps]
-
-        def upload(batch: Batch) -> Batch:
-            x = device.asarray(batch.x)
-            x = self.dataset.as_input(x, self.dtype) if stored else x
-            for mean, std in fitted:
-                x = (x - mean) / std
-            return replace(batch, x=x, y=device.asarray(batch.y), host_y=batch.y)
-
-        return upload
 
     @cached_property
     def _takes_long(self) -> bool:
         """Return whether making a part of a batch may take longer than having it made by a thread."""
-        is_cheap = not self._moving and all(isinstance(each, Normalize) for each in self._computing)
-        if self.dataset.is_tokens or not is_cheap:
+        if self.dataset.is_tokens or not all(isinstance(each, Normalize) for each in self._steps):
             return True
         return -(-self.batch_size // self.world) * prod(self.dataset.sample_shape) * self.dtype.itemsize > SMALL_BYTES
 
@@ -252,7 +235,6 @@ class Loader:
         rank: int,
         world: int,
         taken: int | None = None,
-        stored: bool = False,
     ) -> Batch:
         """Return a part of a batch, whichever rank this loader is for.
 
@@ -262,7 +244,6 @@ class Loader:
             rank, world: which part of how many.
             taken: with a partition, how many samples this worker has taken in the run; by default its part of each
                 batch before this one.
-            stored: give samples as the data set has them, at most moved about.
         """
         start = number * self.batch_size
         global_rows = min(self.batch_size, len(self.dataset) - start)
@@ -272,7 +253,7 @@ class Loader:
         else:
             indices = self._own_rows(epoch, number, rank, world, taken, cuts[-1].stop)
         targets, length = self._extent(epoch_order[start:], epoch, number, world, indices)
-        x, y = self._samples(indices, epoch, stored, length), self.dataset.labels(indices, length)
+        x, y = self._samples(indices, epoch, length), self.dataset.labels(indices, length)
         if y.dtype.kind == "f":
             y = y.astype(self.dtype, copy=False)
         microbatches = min(self.microbatches, global_rows)
@@ -308,14 +289,9 @@ class Loader:
         everyones = [own, *(each for micro in micros for each in micro)]
         return counts, None if lengths is None else max(int(lengths[each].max(initial=0)) for each in everyones)
 
-    def _samples(self, indices: NDArray[np.int64], epoch: int, stored: bool, length: int | None) -> Array:
-        x = self.dataset.stored(indices, length)
-        for step in self._moving:
-            x = step(x, indices, epoch, self.seed)
-        if stored:
-            return np.ascontiguousarray(x)
-        x = self.dataset.as_input(x, self.dtype)
-        for step in self._computing:
+    def _samples(self, indices: NDArray[np.int64], epoch: int, length: int | None) -> Array:
+        x = self.dataset.rows(indices, self.dtype, length)
+        for step in self._steps:
             x = step(x, indices, epoch, self.seed)
             if len(x) != len(indices) or x.dtype != self.dtype:
                 raise ShapeError(

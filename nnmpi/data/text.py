@@ -31,7 +31,7 @@ from hashlib import sha256 as hashed
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.random import stream
@@ -176,7 +176,7 @@ class Text(Samples):
         """How many tokens each sample has, (n,); None where all have `context`."""
         return self._counts if self.sentences else None
 
-    def stored(self, indices: NDArray[np.int64], length: int | None = None) -> Array:
+    def rows(self, indices: NDArray[np.int64], dtype: DTypeLike = "float32", length: int | None = None) -> Array:
         """Return the tokens that are read."""
         return self._filled(indices, length, self.tokenizer.end, 0)
 

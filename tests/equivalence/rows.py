@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from nnmpi import models
 from nnmpi.backend.array import Array
@@ -49,7 +49,7 @@ class Sentences(Samples):
     def __len__(self) -> int:
         return COUNT
 
-    def stored(self, indices: NDArray[np.int64], length: int | None = None) -> Array:
+    def rows(self, indices: NDArray[np.int64], dtype: DTypeLike = "float32", length: int | None = None) -> Array:
         """Return tokens."""
         return self.x[indices, :length]
 
