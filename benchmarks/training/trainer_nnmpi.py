@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -115,8 +116,8 @@ def build(case: Case) -> nn.Module:
 def sum_loss(case: Case) -> Callable[[Tensor, Any], Tensor]:
     """Return (output, labels) -> the sum over the targets of each one's loss."""
     if case.loss == CROSS_ENTROPY:
-        return lambda output, y: ops.cross_entropy(output, y, reduction="sum")
-    return lambda output, y: ops.mse(output, y, reduction="sum") * (1 / case.elements)
+        return partial(ops.cross_entropy, reduction="sum")
+    return lambda output, y, reduction="sum": ops.mse(output, y, reduction="sum") * (1 / case.elements)
 
 
 def mean_loss(case: Case, output: Tensor, y: Any) -> Tensor:

@@ -323,7 +323,7 @@ class AsynchronousWorker(Trainer):
         optimizer: made over `model.storage`.
         group: all ranks.
         sync: how they go on; see `synchrony.sync`.
-        loss: the name of one, or (logits, labels) -> the *sum* of the samples' losses; cross-entropy by default.
+        loss: see `Worker`.
         evaluation_loss: the same for `evaluate`; `loss` by default.
         numerics: the precision, and the largest length of the gradient of one worker's part.
         seed: of the run; keys dropout masks.
@@ -336,8 +336,8 @@ class AsynchronousWorker(Trainer):
     Batch normalization takes the statistics of a worker's own part; the running ones are averaged when the ranks meet.
 
     Raises:
-        UsageError: for an optimizer of other arrays than the model's, a model that has a strategy already, a loss with
-            `reduction="mean"`, and a way of synchronization that this number of ranks cannot have.
+        UsageError: for an optimizer of other arrays than the model's, a model that has a strategy already, a loss that
+            is a mean, and a way of synchronization that this number of ranks cannot have.
     """
 
     def __init__(

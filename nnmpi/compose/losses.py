@@ -136,19 +136,72 @@ def sum_cross_entropy(arrangement: Arrangement | None, label_smoothing: float = 
     return SumCrossEntropy(label_smoothing, arrangement.mesh.tp, arrangement.classes)
 
 
-def named_loss(loss: SumLoss | str | None, arrangement: Arrangement | None) -> SumLoss:
-    """Return the loss of this name ("cross-entropy", "mse" ...), the cross-entropy for None; a function as it is.
+class LabelLoss:
+    """The sum of what a function of one's own gives for each label, or, of quantities, for each sample.
+
+    Args:
+        function: (logits, labels) -> values of the labels' shape. Labels that are floats may have several elements in a
+            sample: its loss is their mean, or the function gives one value for each sample.
 
     Raises:
-        UsageError: for a name that is not known.
+        UsageError: when called, for values of other shapes. One number is refused: nobody sees whether it is a sum or
+            a mean. (A function with an argument `reduction="sum"` says so, and is taken as it is.)
+    """
+
+    def __init__(self, function: SumLoss) -> None:
+        self.function, self.func = function, getattr(function, "func", function)
+        self.keywords: dict[str, Any] = getattr(function, "keywords", {})
+        self.__name__ = getattr(self.func, "__qualname__", type(self.func).__name__)
+
+    def __repr__(self) -> str:
+        words = repr(self.func)
+        words = words if " at 0x" not in words else self.__name__
+        return f"{words} with {self.keywords}" if self.keywords else words
+
+    def __call__(self, logits: Tensor, labels: Array) -> Tensor:
+        found: object = self.function(logits, labels)
+        shape = found.shape if isinstance(found, Tensor) else ()
+        wanted = [labels.shape, labels.shape[:1]] if labels.dtype.kind == "f" else [labels.shape]
+        if not isinstance(found, Tensor) or shape not in wanted:
+            gave = "one number" if not shape else f"values of shape {shape}"
+            gave = gave if isinstance(found, Tensor) else f"a {type(found).__name__}"
+            raise UsageError(
+                f"the loss gave {gave} for labels of shape {labels.shape}; return one value for each label, as "
+                'reduction="none" does: what they are divided by is the business of the Worker, which alone knows the '
+                'global batch. A function that returns the sum says so: def loss(logits, labels, reduction="sum")'
+            )
+        return found.sum() / max(prod(shape[1:]), 1) if labels.dtype.kind == "f" and shape[1:] else found.sum()
+
+
+def named_loss(loss: SumLoss | str | None, arrangement: Arrangement | None) -> SumLoss:
+    """Return the loss of this name ("cross-entropy", "mse" ...), the cross-entropy for None, or a function's.
+
+    Raises:
+        UsageError: for a name that is not known, and a mean.
     """
     if callable(loss):
-        return loss
+        reduction = "sum" if is_own_loss(loss) else _reduction(loss)
+        if reduction not in ("sum", "none"):
+            raise UsageError(
+                f"the loss has reduction={reduction!r}, but a Worker divides all ranks' losses once: give it "
+                'partial(loss, reduction="none"), or a layer made with reduction="none"'
+            )
+        return loss if reduction == "sum" else LabelLoss(loss)
     if loss in ERRORS:
         return SumError(loss)
     if loss not in (None, CROSS_ENTROPY):
         raise UsageError(f"the loss {loss!r} is unknown; choose one of {', '.join((CROSS_ENTROPY, *ERRORS))}")
     return sum_cross_entropy(arrangement)
+
+
+def _reduction(loss: SumLoss) -> object:
+    """Return how a loss says by its arguments that it puts labels together; "none" where it says nothing."""
+    if isinstance(loss, Module):
+        return getattr(loss, "options", vars(loss)).get("reduction", "none")
+    with suppress(TypeError, ValueError):  # a callable that has no signature
+        parameter = inspect.signature(loss).parameters.get("reduction")
+        return "none" if parameter is None else parameter.default
+    return "none"
 
 
 def is_own_loss(loss: SumLoss) -> bool:
@@ -157,23 +210,11 @@ def is_own_loss(loss: SumLoss) -> bool:
 
 
 def check_loss(loss: SumLoss, arrangement: Arrangement | None) -> None:
-    """Refuse a loss that is a mean, ignores what is counted, or would take this rank's classes alone for all.
+    """Refuse a loss that ignores what is counted, or would take this rank's classes alone for all.
 
     Raises:
         UsageError: naming what to do.
     """
-    reduction: object = "sum"  # unless a loss says by its arguments that it is none, as `cross_entropy` does
-    if isinstance(loss, Module):
-        reduction = getattr(loss, "options", vars(loss)).get("reduction", "sum")
-    else:
-        with suppress(TypeError, ValueError):  # a callable that has no signature
-            parameter = inspect.signature(loss).parameters.get("reduction")
-            reduction = "sum" if parameter is None else parameter.default
-    if reduction != "sum":
-        raise UsageError(
-            f"the loss has reduction={reduction!r}, but a Worker divides the sum of all ranks' losses once: give it "
-            'partial(loss, reduction="sum"), or a layer made with reduction="sum"'
-        )
     ignored = getattr(loss, "keywords", {}).get("ignore_index")
     if ignored is not None and ignored >= 0:
         raise UsageError(
@@ -200,7 +241,7 @@ def summed(loss: SumLoss, logits: Tensor, labels: Array) -> Tensor:
     except (NnmpiError, MemoryError):
         raise
     except Exception as error:
-        raise UsageError(fault(loss, ("logits", "labels"), error)) from error
+        raise UsageError(fault(getattr(loss, "function", loss), ("logits", "labels"), error)) from error
     if not isinstance(found, Tensor):
         raise UsageError(f"the loss gave a {type(found).__name__}; return the sum of the losses, a Tensor")
     if found.size != 1:

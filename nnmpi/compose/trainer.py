@@ -168,7 +168,7 @@ class Trainer(ABC):
     ) -> None:
         self.model, self.optimizer, self.group, self.seed = model, optimizer, group, seed
         self.loss = named_loss(loss, arrangement)
-        self.evaluation_loss = self.loss if evaluation_loss is None else evaluation_loss
+        self.evaluation_loss = self.loss if evaluation_loss is None else named_loss(evaluation_loss, arrangement)
         self.backend = numpy_backend() if backend is None else backend
         self.precision = mode_of() if numerics.precision is None else numerics.precision
         self.clip = numerics.clip

@@ -72,8 +72,9 @@ class Worker(Trainer):
         optimizer: made over `model.storage`.
         group: all ranks; each batch is shared out over them, or over the replicas of the arrangement.
         loss: "cross-entropy" (the default), "mse", "mae", "huber" or "bce", see `compose.losses`; or a function
-            (logits, labels) -> the *sum* of the labels' losses. It is divided by the labels of the global batch that
-            count, once: those of whole numbers that are not negative (with labels of another kind, by its samples).
+            (logits, labels) -> a loss for each label, or their sum if it has an argument `reduction="sum"`. The sum is
+            divided by the labels of the global batch that count, once: those of whole numbers that are not negative
+            (with labels of another kind, by its samples).
             Where `arrangement.classes` are shared out, it must be `compose.losses.sum_cross_entropy(arrangement)`.
         evaluation_loss: the same for `evaluate`; `loss` by default.
         exchange: how gradients are summed over the replicas, and whether the update is fused with that.
@@ -91,8 +92,8 @@ class Worker(Trainer):
         notice: what is not as it was asked for, and why; else empty.
 
     Raises:
-        UsageError: for an optimizer of other arrays than the model's, a loss with `reduction="mean"`, and options that
-            do not go together; see also `parallel.DataParallel`.
+        UsageError: for an optimizer of other arrays than the model's, a loss that is a mean, and options that do not go
+            together; see also `parallel.DataParallel`.
     """
 
     in_step = True

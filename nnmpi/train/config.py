@@ -380,7 +380,7 @@ class OptimizationConfig:
     loss: Literal["cross-entropy", "mse", "bce", "mae", "huber"] | Custom = "cross-entropy"
     """What is minimized: cross-entropy for classes; the squared error mse, the absolute one mae, or huber for numbers
     in a .csv or .npz that are predicted; bce for yes or no, by one output. Or a function (logits, labels) of your own,
-    FILE.py:NAME: the sum of the labels' losses."""
+    FILE.py:NAME: the loss of each label."""
     lr: float = 3e-3
     """Learning rate (the highest one, where a schedule changes it)."""
     momentum: float = 0.0

@@ -34,7 +34,9 @@ def test_a_loss_that_would_see_a_part_of_the_classes_is_refused(group: Group) ->
     optimizer = optim.SGD(where.model.storage, lr=0.1)
     found = told(
         UsageError,
-        lambda: Worker(where.model, optimizer, group, loss=lambda x, y: (x * x).sum(), arrangement=where).release(),
+        lambda: Worker(
+            where.model, optimizer, group, loss=lambda x, y: (x * x).sum(axis=1), arrangement=where
+        ).release(),
     )
     where.free()
     assert all(group.gather(found == "" if group.size == 1 else "would see a part of them alone" in found))

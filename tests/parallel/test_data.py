@@ -76,7 +76,7 @@ def test_gradient_that_overflows_is_named(group: Group) -> None:
     """A finite loss whose gradient is not: found by a backward pass on each rank."""
 
     def steep(logits: Tensor, labels: object) -> Tensor:
-        return (logits * 1e-30).sum() * 0.0 + ((logits - logits.detach()) * 1e30 * 1e30).sum()
+        return (logits * 1e-30).sum(axis=1) * 0.0 + ((logits - logits.detach()) * 1e30 * 1e30).sum(axis=1)
 
     worker = worker_for(group, loss=steep)
     with np.errstate(invalid="ignore", over="ignore"):

@@ -12,10 +12,13 @@ import pytest
 from nnmpi import models, nn, ops, optim
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.compose.arrange import arrange
 from nnmpi.compose.asynchronous import AsynchronousWorker
-from nnmpi.compose.layout import GradientExchange, Numerics
+from nnmpi.compose.layout import GradientExchange, Layout, Numerics
 from nnmpi.compose.worker import Worker
-from nnmpi.data.loader import Batch
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.loader import Batch, Loader
 from nnmpi.data.sampler import Cut
 from nnmpi.errors import CommError, NnmpiError, UsageError, name_ranks
 from nnmpi.parallel.data import DataParallel
@@ -225,11 +228,11 @@ def test_a_parameter_frozen_on_one_rank(group: Group, strategy: str) -> None:
 
 
 def _once(x: Any, y: Any) -> Tensor:
-    return ops.mse(x, y, reduction="sum")
+    return ops.mse(x, y, reduction="none")
 
 
 def _twice(x: Any, y: Any) -> Tensor:
-    return ops.mse(x, y, reduction="sum") * 2
+    return ops.mse(x, y, reduction="none") * 2
 
 
 def sgd(model: Any, **options: Any) -> Any:
@@ -311,5 +314,53 @@ def test_worker_with_a_mean_for_a_loss(group: Group, role: str, loss: object) ->
     setting.assert_refused(
         lambda: Worker(setting.model, optimizer, group, **grouped(**options)),  # type: ignore[arg-type]
         UsageError,
-        'reduction="sum"',
+        'reduction="none"',
     )
+
+
+ONE_HOT = np.eye(2)
+
+# Means that nothing in their form tells from sums.
+MEANS: dict[str, Any] = {
+    "of a function": lambda z, y: ops.cross_entropy(z, y),
+    "of a method": lambda z, y: ((z - ONE_HOT[y]) ** 2).mean(),
+    "negative": lambda z, y: -(ops.log_softmax(z) * ONE_HOT[y]).sum(1).mean(),
+    "by the rows": lambda z, y: ((z - ONE_HOT[y]) ** 2).sum() / len(y),
+}
+
+
+@pytest.mark.parametrize("name", MEANS)
+@pytest.mark.parametrize("layout", [Layout(dp=1), Layout(dp=3), Layout(dp=1, pp=2)], ids=["serial", "dp", "pp"])
+def test_one_number_is_no_loss(layout: Layout, name: str) -> None:
+    """It may be a mean over this rank's rows, which would be divided a second time."""
+    with pytest.raises(UsageError, match="gave one number for labels of shape .* one value for each label"):
+        simulate(lambda group: _losses(group, layout, MEANS[name]), (layout.dp or 1) * (layout.pp or 1))
+
+
+@pytest.mark.simulated
+def test_a_loss_for_each_label_is_added_up(group: Group) -> None:
+    """Whatever the ranks' rows; a declared sum is the same, and so is nnmpi's own."""
+    own = _losses(group, Layout(), None)
+    for loss in (
+        partial(ops.cross_entropy, reduction="none"),
+        partial(ops.cross_entropy, reduction="sum"),
+        nn.CrossEntropyLoss(reduction="none"),
+        lambda z, y: ops.cross_entropy(z, y, reduction="none"),
+        lambda z, y, reduction="sum": ops.cross_entropy(z, y, reduction=reduction),
+    ):
+        np.testing.assert_allclose(_losses(group, Layout(), loss), own, rtol=1e-12)
+
+
+def _losses(group: Group, layout: Layout, loss: Any) -> list[float]:
+    """Return the losses of three steps with batches of 7 and 5 rows."""
+    rng = np.random.default_rng(0)
+    data = Dataset("rows", rng.standard_normal((12, 3)).astype("float32"), rng.integers(0, 2, 12), 2)
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
+    where = arrange(model, group, layout, np.zeros((2, 3)), "float64")
+    where.model.initialize(seed=0, dtype="float64")
+    worker = Worker(where.model, optim.SGD(where.model.storage, lr=0.5), group, loss=loss, arrangement=where)
+    loader = Loader(data, 7, rank=where.data_rank, world=where.data_ranks, dtype="float64", workers=0)
+    found = [worker.step(batch).loss for epoch in range(2) for batch in loader.epoch(epoch)]
+    worker.release()
+    where.free()
+    return found
