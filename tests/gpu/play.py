@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,15 +59,19 @@ def call(sample: Sample, backend: Backend, kinds: Sequence[Any]) -> dict[str, An
     return {name: np.asarray(backend.to_host(value)).astype(np.float64) for name, value in found.items()}
 
 
-def differences(found: Mapping[str, Any], right: Mapping[str, Any], tolerance: float) -> list[str]:
-    """Return in words which arrays are further apart than the tolerance, as a share of the right one's largest."""
+def differences(found: Mapping[str, Any], right: Mapping[str, Any], tolerance: float, least: float = 0.0) -> list[str]:
+    """Return in words which arrays are further apart than the tolerance, as a share of the right one's largest.
+
+    Args:
+        least: what the largest counts for at least, where terms may cancel.
+    """
     words = []
     for name, expected in right.items():
         got = found[name]
         if got.shape != expected.shape:
             words.append(f"{name} has shape {got.shape}, not {expected.shape}")
             continue
-        largest = float(np.abs(expected).max(initial=0)) or 1.0
+        largest = float(np.abs(expected).max(initial=least)) or 1.0
         error = float(np.abs(got - expected).max(initial=0)) / largest
         if not error <= tolerance:
             words.append(f"{name} is off by {error:.2g} of the largest, more than {tolerance:g}")
@@ -76,4 +81,4 @@ def differences(found: Mapping[str, Any], right: Mapping[str, Any], tolerance: f
 def exact(sample: Sample, mode: str) -> Sample:
     """Return the sample with inputs that the mode has exactly, so that only the computation rounds."""
     fixed = [rounded(x, mode) if number < sample.floats else x for number, x in enumerate(sample.fixed)]
-    return Sample(sample.function, [rounded(x, mode) for x in sample.inputs], fixed, sample.parameters, sample.floats)
+    return replace(sample, inputs=[rounded(x, mode) for x in sample.inputs], fixed=fixed)

@@ -4,7 +4,6 @@ Values keep away from kinks and ties, and those that must differ are small whole
 host and device choose the same branch, and what is left is rounding.
 """
 
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi import ops, tensor
+from nnmpi import ops
 from nnmpi.tensor.tensor import Tensor
 
 ROWS, COLUMNS = 37, 130
@@ -24,26 +23,21 @@ class Sample:
     """One call: function(*tensors, *fixed).
 
     Attributes:
+        public: the function that it covers, by module and name.
+        way: in which it is called.
         inputs: float64 arrays that get gradients.
         fixed: arrays that get none and keep their dtype, such as labels; on the device when the call is there.
         parameters: how many of the inputs, the last ones, are parameters, which are float32 in every precision.
         floats: how many of the fixed arrays, the first ones, are floating point and take the inputs' dtype.
     """
 
+    public: str
+    way: str
     function: Callable[..., Tensor]
     inputs: Sequence[Any]
     fixed: Sequence[Any] = ()
     parameters: int = 0
     floats: int = 0
-
-
-@dataclass(frozen=True)
-class Check:
-    """A row: the public function that it covers, by module and name, and its call."""
-
-    name: str
-    public: str
-    sample: Sample
 
 
 def anywhere(*sizes: int, draw: np.random.Generator = DRAW) -> Any:
@@ -61,103 +55,65 @@ def nonzero(*sizes: int) -> Any:
     return positive(*sizes) * DRAW.choice((-1.0, 1.0), sizes)
 
 
-def ranked(rows: int, columns: int, draw: np.random.Generator = DRAW) -> Any:
-    """Return whole numbers that differ within a row, and within a column of up to 250 rows."""
-    return ((7 * np.arange(rows)[:, None] + 13 * draw.permutation(columns)) % 251 - 125).astype(float)
-
-
 def images(n: int, h: int, w: int, c: int) -> Any:
     """Return images of whole numbers that differ from all their neighbours, none of them 0."""
     places = np.indices((n, h, w, c))
     return ((3 * places[0] + 7 * places[1] + 13 * places[2] + 29 * places[3]) % 251 - 125.5) / 8
 
 
-def check(public: str, name: str, function: Any, inputs: Sequence[Any], *rest: Any) -> Check:
-    """Return a row; the rest is that of a `Sample`."""
-    return Check(f"{public}-{name}", public, Sample(function, inputs, *rest))
-
-
-def unary(public: str, function: Any, domain: Any = anywhere, name: str = "plain") -> Check:
+def unary(public: str, function: Any, domain: Any = anywhere, name: str = "plain") -> Sample:
     """Return the row of a function of one array of any shape."""
-    return check(public, name, function, [domain(ROWS, COLUMNS)])
+    return Sample(public, name, function, [domain(ROWS, COLUMNS)])
 
 
-def binary(public: str, function: Any, domain: Any = anywhere) -> list[Check]:
-    """Return the rows of a function of two arrays: of one shape, and broadcast over rows and over columns."""
-    other = {"same": (ROWS, COLUMNS), "row": (COLUMNS,), "column": (ROWS, 1)}
-    return [check(public, name, function, [domain(ROWS, COLUMNS), domain(*size)]) for name, size in other.items()]
-
-
-def extremum(public: str, function: Any) -> Check:
-    """Return the row of a function that takes one of two elements."""
-    return check(public, "plain", function, [ranked(9, 130), ranked(9, 130) + 0.5])
-
-
-def reductions(public: str, function: Any, domain: Any = anywhere) -> list[Check]:
-    """Return the rows of a reduction: everything, rows, columns, with the axis kept, and two axes of three."""
-    ways: dict[str, tuple[Any, bool]] = {"all": (None, False), "rows": (0, False), "columns": (-1, True)}
-    return [
-        *(
-            check(public, name, lambda x, way=way: function(x, *way), [domain(ROWS, COLUMNS)])
-            for name, way in ways.items()
-        ),
-        check(public, "two", lambda x: function(x, (0, 2)), [domain(65, 6).reshape(5, 13, 6)]),
-    ]
-
-
-def product(name: str, first: tuple[int, ...], second: tuple[int, ...]) -> Check:
-    """Return the row of a product of arrays of two shapes."""
-    return check("tensor.matmul", name, operator.matmul, [anywhere(*first), anywhere(*second)])
-
-
-def layer(public: str, name: str, function: Any, sizes: Sequence[tuple[int, ...]]) -> Check:
+def layer(public: str, name: str, function: Any, sizes: Sequence[tuple[int, ...]]) -> Sample:
     """Return the row of a function of samples and parameters."""
-    return check(public, name, function, [anywhere(*each) for each in sizes], (), len(sizes) - 1)
+    return Sample(public, name, function, [anywhere(*each) for each in sizes], (), len(sizes) - 1)
 
 
-def dense(public: str, function: Any) -> list[Check]:
+def dense(public: str, function: Any, form: str = "") -> list[Sample]:
     """Return the rows of a linear layer: matrices and stacks of them, with and without bias, away from ReLU's kink."""
 
-    def row(name: str, leading: tuple[int, ...], bias: bool) -> Check:
+    def row(name: str, leading: tuple[int, ...], bias: bool) -> Sample:
         signs = DRAW.choice((-1.0, 1.0), 67)
         weight = signs * positive(COLUMNS, 67) / 8
         inputs = [positive(*leading, COLUMNS), weight, *([signs * positive(67)] if bias else [])]
-        return check(public, f"{name}{' bias' * bias}", function, inputs, (), len(inputs) - 1)
+        return Sample(public, f"{name}{' bias' * bias}{form}", function, inputs, (), len(inputs) - 1)
 
     ways = {"matrix": (ROWS,), "stack": (3, 11)}
     return [row(name, leading, bias) for name, leading in ways.items() for bias in (True, False)]
 
 
-def convolution(name: str, size: Any, kernel: Any, outputs: int, *options: Any) -> Check:
+def convolution(name: str, size: Any, kernel: Any, outputs: int, *options: Any) -> Sample:
     """Return the row of a convolution; options are stride, padding, dilation, groups."""
     groups = options[3] if len(options) > 3 else 1
     sizes = [size, (*kernel, size[-1] // groups, outputs), (outputs,)]
     return layer("ops.conv2d", name, lambda x, w, b: ops.conv2d(x, w, b, *options), sizes)
 
 
-def fused(public: str, name: str, function: Any, kernel: int = 3) -> Check:
+def fused(public: str, name: str, function: Any, kernel: int = 3) -> Sample:
     """Return the row of a convolution with ReLU, whose kernel is the identity, so that all stays away from kinks."""
     weight = np.zeros((kernel, kernel, 5, 5))
     weight[kernel // 2, kernel // 2] = np.eye(5)
-    return check(public, name, function, [images(3, 10, 12, 5), weight, np.zeros(5)], (), 2)
+    return Sample(public, name, function, [images(3, 10, 12, 5), weight, np.zeros(5)], (), 2)
 
 
-def pooling(public: str, function: Any) -> list[Check]:
+def pooling(public: str, function: Any) -> list[Sample]:
     """Return the rows of a pooling: windows side by side, overlapping, with gaps and with a border."""
     ways = {"two": (2,), "overlap": (3, 2, 1), "gaps": (2, 3), "uneven": ((3, 2), (1, 2), (1, 0)), "odd": (2, 2)}
     return [
-        check(public, name, lambda x, way=way: function(x, *way), [images(3, 9 if name == "odd" else 8, 11, 7)])
+        Sample(public, name, lambda x, way=way: function(x, *way), [images(3, 9 if name == "odd" else 8, 11, 7)])
         for name, way in ways.items()
     ]
 
 
-def attending(heads: int, time: int, causal: bool) -> Check:
+def attending(heads: int, time: int, causal: bool) -> Sample:
     """Return the row of packed self-attention."""
     name = f"{time} {'causal' if causal else 'all'}"
-    return check("ops.attention", name, lambda x: ops.attention(x, heads, causal), [anywhere(2, time, 60 * heads)])
+    return Sample("ops.attention", name, lambda x: ops.attention(x, heads, causal), [anywhere(2, time, 60 * heads)])
 
 
-def losses() -> list[Check]:
+def losses() -> list[Sample]:
     """Return the rows of the losses: every reduction, labels that are ignored, smoothing, narrow dtypes."""
     ways = {"plain": (None, 0.0, np.int64), "smooth": (None, 0.1, np.int32), "ignored": (3, 0.0, np.uint8)}
     found = []
@@ -165,73 +121,17 @@ def losses() -> list[Check]:
         for function in (ops.mse, ops.mae, ops.huber, ops.binary_cross_entropy):
             near = partial(function, reduction=reduction)
             target = [positive(ROWS, COLUMNS)]
-            found.append(check(f"ops.{function.__name__}", reduction, near, [anywhere(ROWS, COLUMNS)], target, 0, 1))
+            found.append(Sample(f"ops.{function.__name__}", reduction, near, [anywhere(ROWS, COLUMNS)], target, 0, 1))
         for name, (ignored, smoothing, dtype) in ways.items():
             labelled = partial(ops.cross_entropy, reduction=reduction, ignore_index=ignored, label_smoothing=smoothing)
             labels = [DRAW.integers(0, COLUMNS, ROWS).astype(dtype)]
-            found.append(check("ops.cross_entropy", f"{reduction} {name}", labelled, [anywhere(ROWS, COLUMNS)], labels))
+            found.append(
+                Sample("ops.cross_entropy", f"{reduction} {name}", labelled, [anywhere(ROWS, COLUMNS)], labels)
+            )
     return found
 
 
-TENSOR: list[Check] = [
-    *binary("tensor.add", operator.add),
-    *binary("tensor.subtract", operator.sub),
-    *binary("tensor.multiply", operator.mul),
-    *binary("tensor.divide", operator.truediv, nonzero),
-    *binary("tensor.power", operator.pow, positive),
-    extremum("tensor.maximum", tensor.maximum),
-    extremum("tensor.minimum", tensor.minimum),
-    check(
-        "tensor.where",
-        "plain",
-        lambda x, y, mask: tensor.where(mask, x, y),
-        [anywhere(ROWS, COLUMNS), anywhere(COLUMNS)],
-        [DRAW.random((ROWS, COLUMNS)) > 0.5],
-    ),
-    unary("tensor.negate", operator.neg),
-    unary("tensor.absolute", abs, nonzero),
-    unary("tensor.exp", Tensor.exp),
-    unary("tensor.log", Tensor.log, positive),
-    unary("tensor.sqrt", Tensor.sqrt, positive),
-    unary("tensor.sin", Tensor.sin),
-    unary("tensor.cos", Tensor.cos),
-    unary("tensor.tanh", Tensor.tanh),
-    unary("tensor.clip", lambda x: x.clip(-0.25, 0.25), nonzero),
-    unary("tensor.astype", lambda x: x.astype(np.float64)),
-    *reductions("tensor.sum", Tensor.sum),
-    *reductions("tensor.mean", Tensor.mean),
-    *reductions("tensor.var", Tensor.var),
-    *reductions("tensor.max", Tensor.max, ranked),
-    *reductions("tensor.min", Tensor.min, ranked),
-    product("square", (70, 70), (70, 70)),
-    product("odd", (37, 130), (130, 67)),
-    product("row", (1, 130), (130, 67)),
-    product("vector", (37, 130), (130,)),
-    product("dot", (130,), (130,)),
-    product("stack", (3, 5, 21, 33), (3, 5, 33, 12)),
-    product("broadcast", (3, 1, 21, 33), (5, 33, 12)),
-    product("shared", (7, 21, 33), (33, 12)),
-    product("nothing", (0, 5), (5, 3)),
-    unary("tensor.reshape", lambda x: x.reshape((COLUMNS, ROWS))),
-    unary("tensor.transpose", lambda x: Tensor.transpose(x) * 2),
-    unary("tensor.swapaxes", lambda x: x.transpose(0, 1)),
-    unary("tensor.flatten", lambda x: x.flatten(0)),
-    unary("tensor.pad", lambda x: x.pad([(2, 1), (0, 3)], 0.5)),
-    check(
-        "tensor.concatenate", "plain", lambda x, y: tensor.concatenate([x, y], 1), [anywhere(9, 130), anywhere(9, 3)]
-    ),
-    check("tensor.stack", "plain", lambda x, y: tensor.stack([x, y], 1), [anywhere(9, 130), anywhere(9, 130)]),
-    unary("tensor.getitem", lambda x: x[3:30:2, ::-3], name="slices"),
-    check(
-        "tensor.getitem",
-        "indices",
-        lambda x, at: operator.getitem(x, at),
-        [anywhere(50, 33)],
-        [DRAW.integers(0, 50, 90)],
-    ),
-]
-
-OPS: list[Check] = [
+TABLE: list[Sample] = [
     unary("ops.relu", ops.relu, nonzero),
     unary("ops.leaky_relu", lambda x: ops.leaky_relu(x, 0.2), nonzero),
     unary("ops.sigmoid", ops.sigmoid),
@@ -242,13 +142,13 @@ OPS: list[Check] = [
     unary("ops.softmax", ops.softmax),
     unary("ops.softmax", lambda x: ops.softmax(x, 0), name="first axis"),
     # kernels give a row to a warp, a block, or several turns of a block; and columns to one or to several blocks
-    *(check("ops.softmax", f"rows of {n}", ops.softmax, [anywhere(3, n)]) for n in (1, 1033, 9001)),
+    *(Sample("ops.softmax", f"rows of {n}", ops.softmax, [anywhere(3, n)]) for n in (1, 1033, 9001)),
     *(
         layer("ops.layer_norm", f"rows of {n}", ops.layer_norm, [(rows, n), (n,), (n,)])
         for rows, n in ((3, 1033), (2, 9001), (5000, 3))
     ),
     *(
-        check("ops.cross_entropy", f"of {n}", ops.cross_entropy, [anywhere(3, n)], [np.array([0, n - 1, 1])])
+        Sample("ops.cross_entropy", f"of {n}", ops.cross_entropy, [anywhere(3, n)], [np.array([0, n - 1, 1])])
         for n in (1033, 9001)
     ),
     *(
@@ -269,7 +169,7 @@ OPS: list[Check] = [
         [(5, 9, 12), (12, 28), (7, 28), (28,)],
     ),
     *dense("ops.linear_gelu", ops.linear_gelu),
-    *dense("ops.linear_gelu", lambda x, w, b=None: ops.linear_gelu(x, w, b, "tanh")),
+    *dense("ops.linear_gelu", lambda x, w, b=None: ops.linear_gelu(x, w, b, "tanh"), " tanh"),
     layer("ops.layer_norm", "one axis", ops.layer_norm, [(ROWS, COLUMNS), (COLUMNS,), (COLUMNS,)]),
     layer("ops.layer_norm", "two axes", ops.layer_norm, [(ROWS, 6, 21), (6, 21), (6, 21)]),
     layer("ops.batch_norm", "rows", lambda *x: ops.batch_norm(*x)[0], [(ROWS, COLUMNS), (COLUMNS,), (COLUMNS,)]),
@@ -290,21 +190,15 @@ OPS: list[Check] = [
     *pooling("ops.max_pool2d", ops.max_pool2d),
     *pooling("ops.avg_pool2d", ops.avg_pool2d),
     *(attending(3, time, causal) for time in (1, 33, 150) for causal in (False, True)),
-    check(
+    Sample(
         "ops.scaled_dot_product_attention",  # of fewer queries than keys, values of another width
         "crossed",
         ops.scaled_dot_product_attention,
         [anywhere(2, 3, 9, 20), anywhere(2, 3, 70, 20), anywhere(2, 3, 70, 33)],
     ),
     *losses(),
-    check("ops.embedding", "many", ops.embedding, [anywhere(40, 33)], [DRAW.integers(0, 40, (7, 90))], 1),
-    check("ops.embedding", "narrow", ops.embedding, [anywhere(40, 33)], [DRAW.integers(0, 40, 90).astype(np.uint8)], 1),
+    Sample("ops.embedding", "many", ops.embedding, [anywhere(40, 33)], [DRAW.integers(0, 40, (7, 90))], 1),
+    Sample(
+        "ops.embedding", "narrow", ops.embedding, [anywhere(40, 33)], [DRAW.integers(0, 40, 90).astype(np.uint8)], 1
+    ),
 ]
-# a second function under a name of its own
-OPS = [
-    Check(f"{each.name} tanh", each.public, each.sample)
-    if any(each.name == other.name for other in OPS[:number])
-    else each
-    for number, each in enumerate(OPS)
-]
-TABLE = [*TENSOR, *OPS]

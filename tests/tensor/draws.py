@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 
+from nnmpi.backend.array import namespace
+
 Shape = tuple[int, ...]
 Domain = Callable[[np.random.Generator, Shape], np.ndarray]
 Draw = Callable[[st.SearchStrategy[Any]], Any]
@@ -68,6 +70,11 @@ def distinct(rng: np.random.Generator, shape: Shape) -> np.ndarray:
 def between(rng: np.random.Generator, shape: Shape) -> np.ndarray:
     """Return numbers that are each 0.025 away from all of `distinct`."""
     return distinct(rng, shape) + 0.025
+
+
+def beside(x: Any, values: np.ndarray) -> Any:
+    """Return an array where a tensor's elements are."""
+    return namespace(x.data).asarray(values)
 
 
 # ---------------------------------------------------------------- shapes and strides

@@ -16,6 +16,7 @@ from tests.tensor.draws import (
     array,
     arrays,
     axes_of,
+    beside,
     between,
     broadcasting,
     distinct,
@@ -50,14 +51,14 @@ def where(draw: Draw) -> Case:
     """Two tensors and a condition, all broadcast."""
     condition, a, b = broadcasting(draw, 3)
     mask = array(draw, anywhere, condition) > 0
-    return Case(lambda x, y: tensor.where(mask, x, y), arrays(draw, anywhere, (a, b)))
+    return Case(lambda x, y: tensor.where(beside(x, mask), x, y), arrays(draw, anywhere, (a, b)))
 
 
 def where_number(draw: Draw) -> Case:
     """A tensor and a number on either side."""
     x = array(draw, anywhere, draw_shape(draw))
     mask, left = np.asarray(x > 0.5), draw(st.booleans())
-    return Case(lambda t: tensor.where(mask, 1.5, t) if left else tensor.where(mask, t, 1.5), [x])
+    return Case(lambda t: tensor.where(beside(t, mask), *((1.5, t) if left else (t, 1.5))), [x])
 
 
 def power_number(draw: Draw) -> Case:
