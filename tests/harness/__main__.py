@@ -18,9 +18,8 @@ import time
 from collections import Counter
 
 from tests.harness import left_out
-from tests.harness.lanes import run_side_by_side
 from tests.harness.records import FAILED, LEFT_OUT, PASSED, SKIPPED
-from tests.harness.suite import Result, run_again, run_suite
+from tests.harness.suite import Suite, run_side_by_side
 
 MOST_AGAIN = 10  # where more failed, something is broken
 
@@ -36,28 +35,23 @@ def main() -> int:
     ranks = options.ranks if options.ranks is not None else left_out.ALL_RANKS if everything else left_out.QUICK_RANKS
     sizes = ([] if options.no_serial else [0]) + ranks
     lanes = options.jobs or (1 if arguments or options.no_serial else max(2, _cores()))
-    results = []
-
-    def words(size: int) -> list[str]:
-        return arguments or left_out.options(size, ranks, everything, options.rest)
-
+    words = {size: arguments or left_out.options(size, ranks, everything, options.rest) for size in sizes}
+    suites = [Suite(size, words[size], options.limit_s, options.test_limit_s, _say) for size in sizes]
     if lanes > 1:
         _say(f"{lanes} runs at once; each prints when it has ended (--jobs 1: one after the other)\n")
-        results = run_side_by_side(sizes, lanes, words, options.limit_s, options.test_limit_s, _say)
+        run_side_by_side(suites, lanes, _say)
     else:
-        for size in sizes:
-            result = Result(size)
-            _say(f"\n==== {result.name} ====\n")
-            results.append(run_suite(size, words(size), options.limit_s, options.test_limit_s, _say))
-    failures = sum(len(result.failures) for result in results)
-    if (options.again or lanes > 1) and failures <= MOST_AGAIN:
-        for result in results:
-            if result.failures:
-                run_again(result, words(result.ranks), options.limit_s, options.test_limit_s, _say)
-    _say(table(results, time.monotonic() - begin))
+        for suite in suites:
+            _say(f"\n==== {suite.name} ====\n")
+            suite.run()
+    if (options.again or lanes > 1) and sum(len(suite.failures) for suite in suites) <= MOST_AGAIN:
+        for suite in suites:
+            if suite.failures:
+                suite.run_again()
+    _say(table(suites, time.monotonic() - begin))
     if quick:
         _say("scripts/test --all runs what was left out, and MPI tests on 1, 6 and 8 ranks, too\n")
-    return int(any(result.failures for result in results) or not any(result.outcomes for result in results))
+    return int(any(suite.failures for suite in suites) or not any(suite.outcomes for suite in suites))
 
 
 def _cores() -> int:
@@ -89,33 +83,24 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def table(results: list[Result], seconds: float) -> str:
+def table(suites: list[Suite], seconds: float) -> str:
     """Return the totals, why tests were skipped or left out, and what failed with what."""
-    lines = ["", f"==== total ({seconds:.0f} s) ===="]
-    for result in results:
-        counts = f"{result.count(PASSED):5d} passed, {result.count(FAILED):d} failed, {result.count(SKIPPED):d} skipped"
-        left_out = result.count(LEFT_OUT)
-        counts += f", {left_out} left out" if left_out else ""
-        lines.append(f"{result.name:>8}: {counts}  ({result.seconds:.1f} s)")
+    lines, totals, why = ["", f"==== total ({seconds:.0f} s) ===="], Counter[str](), Counter[tuple[str, str]]()
+    for suite in suites:
+        counts = Counter(suite.outcomes.values())
+        totals += counts
+        why.update((suite.outcomes[test], reason) for test, reason in suite.reasons.items())
+        words = f"{suite.name:>8}: {counts[PASSED]:5d} passed, {counts[FAILED]} failed, {counts[SKIPPED]} skipped"
+        words += f", {counts[LEFT_OUT]} left out" if counts[LEFT_OUT] else ""
+        lines.append(f"{words}  ({suite.seconds:.1f} s)")
     for outcome in (SKIPPED, LEFT_OUT):
-        reasons = Counter(
-            reason
-            for result in results
-            for test, reason in result.reasons.items()
-            if result.outcomes.get(test) == outcome
-        )
-        lines += [f"{outcome} {count}: {reason}" for reason, count in reasons.most_common()]
-    for word, tests in (
-        ("UNSTEADY (failed, and passed again by itself)", lambda result: result.unsteady),
-        ("FAILED", lambda result: {test: result.reasons.get(test, "") for test in result.failures}),
-    ):
-        lines += [
-            f"{word} on {result.name}: {test}\n    {reason}".rstrip()
-            for result in results
-            for test, reason in tests(result).items()
-        ]
-    passed, failed = (sum(result.count(outcome) for result in results) for outcome in (PASSED, FAILED))
-    return "\n".join([*lines, f"{passed} passed, {failed} failed", ""])
+        lines += [f"{outcome} {count}: {reason}" for (found, reason), count in why.most_common() if found == outcome]
+    for suite in suites:
+        again = [("UNSTEADY (failed, and passed again by itself)", each) for each in suite.unsteady.items()]
+        failed = [("FAILED", (test, suite.reasons.get(test, ""))) for test in suite.failures]
+        for word, (test, reason) in again + failed:
+            lines.append(f"{word} on {suite.name}: {test}\n    {reason}".rstrip())
+    return "\n".join([*lines, f"{totals[PASSED]} passed, {totals[FAILED]} failed", ""])
 
 
 def _say(text: str) -> None:

@@ -57,11 +57,11 @@ def run(
     on_output: Callable[[str], None] = lambda text: None,
     is_lost: Callable[[], bool] = lambda: False,
     cwd: Path | None = None,
+    once_more: bool = True,
 ) -> Ending:
     """Run the command in a session of its own, without input, its output in a file; kill all of it at the limit.
 
-    The output goes to a file because a stray rank can hold a pipe open for ever. A launcher that could not start
-    anything is asked once more.
+    The output goes to a file because a stray rank can hold a pipe open for ever.
 
     Args:
         command: program and arguments.
@@ -71,24 +71,10 @@ def run(
         on_output: called with new output while the job runs.
         is_lost: asked while the job runs; true means that it is to be killed now.
         cwd: the working directory.
+        once_more: whether a launcher that could not start anything is asked again.
     """
     from nnmpi.launching import NOT_STARTED  # late: see `mpirun`
 
-    ending = _run(command, output, limit_s, environ, on_output, is_lost, cwd)
-    if NOT_STARTED in ending.output:
-        ending = _run(command, output, limit_s, environ, on_output, is_lost, cwd)
-    return ending
-
-
-def _run(
-    command: Sequence[str],
-    output: Path,
-    limit_s: float,
-    environ: Mapping[str, str | None] | None,
-    on_output: Callable[[str], None],
-    is_lost: Callable[[], bool],
-    cwd: Path | None,
-) -> Ending:
     variables: dict[str, str | None] = {**LAUNCH_VARIABLES, **os.environ, **(environ or {})}
     begin = time.monotonic()
     with output.open("wb") as sink, output.open("rb") as source:
@@ -109,7 +95,10 @@ def _run(
         finally:
             _end(process)
         on_output(source.read().decode(errors="replace"))
-    return Ending(status, output.read_text(errors="replace"), time.monotonic() - begin)
+    ending = Ending(status, output.read_text(errors="replace"), time.monotonic() - begin)
+    if NOT_STARTED in ending.output and once_more:
+        return run(command, output, limit_s, environ, on_output, is_lost, cwd, once_more=False)
+    return ending
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -97,8 +97,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if folder is not None:
         config.pluginmanager.register(Recorder(records.Writer(Path(folder), rank), Path(folder)), "nnmpi-recorder")
     if claims is not None:
-        place, _, name = claims.rpartition(":")
-        config.pluginmanager.register(Sharer(records.Claims(Path(place), name)), "nnmpi-sharer")
+        config.pluginmanager.register(Sharer(claims), "nnmpi-sharer")
 
 
 @pytest.hookimpl(wrapper=True)
@@ -185,7 +184,7 @@ class Recorder:
 class Sharer:
     """Shares the test files with other runs of the same suite: whoever comes first to a file runs it."""
 
-    def __init__(self, claims: records.Claims) -> None:
+    def __init__(self, claims: str) -> None:
         self._claims = claims
 
     @pytest.hookimpl(tryfirst=True)
@@ -204,7 +203,7 @@ class Sharer:
 
     def _taken(self, items: list[pytest.Item]) -> Iterator[pytest.Item]:
         for file, tests in groupby(items, key=lambda item: item.nodeid.partition("::")[0]):
-            if self._claims.take(file):
+            if records.claim(self._claims, file):
                 yield from tests
 
 

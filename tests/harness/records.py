@@ -3,15 +3,14 @@
 RANK.log    one JSON object a line: a test has started, or has ended with an outcome
 RANK.err    what the rank says of a failure or a hang
 RANK.ok     the rank's session came to its end
-done        tests that a run after an abort leaves out, one a line
-only        the tests to run, one a line; all where there is no such file
+plan        the tests that a run after an abort leaves out, and those to run, null for all
 
 Serial runs that share the tests have one more folder, with a file for each test file, named by who claims it.
 """
 
 import json
-import os
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +21,7 @@ STARTED, PASSED, FAILED, SKIPPED, LEFT_OUT = "started", "passed", "failed", "ski
 # Variables by which the runner speaks to the plugin on every rank.
 RUN_FOLDER = "NNMPI_TEST_RUN"
 LIMIT = "NNMPI_TEST_LIMIT_S"
-CLAIMS = "NNMPI_TEST_CLAIMS"
+CLAIMS = "NNMPI_TEST_CLAIMS"  # a folder for all that share the tests, a colon, the run's name: the same after an abort
 DEFAULT_LIMIT_S = 60.0
 
 
@@ -83,49 +82,30 @@ def read(folder: Path, ranks: int) -> Records:
 
 def write_plan(folder: Path, done: Iterable[str], only: Iterable[str] | None) -> None:
     """Tell the next run which tests to leave out, and, if not None, which ones alone to run."""
-    for name, tests in (("done", done), ("only", only)):
-        if tests is not None:
-            (folder / name).write_text("".join(f"{test}\n" for test in tests))
+    (folder / "plan").write_text(json.dumps([list(done), only and list(only)]))
 
 
 def read_plan(folder: Path) -> Callable[[str], bool]:
     """Return a function that says whether a test is to be run."""
-    done, only = (
-        set(path.read_text().splitlines()) if (path := folder / name).exists() else None for name in ("done", "only")
-    )
-    return lambda test: test not in (done or ()) and (only is None or test in only)
+    done, only = (tests and set(tests) for tests in json.loads((folder / "plan").read_text()))
+    return lambda test: test not in done and (only is None or test in only)
 
 
-def count_ended(folder: Path) -> dict[str, int]:
+def count_ended(folder: Path) -> Counter[str]:
     """Return how many tests ended so far on the first rank, by outcome."""
-    counts: dict[str, int] = {}
-    for line in _lines(folder / "0.log"):
-        if line["outcome"] != STARTED:
-            counts[line["outcome"]] = counts.get(line["outcome"], 0) + 1
-    return counts
+    return Counter(line["outcome"] for line in _lines(folder / "0.log") if line["outcome"] != STARTED)
 
 
-class Claims:
-    """Which of several runs, each with a name of its own, takes a test file.
-
-    Args:
-        folder: a folder that all of them share.
-        name: this run's name; a run that is started again after an abort has the same one.
-    """
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self._folder = folder
-        self._name = name
-
-    def take(self, file: str) -> bool:
-        """Return whether the test file is this run's from now on, or has been before."""
-        path = self._folder / re.sub(r"\W", "-", file)
-        try:
-            with open(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644), "w") as new:
-                new.write(self._name)
-        except FileExistsError:
-            return path.read_text() == self._name
-        return True
+def claim(claims: str, file: str) -> bool:
+    """Return whether a test file is this run's from now on, or has been before; see `CLAIMS`."""
+    folder, _, name = claims.rpartition(":")
+    path = Path(folder, re.sub(r"\W", "-", file))
+    try:
+        with path.open("x") as new:
+            new.write(name)
+    except FileExistsError:
+        return path.read_text() == name
+    return True
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

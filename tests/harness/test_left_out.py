@@ -11,7 +11,7 @@ from tests.harness.left_out import options, reason
 from tests.harness.records import PASSED
 from tests.harness.simulated import most_ranks
 from tests.harness.slow import HARNESS
-from tests.harness.suite import run_suite
+from tests.harness.suite import Suite
 
 ROOT = Path(__file__).parents[2]
 
@@ -22,30 +22,36 @@ def item(name: str, **marks: tuple[Any, ...]) -> Any:
     return SimpleNamespace(nodeid=f"tests/{name}", get_closest_marker=made.get)
 
 
+def runs_on(test: Any, among: list[int], quick: bool = True) -> list[int]:
+    """Return on which numbers of ranks a test runs."""
+    return [size for size in among if not reason(test, size, quick, among)]
+
+
 @pytest.mark.parametrize("among", [[2, 3, 4], [2, 3, 4, 6, 8], [2]], ids=str)
 def test_what_is_dealt_out_runs_once(among: list[int]) -> None:
     names = [f"equivalence/test_a.py::test_b[{number}]" for number in range(300)]
-    runs = [[size for size in among if not reason(item(name), size, True, among)] for name in names]
+    runs = [runs_on(item(name), among) for name in names]
     assert all(len(each) == 1 for each in runs)
-    counts = [runs.count([size]) for size in among]
-    assert min(counts) > 0.7 * len(names) / len(among)
+    assert min(runs.count([size]) for size in among) > 0.7 * len(names) / len(among)
 
 
-def test_what_needs_some_number_of_ranks_is_dealt_to_it() -> None:
-    for number in range(20):
-        pair = item(f"equivalence/test_a.py::test_b[{number}]", needs_ranks=(2,))
-        assert [size for size in (2, 3, 4) if not reason(pair, size, True, [2, 3, 4])] == [2]
-        assert [size for size in (6, 8) if not reason(pair, size, True, [6, 8])] == [6, 8]  # it checks nothing there
-        slow = item(f"equivalence/test_a.py::test_b[{number}]", slow=("why",))
-        assert len([size for size in (2, 3, 4) if not reason(slow, size, False, [2, 3, 4, 6, 8])]) == 1
+@pytest.mark.parametrize(
+    ("name", "marks", "among", "wanted"),
+    [
+        ("comm/test_group.py", {}, [2, 3, 4], [2, 3, 4]),  # messages
+        ("equivalence/test_layouts.py", {}, [6, 8], [6, 8]),  # the contract
+        ("equivalence/test_a.py", {"needs_ranks": (2,)}, [2, 3, 4], [2]),
+        ("equivalence/test_a.py", {"needs_ranks": (2,)}, [6, 8], [6, 8]),  # it checks nothing there
+        ("comm/test_group.py", {"slow": ("why",)}, [6, 8], []),
+    ],
+)
+def test_where_a_test_runs(name: str, marks: Any, among: list[int], wanted: list[int]) -> None:
+    assert all(runs_on(item(f"{name}::test_b[{n}]", **marks), among) == wanted for n in range(20))
 
 
-def test_what_is_about_messages_runs_on_every_number_of_ranks() -> None:
-    assert not any(reason(item("comm/test_group.py::test_a"), size, True, [2, 3, 4]) for size in (2, 3, 4))
-
-
-def test_the_contract_runs_on_many_ranks_too() -> None:
-    assert not any(reason(item("equivalence/test_layouts.py::test_a"), size, True, [6, 8]) for size in (6, 8))
+def test_what_is_slow_is_dealt_to_few_ranks() -> None:
+    slow = [item(f"equivalence/test_a.py::test_b[{n}]", slow=("why",)) for n in range(20)]
+    assert {tuple(runs_on(each, left_out.ALL_RANKS[1:], quick=False)) for each in slow} == {(2,), (3,), (4,)}
 
 
 @pytest.mark.parametrize(
@@ -61,18 +67,13 @@ def test_simulated_trainings_are_dealt_to_few_ranks(name: str, on_host: int, on_
     assert (most_ranks(item(name), True), most_ranks(item(name), False)) == (on_host, on_double)
 
 
-def test_with_all_slow_tests_run_on_few_ranks() -> None:
-    everything = [1, 2, 3, 4, 6, 8]
-    assert options(0, everything, everything=True) == ["--sizes", "1"]
-    assert all(options(ranks, everything, everything=True) == ["--deal", "2,3,4,6,8"] for ranks in (1, 2, 3, 4))
-    assert all(options(ranks, everything, everything=True) == ["--quick", "--deal", "2,3,4,6,8"] for ranks in (6, 8))
-    slow = item("train/test_a.py::test_b", slow=("why",))
-    assert reason(slow, 6, True, [6, 8]) == "slow: why" and reason(slow, 2, False, []) == ""
-
-
-def test_a_plain_run_leaves_out_what_is_slow() -> None:
-    assert options(0, [2, 3, 4], everything=False) == ["--quick"]
-    assert options(3, [2, 3, 4], everything=False) == ["--quick", "--deal", "2,3,4"]
+def test_options_of_a_run() -> None:
+    """A plain one leaves out what is slow; with --all it runs on few ranks."""
+    quick, deal = ["--quick"], ["--deal", "2,3,4,6,8"]
+    wanted = {0: ["--sizes", "1"], **dict.fromkeys([1, 2, 3, 4], deal), **dict.fromkeys([6, 8], quick + deal)}
+    assert {ranks: options(ranks, left_out.ALL_RANKS, everything=True) for ranks in wanted} == wanted
+    wanted = {0: quick, 3: [*quick, "--deal", "2,3,4"]}
+    assert {ranks: options(ranks, left_out.QUICK_RANKS, everything=False) for ranks in wanted} == wanted
 
 
 PLANTED = """
@@ -106,18 +107,11 @@ def test_plain_and_rest_are_all(ranks: int, tmp_path: Path) -> None:
 
     def passed(among: list[int], everything: bool, rest: bool) -> set[str]:
         words = left_out.options(ranks, among, everything, rest)
-        words += [
-            "-p",
-            "tests.harness.simulated",
-            "-c",
-            str(ROOT / "setup.cfg"),
-            "--rootdir",
-            str(tmp_path),
-            str(tmp_path),
-        ]
-        result = run_suite(ranks, words, 100, 30, lambda words: None)
-        assert not result.failures
-        return {name for name, outcome in result.outcomes.items() if outcome == PASSED}
+        words += f"-p tests.harness.simulated -c {ROOT}/setup.cfg --rootdir {tmp_path} {tmp_path}".split()
+        suite = Suite(ranks, words, 100, 30, lambda words: None)
+        suite.run()
+        assert not suite.failures
+        return {name for name, outcome in suite.outcomes.items() if outcome == PASSED}
 
     plain = passed(left_out.QUICK_RANKS, everything=False, rest=False)
     rest = passed(left_out.ALL_RANKS, everything=True, rest=True)
