@@ -57,10 +57,8 @@ HOMES = {
 }
 
 # Libraries that a user may not have: imported where they are needed. (Python has fcntl on POSIX only.)
-OPTIONAL = frozenset(
-    {"PIL", "cupy", "cupy_backends", "cupyx", "fcntl", "filelock", "ml_dtypes", "pooch"}
-    | {"tensorboardX", "tokenizers"}
-)
+OPTIONAL = {"PIL", "fcntl", "filelock", "ml_dtypes", "pooch", "tensorboardX", "tokenizers"}
+OPTIONAL |= {"cupy", "cupy_backends", "cupyx"}
 
 # Methods that are explained once, in the base class.
 INHERITED = frozenset({"forward", "backward"})
@@ -81,26 +79,8 @@ LATE_IMPORTS = {
     ("nnmpi/train/loop.py", "nnmpi.train.planner.auto_layout"): "the planner, of use with --layout auto alone",
 }
 
-# Where the command line is read and printing is done; besides the files that print an uncaught error at the end.
-TALKERS = frozenset(
-    {
-        "command",
-        "doctor",
-        "evaluate",
-        "exercise",
-        "export",
-        "generate",
-        "launching",
-        "plan",
-        "predict",
-        "report",
-        "run",
-        "train",
-        "verify",
-    }
-)
-LAST_WORDS = frozenset(f"nnmpi/comm/{name}.py" for name in ("mpi/shutdown", "mpi/start", "mpi/watchdog"))
-TALKING_LIBRARIES = frozenset({"argparse", "tyro", "click", "getopt", "optparse"})
+# What may speak of options besides train and the layers above it.
+OF_COMMANDS = frozenset({"command", "launching"})
 
 # What library modules may write like options of nnmpi's own: those of other programs.
 FOREIGN_FLAGS = {
@@ -109,6 +89,3 @@ FOREIGN_FLAGS = {
 }
 
 PICKLES = frozenset({"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"})
-
-# Class names that stand in several files because they mean one thing there.
-SHARED_NAMES: dict[str, str] = {}

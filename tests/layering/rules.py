@@ -2,7 +2,7 @@
 
 import ast
 import re
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
@@ -25,8 +25,6 @@ MUTATORS = frozenset(
         "sort",
     }
 )
-
-STREAMS = frozenset({"stdout", "stderr", "argv"})
 
 # A path of the package in backquotes: `comm.group`, `parallel/data.py`, `nnmpi.mesh.Mesh.shape`, `optim.clip.scale()`.
 QUOTED = re.compile(r"`(?:nnmpi[./])?([a-z_]+(?:[./][A-Za-z_]\w*)+)(?:\(\))?`")
@@ -101,22 +99,6 @@ def defining_module(tree: Tree) -> Iterator[str]:
             yield f"{source.path}:{found.line}: an __init__ exports only its own package, not {found.target}"
 
 
-def exports_named(tree: Tree) -> Iterator[str]:
-    """An `__init__` that imports something says in `__all__` what it exports."""
-    for source in tree.sources:
-        names = {ast.unparse(target) for node in source.tree.body for target in getattr(node, "targets", [])}
-        if source.is_init and any(_is_inside(found) for found in tree.imports[source.path]) and "__all__" not in names:
-            yield f"{source.path}:1: exports names without __all__"
-
-
-def packages_complete(tree: Tree) -> Iterator[str]:
-    """Every folder with code has an `__init__`, or it would be missing in the wheel."""
-    for source in tree.sources:
-        parent = source.module if source.is_init else source.module.rpartition(".")[0]
-        if parent not in tree.packages:
-            yield f"{source.path}:1: its folder has no __init__.py"
-
-
 def libraries_at_home(tree: Tree) -> Iterator[str]:
     """mpi4py only in comm/mpi, cupy only in backend; pickle nowhere."""
     for source, found in tree.each_import():
@@ -136,19 +118,6 @@ def imports_on_top(tree: Tree) -> Iterator[str]:
             yield f"{source.path}:{found.line}: imports {found.target} inside a function; only optional libraries are"
 
 
-def talking_in_train(tree: Tree) -> Iterator[str]:
-    """Printing and reading the command line are the train command's business."""
-    for source, found in tree.each_import():
-        if found.target.partition(".")[0] in layers.TALKING_LIBRARIES and not _may_talk(source):
-            yield f"{source.path}:{found.line}: reads the command line ({found.target}); only train/ does"
-    for source in tree.sources:
-        for node in [] if _may_talk(source) or source.path in layers.LAST_WORDS else ast.walk(source.tree):
-            is_print = isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
-            is_stream = isinstance(node, ast.Attribute) and node.attr in STREAMS and ast.unparse(node.value) == "sys"
-            if is_print or is_stream:
-                yield f"{source.path}:{node.lineno}: {ast.unparse(node)[:40]}: only train/ and __main__ files talk"
-
-
 def options_in_train(tree: Tree) -> Iterator[str]:
     """Library modules name arguments; only modules that read the command line speak of `--options`.
 
@@ -162,14 +131,12 @@ def options_in_train(tree: Tree) -> Iterator[str]:
 
 
 def no_shared_state(tree: Tree) -> Iterator[str]:
-    """No `global`, and no list or dictionary of a module that its functions change."""
+    """No list or dictionary of a module that its functions change."""
     for source in tree.sources:
-        names = {ast.unparse(target) for node in source.tree.body for target in _assigned(node)}
-        for node in ast.walk(source.tree):
-            if isinstance(node, ast.Global):
-                yield f"{source.path}:{node.lineno}: global {', '.join(node.names)}; pass it as an argument"
-        for function in _functions(source.tree) if names else []:
-            local = {ast.unparse(target) for node in ast.walk(function) for target in _assigned(node)}
+        names = {name for node in source.tree.body for name in _assigned(node)}
+        functions = [node for node in ast.walk(source.tree) if isinstance(node, ast.FunctionDef)]
+        for function in functions if names else []:
+            local = {name for node in ast.walk(function) for name in _assigned(node)}
             for line, name in _changes(function):
                 if name in names - local:
                     yield f"{source.path}:{line}: changes the module's {name}; no state is kept in modules"
@@ -188,14 +155,14 @@ def documented(tree: Tree) -> Iterator[str]:
 
 
 def one_meaning(tree: Tree) -> Iterator[str]:
-    """A class name stands in one file, or for one thing in several."""
+    """A class name stands in one file."""
     found: dict[str, list[str]] = {}
     for source in tree.sources:
         for node in source.tree.body:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name, []).append(f"{source.path}:{node.lineno}")
     for name, places in found.items():
-        if len(places) > 1 and name not in layers.SHARED_NAMES:
+        if len(places) > 1:
             yield f"{places[-1]}: {name} is a class of {places[0]}, too; one name means one thing"
 
 
@@ -233,12 +200,8 @@ def _defined(tree: ast.Module) -> set[str]:
     for node in tree.body:
         if isinstance(node, ast.Import | ast.ImportFrom):
             names |= {alias.asname or alias.name for alias in node.names}
-        names |= {each.id for target in _targets(node) for each in ast.walk(target) if isinstance(each, ast.Name)}
+        names |= _assigned(node)
     return names
-
-
-def _targets(node: ast.stmt) -> list[ast.expr]:
-    return node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
 
 
 def no_cycles(tree: Tree) -> Iterator[str]:
@@ -247,21 +210,19 @@ def no_cycles(tree: Tree) -> Iterator[str]:
     for source, found in _inside(tree):
         if not found.is_late and not found.is_for_types and source.module != PACKAGE:
             edges[source.module].add(found.target)
-    cycle = find_cycle(edges)
-    if cycle:
-        path = next(source.path for source in tree.sources if source.module == cycle[0])
-        yield f"{path}:1: imports itself in a circle: {' -> '.join(cycle)}"
+    try:
+        TopologicalSorter(edges).prepare()
+    except CycleError as error:
+        cycle = error.args[1][::-1]
+        yield f"{tree.modules[cycle[0]].path}:1: imports itself in a circle: {' -> '.join(cycle)}"
 
 
 RULES: tuple[Callable[[Tree], Iterator[str]], ...] = (
     lower_layers_only,
     strategies_apart,
     defining_module,
-    exports_named,
-    packages_complete,
     libraries_at_home,
     imports_on_top,
-    talking_in_train,
     options_in_train,
     no_shared_state,
     documented,
@@ -281,7 +242,9 @@ def _is_inside(found: Import) -> bool:
 
 
 def _may_talk(source: Source) -> bool:
-    return source.part in layers.TALKERS or source.module.endswith("__main__")
+    """Return whether a module is of a command."""
+    is_above = layers.LAYER_OF.get(source.part, 0) >= layers.LAYER_OF["train"]
+    return is_above or source.part in layers.OF_COMMANDS or source.module.endswith("__main__")
 
 
 def _strings(tree: ast.AST) -> Iterator[ast.Constant]:
@@ -292,10 +255,6 @@ def _strings(tree: ast.AST) -> Iterator[ast.Constant]:
             yield node
 
 
-def _functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
-
-
 def _needs_docstring(node: ast.stmt) -> bool:
     """Whether this is public; setters and overloads are explained where they are first defined."""
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) or node.name.startswith("_"):
@@ -304,10 +263,11 @@ def _needs_docstring(node: ast.stmt) -> bool:
     return not any(name.endswith((".setter", "overload", "override")) for name in decorators)
 
 
-def _assigned(node: ast.AST) -> list[ast.expr]:
-    """Return the plain names that a statement binds."""
+def _assigned(node: ast.AST) -> set[str]:
+    """Return the names that a statement binds."""
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return [target for target in targets if isinstance(target, ast.Name)]
+    bound = [each for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+    return {each.id for each in bound if isinstance(each.ctx, ast.Store)}
 
 
 def _changes(function: ast.AST) -> Iterator[tuple[int, str]]:
@@ -317,13 +277,3 @@ def _changes(function: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, ast.unparse(node.func.value)
         elif isinstance(node, ast.Subscript) and not isinstance(node.ctx, ast.Load):
             yield node.lineno, ast.unparse(node.value)
-
-
-def find_cycle(edges: Mapping[str, Set[str]]) -> list[str]:
-    """Return the nodes of a circle, the first again at the end, or nothing when there is none."""
-    try:
-        TopologicalSorter(edges).prepare()
-    except CycleError as error:
-        circle: list[str] = error.args[1]
-        return circle[::-1]
-    return []
