@@ -14,7 +14,6 @@ from nnmpi.mesh import AXES, Coordinates, Mesh, fitting
 from tests.harness.refusals import told
 
 axis = st.integers(1, 5)
-nodes_of_any_sizes = st.lists(st.integers(1, 9), min_size=1, max_size=8)
 
 
 def groups_of(mesh: Mesh, *axes: str) -> list[list[int]]:

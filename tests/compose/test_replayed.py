@@ -267,29 +267,6 @@ def exchange(model: nn.Module, epoch: int) -> None:
         model.layers[2] = nn.Tanh()
 
 
-class Halves(nn.Module):
-    """Two lists of layers, and a factor between them."""
-
-    replayable = True
-
-    def __init__(self) -> None:
-        self.before = [nn.Flatten(), nn.Linear(16, 5), nn.Tanh()]
-        self.after = [nn.Linear(5, 3)]
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.before:
-            x = layer(x)
-        x = 2.0 * x
-        for layer in self.after:
-            x = layer(x)
-        return x
-
-
-def move(model: nn.Module, epoch: int) -> None:
-    if epoch == 2:
-        model.after.insert(0, model.before.pop())
-
-
 @pytest.mark.simulated(max_size=1)
 @pytest.mark.parametrize("change", [freeze, slow_down, exchange])
 def test_a_model_that_changes_is_recorded_anew(group: Group, change: Any) -> None:

@@ -1,7 +1,6 @@
 """The double of CuPy as this process's `cupy`, so that device code runs where there is no device."""
 
 import importlib
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -38,14 +37,3 @@ def device_backend(local_rank: int = 0) -> Backend:
         return cupy_backend(local_rank)
     finally:
         settings.hidden = hidden
-
-
-def real_environment() -> dict[str, str]:
-    """Return the environment for a Python that is to find the real CuPy, if there is one."""
-    paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(FOLDER)]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-
-
-def is_device_array(x: Any) -> bool:
-    """Return whether x lives on the double's device."""
-    return isinstance(x, load().ndarray)

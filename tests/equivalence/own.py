@@ -14,7 +14,6 @@ from nnmpi.nn.activation import Dropout, Flatten, ReLU, Tanh
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
 from nnmpi.nn.conv import Conv2d, GlobalAvgPool2d
 from nnmpi.nn.linear import Embedding, Linear
-from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
 from nnmpi.nn.sharding import Sharding
@@ -173,19 +172,6 @@ def noisy(sample_shape: tuple[int, ...], classes: int) -> Sequential:
     return model
 
 
-class Counter(Module):
-    """Passes x on, and counts how often it did so, and how often again."""
-
-    def __init__(self) -> None:
-        self.calls = {False: 0, True: 0}
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x."""
-        if current().training:
-            self.calls[current().again] += 1
-        return x
-
-
 class Selecting(Module):
     """Keeps as many features as the data say: what no pipeline can agree on beforehand."""
 
@@ -236,11 +222,6 @@ class Whole(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the inner module's result."""
         return self.inner(x)
-
-
-def counted(sample_shape: tuple[int, ...], classes: int) -> Sequential:
-    """Return a linear model with a counter at its end."""
-    return Sequential(Flatten(), Linear(prod(sample_shape), 8), Tanh(), Linear(8, classes), Counter())
 
 
 def halves(sample_shape: tuple[int, ...], classes: int) -> Sequential:

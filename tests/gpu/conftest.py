@@ -55,14 +55,6 @@ def device() -> Backend:
 
 
 @pytest.fixture
-def mpi_library() -> None:
-    """Skip a serial check where there is no MPI library: for what it imports inside, and all others run without."""
-    problem = mpi_missing()
-    if problem is not None:
-        pytest.skip(problem)
-
-
-@pytest.fixture
 def real_device(device: Backend) -> Backend:
     """The same, where it is a card: for what a stand-in cannot have."""
     if is_stand_in(device):

@@ -9,11 +9,9 @@ from typing import Any
 import pytest
 
 ONCE_MORE = "a job of its own, like others that ran"
-BENCHMARK = "a reduced benchmark, like those of scripts/benchmark-check"
 HARNESS = "the harness itself, with ranks that fail, hang or vanish"
 COMPILER = "kernels for more dtypes and devices, through CUDA's compiler"
 KERNELS = "compiles kernels from the beginning"
-LARGE = "a graph or a machine of millions, like a smaller one that ran"
 GROWTH = "hundreds of steps, to see memory grow"
 MORE_SEEDS = "more seeds, like those that ran"
 MORE_LAYOUTS = "more models, layouts and numbers of ranks, like those that ran"

@@ -19,7 +19,6 @@ SCATTERED = {
     "bitwise_or": ("int32", "uint32", "uint64"),
     "bitwise_xor": ("int32", "uint32", "uint64"),
 }
-KEYWORDS = ("out", "casting", "dtype")
 NUMBERS = (int, float, bool, complex)
 
 

@@ -11,8 +11,6 @@ from typing import Any
 from cupy_backends.cuda.api.runtime import CUDARuntimeError
 
 memoryTypeUnregistered, memoryTypeHost, memoryTypeDevice, memoryTypeManaged = range(4)
-HANDLE_BYTES = 64
-ERROR_NOT_READY = 600
 
 
 @dataclass
