@@ -11,10 +11,8 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
-from weakref import WeakSet
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -58,10 +56,9 @@ class Watch:
 
     def __init__(self, comm: Comm, names: Sequence[int], timeout_s: float) -> None:
         self.comm, self.names, self.timeout_s = comm, tuple(names), timeout_s
-        self.crowded = comm.size > count_cores(comm)
-        self.polls = CROWDED_POLLS if self.crowded else PATIENT_POLLS
+        self.polls = CROWDED_POLLS if comm.size > count_cores(comm) else PATIENT_POLLS
 
-    def until(self, barrier: Barrier) -> None:
+    def until(self, barrier: FlagBarrier) -> None:
         """Return when all ranks have come to a barrier, offering the core to others at every look.
 
         Raises:
@@ -77,7 +74,7 @@ class Watch:
         finally:
             world.waiter = None
 
-    def _look(self, barrier: Barrier) -> None:
+    def _look(self, barrier: FlagBarrier) -> None:
         give_way = getattr(os, "sched_yield", lambda: time.sleep(0))
         deadline = time.monotonic() + self.timeout_s
         looks = 0
@@ -147,6 +144,9 @@ class FlagBarrier:
                 if polls < 0:
                     self._watch.until(self)
 
+    def free(self) -> None:
+        """Do nothing: the counters are the memory's."""
+
     def run(self) -> None:
         """Arrive, and return when all others have."""
         own = self._own  # what start and wait do, without calling them: a barrier takes 0.2 us
@@ -165,29 +165,27 @@ class FlagBarrier:
         return [rank for rank, counter in enumerate(self._counters) if counter[0] < self._goal]
 
 
-class CollectiveBarrier:
+class CollectiveBarrier(FlagBarrier):
     """A barrier by a sum that nobody needs, between two synchronizations of the memory: right in any world.
 
     It has a communicator of its own, so that several barriers can be under way in any order. The counters only tell who
     is missing.
 
     Args:
-        counters: as `FlagBarrier` has them.
+        counters, watch: as `FlagBarrier` has them.
         sync: synchronizes this rank's view of the shared memory.
-        watch: how to wait.
     """
 
-    def __init__(self, counters: Sequence[memoryview], sync: Callable[[], None], watch: Watch) -> None:
-        self._counters, self._sync, self._watch = tuple(counters), sync, watch
-        self._own = counters[watch.comm.rank]
-        self._comm = watch.comm.duplicate()
+    def __init__(self, counters: Sequence[memoryview], watch: Watch, sync: Callable[[], None]) -> None:
+        super().__init__(counters, watch)
+        self._sync, self._comm = sync, watch.comm.duplicate()
         self._sum = np.zeros(1, np.int64)  # one element: a sum of none need not wait for anybody
         self._requests: list[Request] = []
 
     def start(self) -> None:
         """Say that this rank has arrived."""
         self._sync()
-        self._own[0] += 1
+        super().start()
         self._requests = [self._comm.iallreduce(self._sum)]
 
     def poll(self) -> bool:
@@ -198,11 +196,7 @@ class CollectiveBarrier:
         return True
 
     def wait(self) -> None:
-        """Return when all ranks have arrived.
-
-        Raises:
-            CommError: after the time limit.
-        """
+        """Return when all ranks have arrived; see `FlagBarrier`."""
         self._watch.until(self)
 
     def run(self) -> None:
@@ -214,68 +208,9 @@ class CollectiveBarrier:
         """Give the communicator back. Collective over the node."""
         self._comm.free()
 
-    def waits_for(self) -> str:
-        """Return what it waits for, in words."""
-        return f"crossing {self._own[0]} of a barrier in shared memory"
-
-    def missing(self) -> list[int]:
-        """Return which ranks of the node have not arrived."""
-        self._sync()
-        return [rank for rank, counter in enumerate(self._counters) if counter[0] < self._own[0]]
-
-
-Barrier = FlagBarrier | CollectiveBarrier
-
-
-class Flags:
-    """As many barriers as are asked for, of the ranks of one node. Collective: all ask in the same order.
-
-    Args:
-        watch: how to wait, and for whom.
-        ordered: whether what is written is seen in the order of writing, so that counters will do.
-    """
-
-    def __init__(self, watch: Watch, ordered: bool) -> None:
-        self._watch = watch
-        self._ordered = ordered
-        self._pages: list[SharedPages] = []
-        self._made: list[Barrier] = []
-
-    def barrier(self, sync: Callable[[], None]) -> Barrier:
-        """Return a new barrier; `sync` synchronizes the memory that it guards, where that is needed.
-
-        Raises:
-            DeviceError: when there is no shared memory for another page of flags.
-        """
-        page, place = divmod(len(self._made), FLAGS_PER_PAGE)
-        if page == len(self._pages):
-            self._pages.append(self._watch.comm.share_pages(PAGE_BYTES))
-        views = [memoryview(part).cast("B").cast("q") for part in self._pages[page].parts]  # type: ignore[arg-type]
-        counters, watch = [view[place : place + 1] for view in views], self._watch
-        made = FlagBarrier(counters, watch) if self._ordered else CollectiveBarrier(counters, sync, watch)
-        self._made.append(made)
-        return made
-
-    def free(self) -> None:
-        """Give the pages and communicators back. Collective over the node."""
-        for barrier in self._made:
-            if isinstance(barrier, CollectiveBarrier):
-                barrier.free()
-        for page in self._pages:
-            page.free()
-        self._pages = []
-        self._made = []
-
 
 LINE_BYTES = 64
-
-
-@dataclass(frozen=True, slots=True)
-class WindowSlice:
-    """Where an array of this rank lies: `start` bytes into the part of allocation number `allocation`."""
-
-    allocation: int
-    start: int
+MAIN = -1  # the tag of the barrier that everybody uses
 
 
 class SharedMemory:
@@ -287,7 +222,8 @@ class SharedMemory:
         group: the ranks; those on one node share memory.
         timeout_s: how long to wait for another rank in a barrier.
         nodes: the node of each rank of the group, for trying several nodes on one machine; found out by default.
-        ordered: see `Flags`; as the world says by default.
+        ordered: whether what is written is seen in the order of writing, so that counters will do for barriers; as the
+            world says by default.
 
     Attributes:
         group: the ranks.
@@ -295,7 +231,6 @@ class SharedMemory:
         rank, size: this rank's number on its node, and the number of ranks there.
         node_of: the number of each group rank's node: its lowest rank.
         members: the group's numbers of this node's ranks, in their order here.
-        crowded: whether this node has more ranks than cores for them.
         across: the communicator between nodes, of the ranks that have the same number on theirs; `rank` 0 are leaders.
             None where there is one node.
         closed: whether it was closed, or freed: then it makes no arrays and no barriers any more.
@@ -322,28 +257,24 @@ class SharedMemory:
             self.node = group.comm.split(nodes[group.rank], group.rank)
         self._owns_node = True  # and gives it back; whether it is the group's is not to be seen later
         self.rank, self.size = self.node.rank, self.node.size
-        names = np.empty(self.size, np.int64)
-        self.node.allgather(np.array([group.rank], np.int64), names)
-        everyones = np.empty(group.size, np.int64)
-        group.comm.allgather(names[:1].copy(), everyones)
+        lowest, everyones = np.array([group.rank]), np.empty(group.size, np.int64)
+        self.node.broadcast(lowest, 0)
+        group.comm.allgather(lowest, everyones)
         self.node_of: tuple[int, ...] = tuple(everyones.tolist())
+        self.members = tuple(rank for rank, node in enumerate(self.node_of) if node == lowest[0])
         self.across: Comm | None = None
         if len(set(self.node_of)) > 1:
             self.across = group.comm.split(self.rank, group.rank)
         elif ordered:  # no messages are sent then; and communicators are scarce: MPICH has 2048
             self.node.free()
             self.node, self._owns_node = group.comm, False
-        self.members: tuple[int, ...] = tuple(names.tolist())
-        watch = Watch(self.node, self.members, timeout_s)
-        self.crowded = watch.crowded
-        self._flags = Flags(watch, ordered)
-        self._barriers: dict[int, Barrier] = {}
+        self._watch, self._ordered = Watch(self.node, self.members, timeout_s), ordered
+        self._pages: list[SharedPages] = []  # of the barriers' flags
+        self._barriers: dict[int, FlagBarrier] = {}
         self._windows: dict[int, SharedPages] = {}  # by allocation number; twins have the same
-        self._own: WeakSet[SharedPages] = WeakSet()  # those of them that were made through this object
         self.closed = False
         try:
-            with agreed(group):
-                self._barrier = self._flags.barrier(self.sync)
+            self.barrier_of(MAIN)
         except DeviceError:
             self.close()
             raise
@@ -373,16 +304,10 @@ class SharedMemory:
         kind = np.dtype(dtype)
         return self._make(self._length(elements, kind)).parts[self.rank].view(kind)
 
-    def common(self, elements: int, dtype: DTypeLike) -> Buffer:
-        """Return (elements,) zeros that stand once per node: what one rank writes, all have.
-
-        Raises:
-            DeviceError, UsageError: as in `allocate`.
-        """
-        return self.common_all([(elements, dtype)])[0]
-
     def common_all(self, arrays: Iterable[tuple[int, DTypeLike]]) -> list[Buffer]:
-        """Return several such arrays by elements and dtype, in one allocation; each begins at a multiple of 64 bytes.
+        """Return (elements,) zeros that stand once per node, for each of the pairs: what one rank writes, all have.
+
+        They are in one allocation, and begin at multiples of 64 bytes.
 
         Raises:
             DeviceError, UsageError: as in `allocate`.
@@ -397,27 +322,14 @@ class SharedMemory:
             for start, length, (_, kind) in zip(starts, lengths, kinds, strict=False)
         ]
 
-    def place(self, array: Buffer) -> WindowSlice | None:
-        """Return where an array of this rank lies, None if it lies elsewhere (not collective)."""
+    def place(self, array: Buffer) -> tuple[int, int] | None:
+        """Return where an array of this rank lies: allocation, first byte there. None if elsewhere (not collective)."""
         address = array.ctypes.data
         for number, window in self._windows.items():
             start = address - window.parts[self.rank].ctypes.data
             if start >= 0 and start + array.nbytes <= window.parts[self.rank].nbytes:
-                return WindowSlice(number, start)
+                return number, start
         return None
-
-    def view(self, rank: int, place: WindowSlice, elements: int, dtype: DTypeLike) -> Buffer:
-        """Return the array of one rank of the node that lies at a place (not collective).
-
-        Args:
-            rank: that rank, by its number on the node.
-            place: where the array lies in that rank's part.
-            elements: its length.
-            dtype: of its elements.
-        """
-        kind = np.dtype(dtype)
-        part = self._windows[place.allocation].parts[rank]
-        return part[place.start : place.start + elements * kind.itemsize].view(kind)
 
     def holds(self, array: Buffer) -> bool:
         """Return whether the array, or what it is a slice of, was allocated here by this rank (not collective)."""
@@ -429,8 +341,9 @@ class SharedMemory:
         Raises:
             ShapeError: for an array that was not allocated here.
         """
-        place = self._find(array)
-        return [self.view(rank, place, array.size, array.dtype) for rank in range(self.size)]
+        number, start = self._find(array)
+        parts = self._windows[number].parts
+        return [part[start : start + array.nbytes].view(array.dtype) for part in parts]
 
     # ---- waiting for one another ----
 
@@ -442,19 +355,29 @@ class SharedMemory:
             UsageError: when the memory was closed.
         """
         self._check_open()
-        self._barrier.run()
+        self._barriers[MAIN].run()
 
-    def barrier_of(self, tag: int) -> Barrier:
+    def barrier_of(self, tag: int) -> FlagBarrier:
         """Return the node's barrier with this tag; collective where the tag is new.
 
         Raises:
             UsageError: when the memory was closed.
+            DeviceError: when there is no shared memory for another page of flags.
         """
         self._check_open()
         if tag not in self._barriers:
             with agreed(self.group):
-                self._barriers[tag] = self._flags.barrier(self.sync)
+                self._barriers[tag] = self._make_barrier()
         return self._barriers[tag]
+
+    def _make_barrier(self) -> FlagBarrier:
+        page, place = divmod(len(self._barriers), FLAGS_PER_PAGE)
+        if page == len(self._pages):
+            self._pages.append(self.node.share_pages(PAGE_BYTES))
+        views = [memoryview(part).cast("B").cast("q") for part in self._pages[page].parts]  # type: ignore[arg-type]
+        counters = [view[place : place + 1] for view in views]
+        ordered = self._ordered
+        return FlagBarrier(counters, self._watch) if ordered else CollectiveBarrier(counters, self._watch, self.sync)
 
     def sync(self) -> None:
         """Order this rank's reads and writes of all shared arrays before against those after (not collective)."""
@@ -467,24 +390,16 @@ class SharedMemory:
         Raises:
             ShapeError: for an array that was not allocated here.
         """
-        self.drop_allocations(self._find(array).allocation for array in arrays)
-
-    @property
-    def allocations(self) -> int:
-        """The number that the next allocation will have, if none is given back before."""
-        return max(self._windows, default=-1) + 1
-
-    def drop_allocations(self, numbers: Iterable[int]) -> None:
-        """Give back allocations by number, also arrays in common; they must not be touched any more."""
-        for number in numbers:
+        for number in {self._find(array)[0] for array in arrays}:
             self._windows.pop(number).free()
 
     def free(self) -> None:
-        """Give back all that was made through this object; arrays that are still held must not be touched any more.
+        """Give back all arrays, of its twins too; those that are still held must not be touched any more.
 
-        What was allocated through a twin stays. Done again, it does nothing.
+        Done again, it does nothing.
         """
-        self.drop_allocations(sorted(number for number, window in self._windows.items() if window in self._own))
+        while self._windows:
+            self._windows.popitem()[1].free()
         self.close()
 
     def close(self) -> None:
@@ -496,8 +411,11 @@ class SharedMemory:
         if self.closed:
             return
         self.closed = True
-        self._barriers.clear()
-        self._flags.free()
+        for barrier in self._barriers.values():
+            barrier.free()
+        for page in self._pages:
+            page.free()
+        self._barriers, self._pages = {}, []
         if self.across is not None:
             self.across.free()
         if self._owns_node:
@@ -516,7 +434,7 @@ class SharedMemory:
                 raise UsageError(f"an array of {elements} elements cannot be shared; give 0 or more")
         return elements * dtype.itemsize
 
-    def _find(self, array: Buffer) -> WindowSlice:
+    def _find(self, array: Buffer) -> tuple[int, int]:
         place = self.place(array)
         if place is None:
             raise ShapeError(f"the array of {array.size} elements was not allocated in shared memory; use allocate()")
@@ -534,6 +452,5 @@ class SharedMemory:
                 window.free()
             raise
         assert window is not None
-        self._windows[self.allocations] = window
-        self._own.add(window)
+        self._windows[max(self._windows, default=-1) + 1] = window
         return window

@@ -168,7 +168,7 @@ def _blocks(parts: Sequence[Buffer], limit: int) -> Iterator[tuple[Buffer, tuple
 def _is_to_add(array: Buffer, memory: SharedMemory) -> bool:
     """Return whether there is anything to add; refuse ranks whose arrays differ, or lie at different places."""
     place = memory.place(array)
-    where = None if place is None else [place.allocation, place.start]
+    where = place and list(place)
     everyones = memory.group.gather([array.size, array.dtype.name, where])
     described = [[f"{size} elements of {dtype}"] for size, dtype, _ in everyones]
     refuse_different(described, "the ranks would sum different arrays", "give all the same length and dtype")

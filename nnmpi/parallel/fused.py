@@ -79,7 +79,6 @@ class FusedUpdate:
         if memory is None:  # apart from the group's, which may stay when this one goes
             memory = SharedMemory(group)
         slots = [array for arrays in optimizer.slots().values() for array in arrays]
-        first = memory.allocations
         try:
             _check(storage, memory)
             numbers, *places = memory.common_all(
@@ -87,11 +86,9 @@ class FusedUpdate:
             )  # all in one allocation: making one takes the ranks longer than filling it
             grads = [memory.allocate(array.size, array.dtype) for array in storage.grads]
         except NnmpiError:
-            memory.drop_allocations(range(first, memory.allocations))
-            memory.close()
+            memory.free()
             raise
         self.storage, self.optimizer, self.memory = storage, optimizer, memory
-        self._allocations = range(first, memory.allocations)
         data = places[: len(storage.data)]
         if memory.rank == 0:
             for new, old in zip(data, storage.data, strict=True):
@@ -184,8 +181,7 @@ class FusedUpdate:
         storage.common = False
         self.optimizer.move(np.zeros)
         memory.barrier()  # nobody may write where others still read
-        memory.drop_allocations(self._allocations)
-        memory.close()
+        memory.free()
 
 
 def _check(storage: FlatStorage, memory: SharedMemory) -> None:

@@ -16,7 +16,7 @@ ORDERED = pytest.mark.parametrize("ordered", [True, False], ids=["flags", "colle
 @ORDERED
 def test_nobody_passes_before_all_have_come(group: Group, ordered: bool) -> None:
     memory = SharedMemory(group, ordered=ordered)
-    marks = memory.common(group.size, np.int64)
+    marks = memory.common_all([(group.size, np.int64)])[0]
     early = 0
     for turn in range(1, 300):
         marks[group.rank] = turn

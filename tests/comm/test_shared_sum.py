@@ -182,24 +182,19 @@ def test_nothing_has_to_be_freed_at_the_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.mpi
-def test_a_twin_frees_what_is_its_own(group: Group) -> None:
-    """What the other has allocated and copies through is in use: gone, it would end the process at the next sum."""
+def test_a_closed_twin_leaves_the_arrays(group: Group) -> None:
+    """What the other has allocated is in use: gone, it would end the process at the next sum."""
     whole = group.duplicate()
-    whole._memory = memory = SharedMemory(whole)
-    kept = memory.allocate(5, "float64")
-    array = memory.allocate(50, np.float32)
+    array = whole.memory().allocate(50, np.float32)
     array[:] = 1
     whole.all_reduce(array, "shared")
-    before = memory.allocations
-    twin = memory.twin(whole)
+    twin = whole.memory().twin(whole)
     twin.allocate(7, "int64")
-    twin.free()
-    assert memory.allocations == before
-    assert memory.holds(kept)
+    twin.close()
     whole.all_reduce(array, "shared")
     assert (array == whole.size**2).all()
-    memory.free()
-    assert memory.allocations == 0
+    whole.memory().free()
+    assert not twin.holds(array)
     whole.comm.free()
 
 
@@ -249,7 +244,7 @@ def test_it_is_given_back_once_however_often_it_is_asked_for(group: Group, nodes
     assert memory.holds(kept)
     memory.free()
     memory.free()
-    assert memory.allocations == 0
+    assert not memory.holds(kept)
     assert whole.sum_floats([1.0]) == [whole.size]
     whole.free()
 
@@ -263,7 +258,6 @@ def test_what_was_closed_refuses_in_a_sentence(group: Group) -> None:
         memory.barrier,
         lambda: memory.barrier_of(3),
         lambda: memory.allocate(1, "float32"),
-        lambda: memory.common(1, "float32"),
         lambda: memory.common_all([]),
         lambda: memory.twin(group),
     ):

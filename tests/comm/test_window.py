@@ -73,7 +73,7 @@ def test_one_array_can_be_given_back_and_others_stay(group: Group) -> None:
 def test_a_common_array_stands_once_per_node(group: Group) -> None:
     nodes = [rank * 2 // group.size for rank in range(group.size)]
     memory = SharedMemory(group, nodes=nodes)
-    array = memory.common(group.size, np.int64)
+    array = memory.common_all([(group.size, np.int64)])[0]
     array[group.rank] = group.rank + 1
     memory.barrier()
     expected = [rank + 1 if nodes[rank] == nodes[group.rank] else 0 for rank in range(group.size)]
@@ -104,7 +104,7 @@ def test_what_mpi_refuses_is_one_sentence(group: Group, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(mpi_world.MPI, "Win", SimpleNamespace(Allocate_shared=refuse))
     with pytest.raises(DeviceError, match="MPI cannot share 8192 bytes among the ranks of a node"):
-        memory.common(8, np.float32) if memory.rank else memory.allocate(8, np.float32)
+        memory.common_all([(8, np.float32)]) if memory.rank else memory.allocate(8, np.float32)
     monkeypatch.undo()
     memory.free()
 
