@@ -77,12 +77,6 @@ class MessageRequest:
             put(host, array)
         return self.array
 
-    def cancel(self) -> None:
-        """Give up receives whose messages will not be sent; the array is free again."""
-        for request in self._requests:
-            self._comm.cancel(request)
-        self._requests = []
-
 
 # ---- by the steps of an algorithm ----
 

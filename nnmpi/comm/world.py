@@ -144,9 +144,6 @@ class Comm(Protocol):
     def wait_all(self, requests: Sequence[Request], /) -> Any:
         """Return when all are complete."""
 
-    def cancel(self, request: Request) -> None:
-        """Give up a receive whose message will not be sent; it is complete then."""
-
     def poke(self) -> None:
         """Let messages move on."""
 

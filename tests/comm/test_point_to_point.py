@@ -93,21 +93,6 @@ def test_ready_needs_all_pieces_of_a_message(group: Group, monkeypatch: pytest.M
 
 
 @pytest.mark.both_worlds
-def test_a_receive_can_be_given_up(group: Group) -> None:
-    """Its array is not written by a message that comes later; the next receive gets that."""
-    messages = Messages(group)
-    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    given_up, wanted = np.zeros(3), np.zeros(3)
-    messages.receive(given_up, before, tag=0).cancel()
-    group.barrier()
-    messages.send(np.full(3, 7.0), after, tag=0)
-    messages.receive(wanted, before, tag=0).wait()
-    messages.drain()
-    messages.free()
-    assert all(group.gather(not given_up.any() and bool((wanted == 7).all())))
-
-
-@pytest.mark.both_worlds
 def test_a_send_can_be_waited_for_by_itself(group: Group) -> None:
     """One that cannot leave yet does not hold up another; and both were counted, with their bytes."""
     messages = Messages(group, synchronous_sends=True)

@@ -194,13 +194,6 @@ class MpiComm:
         self._dup = named("making a communicator", mpi.Dup)
         self.free = mpi.Free
 
-    # ---- what was started ----
-
-    def cancel(self, request: MPI.Request) -> None:
-        """Give up a receive whose message will not be sent."""
-        request.Cancel()
-        request.Wait()
-
     def poke(self) -> None:
         """Let messages move on."""
         self.mpi.Iprobe()

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from itertools import count
+from functools import partial, partialmethod
+from itertools import count, groupby
 from types import MappingProxyType
 from typing import Any, Self, cast
 
@@ -53,12 +53,12 @@ class SimulatedNetwork:
 
     Attributes:
         places: the node of each rank.
-        messages, bytes: how many were carried so far.
+        bytes: how many were carried so far.
     """
 
     def __init__(self, machine: Machine, size: int) -> None:
         self.places = machine.places(size)
-        self.messages = self.bytes = 0
+        self.bytes = 0
         self._machine, self._links = machine, Links(max(self.places, default=0) + 1)
 
     def carry(self, source: int, target: int, nbytes: int, ready_s: float, both_ways: bool) -> float:
@@ -70,7 +70,7 @@ class SimulatedNetwork:
             ready_s: when it can begin.
             both_ways: whether its sender receives something at the same time.
         """
-        self.messages, self.bytes = self.messages + 1, self.bytes + nbytes
+        self.bytes += nbytes
         nodes = self.places[source], self.places[target]
         across = nodes[0] != nodes[1]
         link = self._machine.link(across)
@@ -143,7 +143,6 @@ class SimulatedRequest:
         checksum: of `memory` when it was started, if it reads that; else None.
         complete: whether it is.
         complete_s: when it became so, by simulated time.
-        withdraw: takes it back, if nothing has met it yet.
     """
 
     owner: SimulatedRank
@@ -155,7 +154,6 @@ class SimulatedRequest:
     checksum: int | None = None
     complete: bool = False
     complete_s: float = 0.0
-    withdraw: Callable[[], None] | None = None
 
 
 def checksum(memory: NDArray[np.uint8] | None) -> int:
@@ -366,8 +364,7 @@ class SimulatedComm:
         own, board = self._own, self._board
         self._scheduler.enter(own)
         memory = as_bytes(data).reshape(-1)
-        request = self._open(f"send to rank {self._members[to]} with tag {tag}", memory, writes=False)
-        request.missing = partial(_one, self._members[to])
+        request = self._open(f"send to rank {self._members[to]} with tag {tag}", memory, False, self._members[to])
         leaves = not synchronous and memory.nbytes <= EAGER_BYTES
         receiving = board.open[own.number].receives > 0
         message = SimulatedMessage(request, memory.nbytes, memory.copy() if leaves else None, own.clock_s, receiving)
@@ -392,23 +389,20 @@ class SimulatedComm:
         own, board = self._own, self._board
         self._scheduler.enter(own)
         memory = as_bytes(into).reshape(-1)
-        request = self._open(f"receive from rank {self._members[source]} with tag {tag}", memory, writes=True)
-        request.missing = partial(_one, self._members[source])
-        queue = board.queues[self._number, self._members[source], own.number, tag]
+        partner = self._members[source]
+        request = self._open(f"receive from rank {partner} with tag {tag}", memory, True, partner)
+        queue = board.queues[self._number, partner, own.number, tag]
         if queue.sends:
             self._pair(queue.sends.popleft(), request, queue)
         else:
             queue.receives.append(request)
-            request.withdraw = partial(queue.receives.remove, request)
         self._scheduler.leave(own)
         return request
 
-    def _open(self, what: str, memory: NDArray[np.uint8] | None, writes: bool) -> SimulatedRequest:
+    def _open(self, what: str, memory: NDArray[np.uint8] | None, writes: bool, *missing: int) -> SimulatedRequest:
         """Return a new request of this rank, noted as open."""
-        reads = memory is not None and not writes
-        request = SimulatedRequest(
-            self._own, what, find_lines(), tuple, memory, writes, checksum(memory) if reads else None
-        )
+        read = None if memory is None or writes else checksum(memory)
+        request = SimulatedRequest(self._own, what, find_lines(), lambda: missing, memory, writes, read)
         self._board.open[self._own.number].add(request)
         return request
 
@@ -417,7 +411,7 @@ class SimulatedComm:
         assert receive.memory is not None
         if message.nbytes != receive.memory.nbytes:
             raise refuse_length(message, receive)
-        message.receive, receive.withdraw = receive, None
+        message.receive = receive
         if message.there:
             self._deliver(message, receive, self._own.clock_s)
         elif message.data is None:
@@ -487,13 +481,6 @@ class SimulatedComm:
             self._board.open[self._own.number].close(request)
         self._own.news += 1
 
-    def cancel(self, request: SimulatedRequest) -> None:
-        """Give up a receive; see `comm.world.Comm`."""
-        if request.withdraw is not None:
-            request.withdraw()
-            request.withdraw, request.complete = None, True
-            self._close([request])
-
     def poke(self) -> None:
         """Let messages move on; see `comm.world.Comm`."""
         self._scheduler.enter(self._own)
@@ -502,23 +489,16 @@ class SimulatedComm:
 
     # ---- collectives ----
 
+    def _wait_for(self, start: Callable[..., SimulatedRequest], *arguments: Any) -> None:
+        self.wait_all([start(self, *arguments)])
+
     def barrier(self) -> None:
         """Return when all ranks have come here."""
-        self.wait_all([self._join(("barrier",), None, 0, _nothing)])
+        self.wait_all([self._join(("barrier",), None, 0, lambda everyones: None)])
 
-    def allreduce(self, array: Buffer) -> None:
-        """Sum over the ranks, in their order; see `comm.world.Comm`."""
-        self.wait_all([self._reduce("allreduce", array, np.add)])
+    def _reduce(self, name: str, combine: np.ufunc, array: Buffer) -> SimulatedRequest:
+        """Sum over the ranks, in their order, or take the largest of each element."""
 
-    def allreduce_max(self, array: Buffer) -> None:
-        """Take the largest of each element; see `comm.world.Comm`."""
-        self.wait_all([self._reduce("allreduce_max", array, np.maximum)])
-
-    def iallreduce(self, array: Buffer) -> SimulatedRequest:
-        """Start a sum; see `comm.world.Comm`."""
-        return self._reduce("iallreduce", array, np.add)
-
-    def _reduce(self, name: str, array: Buffer, combine: np.ufunc) -> SimulatedRequest:
         def write(arrays: list[Buffer]) -> None:
             total = _total(arrays, combine)
             for each in arrays:
@@ -526,13 +506,9 @@ class SimulatedComm:
 
         return self._join((name, array.size, array.dtype.name), array, array.nbytes, write, writes=array)
 
-    def broadcast(self, data: Buffer, root: int) -> None:
-        """Replace bytes by root's; see `comm.world.Comm`."""
-        self.wait_all([self._broadcast("broadcast", data, root)])
-
-    def ibroadcast(self, data: Buffer, root: int) -> SimulatedRequest:
-        """Start a broadcast; see `comm.world.Comm`."""
-        return self._broadcast("ibroadcast", data, root)
+    allreduce = partialmethod(_wait_for, _reduce, "allreduce", np.add)
+    allreduce_max = partialmethod(_wait_for, _reduce, "allreduce_max", np.maximum)
+    iallreduce = partialmethod(_reduce, "iallreduce", np.add)
 
     def _broadcast(self, name: str, data: Buffer, root: int) -> SimulatedRequest:
         memory = as_bytes(data).reshape(-1)
@@ -544,18 +520,13 @@ class SimulatedComm:
 
         return self._join((name, memory.nbytes, f"root {root}"), memory, memory.nbytes, combine, writes=memory)
 
+    broadcast = partialmethod(_wait_for, _broadcast, "broadcast")
+    ibroadcast = partialmethod(_broadcast, "ibroadcast")
+
     def allgather(self, own: Buffer, into: Buffer) -> None:
-        """Gather arrays of one length; see `comm.world.Comm`."""
+        """Gather arrays of one length."""
         signature = ("allgather", own.size, own.dtype.name)
         self.wait_all([self._join(signature, (own, into), into.nbytes, _gather, writes=into)])
-
-    def allgatherv(self, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> None:
-        """Gather arrays of any lengths; see `comm.world.Comm`."""
-        self.wait_all([self._allgatherv("allgatherv", own, into, counts)])
-
-    def iallgatherv(self, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> SimulatedRequest:
-        """Start it; see `comm.world.Comm`."""
-        return self._allgatherv("iallgatherv", own, into, counts)
 
     def _allgatherv(self, name: str, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> SimulatedRequest:
         begin = sum(counts[: self.rank])
@@ -569,13 +540,8 @@ class SimulatedComm:
         signature = (name, tuple(counts), into.dtype.name)
         return self._join(signature, (part, flat), into.nbytes, _gather, writes=into)
 
-    def reduce_scatter(self, array: Buffer, own: Buffer, counts: Sequence[int]) -> None:
-        """Sum, and give each rank its part; see `comm.world.Comm`."""
-        self.wait_all([self._reduce_scatter("reduce_scatter", array, own, counts)])
-
-    def ireduce_scatter(self, array: Buffer, own: Buffer, counts: Sequence[int]) -> SimulatedRequest:
-        """Start it; see `comm.world.Comm`."""
-        return self._reduce_scatter("ireduce_scatter", array, own, counts)
+    allgatherv = partialmethod(_wait_for, _allgatherv, "allgatherv")
+    iallgatherv = partialmethod(_allgatherv, "iallgatherv")
 
     def _reduce_scatter(self, name: str, array: Buffer, own: Buffer, counts: Sequence[int]) -> SimulatedRequest:
         def combine(everyones: list[tuple[Buffer, Buffer]]) -> None:
@@ -586,8 +552,11 @@ class SimulatedComm:
 
         return self._join((name, tuple(counts), array.dtype.name), (array, own), array.nbytes, combine, writes=own)
 
+    reduce_scatter = partialmethod(_wait_for, _reduce_scatter, "reduce_scatter")
+    ireduce_scatter = partialmethod(_reduce_scatter, "ireduce_scatter")
+
     def alltoallv(self, data: Buffer, counts: Sequence[int], into: Buffer, came: Sequence[int]) -> None:
-        """Send every rank its part; see `comm.world.Comm`."""
+        """Send every rank its part."""
         value = (data.reshape(-1), counts, into.reshape(-1), came)
         signature = ("alltoallv", data.dtype.name)
         self.wait_all([self._join(signature, value, (data.nbytes + into.nbytes) // 2, _all_to_all, writes=into)])
@@ -656,20 +625,19 @@ class SimulatedComm:
         return self._regroup("split_by_node", self._board.network.places[self._own.number], key)
 
     def _regroup(self, name: str, color: int, key: int) -> Self:
-        everyones: list[tuple[int, int, int]] = []  # (color, key, rank) of all
-        numbers: dict[int, int] = {}  # of the new communicators, by color
+        found: list[tuple[int, list[int]]] = []  # the number of the new communicator, and its ranks
 
-        def combine(brought: list[tuple[int, int, list[tuple[int, int, int]], dict[int, int]]]) -> None:
-            listed = [(each[0], each[1], rank) for rank, each in enumerate(brought)]
-            made = {each: next(self._board.numbers) for each in sorted({each for each, _, _ in listed})}
-            for _, _, their_everyones, their_numbers in brought:
-                their_everyones += listed
-                their_numbers |= made
+        def combine(brought: list[tuple[int, int, list[tuple[int, list[int]]]]]) -> None:
+            ordered = sorted((color, key, rank) for rank, (color, key, _) in enumerate(brought))
+            for _, ranks in groupby(ordered, key=lambda each: each[0]):
+                members = [rank for _, _, rank in ranks]
+                made = next(self._board.numbers), [self._members[rank] for rank in members]
+                for rank in members:
+                    brought[rank][2].append(made)
 
-        self.wait_all([self._join((name,), (color, key, everyones, numbers), 0, combine)])
-        mine = sorted((their_key, rank) for their_color, their_key, rank in everyones if their_color == color)
-        ranks = [self._members[rank] for _, rank in mine]
-        return type(self)(self._board, self.world, self._own, ranks, numbers[color])
+        self.wait_all([self._join((name,), (color, key, found), 0, combine)])
+        number, ranks = found[0]
+        return type(self)(self._board, self.world, self._own, ranks, number)
 
     def free(self) -> None:
         """Give it back: there is nothing to give."""
@@ -706,17 +674,9 @@ def _missing(requests: Sequence[SimulatedRequest]) -> list[int]:
     return sorted({rank for request in requests if not request.complete for rank in request.missing()})
 
 
-def _one(rank: int) -> tuple[int, ...]:
-    return (rank,)
-
-
 def _describe(signature: tuple[Any, ...]) -> str:
     name, *rest = signature
     return f"{name}({', '.join(map(str, rest))})"
-
-
-def _nothing(everyones: list[Any]) -> None:
-    """A barrier brings nothing and writes nothing."""
 
 
 def _total(arrays: Sequence[Buffer], combine: np.ufunc) -> Buffer:

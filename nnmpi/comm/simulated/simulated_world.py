@@ -19,7 +19,7 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 import nnmpi.clock as clock
 from nnmpi.backend.blas import one_blas_thread
@@ -134,17 +134,13 @@ class SimulatedRun(Generic[T]):
 
     Attributes:
         results: what each rank returned.
-        seconds: when the last rank ended, by simulated time; clocks_s: when each of them did.
-        messages, bytes: that were sent between two ranks.
-        turns: how often another rank got its turn, for who wants to know what simulating costs.
+        seconds: when the last rank ended, by simulated time.
+        bytes: that were sent between two ranks.
     """
 
     results: list[T]
     seconds: float
-    clocks_s: list[float]
-    messages: int
     bytes: int
-    turns: int
 
 
 def simulate(
@@ -226,5 +222,5 @@ def run_simulation(
     leftovers = board.find_leftovers() if check else []
     if leftovers:
         raise CommError("the ranks have ended, but " + "; ".join(leftovers))
-    network, clocks_s = board.network, [rank.clock_s for rank in scheduler.ranks]
-    return SimulatedRun(results, max(clocks_s), clocks_s, network.messages, network.bytes, scheduler.turns)  # type: ignore[arg-type]
+    seconds = max(rank.clock_s for rank in scheduler.ranks)
+    return SimulatedRun(cast(list[T], results), seconds, board.network.bytes)

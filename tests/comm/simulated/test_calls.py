@@ -257,12 +257,13 @@ def test_who_takes_one_message_at_each_look_is_asked_again() -> None:
 def test_computing_takes_its_processor_time() -> None:
     """Times a factor; without one it takes none."""
 
-    def main(group: Group) -> None:
+    def main(group: Group) -> float:
         total = 0
         for number in range(10**5 * 4**group.rank):  # far apart, as a busy machine makes one slower
             total += number
+        return clock.now()
 
-    one, twice = (run_simulation(main, 3, cpu_factor=factor).clocks_s for factor in (1.0, 2.0))
+    one, twice = (simulate(main, 3, cpu_factor=factor) for factor in (1.0, 2.0))
     assert 0 < one[0] < one[1] < one[2]
     assert 1.2 < sum(twice) / sum(one) < 3.2
     assert run_simulation(main, 3, cpu_factor=0).seconds == 0
