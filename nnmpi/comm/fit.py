@@ -10,9 +10,9 @@ shared memory) was measured as it is, at several lengths.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS, HIERARCHICAL, NATIVE, SHARED, How, find_collective
 from nnmpi.comm.collective import ALL_REDUCE
@@ -22,7 +22,7 @@ from nnmpi.errors import NnmpiError, UsageError, counted
 from nnmpi.files import cache_folder, read_json, write_atomically
 from nnmpi.units import format_bytes, format_seconds
 
-FORMAT = 1
+FORMAT = 2
 COMMAND = "mpirun -n {ranks} python -m nnmpi.comm fit"
 
 
@@ -76,36 +76,31 @@ class Fit:
         return (self.ranks, list(self.facts["nodes"]), self.facts["mpi"]) == (ranks, nodes, mpi)
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as JSON values."""
-        return {
-            "format": FORMAT,
-            "facts": dict(self.facts),
-            "machine": self.machine.to_json(),
-            "native": self.native.to_json(),
-            "native_started": self.native_started.to_json(),
-            "shared": None if self.shared is None else self.shared.to_json(),
-        }
+        """Return everything as JSON values, but tuples."""
+        return {"format": FORMAT, **asdict(self)}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> "Fit":
         """Return the fit that `to_json` gave the values of.
 
         Raises:
-            KeyError, TypeError, ValueError: for values that are none.
+            AttributeError, KeyError, TypeError, ValueError: for values that are none.
         """
         if value["format"] != FORMAT:
             raise ValueError(f"its format is {value['format']}, not {FORMAT}")
-        facts = {**value["facts"], "ranks": int(value["facts"]["ranks"]), "nodes": list(value["facts"]["nodes"])}
-        if facts["ranks"] < 1 or len(facts["nodes"]) != facts["ranks"]:
-            raise ValueError(f"it is of {facts['ranks']} ranks on the nodes {facts['nodes']}")
-        shared = value["shared"]
-        return cls(
-            machine=Machine.from_json(value["machine"]),
-            native=Curve.from_json(value["native"]),
-            native_started=Curve.from_json(value["native_started"]),
-            shared=None if shared is None else Curve.from_json(shared),
-            facts=facts,
-        )
+        fit: Fit = _rebuild(cls, {name: each for name, each in value.items() if name != "format"})
+        if fit.ranks < 1 or len(fit.facts["nodes"]) != fit.ranks:
+            raise ValueError(f"it is of {fit.ranks} ranks on the nodes {fit.facts['nodes']}")
+        return fit
+
+
+def _rebuild(kind: Any, value: Any) -> Any:
+    """Return the dataclass that was these JSON values, with those in it; None where it may be none and is."""
+    kind = next((each for each in (kind, *get_args(kind)) if is_dataclass(each)), None)
+    if kind is None or value is None:
+        return tuple(value) if isinstance(value, list) else value
+    hints = get_type_hints(kind)
+    return kind(**{name: _rebuild(hints[name], each) for name, each in value.items()})
 
 
 def load_fit(file: Path) -> Fit:
@@ -147,12 +142,6 @@ def default_file(facts: Mapping[str, Any], name: str = "fit") -> Path:
     return cache_folder() / (re.sub(r"[^a-z0-9.]+", "-", words.lower()) + ".json")
 
 
-def _describe(ranks: int, nodes: list[int], mpi: str) -> str:
-    """Return ranks, nodes and MPI in words."""
-    count = len(set(nodes))
-    return f"{ranks} ranks on {counted(count, 'node')} under {mpi}"
-
-
 # ---- a fit in words ----
 
 EXAMPLES = (4, 1024, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
@@ -162,7 +151,7 @@ LONG_BYTES = 2**20
 def describe_fit(fit: Fit, sizes: Sequence[int] = EXAMPLES) -> Iterator[str]:
     """Yield lines: latency and bandwidth of each link, and what each all-reduce is predicted to take."""
     machine = fit.machine
-    yield _describe(fit.ranks, list(fit.facts["nodes"]), fit.facts["mpi"])
+    yield f"{fit.ranks} ranks on {counted(len(set(fit.facts['nodes'])), 'node')} under {fit.facts['mpi']}"
     for name, link in (("inside a node", machine.inside), ("between nodes", machine.across)):
         for way, curve in () if link is None else (("one way", link.one_way), ("both ways", link.both_ways)):
             alpha_s, beta_s = curve.alpha_s, curve.beta(LONG_BYTES)

@@ -12,10 +12,9 @@ Everything is in seconds and bytes. The textbooks' machine, alpha + beta * bytes
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_right
+from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 from nnmpi.errors import UsageError
 
@@ -44,19 +43,15 @@ class Curve:
     """
 
     points: tuple[tuple[float, float], ...]
-    _slopes: tuple[float, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        """Check the points and work the slopes out."""
+        """Check the points."""
         points = tuple((float(nbytes), float(seconds)) for nbytes, seconds in self.points)
         if not points or any(later[0] <= earlier[0] for earlier, later in pairwise(points)):
             raise UsageError(f"a curve needs points with growing bytes, but has {list(points)}")
         if not all(math.isfinite(number) and number >= 0 for point in points for number in point):
             raise UsageError(f"a curve's bytes and seconds are finite and not negative, but it has {list(points)}")
-        slopes = [(y1 - y0) / (x1 - x0) for (x0, y0), (x1, y1) in pairwise(points)]
-        slopes.append(max(slopes[-1], 0.0) if slopes else 0.0)
         object.__setattr__(self, "points", points)
-        object.__setattr__(self, "_slopes", tuple(slopes))
 
     @classmethod
     def line(cls, alpha_s: float, beta_s: float) -> "Curve":
@@ -74,25 +69,18 @@ class Curve:
 
     def __call__(self, nbytes: float) -> float:
         """Return the seconds for a number of bytes."""
-        x0, y0, slope = self.points[0][0], self.points[0][1], 0.0
-        for (x, y), ahead in zip(self.points, self._slopes, strict=True):
-            if x <= nbytes:
-                x0, y0, slope = x, y, ahead
-        return y0 + slope * (max(nbytes, x0) - x0)
+        points = self.points
+        after = bisect_right(points, (nbytes, math.inf))  # the first point that lies beyond
+        if after == 0 or len(points) == 1:
+            return self.alpha_s
+        (x0, y0), (x1, y1) = points[after - 1 : after + 1] if after < len(points) else points[-2:]
+        slope = (y1 - y0) / (x1 - x0)
+        return y0 + slope * (nbytes - x0) if after < len(points) else y1 + max(slope, 0.0) * (nbytes - x1)
 
     def shared(self, messages: float) -> "Curve":
         """Return the cost of a message while so many share the bytes of a link."""
         alpha_s = self.alpha_s
         return Curve(tuple((nbytes, alpha_s + (seconds - alpha_s) * messages) for nbytes, seconds in self.points))
-
-    def to_json(self) -> list[list[float]]:
-        """Return the points as JSON values."""
-        return [list(point) for point in self.points]
-
-    @classmethod
-    def from_json(cls, value: Sequence[Sequence[float]]) -> "Curve":
-        """Return the curve that `to_json` gave the points of."""
-        return cls(tuple((float(nbytes), float(seconds)) for nbytes, seconds in value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +99,6 @@ class Link:
     def line(cls, alpha_s: float, beta_s: float) -> "Link":
         """Return a full-duplex link: alpha_s + beta_s * bytes, in one direction or in both at once."""
         return cls(Curve.line(alpha_s, beta_s), Curve.line(alpha_s, beta_s))
-
-    def to_json(self) -> dict[str, Any]:
-        """Return both curves as JSON values."""
-        return {"one_way": self.one_way.to_json(), "both_ways": self.both_ways.to_json()}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Link":
-        """Return the link that `to_json` gave the values of."""
-        return cls(Curve.from_json(value["one_way"]), Curve.from_json(value["both_ways"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,25 +135,6 @@ class Machine:
     def link(self, across: bool) -> Link:
         """Return the link between nodes or that inside one."""
         return self.across if across and self.across is not None else self.inside
-
-    def to_json(self) -> dict[str, Any]:
-        """Return everything as JSON values."""
-        return {
-            "inside": self.inside.to_json(),
-            "across": None if self.across is None else self.across.to_json(),
-            "nodes": None if self.nodes is None else list(self.nodes),
-            "add": self.add.to_json(),
-        }
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> "Machine":
-        """Return the machine that `to_json` gave the values of."""
-        return cls(
-            inside=Link.from_json(value["inside"]),
-            across=None if value["across"] is None else Link.from_json(value["across"]),
-            nodes=None if value["nodes"] is None else tuple(value["nodes"]),
-            add=Curve.from_json(value["add"]),
-        )
 
 
 def parse_network(text: str, ranks: int) -> Machine:

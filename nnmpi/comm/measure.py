@@ -8,6 +8,7 @@ calls.
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeAlias
@@ -16,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import nnmpi.clock as clock
-from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.collective import Step
 from nnmpi.comm.execution import Execution, NativeExecution, Pending
 from nnmpi.comm.fit import Fit, default_file, load_fit
@@ -97,10 +97,10 @@ def facts(group: Group) -> dict[str, Any]:
 
 def _links(group: Group, members: Group, taking_part: bool, budget_s: float) -> Link | None:
     """Return what the first of the ranks that take part have measured among their members; None if there are none."""
-    own = measure_link(members, budget_s).to_json() if taking_part else None
+    own = asdict(measure_link(members, budget_s)) if taking_part else None
     group.sum_floats([0.0], asleep=True)  # those who measure have the cores for themselves
     found = next((each for each in group.gather(own) if each is not None), None)
-    return None if found is None else Link.from_json(found)
+    return None if found is None else Link(*(Curve(found[way]["points"]) for way in ("one_way", "both_ways")))
 
 
 def _measure_whole(group: Group, budget_s: float) -> list[Curve]:
@@ -161,31 +161,18 @@ SLACK = 1.5  # how much more than the budget may be spent: a few calls of each l
 
 def measure_link(group: Group, budget_s: float) -> Link:
     """Return what messages among these two or more ranks cost. Collective."""
-    one_way = measure_curve(group, lambda nbytes: _there_and_back(group, nbytes), SIZES, budget_s / 2, share=0.5)
-    both_ways = measure_curve(group, lambda nbytes: _around(group, nbytes), SIZES, budget_s / 2)
-    return Link(one_way, both_ways)
+    one_way, both_ways = measure_curves(group, partial(_messages, group), SIZES, budget_s)
+    return Link(Curve(tuple((nbytes, seconds / 2) for nbytes, seconds in one_way.points)), both_ways)
 
 
 def measure_add(group: Group, budget_s: float) -> Curve:
     """Return the seconds that adding so many bytes takes when all ranks do it at once. Collective."""
 
-    def prepare(nbytes: int) -> Refilled:
+    def prepare(nbytes: int) -> list[Refilled]:
         target, arrived, fresh = (np.ones(max(1, nbytes // 4), np.float32) for _ in range(3))
-        return lambda: np.add(target, arrived, out=target), lambda: np.copyto(arrived, fresh)
+        return [(lambda: np.add(target, arrived, out=target), lambda: np.copyto(arrived, fresh))]
 
-    return measure_curve(group, prepare, SIZES, budget_s)
-
-
-def measure_curve(
-    group: Group, prepare: Callable[[int], Refilled], sizes: Sequence[int], budget_s: float, share: float = 1.0
-) -> Curve:
-    """Return the seconds of a call for each size. Collective.
-
-    Args:
-        group, sizes, budget_s, share: see `measure_curves`.
-        prepare: bytes -> the call, and what refills its buffers.
-    """
-    return measure_curves(group, lambda nbytes: [prepare(nbytes)], sizes, budget_s, share)[0]
+    return measure_curves(group, prepare, SIZES, budget_s)[0]
 
 
 def measure_curves(
@@ -193,14 +180,12 @@ def measure_curves(
     prepare: Callable[[int], Sequence[Refilled]],
     sizes: Sequence[int],
     budget_s: float,
-    share: float = 1.0,
 ) -> list[Curve]:
     """Return the seconds of calls that compete, for each size, the median of many. Collective.
 
     Args:
         prepare: bytes -> the calls, and what refills their buffers before each one.
         budget_s: seconds for all sizes together, about.
-        share: of a call's time that counts.
     """
     best: dict[int, NDArray[np.float64]] = {}
     begin = clock.now()
@@ -213,7 +198,7 @@ def measure_curves(
             slow = medians.max() > LONGEST_S or spent_s > SLACK * budget_s * (number + 1) / PASSES
             if slow and nbytes >= LEAST_BYTES:
                 break  # the curve's last slope stands for what is longer
-    return [_curve({nbytes: share * float(each[i]) for nbytes, each in best.items()}) for i in range(len(medians))]
+    return [_curve({nbytes: float(each[i]) for nbytes, each in best.items()}) for i in range(len(medians))]
 
 
 def _curve(seconds: Mapping[int, float]) -> Curve:
@@ -225,36 +210,20 @@ def _curve(seconds: Mapping[int, float]) -> Curve:
     return Curve(tuple(reversed(points)))
 
 
-def _there_and_back(group: Group, nbytes: int) -> Refilled:
-    """Prepare pairs of ranks that send one another a message of so many bytes, one after the other."""
-    array, sent, received = _halves(nbytes, group.size)
-    partner = group.rank ^ 1
-    steps: tuple[Step, ...] = (Step(to=partner, send=sent), Step(from_=partner, recv=received))
-    if group.rank % 2:
-        steps = steps[::-1]
-    return _prepared(group, steps if partner < group.size else (), array)
-
-
-def _around(group: Group, nbytes: int) -> Refilled:
-    """Prepare a ring on which everybody sends and receives so many bytes at once."""
-    array, sent, received = _halves(nbytes, group.size)
-    right, left = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    return _prepared(group, (Step(to=right, send=sent, from_=left, recv=received),), array)
-
-
-def _halves(nbytes: int, size: int) -> tuple[Buffer, range, range]:
-    """Return an array in `size` chunks, and two ranges of its chunks with so many bytes each.
+def _messages(group: Group, nbytes: int) -> list[Refilled]:
+    """Prepare messages of so many bytes: in pairs of ranks, there and back; and around the ring, all at once.
 
     With many ranks a long message is made of many chunks, so that the array is no longer than it has to be.
     """
+    rank, size = group.rank, group.size
     half = 1 if nbytes * size <= LONGEST_ARRAY_BYTES else size // 2
-    chunk = max(1, -(-nbytes // (4 * half)))
-    return np.ones(chunk * size, np.float32), range(half), range(half, 2 * half)
-
-
-def _prepared(group: Group, steps: tuple[Step, ...], array: Buffer) -> Refilled:
-    execution, fresh = Execution(steps, array, group.comm, TAG), array.copy()
-    return execution.run, lambda: np.copyto(array, fresh)
+    sent, received = range(half), range(half, 2 * half)
+    array = np.ones(max(1, -(-nbytes // (4 * half))) * size, np.float32)
+    fresh, partner = array.copy(), rank ^ 1
+    there_and_back = (Step(to=partner, send=sent), Step(from_=partner, recv=received))[:: -1 if rank % 2 else 1]
+    around = (Step(to=(rank + 1) % size, send=sent, from_=(rank - 1) % size, recv=received),)
+    ways = there_and_back if partner < size else (), around
+    return [(Execution(steps, array, group.comm, TAG).run, lambda: np.copyto(array, fresh)) for steps in ways]
 
 
 # ---- timing: what the slowest rank needs, once all are there ----

@@ -1,7 +1,5 @@
 """Curves and machines: values between the points, refusals, and JSON both ways."""
 
-import json
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,13 +8,6 @@ from nnmpi.comm.machine import Curve, Link, Machine, blocks, parse_network
 from nnmpi.errors import UsageError
 
 EAGER = Curve(((8, 1e-6), (1024, 2e-6), (1025, 5e-6), (4097, 8e-6)))
-
-
-@st.composite
-def curves(draw: st.DrawFn) -> Curve:
-    """Any curve of up to five points."""
-    nbytes = sorted(draw(st.sets(st.integers(0, 10**6), min_size=1, max_size=5)))
-    return Curve(tuple((x, draw(st.floats(0, 1))) for x in nbytes))
 
 
 @pytest.mark.parametrize(
@@ -41,12 +32,6 @@ def test_alpha_and_beta() -> None:
 def test_no_curve(points: tuple[tuple[float, float], ...]) -> None:
     with pytest.raises(UsageError, match="a curve"):
         Curve(points)
-
-
-@given(curves(), curves(), st.booleans())
-def test_a_machine_survives_json(one: Curve, two: Curve, several: bool) -> None:
-    machine = Machine(Link(one, two), Link(two, one) if several else None, (0, 1) if several else None, add=two)
-    assert Machine.from_json(json.loads(json.dumps(machine.to_json()))) == machine
 
 
 def test_what_does_not_fit_is_named() -> None:
