@@ -22,8 +22,8 @@ a row since then a rank with a run of leaves can add most of them before it hear
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import TypeAlias
 
 import numpy as np
 
@@ -37,36 +37,14 @@ from nnmpi.shard import split
 ROUND_BYTES = 4 * 2**20
 
 
-@dataclass(frozen=True, order=True)
-class TreeBlock:
-    """A node of the tree: 2^level leaves from index * 2^level on, or as many of them as there are.
+TreeBlock: TypeAlias = tuple[int, int]
+"""A node of the tree, (level, index): 2^level leaves from index * 2^level on, or as many of them as there are."""
 
-    Attributes:
-        level: its height; leaves are on level 0.
-        index: its number on that level.
-    """
 
-    level: int
-    index: int
-
-    @property
-    def start(self) -> int:
-        """The first leaf."""
-        return self.index << self.level
-
-    @property
-    def parent(self) -> TreeBlock:
-        """The block above."""
-        return TreeBlock(self.level + 1, self.index // 2)
-
-    @property
-    def sibling(self) -> TreeBlock:
-        """The other child of the parent."""
-        return TreeBlock(self.level, self.index ^ 1)
-
-    def leaves(self, leaves: int) -> range:
-        """Return the leaves of this block in a tree of so many."""
-        return range(self.start, min((self.index + 1) << self.level, leaves))
+def covered(block: TreeBlock, leaves: int) -> range:
+    """Return the leaves of a block in a tree of so many."""
+    level, index = block
+    return range(index << level, min((index + 1) << level, leaves))
 
 
 class SumTree:
@@ -85,27 +63,15 @@ class SumTree:
     """
 
     def __init__(self, leaves: int) -> None:
-        self._spare: list[Buffer] = []
-        self._blocks: dict[TreeBlock, Buffer] = {}
-        self.reset(leaves)
-
-    def reset(self, leaves: int) -> None:
-        """Begin another sum, in the same memory.
-
-        Raises:
-            UsageError: for less than one leaf.
-        """
         if leaves < 1:
             raise UsageError(f"a sum of {leaves} leaves is nothing; give at least 1")
         self.leaves = leaves
-        self._spare += self._blocks.values()
-        self._blocks = {}
-        self._pushed: set[int] = set()
+        self._blocks: dict[TreeBlock, Buffer] = {}
 
     @property
     def blocks(self) -> dict[TreeBlock, Buffer]:
         """The sums so far, in the order of their leaves; only to be read, until the next push."""
-        return dict(sorted(self._blocks.items(), key=lambda item: item[0].start))
+        return dict(sorted(self._blocks.items(), key=lambda item: covered(item[0], self.leaves).start))
 
     def push(self, leaf: int, array: Buffer) -> None:
         """Add a leaf.
@@ -122,20 +88,10 @@ class SumTree:
         """
         if not 0 <= leaf < self.leaves:
             raise UsageError(f"leaf {leaf} is not one of 0..{self.leaves - 1}")
-        if leaf in self._pushed:
-            raise UsageError(f"leaf {leaf} was pushed before; push each leaf once, and reset the tree for another sum")
+        if any(leaf in covered(block, self.leaves) for block in self._blocks):
+            raise UsageError(f"leaf {leaf} was pushed before; push each leaf once, and make a tree for another sum")
         _check_leaf(array, next(iter(self._blocks.values()), array))
-        self._pushed.add(leaf)
-        left_over = _settle(self._blocks, self.leaves, TreeBlock(0, leaf), array, self._copy)
-        self._spare += left_over
-
-    def _copy(self, array: Buffer) -> Buffer:
-        """Return a copy, in memory of an earlier block if there is some that fits."""
-        while self._spare and (self._spare[-1].shape, self._spare[-1].dtype) != (array.shape, array.dtype):
-            self._spare.pop()
-        copy = self._spare.pop() if self._spare else np.empty(array.shape, array.dtype)
-        copy[...] = array
-        return copy
+        _settle(self._blocks, self.leaves, (0, leaf), array, is_own=False)
 
 
 def sum_in_fixed_order(group: Group, tree: SumTree, out: Buffer) -> None:
@@ -156,7 +112,7 @@ def sum_in_fixed_order(group: Group, tree: SumTree, out: Buffer) -> None:
     mine = tree.blocks
     everyones = _compare(group, tree, mine, out)
     if group.size == 1:
-        out[...] = mine[TreeBlock((tree.leaves - 1).bit_length(), 0)]
+        out[...] = mine[(tree.leaves - 1).bit_length(), 0]
         return
     most = max(len(blocks) for blocks in everyones)
     length = max(ROUND_BYTES // (most * out.itemsize), group.size)
@@ -180,34 +136,28 @@ def _sum_round(
     group.comm.alltoallv(packed, sizes, came.reshape(-1), [len(blocks) * len(own) for blocks in everyones])
     sums: dict[TreeBlock, Buffer] = {}
     for block, array in zip((block for blocks in everyones for block in blocks), came, strict=True):
-        _settle(sums, leaves, block, array, lambda array: array)
+        _settle(sums, leaves, block, array, is_own=True)
     (finished,) = sums.values()
     group.comm.allgatherv(finished, out, [len(chunk) for chunk in chunks])
 
 
-def _settle(
-    blocks: dict[TreeBlock, Buffer], leaves: int, block: TreeBlock, array: Buffer, keep: Callable[[Buffer], Buffer]
-) -> list[Buffer]:
-    """Put a block among the others and join it with its sibling as long as that is there; return the arrays left over.
+def _settle(blocks: dict[TreeBlock, Buffer], leaves: int, block: TreeBlock, array: Buffer, is_own: bool) -> None:
+    """Put a block among the others and join it with its sibling as long as that is there.
 
     The sum of two is written into the one that was there, whichever of the two is the left one: a + b and b + a have
-    the same bits. `keep` returns what may be kept of `array`: itself, or a copy.
+    the same bits. An array that is not the tree's own is copied before it is kept.
     """
-    left_over: list[Buffer] = []
-    top = (leaves - 1).bit_length()
-    is_new = True
-    while block.level < top:
-        if block.sibling.start < leaves:
-            other = blocks.pop(block.sibling, None)
+    level, index = block
+    while level < (leaves - 1).bit_length():
+        sibling = level, index ^ 1
+        if covered(sibling, leaves):
+            other = blocks.pop(sibling, None)
             if other is None:
                 break
             other += array
-            if not is_new:
-                left_over.append(array)
-            array, is_new = other, False
-        block = block.parent
-    blocks[block] = keep(array) if is_new else array
-    return left_over
+            array, is_own = other, True
+        level, index = level + 1, index // 2
+    blocks[level, index] = array if is_own else array.copy()
 
 
 def _compare(group: Group, tree: SumTree, mine: Mapping[TreeBlock, Buffer], out: Buffer) -> list[list[TreeBlock]]:
@@ -217,15 +167,15 @@ def _compare(group: Group, tree: SumTree, mine: Mapping[TreeBlock, Buffer], out:
         "" if alike else " of which its leaves differ in length or dtype"
     )
     # One exchange for both, as this is done for every sum.
-    gathered = group.gather([about, alike, [[block.level, block.index] for block in mine]])
+    gathered = group.gather([about, alike, list(mine)])
     remedy = "give leaves and result of one length and dtype, and the same number of leaves, on all ranks"
     refuse_different([[text] for text, _, _ in gathered], "the ranks' sums differ", remedy)
     if not alike:
         raise CommError(f"all ranks have {about}; {remedy}")
-    everyones = [[TreeBlock(*block) for block in blocks] for _, _, blocks in gathered]
+    everyones = [[(level, index) for level, index in blocks] for _, _, blocks in gathered]
     holders: dict[int, list[int]] = {}
     for rank, blocks in enumerate(everyones):
-        for leaf in (leaf for block in blocks for leaf in block.leaves(tree.leaves)):
+        for leaf in (leaf for block in blocks for leaf in covered(block, tree.leaves)):
             holders.setdefault(leaf, []).append(rank)
     for leaf in range(tree.leaves):
         ranks = holders.get(leaf, [])
