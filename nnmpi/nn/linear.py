@@ -57,7 +57,8 @@ class Embedding(Module):
     @property
     def num_embeddings(self) -> int:
         """How many rows there are to pick, on all ranks that share the table."""
-        return self.weight.shape[0]
+        region = self.weight.region
+        return (self.weight.shape if region is None else region.shape)[0]
 
     def forward(self, indices: Any) -> Tensor:
         """Return the rows that the indices pick. See `ops.embedding`."""

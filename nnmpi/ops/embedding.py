@@ -1,5 +1,6 @@
 """The embedding: rows of a table picked by integers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,10 @@ class EmbeddingFunction(Function):
 
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on the ranks: as the indices do."""
-        return as_indices(self, *inputs)
+        table, indices = inputs
+        if is_cut(table):
+            raise table.cut.refuse(self, "needs a whole table")
+        return uncut(self, indices, (), "")
 
     def forward(self, table: Array, indices: Array) -> Array:
         kernels = kernels_for(table, "embedding")
@@ -53,8 +57,12 @@ class EmbeddingFunction(Function):
         return cast(xp, spread, dtype), None
 
 
-def embedding(table: Tensor, indices: Any) -> Tensor:
+def embedding(
+    table: Tensor, indices: Any, entries: int | None = None, make: Callable[..., Function] = EmbeddingFunction
+) -> Tensor:
     """Return the rows of a table (entries, features) that integer indices (...) pick: (..., features).
+
+    Where the table is a rank's part of one with more `entries`, `make` says what picks its rows.
 
     They are of the table's dtype; in a mode of mixed precision (see `backend.precision`) of the lower one. A device's
     kernels do not check indices that lie there, which would stop it: one out of range gives a row of NaN.
@@ -71,21 +79,9 @@ def embedding(table: Tensor, indices: Any) -> Tensor:
     if table.ndim != 2:
         raise ShapeError(f"embedding needs a table (entries, features), not one of shape {table.shape}")
     if kernels_for(table.data, "embedding") is None or type(places) is np.ndarray:
-        perform(_check_indices, places, table.shape[0])
+        perform(_check_indices, places, table.shape[0] if entries is None else entries)
         places = namespace(table.data).asarray(places)
-    reads = read_as("embedding", table)
-    return EmbeddingFunction(reads)(table, indices if is_cut(indices) else places)
-
-
-def as_indices(function: Function, table: Any, indices: Any) -> Placement:
-    """Return how rows of a whole table that indices pick lie on the ranks, if each rank has some of the indices.
-
-    Raises:
-        LayoutError: for a table of which each rank has a part.
-    """
-    if is_cut(table):
-        raise table.cut.refuse(function, "needs a whole table")
-    return uncut(function, indices, (), "")
+    return make(read_as("embedding", table))(table, indices if is_cut(indices) else places)
 
 
 def _check_indices(places: Array, entries: int) -> None:

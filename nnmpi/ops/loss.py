@@ -43,9 +43,7 @@ class CrossEntropy(Function):
         xp, classes = self.xp, logits.shape[-1]
         rows = logits if logits.ndim == 2 else xp.reshape(logits, (labels.size, classes))
         labels = labels if labels.ndim == 1 else xp.reshape(labels, (labels.size,))
-        kernels = kernels_for(rows, "softmax_loss")
-        found = None if kernels is None else kernels.softmax_loss(xp, rows, labels, self.ignore_index, self.smoothing)
-        losses, residuals = self._losses(rows, labels) if found is None else found
+        losses, residuals = self._losses(rows, labels)
         count: Any = labels.size  # of the labels that count
         if self.ignore_index is not None:
             kept = xp.not_equal(labels, self.ignore_index)
@@ -75,6 +73,10 @@ class CrossEntropy(Function):
                                                  powers, for more classes     (rows, classes)
         """
         xp = self.xp
+        kernels = kernels_for(logits, "softmax_loss")
+        found = None if kernels is None else kernels.softmax_loss(xp, logits, labels, self.ignore_index, self.smoothing)
+        if found is not None:
+            return found
         kept = None
         if self.ignore_index is not None:
             kept = xp.not_equal(labels, self.ignore_index)

@@ -19,8 +19,7 @@ activation otherwise, an exchange comes before it:
                   not know what to do with a part refuses it
 
 All exchanges are in the modules that replace layers, so the model can be cut into pipeline stages afterwards, anywhere.
-An exchange before a residual or a transformer's block is put after the layer before the block, so that a pipeline can
-cut the block open.
+An exchange before a transformer's block is put after the layer before it, so that a pipeline can cut the block open.
 Parameters keep their names and the values that the whole model would draw; a part knows its `region`. What is
 replicated has the same bits on every rank, and so has its gradient.
 """
@@ -32,7 +31,6 @@ from math import prod
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-from nnmpi.backend.windows import out_size
 from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.nn.activation import GELU, Dropout, Flatten, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh
@@ -44,6 +42,7 @@ from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.nn.sharding import Sharding, Table, Units, find
 from nnmpi.nn.transformer import TransformerBlock
+from nnmpi.ops.conv.algorithm import ConvSpec
 from nnmpi.parallel.sharded.branches import place_branches
 from nnmpi.parallel.sharded.collectives import PartExchange, gather
 from nnmpi.parallel.sharded.context import (
@@ -51,7 +50,6 @@ from nnmpi.parallel.sharded.context import (
     ParameterSharder,
     Placed,
     Redistributed,
-    Redistribution,
     ShardedChild,
     divided,
 )
@@ -64,7 +62,7 @@ from nnmpi.parallel.sharded.elementwise import (
     place_layer_norm,
     place_softmax,
 )
-from nnmpi.parallel.sharded.linear import place_embedding, place_linear, place_tied_linear
+from nnmpi.parallel.sharded.linear import place_product
 from nnmpi.tensor.cut import whole
 from nnmpi.tensor.placement import REPLICATED, Placement, features
 
@@ -80,21 +78,19 @@ def place_lstm(layer: LSTM, context: LayerContext) -> Placed:
 
 RULES: Mapping[type[Module], Rule] = MappingProxyType(
     {
+        **dict.fromkeys((Embedding, Linear, TiedLinear), place_product),
         **dict.fromkeys((ReLU, LeakyReLU, GELU, SiLU, Tanh, Sigmoid), place_elementwise),
         AvgPool2d: place_pool,
         BatchNorm: place_batch_norm,
         Branches: place_branches,
         Conv2d: place_conv,
         Dropout: place_dropout,
-        Embedding: place_embedding,
         Flatten: place_flatten,
         GlobalAvgPool2d: place_global_pool,
         LSTM: place_lstm,
         LayerNorm: place_layer_norm,
-        Linear: place_linear,
         MaxPool2d: place_pool,
         Softmax: place_softmax,
-        TiedLinear: place_tied_linear,
     }
 )
 
@@ -130,25 +126,18 @@ def shape_after(layer: Module, shape: Shape | None) -> Shape | None:
         return (*shape, layer.weight.shape[1])
     if isinstance(layer, Flatten):
         return (prod(shape),)
-    if isinstance(layer, Conv2d | Pool2d | GlobalAvgPool2d):
-        return _image_after(layer, shape) if len(shape) == 3 else None
-    return shape
-
-
-def _image_after(layer: Conv2d | Pool2d | GlobalAvgPool2d, shape: Shape) -> Shape:
+    if not isinstance(layer, Conv2d | Pool2d | GlobalAvgPool2d):
+        return shape
+    if len(shape) != 3:
+        return None
     height, width, channels = shape
     if isinstance(layer, GlobalAvgPool2d):
         return (channels,)
-    if isinstance(layer, Conv2d):
-        kernel, stride, padding, dilation = layer.weight.shape[:2], layer.stride, layer.padding, layer.dilation
-        channels = layer.weight.shape[3]
-    else:
-        (kernel, stride, padding), dilation = layer.over, (1, 1)
-    return (
-        out_size(height, kernel[0], stride[0], padding[0], dilation[0]),
-        out_size(width, kernel[1], stride[1], padding[1], dilation[1]),
-        channels,
-    )
+    if isinstance(layer, Pool2d):
+        return (*layer.over.out(height, width), channels)
+    rows, columns, _, outputs = layer.weight.shape
+    spec = ConvSpec((rows, columns), layer.stride, layer.padding, layer.dilation)
+    return (*spec.pooled_size(height, width), outputs)
 
 
 CONTAINERS = (Sequential, Residual)  # whose forward is known
@@ -308,10 +297,10 @@ class ModelWalk:
             elif isinstance(layer, Pop):
                 layout = self._join_kept(layer, inside, layout, kept)
             else:
-                if type(layer) is TransformerBlock or (
-                    type(layer) is Residual and not self._branches_agree(layer, inside, layout)
-                ):
-                    layout = self._replicate_before(sequence, i, layout)
+                before = sequence.layers[i - 1] if i and type(layer) is TransformerBlock else Stash("")
+                if not (layout.placement.is_replicated or isinstance(before, Stash | Pop)):
+                    sequence.layers[i - 1] = self._replicate_after(before, layout)
+                    layout = ActivationLayout(REPLICATED, layout.shape)
                 placed, layout = self.replace(layer, inside, layout)
                 sequence.layers[i] = placed
         return layout
@@ -331,9 +320,6 @@ class ModelWalk:
         return layout
 
     def _residual(self, block: Residual, name: str, layout: ActivationLayout) -> tuple[Module, ActivationLayout]:
-        if not self._branches_agree(block, name, layout):
-            _, end = self._residual(block, name, ActivationLayout(REPLICATED, layout.shape))
-            return Redistributed(block, before=self._gather(layout)), end
         block.body, body = self.replace(block.body, _join(name, "body"), layout)
         block.shortcut, around = self._branch(block.shortcut, _join(name, "shortcut"), layout)
         if body.placement == around.placement:
@@ -373,52 +359,9 @@ class ModelWalk:
             found = True
         return found
 
-    def _branches_agree(self, block: Residual, name: str, layout: ActivationLayout) -> bool:
-        """Return whether both branches of a block, from such an input, end with the same placement.
-
-        From a replicated input they can always be made to.
-        """
-        if layout.placement.is_replicated:
-            return True
-        shortcut = layout
-        try:
-            body = self._predict(block.body, _join(name, "body"), layout)
-            if block.shortcut is not None:
-                shortcut = self._predict(block.shortcut, _join(name, "shortcut"), layout)
-        except LayoutError:
-            return False
-        return body.placement == shortcut.placement
-
-    def _predict(self, module: Module, name: str, layout: ActivationLayout) -> ActivationLayout:
-        """Return how a module's result would be spread, without changing anything."""
-        if type(module) is not Branches and type(module) in RULES:
-            context = LayerContext(
-                name, layout.placement, layout.shape, self._sharding(module), ParameterSharder(self.sharder.group)
-            )
-            return ActivationLayout(RULES[type(module)](module, context)[1], shape_after(module, layout.shape))
-        if type(module) is Residual:
-            end = self._predict(module.body, _join(name, "body"), layout)
-            return end if self._branches_agree(module, name, layout) else ActivationLayout(REPLICATED, end.shape)
-        if type(module) is not Sequential or any(isinstance(layer, Stash | Pop) for layer in module.layers):
-            return ActivationLayout(REPLICATED, None)
-        for number, layer in module.children():
-            layout = self._predict(layer, _join(name, number), layout)
-        return layout
-
-    def _replicate_before(self, sequence: Sequential, i: int, layout: ActivationLayout) -> ActivationLayout:
-        """Make whole what comes to layer i of a sequence, by an exchange after the layer before it.
-
-        Where there is no such layer, the activation stays as it is, and the exchange comes before layer i later.
-        """
-        if layout.placement.is_replicated or i == 0 or isinstance(sequence.layers[i - 1], Stash | Pop):
-            return layout
-        sequence.layers[i - 1] = self._replicate_after(sequence.layers[i - 1], layout)
-        return ActivationLayout(REPLICATED, layout.shape)
-
     def _replicate_after(self, module: Module | None, layout: ActivationLayout) -> Module:
         """Return the module with an exchange that makes its result, which is spread as `layout` says, whole."""
-        if module is None:
-            return Redistribution(self._gather(layout))
+        module = Sequential() if module is None else module
         if type(module) is Sequential and module.layers and not isinstance(module.layers[-1], Stash | Pop):
             module.layers[-1] = self._replicate_after(module.layers[-1], layout)
             return module

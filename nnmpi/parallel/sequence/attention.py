@@ -55,10 +55,10 @@ from nnmpi.backend.precision import cast, is_low, to_float32
 from nnmpi.backend.recording import perform
 from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.group import Group
-from nnmpi.comm.point_to_point import send_and_receive, start_exchange
+from nnmpi.comm.point_to_point import start_exchange
 from nnmpi.errors import LayoutError, counted
 from nnmpi.ops.attend import AttentionDropout, Heads, KeyBlock, Trio, attend_more, attend_more_grad
-from nnmpi.parallel.sharded.collectives import CATEGORY
+from nnmpi.parallel.sharded.collectives import CATEGORY, exchange_parts
 from nnmpi.shard import part, split
 from nnmpi.timeline import RECEIVE, span
 
@@ -266,29 +266,17 @@ class UlyssesAttention:
     def _to_heads(self, x: Heads) -> Heads:
         """Return all positions of this rank's heads, given all heads of its positions."""
         heads = split(x.shape[1], self._group.size)
-        whole: Heads = namespace(x).empty((x.shape[0], len(heads[self._group.rank]), self._length, x.shape[3]), x.dtype)
+        own = len(heads[self._group.rank])
+        shapes = [(x.shape[0], own, len(each), x.shape[3]) for each in self._positions]
         parts = [x[:, each.start : each.stop] for each in heads]
-        self._exchange(parts, [whole[:, :, own.start : own.stop] for own in self._positions])
-        return whole
+        return namespace(x).concatenate(exchange_parts(self._group, parts, shapes, "all-to-all"), axis=2)
 
     def _to_positions(self, whole: Heads, count: int) -> Heads:
         """Return all heads of this rank's positions, given all positions of its heads."""
-        own, heads = self._positions[self._group.rank], split(count, self._group.size)
-        x: Heads = namespace(whole).empty((whole.shape[0], count, len(own), whole.shape[3]), whole.dtype)
+        own = len(self._positions[self._group.rank])
+        shapes = [(whole.shape[0], len(each), own, whole.shape[3]) for each in split(count, self._group.size)]
         parts = [whole[:, :, each.start : each.stop] for each in self._positions]
-        self._exchange(parts, [x[:, each.start : each.stop] for each in heads])
-        return x
-
-    def _exchange(self, parts: Sequence[Array], places: Sequence[Array]) -> None:
-        """Send each rank its part, and write what comes from each to its place."""
-        rank, xp = self._group.rank, namespace(parts[0])
-        sends = [(r, xp.ascontiguousarray(part)) for r, part in enumerate(parts) if r != rank and part.size]
-        room = {r: xp.empty(place.shape, place.dtype) for r, place in enumerate(places) if r != rank and place.size}
-        with span("all-to-all", CATEGORY, RECEIVE, {"bytes": sum(part.nbytes for _, part in sends)}):
-            send_and_receive(self._group, sends, list(room.items()))
-        places[rank][...] = parts[rank]
-        for r, came in room.items():
-            places[r][...] = came
+        return namespace(whole).concatenate(exchange_parts(self._group, parts, shapes, "all-to-all"), axis=1)
 
 
 def _apart(together: Array, like: Trio) -> Trio:

@@ -17,6 +17,7 @@ order, so the collectives of a backward pass match as those of the forward pass 
 are the identity. Arrays on a device travel as `comm.buffers` says.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,12 +26,13 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.sums import row_sum
 from nnmpi.comm.group import Group
+from nnmpi.comm.point_to_point import send_and_receive
 from nnmpi.errors import ShapeError
 from nnmpi.shard import Region
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.timeline import REDUCE, span
+from nnmpi.timeline import RECEIVE, REDUCE, span
 
 CATEGORY = "tensor"  # of this package's events in a timeline
 
@@ -51,6 +53,23 @@ def sum_in_place(group: Group, array: Array) -> Array:
     if whole is not array:
         array[...] = whole
     return array
+
+
+def exchange_parts(group: Group, parts: Sequence[Array], shapes: Sequence[tuple[int, ...]], name: str) -> list[Array]:
+    """Send each rank its part; return what comes from each, of the shapes given. All are of one dtype.
+
+    Args:
+        group: the ranks.
+        parts: what goes to each rank; this rank's own is returned as it is.
+        shapes: of what comes from each.
+        name: of the exchange in a timeline.
+    """
+    rank, xp = group.rank, namespace(parts[0])
+    sends = [(r, xp.ascontiguousarray(each)) for r, each in enumerate(parts) if r != rank and each.size]
+    came = [parts[r] if r == rank else xp.empty(shape, parts[0].dtype) for r, shape in enumerate(shapes)]
+    with span(name, CATEGORY, RECEIVE, {"bytes": sum(each.nbytes for _, each in sends)}):
+        send_and_receive(group, sends, [(r, each) for r, each in enumerate(came) if r != rank and each.size])
+    return came
 
 
 class _Regions:

@@ -212,22 +212,11 @@ class LayerContext:
         return LayoutError(f"layer {self.name!r} {why}")
 
 
-class Part(Module):
-    """What takes a layer's place: a layer with some other attributes, and an exchange before it.
-
-    Args:
-        layer: the whole layer.
-        enter: gives it the input that this rank needs; None where that comes.
-        attributes: what is not the whole layer's.
-    """
-
-    def __init__(self, layer: Module, enter: Redistribute | None = None, **attributes: Any) -> None:
-        vars(self).update(vars(layer), **attributes)
-        self._enter = enter
-
-    def enter(self, x: Tensor) -> Tensor:
-        """Return the input that this rank needs."""
-        return x if self._enter is None else self._enter(x)
+def part_of(layer: Module, kind: type[Module] | None = None, **attributes: Any) -> Module:
+    """Return what takes a layer's place: one of its own class or another, with some other attributes."""
+    made = object.__new__(kind or type(layer))
+    vars(made).update(vars(layer), **attributes)
+    return made
 
 
 class Redistributed(Module):
@@ -311,14 +300,3 @@ class ShardedChild(Redistributed):
         return self._closed() if isinstance(value, Tensor | Module | Buffer | list | tuple) else value
 
     __getitem__ = __len__ = __iter__ = _closed
-
-
-class Redistribution(Module):
-    """An exchange as a module of its own, without parameters, where there is no module to put it around."""
-
-    def __init__(self, exchange: Callable[[Any], Any]) -> None:
-        self._exchange = exchange
-
-    def forward(self, x: Any) -> Any:
-        """Return x, exchanged."""
-        return self._exchange(x)

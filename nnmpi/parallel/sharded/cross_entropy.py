@@ -12,54 +12,65 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array, Residuals, namespace
 from nnmpi.comm.buffers import to_host
 from nnmpi.comm.group import Group
 from nnmpi.errors import ShapeError
-from nnmpi.ops.loss import checked_labels
+from nnmpi.ops.loss import CrossEntropy, checked_labels
 from nnmpi.parallel.sharded.collectives import CATEGORY, sum_in_place
 from nnmpi.shard import part
-from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import in_float32, require_floating
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.timeline import REDUCE, span
 
 
-class PartCrossEntropy(Function):
+class PartCrossEntropy(CrossEntropy):
     """-log softmax(logits)[label] per row, of logits of which every rank has some classes."""
 
-    __slots__ = ("classes", "group", "ignore_index", "reduction", "smoothing")
+    __slots__ = ("classes", "group")
+
+    replayable = False
 
     def __init__(self, group: Group, classes: int, reduction: str, ignore_index: int | None, smoothing: float) -> None:
+        super().__init__(reduction, ignore_index, smoothing)
         self.group, self.classes = group, classes
-        self.reduction, self.ignore_index, self.smoothing = reduction, ignore_index, smoothing
 
-    def forward(self, logits: Array, labels: Array) -> Array:
+    def _losses(self, logits: Array, labels: Array) -> tuple[Array, Residuals]:
+        """Return the loss of each row, and what the gradient needs: probabilities, and where labels are here."""
         xp = namespace(logits)
-        rows = logits.reshape(prod(logits.shape[:-1]), logits.shape[-1])
         own = part(self.classes, self.group.size, self.group.rank)
-        flat = labels.reshape(len(rows)).astype(xp.int64)
-        kept = None if self.ignore_index is None else flat != self.ignore_index
-        here = (flat >= own.start) & (flat < own.stop)
+        labels = labels.astype(xp.int64)
+        kept = None if self.ignore_index is None else labels != self.ignore_index
+        here = (labels >= own.start) & (labels < own.stop)
         here = xp.flatnonzero(here if kept is None else here & kept)
-        places = flat[here] - own.start
-        shifted = rows - self._largest(rows)[:, None]
-        exchanged = xp.zeros((3 if self.smoothing else 2, len(rows)), dtype=rows.dtype)
-        exchanged[1][here] = shifted[here, places]
+        places = labels[here] - own.start
+        powers = logits - self._largest(logits)[:, None]
+        exchanged = xp.zeros((3 if self.smoothing else 2, len(logits)), dtype=logits.dtype)
+        exchanged[1][here] = powers[here, places]
         if self.smoothing:
-            exchanged[2] = shifted.sum(axis=1)
-        probabilities = xp.exp(shifted, out=shifted)
-        exchanged[0] = probabilities.sum(axis=1)
-        sums, picked, *others = sum_in_place(self.group, exchanged)
-        target = (1 - self.smoothing) * picked + self.smoothing * others[0] / self.classes if others else picked
+            exchanged[2] = powers.sum(axis=1)
+        xp.exp(powers, out=powers)
+        exchanged[0] = powers.sum(axis=1)
+        sums, target, *others = sum_in_place(self.group, exchanged)
+        if others:
+            target = (1 - self.smoothing) * target + self.smoothing * others[0] / self.classes
         losses = xp.log(sums) - target
         if kept is not None:
             losses = xp.where(kept, losses, 0)  # not a product: what is ignored may be NaN
-        count = len(rows) if kept is None else int(kept.sum())
-        if self.needs[0]:
-            probabilities /= sums[:, None]
-            self.saved = (probabilities, here, places, kept, logits.shape, count)
-        return self._reduced(losses, count, logits.shape[:-1])
+        powers /= sums[:, None]
+        return losses, (powers, here, places, kept)
+
+    def _gradient(self, share: Array, residuals: Residuals) -> Array:
+        """See `CrossEntropy`; of this rank's classes."""
+        probabilities, here, places, kept = residuals
+        result: Array = probabilities.copy()
+        result[here, places] -= 1 - self.smoothing
+        if self.smoothing:
+            result -= self.smoothing / self.classes
+        result *= share[:, None]
+        if kept is not None:
+            result[~kept] = 0
+        return result
 
     def _largest(self, rows: Array) -> Array:
         """Return each row's largest logit, over all classes."""
@@ -69,25 +80,6 @@ class PartCrossEntropy(Function):
         with span("all-reduce (max)", CATEGORY, REDUCE, {"bytes": result.nbytes}):
             self.group.all_reduce_max(result)
         return result
-
-    def _reduced(self, losses: Array, count: int, shape: tuple[int, ...]) -> Array:
-        if self.reduction == "none":
-            return losses.reshape(shape)
-        total: Array = losses.sum()
-        return total / max(count, 1) if self.reduction == "mean" else total
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        probabilities, here, places, kept, shape, count = self.saved
-        result = probabilities.copy()
-        result[here, places] -= 1 - self.smoothing
-        if self.smoothing:
-            result -= self.smoothing / self.classes
-        if self.reduction == "mean":
-            grad = grad / max(count, 1)
-        result *= grad.reshape(-1, 1)
-        if kept is not None:
-            result[~kept] = 0
-        return result.reshape(shape), None
 
 
 def cross_entropy(

@@ -12,15 +12,15 @@ layer norm    features cut      gets whole activations, by an exchange before it
 """
 
 from dataclasses import replace
+from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.random import key_pair
 from nnmpi.comm.group import Group
-from nnmpi.nn.activation import Dropout, Flatten, Softmax
+from nnmpi.nn.activation import Dropout, Flatten, Softmax, mask_place
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
@@ -28,7 +28,7 @@ from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.dropout import dropout
 from nnmpi.ops.norm import layer_norm
 from nnmpi.parallel.sharded.collectives import all_sum, copy
-from nnmpi.parallel.sharded.context import LayerContext, Part, Placed
+from nnmpi.parallel.sharded.context import LayerContext, Placed, part_of
 from nnmpi.tensor.placement import FEATURES, ROWS, Placement
 from nnmpi.tensor.tensor import Tensor
 
@@ -93,12 +93,7 @@ class PartDropout(Dropout):
         if columns is None:
             columns = xp.asarray(positions(self._group, self._placement, row))
             self._columns[xp.__name__, row] = columns
-        return dropout(x, self.p, self._draw, columns=columns)
-
-    def _draw(self) -> tuple[tuple[int, int], int]:
-        """Return what the mask depends on. See `nn.Dropout`."""
-        mode = current()
-        return key_pair("dropout", mode.seed, mode.step, self.path), mode.first_row
+        return dropout(x, self.p, partial(mask_place, self.path), columns=columns)
 
 
 def positions(group: Group, placement: Placement, row: tuple[int, ...]) -> Array:
@@ -127,7 +122,7 @@ def place_dropout(layer: Dropout, context: LayerContext) -> Placed:
     return PartDropout(layer, context.group, context.placement), context.placement
 
 
-class PartBatchNorm(Part, BatchNorm):
+class PartBatchNorm(BatchNorm):
     """Some channels of a batch normalization: (..., this rank's channels) -> the same."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -137,7 +132,7 @@ class PartBatchNorm(Part, BatchNorm):
         return super().forward(x)
 
 
-class RowsBatchNorm(Part, BatchNorm):
+class RowsBatchNorm(BatchNorm):
     """A batch normalization of some rows of each image: (batch, this rank's rows, w, channels) -> the same."""
 
     group: Group
@@ -157,15 +152,15 @@ def place_batch_norm(layer: BatchNorm, context: LayerContext) -> Placed:
     if context.placement.is_replicated or context.sharding is Sharding.REPLICATED:
         return context.on_replicated(layer, channels)
     if context.placement.has_rows:
-        return RowsBatchNorm(layer, group=context.group), context.placement
+        return part_of(layer, RowsBatchNorm, group=context.group), context.placement
     placement = context.placement.resolve(channels)
     sharder = context.sharder
     own: dict[str, Any] = {name: sharder.cut(getattr(layer, name), placement, 0) for name in ("weight", "bias")}
     own |= {name: sharder.cut_buffer(getattr(layer, name), placement) for name in ("running_mean", "running_variance")}
-    return PartBatchNorm(layer, **own), placement
+    return part_of(layer, PartBatchNorm, **own), placement
 
 
-class RowsLayerNorm(Part, LayerNorm):
+class RowsLayerNorm(LayerNorm):
     """A layer normalization of the pixels in some rows of each image, over the channels, or columns and channels."""
 
     group: Group
@@ -180,5 +175,5 @@ def place_layer_norm(layer: LayerNorm, context: LayerContext) -> Placed:
     shape = layer.weight.shape
     whole = context.placement.is_replicated or context.sharding is Sharding.REPLICATED
     if not whole and context.placement.has_rows and len(shape) < 3:
-        return RowsLayerNorm(layer, group=context.group), context.placement
+        return part_of(layer, RowsLayerNorm, group=context.group), context.placement
     return context.on_replicated(layer, shape[0] if len(shape) == 1 else None)

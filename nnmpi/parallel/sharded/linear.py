@@ -1,4 +1,4 @@
-"""Linear layers and embeddings of which each rank has some outputs, some inputs or some entries.
+"""Linear layers, embeddings and convolutions of which each rank has some outputs, some inputs or some entries.
 
                   column                                   row
     x whole -> [ W0 | W1 ] -> y0 | y1   -> relu ->  y0 | y1 -> [ V0 ] -> add up -> z whole
@@ -7,36 +7,39 @@
     backward   one all-reduce, of x's gradient      nothing
 
 So a pair costs one all-reduce each way (Shoeybi et al., "Megatron-LM", 2019), and what stands between works on its
-rank's features alone. In half precision the parts are added up before they are rounded.
+rank's features alone. In half precision the parts are added up before they are rounded. For a convolution features are
+channels. With groups only its outputs can be cut, and only between groups: a rank then needs the inputs of its own
+groups alone, and a depthwise convolution of channels that are cut already needs no exchange at all.
 
     vocabulary cut    index 5   rank 0 has entries 0..3: zeros     \\
                                 rank 1 has entries 4..7: its row 1  >  add up -> the row, whole
     features cut      every rank looks up its part of the row; no exchange
+
+What is cut by outputs is the layer itself with its part of the weight, and an exchange before it (`enter`).
 """
 
-from typing import Any
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.kernels import kernels_for
+from nnmpi.backend.precision import is_low
 from nnmpi.comm.group import Group
-from nnmpi.errors import DtypeError, ShapeError
+from nnmpi.nn.conv import Conv2d
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
+from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
-from nnmpi.ops.embedding import add_rows, as_indices
+from nnmpi.ops.conv.conv2d import conv2d
+from nnmpi.ops.embedding import EmbeddingFunction, embedding
 from nnmpi.ops.linear import linear_part
 from nnmpi.parallel.sharded.collectives import sum_over_ranks
-from nnmpi.parallel.sharded.context import LayerContext, Part, Placed, divided
-from nnmpi.tensor.function import Function, Variable
-from nnmpi.tensor.operand import read_as, whole_values
-from nnmpi.tensor.placement import REPLICATED, Placement, features, is_cut
+from nnmpi.parallel.sharded.context import LayerContext, Placed, Redistribute, divided, part_of
+from nnmpi.tensor.operand import read_as
+from nnmpi.tensor.placement import REPLICATED, features
 from nnmpi.tensor.tensor import Tensor
 
 
-class ColumnLinear(Part, Linear):
-    """Some outputs of a linear layer: whole (..., inputs) -> (..., this rank's outputs)."""
-
-
-class RowLinear(Part, Linear):
+class RowLinear(Linear):
     """Some inputs of a linear layer: (..., this rank's inputs) -> whole (..., outputs). The bias is whole."""
 
     group: Group
@@ -48,134 +51,119 @@ class RowLinear(Part, Linear):
         return whole.astype(read_as("linear", x, self.weight))
 
 
-class VocabularyTiedLinear(Part, TiedLinear):
-    """Some entries of a tied output: whole (..., features) -> (..., this rank's entries)."""
+class RowConv2d(Conv2d):
+    """Some input channels of a convolution: (batch, h, w, this rank's inputs) -> whole images. The bias is whole."""
+
+    group: Group
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the convolution."""
+        y = conv2d(self.enter(x), self.weight, None, self.stride, self.padding, self.dilation)
+        whole = y.astype("float32") if is_low(y.dtype) else y
+        return sum_over_ranks(whole, self.group, self.bias).astype(y.dtype)
 
 
-def place_tied_linear(layer: TiedLinear, context: LayerContext) -> Placed:
-    """Return the layer as the table wants it."""
-    inputs = layer.weight.shape[1]
-    if context.sharding is Sharding.VOCAB:
-        result = features(layer.weight.shape[0])  # the table is cut as the embedding's is
-        weight = context.sharder.cut(layer.weight, result, axis=0)
-        return VocabularyTiedLinear(layer, context.to_each(inputs), weight=weight), result
-    if context.sharding not in (None, Sharding.REPLICATED):
-        raise context.refuse("is a TiedLinear; choose Sharding.VOCAB or REPLICATED")
-    return context.on_replicated(layer, inputs)
-
-
-def place_linear(layer: Linear, context: LayerContext) -> Placed:
-    """Return the layer as the table wants it."""
-    inputs = layer.weight.shape[0]
-    if context.sharding in (Sharding.COLUMN, Sharding.VOCAB):
-        result = divided(layer.weight.shape[1], context.units)
-        weight, bias = context.sharder.cut(layer.weight, result, 1), context.sharder.cut(layer.bias, result, 0)
-        return ColumnLinear(layer, context.to_each(inputs), weight=weight, bias=bias), result
-    if context.sharding is Sharding.ROW:
-        ready = not context.placement.is_replicated and not context.placement.has_rows
-        cut = context.placement if ready else divided(inputs, context.units)
-        weight = context.sharder.cut(layer.weight, cut.resolve(inputs), axis=0)
-        return RowLinear(layer, context.to_parts(cut), weight=weight, group=context.group), REPLICATED
-    if context.sharding is Sharding.ROWS:
-        raise context.refuse("is a Linear and has no image rows; choose Sharding.COLUMN, ROW or REPLICATED")
-    return context.on_replicated(layer, inputs)
-
-
-class LookUp(Function):
+class LookUp(EmbeddingFunction):
     """table[indices - first], zeros for indices that are not in this part of the table."""
 
-    __slots__ = ("first",)
+    __slots__ = ("first", "here")
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, reads: Any) -> None:
+        super().__init__(reads)
         self.first = first
-
-    def placed(self, *inputs: Any) -> Placement:
-        """Return how the rows lie on other ranks, which share the sequences: as the indices do."""
-        return as_indices(self, *inputs)
 
     def forward(self, table: Array, indices: Array) -> Array:
         xp = namespace(table)
         places = indices.reshape(-1).astype(xp.int64) - self.first
-        kernels, own = kernels_for(table, "embedding"), (places >= 0) & (places < len(table))
-        if kernels is not None:  # nobody waits to see how many are here
-            rows = xp.where(own[:, None], kernels.embedding(xp, table, places, table.dtype), 0)
-            here = None
-        else:
-            here = xp.flatnonzero(own)
-            places = places[here]
-            rows = xp.zeros((indices.size, table.shape[1]), dtype=table.dtype)
-            rows[here] = table[places]
-        self.saved = (table.shape, table.dtype, kernels, here, places)
+        self.here = xp.flatnonzero((places >= 0) & (places < len(table)))
+        rows = xp.zeros((indices.size, table.shape[1]), self.reads)
+        rows[self.here] = super().forward(table, places[self.here])
         return rows.reshape(*indices.shape, table.shape[1])
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        shape, dtype, kernels, here, places = self.saved
-        xp, to_table = namespace(grad), self.into(0)
-        if to_table is None:
-            to_table = xp.empty(shape, dtype=dtype)
-        rows = grad.reshape(-1, shape[1])
-        if kernels is not None:
-            kernels.embedding_grad(xp, rows, places, shape, dtype, to_table, False)
-        else:
-            to_table[...] = 0
-            add_rows(xp, to_table, places, rows[here])
-        return to_table, None
+        return super().backward(grad.reshape(-1, grad.shape[-1])[self.here])
 
 
-class VocabularyEmbedding(Part, Embedding):
+class RowEmbedding(Embedding):
     """Some entries of an embedding: whole integers (...) -> whole (..., features)."""
 
     group: Group
-    entries: int
-
-    @property
-    def num_embeddings(self) -> int:
-        """How many rows there are to pick, on all ranks that share the table."""
-        return self.entries
 
     def forward(self, indices: Any) -> Tensor:
         """Return the rows that the indices pick. Errors are those of `ops.embedding`."""
-        values, region = check_indices(self.weight, indices, self.entries), self.weight.region
-        look_up = LookUp(0 if region is None else region.start)
-        rows = sum_over_ranks(look_up(self.weight, indices if is_cut(indices) else values), self.group)
-        return rows.astype(read_as("embedding", self.weight))
+        weight, region = self.weight, self.weight.region
+        assert region is not None
+        rows = embedding(weight, indices, self.num_embeddings, lambda _: LookUp(region.start, weight.dtype))
+        return sum_over_ranks(rows, self.group).astype(read_as("embedding", self.weight))
 
 
-class FeaturesEmbedding(Part, Embedding):
-    """Some features of an embedding: whole integers (...) -> (..., this rank's features)."""
+class Product(NamedTuple):
+    """How a kind of layer can be cut.
 
-
-def check_indices(table: Tensor, indices: Any, entries: int) -> Array:
-    """Return indices as an array.
-
-    Raises:
-        DtypeError: when they are not integers.
-        ShapeError: when one is outside 0..entries-1.
+    Attributes:
+        inputs, outputs: the axes of its weight.
+        by_outputs, by_inputs: the shardings that cut them.
+        row: adds up what ranks make of their inputs.
+        other: shardings that cut neither.
     """
-    given = indices.data if is_cut(indices) else whole_values("embedding", indices)
-    values: Array = given if isinstance(indices, Variable) else namespace(table.data).asarray(given)
-    if values.dtype.kind not in "iu":
-        raise DtypeError(f"embedding needs integer indices, not {values.dtype}")
-    if kernels_for(values, "embedding") is not None:
-        return values  # nobody waits for a look at them; what no rank has is zero
-    wrong = (values < 0) | (values >= entries)
-    if wrong.any():
-        first = int(values.reshape(-1)[int(wrong.reshape(-1).argmax())])
-        raise ShapeError(f"embedding index {first} is outside 0..{entries - 1}")
-    return values
+
+    inputs: int
+    outputs: int
+    by_outputs: tuple[Sharding, ...]
+    by_inputs: tuple[Sharding, ...] = ()
+    row: type[Module] = Module
+    other: tuple[Sharding, ...] = (Sharding.REPLICATED,)
 
 
-def place_embedding(layer: Embedding, context: LayerContext) -> Placed:
+COLUMN, ROW, ROWS, VOCAB = Sharding.COLUMN, Sharding.ROW, Sharding.ROWS, Sharding.VOCAB
+PRODUCTS: Mapping[type[Module], Product] = MappingProxyType(
+    {
+        Linear: Product(0, 1, (COLUMN, VOCAB), (ROW,), RowLinear),
+        TiedLinear: Product(1, 0, (VOCAB,)),  # whose table is cut as the embedding's is
+        Embedding: Product(0, 1, (COLUMN,), (VOCAB,), RowEmbedding),
+        Conv2d: Product(2, 3, (COLUMN,), (ROW,), RowConv2d, (ROWS, Sharding.REPLICATED)),
+    }
+)
+
+
+def place_product(layer: Any, context: LayerContext) -> Placed:
     """Return the layer as the table wants it."""
-    if not context.placement.is_replicated:
+    kind, groups, sharding = PRODUCTS[type(layer)], getattr(layer, "groups", 1), context.sharding
+    inputs, outputs = layer.weight.shape[kind.inputs] * groups, layer.weight.shape[kind.outputs]
+    if isinstance(layer, Embedding) and not context.placement.is_replicated:
         raise context.refuse("is an Embedding, but its indices lie on several ranks; it must come before what is cut")
-    if context.sharding is Sharding.VOCAB:
-        entries = layer.weight.shape[0]
-        weight = context.sharder.cut(layer.weight, features(entries), axis=0)
-        return VocabularyEmbedding(layer, weight=weight, group=context.group, entries=entries), REPLICATED
-    if context.sharding is Sharding.COLUMN:
-        result = features(layer.weight.shape[1])
-        return FeaturesEmbedding(layer, weight=context.sharder.cut(layer.weight, result, axis=1)), result
-    if context.sharding in (Sharding.ROW, Sharding.ROWS):
-        raise context.refuse("is an Embedding; choose Sharding.VOCAB, COLUMN or REPLICATED")
-    return layer, REPLICATED
+    if sharding in kind.by_outputs:
+        result = divided(outputs, context.units) if groups == 1 else features(groups, outputs // groups)
+        own: dict[str, Any] = {"weight": context.sharder.cut(layer.weight, result, kind.outputs)}
+        own["bias"] = context.sharder.cut(getattr(layer, "bias", None), result, 0)
+        if groups > 1:  # all outputs of a group belong to one rank
+            own["groups"] = result.width(context.group.size, context.group.rank) // result.unit
+        return part_of(layer, enter=_enter(groups, context, inputs), **own), result
+    if sharding in kind.by_inputs:
+        if groups > 1:
+            raise context.refuse(
+                f"has {groups} groups, whose input channels are not added up over ranks; choose Sharding.COLUMN"
+            )
+        ready = not context.placement.is_replicated and not context.placement.has_rows
+        cut = context.placement if ready else divided(inputs, context.units)
+        weight = context.sharder.cut(layer.weight, cut.resolve(inputs), kind.inputs)
+        return part_of(layer, kind.row, enter=context.to_parts(cut), weight=weight, group=context.group), REPLICATED
+    if sharding is None or sharding is Sharding.REPLICATED:
+        return context.on_replicated(layer, inputs)
+    *choices, last = [each.name for each in (*kind.by_outputs, *kind.by_inputs, *kind.other)]
+    raise context.refuse(
+        f"is of {type(layer).__name__}, which Sharding.{sharding.name} does not cut; choose "
+        f"Sharding.{', '.join(choices)} or {last}"
+    )
+
+
+def _enter(groups: int, context: LayerContext, inputs: int) -> Redistribute:
+    """Return what gives a rank the inputs that its outputs need."""
+    if groups == 1:
+        return context.to_each(inputs)
+    if groups < context.group.size:
+        raise context.refuse(
+            f"has {groups} groups, too few to give each of {context.group.size} ranks one; choose Sharding.ROWS "
+            "or REPLICATED"
+        )
+    return context.to_parts(features(groups, inputs // groups))
