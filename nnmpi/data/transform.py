@@ -5,7 +5,6 @@ A transform is called with (x, indices, epoch, seed) and returns new rows. What 
 Augment before normalizing: Shift fills with 0, which is black only in images that are not centred yet.
 """
 
-import hashlib
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,22 +13,16 @@ from numpy.lib.stride_tricks import as_strided
 from numpy.typing import NDArray
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.random import key_pair, random_bits
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import ShapeError, UsageError
-
-# Random numbers for single samples: a hash of (seed, epoch, sample, what for), for a whole batch at once. Generator
-# objects, as of `backend.random.stream`, cost 20 us each. This is SplitMix64 as a counter-based generator: element i of
-# a stream is mix(start + i * GAMMA) (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014).
-GAMMA = np.uint64(0x9E3779B97F4A7C15)
-MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def integers(seed: int, epoch: int, indices: NDArray[np.int64], what: str, high: int) -> NDArray[np.int64]:
     """Return a number in 0..high-1 for each sample index: (rows,) int64; high at most 2**31 (bias < high / 2**32).
 
-    It does not depend on the other indices. The upper 32 bits are multiplied by high, and the upper half of the product
-    is kept (Lemire, 2019): no division.
+    It does not depend on the other indices. A hash of 32 bits is multiplied by high, and the upper half of the product
+    is kept (Lemire, 2019): no division. (Generators, as of `backend.random.stream`, cost 20 us for each sample.)
 
     Args:
         seed: of the run.
@@ -37,17 +30,8 @@ def integers(seed: int, epoch: int, indices: NDArray[np.int64], what: str, high:
         indices: (rows,), the samples' places in the data set.
         what: the numbers are for, such as "flip": every purpose has a stream of its own.
     """
-    text = f"{int(seed)}\x1f{int(epoch)}\x1f{what}"
-    start = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
-    upper = mix(indices.astype(np.uint64) * GAMMA + np.uint64(start)) >> np.uint64(32)
-    return ((upper * np.uint64(high)) >> np.uint64(32)).astype(np.int64)
-
-
-def mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Return SplitMix64's output function of each state. Arrays of uint64 wrap around, as the algorithm wants."""
-    z = (z ^ (z >> np.uint64(30))) * MIX_1
-    z = (z ^ (z >> np.uint64(27))) * MIX_2
-    return z ^ (z >> np.uint64(31))
+    (bits,) = random_bits(np, 0, 1, indices.astype(np.uint32), key_pair(int(seed), int(epoch), what))
+    return ((bits.astype(np.uint64) * np.uint64(high)) >> np.uint64(32)).astype(np.int64)
 
 
 FIT_ROWS = 4096

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nnmpi.data.dataset import Dataset
-from nnmpi.data.transform import GAMMA, Compose, Flip, Normalize, Shift, Transform, integers, mix
+from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform, integers
 from nnmpi.errors import ShapeError, UsageError
 
 ALL = [Shift(2), Flip(), Normalize(0.5, 0.25), Compose(Shift(1), Flip(), Normalize(np.ones(3), np.full(3, 2.0)))]
@@ -127,18 +127,6 @@ def test_normalization_of_other_shape_is_refused() -> None:
 def test_a_std_by_which_nothing_can_be_divided_is_refused(std: Any) -> None:
     with pytest.raises(UsageError, match=r"std is .*; it must be more than 0"):
         Normalize(0.5, std)
-
-
-def test_mix_is_splitmix64() -> None:
-    """Known outputs of the reference implementation for the seed 1234567."""
-    states = np.uint64(1234567) + np.arange(1, 6, dtype=np.uint64) * GAMMA
-    assert mix(states).tolist() == [
-        6457827717110365317,
-        3203168211198807973,
-        9817491932198370423,
-        4593380528125082431,
-        16408922859458223821,
-    ]
 
 
 def test_seed_epoch_and_purpose_each_change_the_draws() -> None:
