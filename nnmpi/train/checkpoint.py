@@ -28,6 +28,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -218,37 +219,42 @@ class Saver(AbstractContextManager["Saver"]):
             CheckpointError: on all ranks, when it cannot be written, or the one before could not; older ones are
                 intact.
         """
-        began, group = clock.now(), self._group
-        writer = CheckpointWriter(self._folder.checkpoints, state.step)  # used on rank 0 alone
-        arrays, values = trainer.state(), _values(trainer, state)
-        specs = [each.specs() for each in arrays]
+        began, group, folder = clock.now(), self._group, self._folder.checkpoints
+        writer, values = CheckpointWriter(folder, state.step), _values(trainer, state)  # used on rank 0 alone
+        what = f"no checkpoint of step {state.step} can be written into {folder}"
+        explained = raised_as(CheckpointError, what, "older ones are intact")
 
+        @explained
         def begin() -> None:
             self._end_last()
-            with self._explained(state.step):
-                self._recorder.flush()
-                writer.begin()
-                writer.open(MODEL_FILE, specs[0], metadata)
+            self._recorder.flush()
+            writer.begin()
 
-        def go_on() -> None:
-            with self._explained(state.step):
-                writer.open(OPTIMIZER_FILE, specs[1])
+        @explained
+        def finish() -> None:
+            self._recorder.sync()
+            writer.finish(values, KEEP, best)
 
-        def write(name: str, array: Array) -> None:
-            with self._explained(state.step):
-                writer.write(name, array)
+        def beside(before_s: float) -> float:
+            began = clock.now()
+            try:
+                finish()
+            finally:
+                writer.discard()
+            return before_s + clock.now() - began
 
         try:
-            for each, prepare in zip(arrays, (begin, go_on), strict=True):
-                on_root(group, prepare)
-                each.gather(write)
+            on_root(group, begin)
+            for file, each in zip((MODEL_FILE, OPTIMIZER_FILE), trainer.state(), strict=True):
+                about = metadata if file == MODEL_FILE else None
+                on_root(group, partial(explained(writer.open), file, each.specs(), about))
+                each.gather(explained(writer.write))
         except BaseException:
             if group.is_root:
                 writer.discard()
             raise
         if group.is_root:
-            own_s = clock.now() - began
-            self._work = group.comm.world.beside(lambda: own_s + self._finish(writer, state.step, values, best))
+            self._work = group.comm.world.beside(partial(beside, clock.now() - began))
 
     def wait(self) -> None:
         """Wait until the last checkpoint is written. Collective.
@@ -280,21 +286,6 @@ class Saver(AbstractContextManager["Saver"]):
         if work is not None:
             self.last_s = work.result()
             self.spent_s += self.last_s
-
-    def _finish(self, writer: CheckpointWriter, step: int, values: Mapping[str, Any], best: bool) -> float:
-        """Do what is done beside training, and return how long it took."""
-        began = clock.now()
-        try:
-            with self._explained(step):
-                self._recorder.sync()
-                writer.finish(values, KEEP, best)
-        finally:
-            writer.discard()
-        return clock.now() - began
-
-    def _explained(self, step: int) -> AbstractContextManager[None]:
-        what = f"no checkpoint of step {step} can be written into {self._folder.checkpoints}"
-        return raised_as(CheckpointError, what, "older ones are intact")
 
 
 def find(folder: RunFolder, group: Group, writes: bool = True, best: bool = False) -> Checkpoint | None:
@@ -691,9 +682,8 @@ class TensorFile(Mapping[str, Array]):
     def __init__(self, file: Path) -> None:
         self.file = file
         with self._opened() as opened:
-            self._names: list[str] = list(opened.offset_keys())
             self.metadata: dict[str, str] = opened.metadata() or {}
-            slices = {name: opened.get_slice(name) for name in self._names}
+            slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
             self.specs = {
                 name: ArraySpec(tuple(each.get_shape()), DTYPES.get(each.get_dtype(), each.get_dtype()))
                 for name, each in slices.items()
@@ -714,11 +704,11 @@ class TensorFile(Mapping[str, Array]):
 
     def __iter__(self) -> Iterator[str]:
         """Yield the names."""
-        return iter(self._names)
+        return iter(self.specs)
 
     def __len__(self) -> int:
         """Return the number of arrays."""
-        return len(self._names)
+        return len(self.specs)
 
     @contextmanager
     def _opened(self) -> Iterator[Any]:
@@ -737,11 +727,7 @@ def _header(file: Path, specs: Mapping[str, ArraySpec], metadata: Mapping[str, s
     for name, spec in specs.items():
         if spec.dtype not in NAMES:
             raise CheckpointError(f"{name} is {spec.dtype}, which {file.name} cannot hold; use float32 or float64")
-        entries[name] = {
-            "dtype": NAMES[spec.dtype],
-            "shape": spec.shape,
-            "data_offsets": [at, at + spec.bytes],
-        }
+        entries[name] = {"dtype": NAMES[spec.dtype], "shape": spec.shape, "data_offsets": [at, at + spec.bytes]}
         at += spec.bytes
     text = json.dumps(entries, separators=(",", ":")).encode()
     return text + b" " * (-len(text) % HEADER_STEP_BYTES)
