@@ -13,7 +13,6 @@ its ranks with it. What runs is the train command with --resume, which takes any
 It needs no MPI: a supervisor that took part in the job would end with it.
 """
 
-import argparse
 import json
 import os
 import signal
@@ -23,20 +22,20 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from math import inf, prod
+from math import prod
 from os import EX_DATAERR
 from pathlib import Path
 from shlex import quote
 from types import FrameType
-from typing import Any
 
 from nnmpi.comm.mpi.shutdown import STALLED
-from nnmpi.command import HelpAsked, Parser, positive_count, printable, say
+from nnmpi.command import HelpAsked, options_of, printable, read_words, say
 from nnmpi.errors import LaunchError, NnmpiError, UsageError, counted, raised_as
 from nnmpi.files import read_json
 from nnmpi.launching import Launcher, find_launcher, given_hosts, kill, ranks_of
 from nnmpi.train.checkpoint import STATE_FILE, steps
 from nnmpi.train.cli import parse
+from nnmpi.train.config import check_numbers, made
 from nnmpi.train.folder import RunFolder, default_folder
 from nnmpi.train.loop import STOPPING, catch, give_back
 
@@ -79,13 +78,13 @@ class StartEnd:
 
     Attributes:
         status: of the launcher, as a shell has it.
-        words: what happened, in words.
+        fault: what happened, in words.
         step: of the last checkpoint; 0 for none.
         seconds: that the start took.
     """
 
     status: int
-    words: str
+    fault: str
     step: int
     seconds: float
 
@@ -154,7 +153,7 @@ class Supervisor:
             pause_s = min(LONGEST_PAUSE_S, FIRST_PAUSE_S * 2 ** (in_vain - 1)) if in_vain else 0.0
             goes_on = f"from step {outcome.step}" if outcome.step else "at the beginning"
             when = f"in {pause_s:.0f} s" if pause_s else "now"
-            self._say(f"start {starts} ended after {outcome.seconds:.0f} s: {outcome.words}; again {when}, {goes_on}")
+            self._say(f"start {starts} ended after {outcome.seconds:.0f} s: {outcome.fault}; again {when}, {goes_on}")
             self._sleep(pause_s)
 
     def _check(self, outcome: StartEnd) -> None:
@@ -180,14 +179,16 @@ class Supervisor:
         more = f". python -m nnmpi.doctor {self._plan.folder} says more; all faults are in {self._files.faults}"
         return (
             f"gave up: {counted(in_vain, 'start')} in a row brought no checkpoint {since}; the last one ended after "
-            f"{outcome.seconds:.0f} s: {outcome.words}{more if self._files.config.exists() else ''}"
+            f"{outcome.seconds:.0f} s: {outcome.fault}{more if self._files.config.exists() else ''}"
         )
 
     # ---- one start ----
 
     def _start(self, number: int) -> StartEnd:
         """Start the job and wait for its end."""
-        hosts, lost = self._find_hosts()
+        answering = self._launcher.answering(self._plan.hosts)
+        hosts = dict.fromkeys(answering, self._slots)
+        lost = [each for each in self._plan.hosts if each not in hosts]
         ranks, folder = self._ranks, self._plan.folder
         if hosts:
             room = min(self._plan.ranks, sum(hosts.values()))
@@ -204,11 +205,11 @@ class Supervisor:
         with raised_as(LaunchError, f"{command[0]} cannot be started"):
             job = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
         try:
-            status, words_of_end = self._watch(job, launcher, begin_s)
+            status, fault = self._watch(job, launcher, begin_s)
         finally:
             kill(job.pid)  # what a launcher that was killed has left, or this program's own end
             job.wait()
-        return StartEnd(status, words_of_end, max(step, self._step()), time.monotonic() - begin_s)
+        return StartEnd(status, fault, max(step, self._step()), time.monotonic() - begin_s)
 
     def _words(self, ranks: int) -> list[str]:
         """Return the train command's words: those that were given until a start has written them down."""
@@ -219,11 +220,6 @@ class Supervisor:
         there = self._plan.resumes or self._files.config.exists()
         layout = ["--dp", "auto"] if ranks != self._plan.ranks else []
         return [*given, "--resume" if there else "--out", folder, *layout]
-
-    def _find_hosts(self) -> tuple[dict[str, int], list[str]]:
-        """Return what each host takes that answers, and the hosts that do not."""
-        answering = self._launcher.answering(self._plan.hosts)
-        return dict.fromkeys(answering, self._slots), [each for each in self._plan.hosts if each not in answering]
 
     def _watch(self, job: subprocess.Popen[bytes], launcher: Launcher, begin_s: float) -> tuple[int, str]:
         """Return a job's status and what happened, once it has ended."""
@@ -282,14 +278,7 @@ class Supervisor:
 
     def _write_down(self, number: int, outcome: StartEnd) -> None:
         """Add a line to the run's faults.jsonl; a disk that does not take it costs only that."""
-        fault: dict[str, Any] = {
-            "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "start": number,
-            "status": outcome.status,
-            "fault": outcome.words,
-            "step": outcome.step,
-            "seconds": round(outcome.seconds, 3),
-        }
+        fault = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "start": number, **vars(outcome)}
         if self._plan.folder.is_dir():
             with suppress(OSError), self._files.faults.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(fault) + "\n")
@@ -356,9 +345,31 @@ def _count_lines(file: Path) -> int:
 # ---- the command ----
 
 PROGRAM = "python -m nnmpi.run"
-DESCRIPTION = """Train, and start again from the last checkpoint after each fault: a rank that is killed, a job that
+DESCRIPTION = """python -m nnmpi.run [options] -- TRAIN OPTIONS
+
+Train, and start again from the last checkpoint after each fault: a rank that is killed, a job that
 stands still, a host that is lost. What follows -- are the options of python -m nnmpi.train. Inside a job of Slurm's the
 ranks are started by srun, elsewhere by mpirun."""
+
+
+@dataclass(frozen=True)
+class SupervisorConfig:
+    """The supervisor."""
+
+    ranks: int = 1
+    """How many ranks train; also -n."""
+    restarts: int = 10
+    """How many starts in a row may bring no new checkpoint before it gives up."""
+    hosts: str = ""
+    """Host names with commas between them; before each start they are asked whether they answer, and those that do not
+    are left out with their ranks (default: the launcher's choice; in a job of Slurm's all of its)."""
+    start_limit: float = 600.0
+    """Seconds in which ranks must have come up and read their data, or they are started again; 0: no limit."""
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_numbers(self, "ranks", 1)
+        check_numbers(self, "restarts start_limit", 0)
 
 
 def main(words: Sequence[str]) -> str:
@@ -369,13 +380,10 @@ def main(words: Sequence[str]) -> str:
         GaveUp: see `Supervisor.run`.
     """
     at = [*words, "--"].index("--")
-    options, unknown = _parser().parse_known_args(words[:at])
     train = words[at + 1 :]
-    if unknown:
-        raise UsageError(f"{unknown[0]} is not an option of {PROGRAM}; those of the train command stand behind --")
-    if options.restarts < 0 or not 0 <= options.start_limit < inf:
-        raise UsageError("--restarts and --start-limit are numbers from 0 on")
+    own = ["--ranks" if word == "-n" else word for word in words[:at]]
     try:
+        options = made(SupervisorConfig, read_words(own, options_of(SupervisorConfig), PROGRAM, DESCRIPTION))
         config = parse(train)
     except HelpAsked as asked:
         return str(asked)
@@ -399,31 +407,6 @@ def main(words: Sequence[str]) -> str:
         start_limit_s=options.start_limit,
     )
     return "nnmpi.run: " + Supervisor(plan, find_launcher(options.ranks, hosts), _say).run()
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = Parser(PROGRAM, description=DESCRIPTION, allow_abbrev=False, usage=f"{PROGRAM} [options] -- TRAIN OPTIONS")
-    parser.add_argument("-n", "--ranks", type=positive_count, default=1, help="how many ranks train (default: 1)")
-    parser.add_argument(
-        "--restarts",
-        type=int,
-        default=10,
-        help="how many starts in a row may bring no new checkpoint before it gives up (default: 10)",
-    )
-    parser.add_argument(
-        "--hosts",
-        default="",
-        help="host names with commas between them; before each start they are asked whether they answer, and those "
-        "that do not are left out with their ranks (default: the launcher's choice; in a job of Slurm's all of its)",
-    )
-    parser.add_argument(
-        "--start-limit",
-        type=float,
-        default=600.0,
-        help="seconds in which ranks must have come up and read their data, or they are started again; 0: no limit "
-        "(default: 600)",
-    )
-    return parser
 
 
 def _say(text: str) -> None:

@@ -18,7 +18,6 @@ without one lying within the other are put on tracks of their own; a message is 
 import gzip
 import json
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -27,6 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import nnmpi.clock as clock
+from nnmpi.files import write_atomically
 
 COMPUTE, SEND, RECEIVE, REDUCE, WAITING = "compute", "send", "receive", "reduce", "waiting"
 TRACKS = (COMPUTE, SEND, RECEIVE, REDUCE, WAITING)
@@ -187,12 +187,7 @@ def write_chrome(path: Path, trace: Mapping[str, Any]) -> None:
     rows = ",\n".join(json.dumps(row, separators=(",", ":"), allow_nan=False) for row in trace["traceEvents"])
     rest = {key: value for key, value in trace.items() if key != "traceEvents"}
     text = f'{json.dumps(rest)[:-1]}{", " if rest else ""}"traceEvents": [\n{rows}\n]}}\n'.encode()
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_bytes(gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_atomically(path, gzip.compress(text, mtime=0) if path.suffix == ".gz" else text)
 
 
 class _Placed(NamedTuple):

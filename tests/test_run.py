@@ -163,10 +163,10 @@ def test_where_the_run_is_belongs_to_the_supervisor() -> None:
 def test_wrong_options_are_one_sentence(tmp_path: Path) -> None:
     """Of either command, before anything is started."""
     for words, told in {
-        "-n 0 -- --model mlp": "argument -n/--ranks: '0'",
-        "--restarts -1 -- --model mlp": "--restarts and",
-        "--start-limit nan -- --model mlp": "--restarts and",
-        "-n 2 --model mlp": "--model is not an option of python -m nnmpi.run; those of the train command stand",
+        "-n 0 -- --model mlp": "--ranks is 0; give a whole number, 1 or more",
+        "--restarts -1 -- --model mlp": "--restarts is -1; give",
+        "--start-limit nan -- --model mlp": "--start-limit is nan; give",
+        "-n 2 --model mlp": "--model is not an option",
         "-n 2 -- --modle mlp": "--modle is not an option; did you mean --model",
         "-n 3 -- --pp 2": "-n 3 is no multiple of the 2 ranks",
         "-n 2 -- --simulate 4": "--simulate trains in one process",
