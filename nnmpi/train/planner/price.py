@@ -37,7 +37,7 @@ from nnmpi.compose.layout import Layout
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.memory.ledger import ACTIVATIONS, BATCHES, COMMUNICATION, GRADIENTS, PARAMETERS, STATE
 from nnmpi.memory.plan import LayerCost, kept_bytes
-from nnmpi.mesh import Mesh
+from nnmpi.mesh import AXES, Mesh
 from nnmpi.nn.chain import ChainLayer, ModelPart, open_chain
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import STAGES
@@ -106,7 +106,7 @@ class Candidate:
 
     def options(self) -> dict[str, Any]:
         """Return the train command's options that mean this layout, but for the split; defaults are left out."""
-        found: dict[str, Any] = dict(zip(("dp", "pp", "tp", "sp"), self.axes, strict=True))
+        found: dict[str, Any] = dict(zip(AXES, self.axes, strict=True))
         if self.zero:
             found["zero"] = self.zero
         if self.pp > 1:
@@ -119,16 +119,13 @@ class Candidate:
 
     def __str__(self) -> str:
         """Return it in a few words."""
-        axes = [f"{axis} {size}" for axis, size in zip(("dp", "pp", "tp", "sp"), self.axes, strict=True) if size > 1]
-        words = [" x ".join(axes) or "1 rank"]
-        if self.zero:
-            words.append(f"ZeRO {self.zero}")
-        if self.pp > 1:
-            virtual = f" of {self.virtual_stages}" if self.virtual_stages > 1 else ""
-            words.append(f"{self.schedule}{virtual}, {self.microbatches} microbatches")
-        if self.recompute:
-            words.append("least activations")
-        return ", ".join(words)
+        words = [
+            f"{name.replace('_', ' ')} {value}"
+            for name, value in self.options().items()
+            if value != 1 or name == "zero"
+        ]
+        axes = sum(size > 1 for size in self.axes)
+        return ", ".join([" x ".join(words[:axes]) or "1 rank", *words[axes:]])
 
 
 def candidates(
@@ -250,13 +247,8 @@ class Profile:
 
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values."""
-        return {
-            "steps": [[rows, asdict(one)] for rows, one in self.steps.items()],
-            "shares": [[share, asdict(one)] for share, one in self.shares.items()],
-            "layers": [asdict(layer) for layer in self.layers],
-            "layer_rows": self.layer_rows,
-            "raced": dict(self.raced),
-        }
+        found = asdict(self)
+        return found | {name: list(found[name].items()) for name in ("steps", "shares")}
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Profile:
