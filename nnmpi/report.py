@@ -2,6 +2,7 @@
 
     python -m nnmpi.report runs/digits-cnn                 writes runs/digits-cnn/report.html
     python -m nnmpi.report runs/digits-cnn --out page.html
+    python -m nnmpi.report runs/digits-cnn --tensorboard FOLDER
 
 All numbers are those of the run's own files. A run that is under way can be looked at, too.
 """
@@ -9,12 +10,13 @@ All numbers are those of the run's own files. A run that is under way can be loo
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from nnmpi.command import Parser, say
 from nnmpi.compose.stats import PARTS
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, raised_as
 from nnmpi.files import parse_json
 from nnmpi.pages.page import write_page
 from nnmpi.train.config import all_options
@@ -53,10 +55,31 @@ def main(words: Sequence[str]) -> str:
     parser = Parser("python -m nnmpi.report", description=__doc__)
     parser.add_argument("run", metavar="RUN", type=Path, help="the folder of a run")
     parser.add_argument("--out", type=Path, metavar="FILE", help="the page (default: RUN/report.html)")
+    parser.add_argument("--tensorboard", type=Path, metavar="FOLDER", help="for TensorBoard's files of its metrics")
     given = parser.parse_args(words)
     file = given.out or given.run / "report.html"
+    if given.tensorboard is not None:
+        read_run(given.run, str(given.run))
+        write_events(given.tensorboard, read_metrics(RunFolder(given.run).metrics))
     write_page(file, "run", f"run {given.run.resolve().name}", gather(given.run))
     return f"{file} shows the run in a browser"
+
+
+def write_events(folder: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """Write every number of the records as a scalar KIND/KEY at its step, for TensorBoard.
+
+    Raises:
+        UsageError: without tensorboardX, and for a folder that cannot be written.
+    """
+    if find_spec("tensorboardX") is None:
+        raise UsageError("TensorBoard's files are written by tensorboardX; pip install 'nnmpi[tensorboard]'")
+    from tensorboardX import SummaryWriter
+
+    with raised_as(UsageError, f"{folder} cannot be written"), SummaryWriter(str(folder)) as writer:
+        for record in records:
+            for key, value in record.items():
+                if key not in ("kind", "global_step", "epoch", "time") and isinstance(value, int | float):
+                    writer.add_scalar(f"{record['kind']}/{key}", value, record["global_step"], record.get("time"))
 
 
 def gather(run: Path) -> dict[str, Any]:

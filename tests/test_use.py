@@ -21,12 +21,6 @@ from nnmpi.train.cli import main as train
 TABLE = [[float(i % 7), float(i % 5), float(i % 3)] for i in range(60)]
 
 
-@pytest.fixture(autouse=True)
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No event files, which take longer than a small run."""
-    monkeypatch.setattr("nnmpi.train.metrics.can_write", lambda: False)
-
-
 def files(folder: Path) -> dict[str, Path]:
     """Return a data set of each kind: images of bytes, a table with names, a text."""
     draw = np.random.default_rng(0)

@@ -16,7 +16,7 @@ What a run prints and leaves behind:
 
     header              the lines above a run
     log                 the console, and what is reported during a run
-    metrics             metrics.jsonl and TensorBoard's files; its docstring explains every key
+    metrics             metrics.jsonl; its docstring explains every key
     trace               who did what in the first steps, for Perfetto
     folder              what lies where in a run's folder, and writing that survives a kill
     checkpoint          where a run stands; saved and restored over all ranks, in a folder that is whole or absent

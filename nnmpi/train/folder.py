@@ -12,7 +12,6 @@ runs/digits-cnn-20260101-120000/
   checkpoints/        see checkpoint.py
   model/              at the end of a run with --model gpt: as Hugging Face's transformers reads it
   tokenizer/          of a run on a text: for `nnmpi.data.load_tokenizer`
-  tensorboard/        event files, with the tensorboard extra
 """
 
 import errno
@@ -48,7 +47,7 @@ class RunFolder:
         self.path, self.config, self.metrics = path, path / CONFIG_FILE, path / "metrics.jsonl"
         self.console, self.starts, self.faults = path / "console.txt", path / "starts.jsonl", path / "faults.jsonl"
         self.finished, self.checkpoints = path / "finished.json", path / "checkpoints"
-        self.tokenizer, self.model, self.events = path / "tokenizer", path / "model", path / "tensorboard"
+        self.tokenizer, self.model = path / "tokenizer", path / "model"
 
     def check_free(self) -> None:
         """Check that a new run may be written here, before any work is done.
@@ -141,8 +140,7 @@ class RunFolder:
         """Remove what a new run has written that is refused in its first step, so that a better one can begin here."""
         for file in (self.config, self.metrics, self.console, self.starts, self.path / LOCK_FILE):
             file.unlink(missing_ok=True)
-        for folder in (self.tokenizer, self.events):
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(self.tokenizer, ignore_errors=True)
         with suppress(OSError):  # there is more in it, which is not the run's
             self.path.rmdir()
             if not (RUNS / LATEST_RUN).exists():

@@ -429,7 +429,7 @@ def begin(config: Config, group: Group, console: Console, words: Sequence[str] =
                 stack.enter_context(console.copied(folder.console))
             console.say(*(() if chosen is None else chosen.lines))
             console.say(*(f"{name + ':':<12} {text}" for name, text in facts), *notices)
-            with MetricsRecorder(folder if group.is_root else None, state.step) as recorder:
+            with MetricsRecorder(folder if group.is_root else None) as recorder:
                 loop = Loop(run, state, Reporter(run, console, recorder), recorder)
                 yield loop
         except (UsageError, ShapeError):

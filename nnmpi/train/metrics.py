@@ -52,10 +52,8 @@ Every record ends with "time", when it was written, in seconds since the beginni
 times are simulated ones.
 """
 
-import importlib.util
 import json
 import os
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from io import FileIO
@@ -114,61 +112,6 @@ def cut_metrics(file: Path, step: int) -> int:
         ) from None
 
 
-SKIPPED = ("kind", "global_step", "epoch")
-FLUSH_S = 1.0  # between two times that event files are brought to the disk
-
-
-class EventFile:
-    """Writes every number of a metrics record as a scalar KIND/KEY at its step, by tensorboardX without its thread."""
-
-    def __init__(self, folder: Path, first_step: int) -> None:
-        """Take down where a new event file will be; a viewer drops what older files hold from `first_step` on."""
-        self._folder, self._first_step = folder, first_step
-        self._writer: Any = None
-        self._flushed_s = 0.0
-
-    def write(self, record: Mapping[str, Any]) -> None:
-        """Add the record's numbers; what is no number, or not a finite one, is left out. The first call opens the file.
-
-        Raises:
-            ImportError: without tensorboardX.
-            OSError: when the disk does not take them.
-        """
-        from tensorboardX.proto.event_pb2 import Event
-
-        if self._writer is None:
-            from tensorboardX.event_file_writer import EventsWriter
-
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._writer = EventsWriter(str(self._folder / "events"), f".{self._first_step}")
-            if self._first_step:  # START: what is later is dropped
-                self._writer.write_event(Event(step=self._first_step, session_log={"status": 1}))
-        scalars = [
-            {"tag": f"{record['kind']}/{key}", "simple_value": value}
-            for key, value in record.items()
-            if key not in SKIPPED and isinstance(value, int | float) and isfinite(value)
-        ]
-        event = Event(wall_time=clock.calendar(), step=record["global_step"], summary={"value": scalars})
-        self._writer.write_event(event)
-        if time.monotonic() - self._flushed_s > FLUSH_S:
-            self._writer.flush()
-            self._flushed_s = time.monotonic()
-
-    def close(self) -> None:
-        """Close the file.
-
-        Raises:
-            OSError: when the disk does not take the rest.
-        """
-        if self._writer is not None:
-            self._writer.close()
-
-
-def can_write() -> bool:
-    """Return whether tensorboardX is installed."""
-    return importlib.util.find_spec("tensorboardX") is not None
-
-
 class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     """Writes records on the rank that has a folder, and nothing on the others: whole lines or nothing.
 
@@ -177,27 +120,24 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
 
     Args:
         folder: of the run; None on the ranks that record nothing.
-        first_step: how many steps the run has done so far.
 
     Raises:
         NnmpiError: when a file cannot be written.
     """
 
-    def __init__(self, folder: RunFolder | None, first_step: int = 0) -> None:
+    def __init__(self, folder: RunFolder | None) -> None:
         self._folder, self._waiting = folder, b""
         self._stream: FileIO | None = None
-        self._events: EventFile | None = None
         if folder is not None:
             try:
                 self._place = os.stat(folder.path)
                 self._stream = folder.metrics.open("ab", buffering=0)
                 self._length = self._stream.tell()
-                self._events = EventFile(folder.events, first_step + 1) if can_write() else None
             except OSError as error:
                 raise self._problem(error) from None
 
     def write(self, record: dict[str, Any]) -> None:
-        """Write one record into every file; the docstring above explains its keys.
+        """Write one record; the docstring above explains its keys.
 
         It is there when this returns, if the disk takes it. Numbers that JSON has not (nan, inf) become null.
         """
@@ -209,9 +149,6 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             self._waiting += to_line(finite).encode() + b"\n"
             with suppress(OSError):
                 self._write_out()
-        if self._events is not None:
-            with suppress(OSError):  # they are a picture of the metrics
-                self._events.write(record)
 
     def read(self) -> list[dict[str, Any]]:
         """Return all records of the run; none on ranks without a folder.
@@ -260,14 +197,11 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the files.
+        """Close the file.
 
         Raises:
             NnmpiError: when the last records cannot be written.
         """
-        if self._events is not None:
-            with suppress(OSError):
-                self._events.close()
         if self._stream is not None:
             try:
                 with self._stream:

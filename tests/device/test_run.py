@@ -12,7 +12,7 @@ import pytest
 from tests.device.library import FOLDER
 from tests.harness.job import Ending, mpirun, run
 from tests.harness.slow import ONCE_MORE, once_more
-from tests.train.jobs import ROOT, UNDRAWN
+from tests.train.jobs import ROOT
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.host_only("each run chooses its backend itself")]
 
@@ -40,7 +40,7 @@ def train(folder: Path, backend: str, words: str, ranks: int = 1, **environ: str
     """Run the command, with the double of CuPy where it is to be on a device."""
     start = mpirun(ranks) if ranks > 1 else []
     command = [*start, sys.executable, "-m", "nnmpi.train", "--backend", backend, *words.split()]
-    paths = [str(folder), str(UNDRAWN), str(ROOT), *([str(FOLDER)] if backend == "cupy" else [])]
+    paths = [str(folder), str(ROOT), *([str(FOLDER)] if backend == "cupy" else [])]
     given = {"PYTHONPATH": os.pathsep.join(paths), **environ}
     return run(command, folder / "output", 120.0, given, cwd=folder)
 

@@ -66,7 +66,6 @@ KILLED = 137
 def quick_trainings() -> Iterator[None]:
     """Leave out what takes longer than such a small run, and do once what is always the same."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("nnmpi.train.metrics.can_write", lambda: False)
         start: list[list[str]] = []
         describe = inputs._describe_start
         patch.setattr(

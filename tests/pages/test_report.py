@@ -1,6 +1,7 @@
 """The page of a run: what its files say, and nothing else."""
 
 import json
+import struct
 from pathlib import Path
 
 import pytest
@@ -54,6 +55,19 @@ def test_the_numbers_are_the_runs(run: Path) -> None:
     given = [["--lr", "0.25"], ["--jit", "on"], ["--model", "mlp"], ["--hidden", "3 4"], ["--dp", "2"]]
     assert sorted(found["options"]) == sorted(given)
     assert found["commands"] == ["python -m nnmpi.train --model mlp --hidden 3 4 --config lr.toml    # ranks: 2"]
+
+
+def test_its_metrics_are_written_for_tensorboard(run: Path, tmp_path: Path) -> None:
+    events = pytest.importorskip("tensorboardX.proto.event_pb2")
+    main([str(run), "--tensorboard", str(tmp_path / "events")])
+    (file,) = (tmp_path / "events").iterdir()
+    content, found = file.read_bytes(), []
+    while content:
+        (length,) = struct.unpack_from("<Q", content)
+        found.append(events.Event.FromString(content[12 : 12 + length]))
+        content = content[16 + length :]
+    scalars = [(each.step, value.tag, value.simple_value) for each in found for value in each.summary.value]
+    assert (3, "train/loss", pytest.approx(4 / 3)) in scalars and (4, "eval/accuracy", 0.75) in scalars
 
 
 @pytest.mark.parametrize(

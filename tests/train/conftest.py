@@ -9,12 +9,6 @@ from nnmpi.comm.group import Group
 from nnmpi.train.cli import main
 
 
-@pytest.fixture(autouse=True)
-def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No event files, which take longer than a small run; a test that is about them undoes it."""
-    monkeypatch.setattr("nnmpi.train.metrics.can_write", lambda: False)
-
-
 @pytest.fixture
 def train(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
     """Runs the command on the group, for a small net on iris unless told otherwise; returns the run's folder."""

@@ -11,20 +11,13 @@ from tests.harness.job import Ending, mpirun, run
 
 LIMIT_S = 90.0
 ROOT = Path(__file__).parents[2]
-UNDRAWN = Path(__file__).with_name("undrawn")
 
 
-def train(
-    folder: Path, words: str, ranks: int = 1, is_lost: Callable[[], bool] = lambda: False, draws: bool = False
-) -> Ending:
-    """Run the command in the folder on so many ranks; 1 is without mpirun. The folder's modules can be imported.
-
-    Unless it `draws`, it does not find tensorboardX.
-    """
+def train(folder: Path, words: str, ranks: int = 1, is_lost: Callable[[], bool] = lambda: False) -> Ending:
+    """Run the command in the folder on so many ranks; 1 is without mpirun. The folder's modules can be imported."""
     start = mpirun(ranks) if ranks > 1 else []
     command = [*start, sys.executable, "-m", "nnmpi.train", *words.split()]
-    paths = [folder, *([] if draws else [UNDRAWN]), ROOT]
-    environ = {"PYTHONPATH": os.pathsep.join(map(str, paths))}
+    environ = {"PYTHONPATH": os.pathsep.join(map(str, (folder, ROOT)))}
     return run(command, folder / "output", LIMIT_S, environ, is_lost=is_lost, cwd=folder)
 
 

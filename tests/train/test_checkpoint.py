@@ -51,7 +51,7 @@ def arrays_of(worker: Worker) -> dict[str, Array]:
 
 def save_at(worker: Worker, folder: RunFolder, group: Group, step: int) -> None:
     state = RunState(step=step, samples=9)
-    with MetricsRecorder(None, 0) as recorder, Saver(folder, recorder, group) as saver:
+    with MetricsRecorder(None) as recorder, Saver(folder, recorder, group) as saver:
         saver.save(worker, state)
         saver.wait()
 
@@ -173,7 +173,7 @@ def test_a_checkpoint_has_the_values_of_its_moment_and_is_seen_when_it_is_on_the
     monkeypatch.setattr(TensorWriter, "close", lambda writer: ready.wait(60) and real(writer))
 
     def fall() -> None:
-        with MetricsRecorder(None, 0) as recorder, Saver(folder, recorder, group) as saver:
+        with MetricsRecorder(None) as recorder, Saver(folder, recorder, group) as saver:
             saver.save(worker, RunState(step=4, samples=9))
             fill(worker, -9.0)
             assert not saver.is_affordable(1e9)

@@ -84,7 +84,7 @@ def test_a_model_that_ends_the_program_is_no_success(
 
 
 def test_one_process_trains_without_mpirun_and_prints_its_epochs(tmp_path: Path) -> None:
-    ending = train(tmp_path, "--model mlp --dataset iris --epochs 2", draws=True)
+    ending = train(tmp_path, "--model mlp --dataset iris --epochs 2")
     assert ending.status == 0
     assert "1 rank on 1 node" in ending.output
     assert [f"epoch {n}/2: " in ending.output for n in (1, 2, 3)] == [True, True, False]
@@ -94,7 +94,7 @@ def test_one_process_trains_without_mpirun_and_prints_its_epochs(tmp_path: Path)
 
 
 def test_every_line_is_printed_once_on_several_ranks(tmp_path: Path) -> None:
-    ending = train(tmp_path, "--model mlp --dataset iris --epochs 2 --out run", ranks=2, draws=True)
+    ending = train(tmp_path, "--model mlp --dataset iris --epochs 2 --out run", ranks=2)
     assert ending.status == 0
     printed = [line for line in ending.output.splitlines() if line]
     assert len(printed) == len(set(printed))

@@ -78,7 +78,7 @@ class Job:
 
     def save(self, folder: RunFolder, step: int) -> None:
         """Write a checkpoint."""
-        with MetricsRecorder(None, 0) as recorder, Saver(folder, recorder, self.group) as saver:
+        with MetricsRecorder(None) as recorder, Saver(folder, recorder, self.group) as saver:
             saver.save(self.worker, RunState(step=step, samples=9))
             saver.wait()
 

@@ -38,7 +38,6 @@ PLAIN = "--dtype float64 --batch-size 12 --epochs 2 --log-every 1 --lr 0.02"
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All files, in the folder where the test runs."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("nnmpi.train.metrics.can_write", lambda: False)
     for name, y in FILES.items():
         np.savez(f"{name}.npz", x=X, y=y)
     rows = [[f"{SUMS[i]:.6f}", *map(str, X[i]), "no" if i % 2 else "yes"] for i in range(50)]

@@ -102,14 +102,11 @@ def test_the_end_of_a_run_is_proved(train: Train, group: Group, capsys: pytest.C
     assert json.loads((run / "finished.json").read_text())["step"] == 6
 
 
-def test_events_are_made_where_their_library_is(
-    group: Group, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+def test_the_last_line_is_a_command_for_a_shell(
+    group: Group, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("tensorboardX")
-    monkeypatch.undo()
     main(["--model", "mlp", "--dataset", "iris", "--max-steps", "1", "--out", str(tmp_path / "a run")], group)
-    assert f"curves: python -m nnmpi.report '{tmp_path}/a run'\n" in capsys.readouterr().out  # as a shell takes it
-    assert list((tmp_path / "a run" / "tensorboard").iterdir())
+    assert f"curves: python -m nnmpi.report '{tmp_path}/a run'\n" in capsys.readouterr().out
 
 
 def test_the_header_says_what_runs_on_what(train: Train, capsys: pytest.CaptureFixture[str]) -> None:
