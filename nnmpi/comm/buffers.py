@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from functools import cache
 from types import ModuleType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -48,57 +48,27 @@ def is_device(array: object) -> bool:
     return not isinstance(array, np.ndarray) and hasattr(type(array), "__cuda_array_interface__")
 
 
-def check_any(array: object) -> Buffer:
-    """Return the array if a collective can work on it, on the host or on a device, of 16-bit floating point too.
-
-    Raises:
-        ShapeError, DtypeError: see `check_buffer`.
-    """
-    if isinstance(array, np.ndarray):
-        return check_buffer(array.view(np.uint16)).view(array.dtype) if is_low(array.dtype) else check_buffer(array)
-    return check_device(array)
-
-
-def check_device(array: object) -> Buffer:
-    """Return the device array if a collective can work on it in place.
-
-    Args:
-        array: 1-D, C-contiguous, of a dtype in `DTYPES` or `LOW`.
-
-    Raises:
-        ShapeError, DtypeError: see `check_buffer`.
-    """
-    if not is_device(array):
-        raise DtypeError(f"a collective works on NumPy or device arrays, not {type(array).__name__}; pass one of these")
-    found: Any = array
-    if found.dtype not in DTYPES and not is_low(found.dtype):
-        names = ", ".join(sorted([*LOW, *(dtype.name for dtype in DTYPES)]))
-        raise DtypeError(f"a collective cannot add {found.dtype} arrays; convert to one of {names}")
-    if found.ndim != 1:
-        raise ShapeError(f"a collective works on 1-D arrays, not shape {found.shape}; pass array.reshape(-1)")
-    if not found.flags.c_contiguous:
-        raise ShapeError(f"the {found.shape} array with strides {found.strides} has gaps; copy it: ascontiguousarray")
-    return found
-
-
-def check_buffer(array: object) -> Buffer:
+def check_buffer(array: object, low: bool = False) -> Buffer:
     """Return the array if its sum over ranks can be taken in place.
 
     Args:
-        array: 1-D C-contiguous writeable NumPy array of a dtype in `DTYPES`, in the machine's byte order.
+        array: 1-D C-contiguous writeable array, NumPy's or of a device, of a dtype in `DTYPES`, in the machine's byte
+            order.
+        low: whether it may be of 16-bit floating point.
 
     Raises:
         ShapeError: for more or fewer dimensions, gaps between elements, or a read-only array.
-        DtypeError: for something that is no NumPy array, or a dtype outside `DTYPES`.
+        DtypeError: for something that is no such array, or another dtype.
     """
-    if not isinstance(array, np.ndarray):
-        raise DtypeError(f"a collective works on NumPy arrays, not {type(array).__name__}; copy it to the host first")
-    if array.dtype not in DTYPES or not array.dtype.isnative:
-        names = ", ".join(sorted(dtype.name for dtype in DTYPES))
-        raise DtypeError(f"a collective cannot add {array.dtype} arrays; convert to one of {names}")
-    if array.ndim != 1:
-        raise ShapeError(f"a collective works on 1-D arrays, not shape {array.shape}; pass array.reshape(-1)")
-    return check_contiguous(array)
+    if not isinstance(array, np.ndarray) and not is_device(array):
+        raise DtypeError(f"a collective works on NumPy or device arrays, not {type(array).__name__}; pass one of these")
+    found = cast(Buffer, array)
+    if not (found.dtype in DTYPES and found.dtype.isnative) and not (low and is_low(found.dtype)):
+        names = ", ".join(sorted([*(dtype.name for dtype in DTYPES), *(LOW if low else ())]))
+        raise DtypeError(f"a collective cannot add {found.dtype} arrays; convert to one of {names}")
+    if found.ndim != 1:
+        raise ShapeError(f"a collective works on 1-D arrays, not shape {found.shape}; pass array.reshape(-1)")
+    return check_contiguous(found)
 
 
 def check_contiguous(array: Buffer) -> Buffer:
@@ -111,10 +81,8 @@ def check_contiguous(array: Buffer) -> Buffer:
     if array.dtype.hasobject:
         raise DtypeError("an array of Python objects cannot be sent; send numbers, or JSON values by gather or share")
     if not array.flags.c_contiguous:
-        raise ShapeError(
-            f"the {array.shape} array with strides {array.strides} has gaps; copy it: np.ascontiguousarray"
-        )
-    if not array.flags.writeable:
+        raise ShapeError(f"the {array.shape} array with strides {array.strides} has gaps; copy it: ascontiguousarray")
+    if not getattr(array.flags, "writeable", True):  # a device's arrays all are
         raise ShapeError(f"the {array.shape} array is read-only, but the result is written into it; pass a copy")
     return array
 

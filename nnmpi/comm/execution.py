@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.comm.buffers import Buffer, as_bytes, check_buffer, check_device, fetch, is_device, pieces, put, room_like
+from nnmpi.comm.buffers import Buffer, as_bytes, check_buffer, fetch, is_device, pieces, put, room_like
 from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, REDUCE_SCATTER, ROOT, Chunks, Step, runs
 from nnmpi.comm.world import Comm, Request
 from nnmpi.errors import CommError, UsageError, name_ranks
@@ -185,9 +185,8 @@ class Execution:
 
 def _check(array: Buffer) -> tuple[Buffer, Callable[[], Any] | None]:
     """Return an array that can be summed; and for a device's what returns the stream to wait for."""
-    if is_device(array):
-        return check_device(array), namespace(array).cuda.get_current_stream
-    return check_buffer(array), None
+    found = check_buffer(array, low=is_device(array))
+    return found, namespace(array).cuda.get_current_stream if is_device(array) else None
 
 
 def _bind(steps: Sequence[Step], array: Buffer, size: int, max_bytes: int) -> list[_Bound]:

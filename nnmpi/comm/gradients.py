@@ -28,7 +28,7 @@ import nnmpi.shard as shard
 import nnmpi.timeline as timeline
 from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED, How, find_collective, name_of
-from nnmpi.comm.buffers import Buffer, check_any, is_device
+from nnmpi.comm.buffers import Buffer, check_buffer, is_device
 from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.execution import Pending
 from nnmpi.comm.fit import Choice
@@ -141,7 +141,7 @@ class BucketExchange:
         on_device = any(is_device(buffer) for buffer in buffers)
         self.overlap = overlaps(group, on_device) if overlap is None else overlap
         with agreed(group):
-            itemsizes = [check_any(buffer).itemsize for buffer in buffers]
+            itemsizes = [check_buffer(buffer, low=True).itemsize for buffer in buffers]
             self.buckets = plan_buckets(spans, itemsizes, bucket_limit(bucket_bytes, self.overlap))
             given = [algorithm] if isinstance(algorithm, str) or callable(algorithm) else list(algorithm)
             names = given * len(self.buckets) if given == [algorithm] else given

@@ -26,7 +26,6 @@ from nnmpi.comm.algorithms.registry import (
 from nnmpi.comm.buffers import (
     Buffer,
     as_bytes,
-    check_any,
     check_buffer,
     check_contiguous,
     cuda_aware,
@@ -188,7 +187,7 @@ class Group(Communicator):
             self._bind(array, algorithm, BLOCKING_TAG, operation).run()
 
     def _bind(self, array: Buffer, algorithm: How, tag: int, operation: str) -> Pending:
-        check_any(array)
+        check_buffer(array, low=True)
         if is_low(array.dtype) and operation in (ALL_GATHER.name, BROADCAST.name):
             array = array.view(np.uint16)
         elif is_low(array.dtype):
@@ -237,7 +236,7 @@ class Group(Communicator):
             return
         problem = "a collective needs the same array on every rank, but these differ"
         require_equal(self, [f"{_describe(array)} ({wrong})" if wrong else _describe(array)], problem)
-        check_any(array)
+        check_buffer(array, low=True)
 
     # ---- parts of any lengths; device arrays go through host memory ----
 
@@ -291,13 +290,13 @@ class Group(Communicator):
             ShapeError: when it is not 1-D and contiguous.
             DtypeError: for 16-bit floating point.
         """
-        check_any(array)
+        check_buffer(array, low=True)
         host = to_host(array)
         self.comm.allreduce_max(check_buffer(host))
         put(host, array)
 
     def _check_length(self, array: Buffer, length: int) -> None:
-        if check_any(array).size != length:
+        if check_buffer(array, low=True).size != length:
             raise ShapeError(
                 f"rank {self.rank} of {self.size} has {array.size} elements, but {length} are agreed; give the array "
                 "the length that its counts say"
@@ -336,7 +335,7 @@ def _describe(array: Any) -> str:
 def _find_problem(array: object) -> str:
     """Return what keeps the array from being summed, nothing if nothing does."""
     try:
-        check_any(array)
+        check_buffer(array, low=True)
     except (ShapeError, DtypeError) as error:
         return str(error)
     return ""

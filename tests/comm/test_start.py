@@ -168,7 +168,7 @@ def test_a_missing_library_is_one_sentence(tmp_path: Path) -> None:
 def test_a_wrong_limit_is_refused(tmp_path: Path) -> None:
     for limit in ("0", "-1", "soon", "nan"):
         with pytest.raises(UsageError, match=f"NNMPI_EXIT_LIMIT_S is '{limit}'; give a positive number"):
-            read_limit({"NNMPI_EXIT_LIMIT_S": limit})
+            read_limit("NNMPI_EXIT_LIMIT_S", limit)
     ending = run_program(tmp_path, BEGIN.replace("exit_limit_s=2", ""), 0, NNMPI_EXIT_LIMIT_S=limit)
     assert ending.status == 2
     assert "Traceback" not in ending.output

@@ -13,9 +13,9 @@ from nnmpi.comm.mpi.mpi_world import name_library
 from nnmpi.comm.mpi.shutdown import Shutdown
 from nnmpi.comm.mpi.start import (
     NO_NETWORK,
-    read_start_limit,
-    refuse_foreign_launcher,
-    refuse_lonely_rank,
+    START_LIMIT,
+    read_limit,
+    refuse_mismatch,
     stays_on_one_node,
 )
 from nnmpi.errors import DataError, LaunchError, UsageError
@@ -50,7 +50,7 @@ def test_a_start_that_takes_too_long_is_ended_with_its_stack() -> None:
 @pytest.mark.parametrize("limit", ["0", "-1", "soon", "nan"])
 def test_a_wrong_limit_is_refused(limit: str) -> None:
     with pytest.raises(UsageError, match="NNMPI_START_LIMIT_S is"):
-        read_start_limit({"NNMPI_START_LIMIT_S": limit})
+        read_limit(START_LIMIT, limit)
 
 
 # Which pairs of launcher and MPI library are refused.
@@ -65,7 +65,7 @@ HYDRA = {"HYDI_CONTROL_FD": "7"}
 @pytest.mark.parametrize(("vendor", "launch", "environ"), [("MPICH", OPEN_MPI, {}), ("Open MPI", MPICH, HYDRA)])
 def test_a_foreign_launcher_is_refused_before_mpi_starts(vendor: str, launch: Launch, environ: dict[str, str]) -> None:
     with pytest.raises(LaunchError, match=f"started 4 processes, but mpi4py found another MPI, {vendor}"):
-        refuse_foreign_launcher(vendor, launch, environ)
+        refuse_mismatch(vendor, launch, environ)
 
 
 @pytest.mark.parametrize(
@@ -81,24 +81,24 @@ def test_a_foreign_launcher_is_refused_before_mpi_starts(vendor: str, launch: La
     ],
 )
 def test_what_may_work_is_tried(vendor: str, launch: Launch | None, environ: dict[str, str]) -> None:
-    refuse_foreign_launcher(vendor, launch, environ)
+    refuse_mismatch(vendor, launch, environ)
 
 
 @pytest.mark.parametrize("launch", [OPEN_MPI, MPICH, SRUN])
 def test_a_rank_that_is_alone_among_several_is_refused(launch: Launch) -> None:
     with pytest.raises(LaunchError, match="each is alone"):
-        refuse_lonely_rank(1, "MPICH", launch)
-    refuse_lonely_rank(4, "MPICH", launch)
+        refuse_mismatch("MPICH", launch, {}, 1)
+    refuse_mismatch("MPICH", launch, {}, 4)
 
 
 def test_srun_is_told_of_its_option() -> None:
     with pytest.raises(LaunchError, match="--mpi=pmix"):
-        refuse_lonely_rank(1, "Open MPI", SRUN)
+        refuse_mismatch("Open MPI", SRUN, {}, 1)
 
 
 @pytest.mark.parametrize("launch", [None, Launch("srun", 1, 0, 1)])
 def test_a_single_process_is_welcome(launch: Launch | None) -> None:
-    refuse_lonely_rank(1, "Open MPI", launch)
+    refuse_mismatch("Open MPI", launch, {}, 1)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ distributed SGD, 2018, for the idea.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from math import isqrt
 
@@ -38,37 +37,26 @@ def hierarchical(rank: int, size: int, nodes: Sequence[int] | None = None) -> tu
     """
     if size == 1:
         return ()
-    layout = _find_layout(blocks(size, max(1, isqrt(size))) if nodes is None else tuple(nodes))
-    mine, place = layout.ranks[layout.node_of[rank]], layout.place_of[rank]
-    everything = range(size)
+    nodes = blocks(size, max(1, isqrt(size))) if nodes is None else tuple(nodes)
+    members = _members(nodes)
+    mine, everything = members[nodes[rank]], range(size)
+    place = mine.index(rank)
     up = _renamed(tree_reduce(place, len(mine)), mine, everything)
     down = _renamed(tree_broadcast(place, len(mine)), mine, everything)
     if rank != mine[0]:
         return up + down
-    leaders = [ranks[0] for ranks in layout.ranks]
-    across = ring(layout.node_of[rank], len(leaders))
+    leaders = [ranks[0] for ranks in members.values()]
+    across = ring(leaders.index(rank), len(leaders))
     return up + tuple(_on_shares(step, leaders, size) for step in across) + down
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """Who is where: each node's ranks, and each rank's node and place there; nodes in order of their first ranks."""
-
-    ranks: tuple[tuple[int, ...], ...]
-    node_of: tuple[int, ...]
-    place_of: tuple[int, ...]
-
-
 @lru_cache(maxsize=1)  # thousands of ranks ask for it one after another
-def _find_layout(nodes: tuple[int, ...]) -> _Layout:
+def _members(nodes: tuple[int, ...]) -> dict[int, list[int]]:
+    """Return each node's ranks; nodes in order of their first ranks."""
     members: dict[int, list[int]] = {}
-    places = []
     for rank, node in enumerate(nodes):
-        places.append(len(members.setdefault(node, [])))
-        members[node].append(rank)
-    number = {node: index for index, node in enumerate(members)}
-    ranks = tuple(tuple(own) for own in members.values())
-    return _Layout(ranks, tuple(number[node] for node in nodes), tuple(places))
+        members.setdefault(node, []).append(rank)
+    return members
 
 
 def _renamed(steps: Sequence[Step], ranks: Sequence[int], everything: Chunks) -> tuple[Step, ...]:

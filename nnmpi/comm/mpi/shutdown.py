@@ -63,11 +63,11 @@ class Shutdown:
 
     Args:
         mpi: mpi4py's MPI module, initialized.
-        limit_s: how long a rank that ended well waits for the others; None for ever.
+        limit_s: how long a rank that ended well waits for the others.
         world: MPI's.
     """
 
-    def __init__(self, mpi: ModuleType, limit_s: float | None, world: Activity) -> None:
+    def __init__(self, mpi: ModuleType, limit_s: float, world: Activity) -> None:
         self.limit_s, self._world = limit_s, world
         self._mpi = mpi
         self._comm: Any = mpi.COMM_WORLD.Dup()
@@ -111,8 +111,7 @@ class Shutdown:
             self._mpi.Finalize()
             time.sleep(DRAIN_S)
             return
-        limit_s = None if self.limit_s is None else self.limit_s + self._turn_s()
-        if self._announce(0, "", limit_s) is None:
+        if self._announce(0, "", self.limit_s + self._turn_s()) is None:
             self._print(
                 f"this rank ended its program and waited {self.limit_s:g} s for the others, which have not come to "
                 "their end; let all ranks end together, or raise the limit: NNMPI_EXIT_LIMIT_S, in seconds",
@@ -128,7 +127,7 @@ class Shutdown:
         """
         return float(min(STAGGER_S * self._comm.Get_rank(), LONGEST_TURN_S))
 
-    def _announce(self, status: int, text: str, limit_s: float | None) -> list[int] | None:
+    def _announce(self, status: int, text: str, limit_s: float) -> list[int] | None:
         """Announce this rank's end; return the ranks with the same status and text, None if not all come in time."""
         self._announced = True
         self._world.waiter, self._world.waiting = None, (time.monotonic(), "MPI's end, for the other ranks")
@@ -136,10 +135,10 @@ class Shutdown:
         everyones = bytearray(len(own) * self._comm.Get_size())
         # Not blocking: a rank whose partners never come to their end must notice and abort.
         request = self._comm.Iallgather([own, self._mpi.BYTE], [everyones, self._mpi.BYTE])
-        deadline = None if limit_s is None else time.monotonic() + limit_s
+        deadline = time.monotonic() + limit_s
         pause = 1e-4
         while not request.Test():
-            if deadline is not None and time.monotonic() > deadline:
+            if time.monotonic() > deadline:
                 return None
             time.sleep(pause)
             pause = min(2 * pause, 0.05)

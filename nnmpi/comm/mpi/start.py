@@ -7,7 +7,6 @@ import atexit
 import faulthandler
 import functools
 import importlib
-import math
 import os
 import sys
 import tempfile
@@ -33,16 +32,20 @@ from nnmpi.launcher import Launch, is_rank, read_launch
 # MPI_Init. No thread of Python runs in MPI_Init, which waits for all ranks. So faulthandler's timer, which needs none,
 # ends the process there after a limit, with its stack.
 
-VARIABLE, LIMIT_S = "NNMPI_START_LIMIT_S", 300.0
+START_LIMIT, EXIT_LIMIT = "NNMPI_START_LIMIT_S", "NNMPI_EXIT_LIMIT_S"
+START_LIMIT_S, EXIT_LIMIT_S = 300.0, 600.0
 
 
-def read_start_limit(environ: Mapping[str, str]) -> float:
-    """Return the limit of MPI's start in seconds; `math.inf` for none."""
-    text = environ.get(VARIABLE, str(LIMIT_S))
+def read_limit(name: str, given: str | float) -> float:
+    """Return a limit in seconds; `math.inf` for none.
+
+    Raises:
+        UsageError: when it is not a positive number.
+    """
     with suppress(ValueError):
-        if float(text) > 0:
-            return float(text)
-    raise UsageError(f"{VARIABLE} is {text!r}; give a positive number of seconds, or inf")
+        if float(given) > 0:
+            return float(given)
+    raise UsageError(f"{name} is {given!r}; give a positive number of seconds, or inf")
 
 
 def wait_for_all_ranks_to_start(mpi: ModuleType, limit_s: float) -> None:
@@ -67,10 +70,10 @@ def load_mpi(environ: Mapping[str, str]) -> ModuleType:
         LaunchError: when no MPI library is found, or when this one does not belong to the launcher.
         UsageError: for a limit of the start that is no number.
     """
-    launch, limit_s = read_launch(environ), read_start_limit(environ)
+    launch, limit_s = read_launch(environ), read_limit(START_LIMIT, environ.get(START_LIMIT, START_LIMIT_S))
     mpi = import_mpi()
     if not mpi.Is_initialized():
-        refuse_foreign_launcher(mpi.get_vendor()[0], launch, environ)
+        refuse_mismatch(mpi.get_vendor()[0], launch, environ)
         # Open MPI cannot start without a home directory, which jobs of cron and of some containers do not name.
         home = os.path.expanduser("~")  # stays as it is for a user whom the system does not know
         os.environ.setdefault("HOME", tempfile.gettempdir() if home == "~" else home)
@@ -83,7 +86,7 @@ def load_mpi(environ: Mapping[str, str]) -> ModuleType:
             warnings.simplefilter("ignore")  # mpi4py warns of a mismatch; the refusal below says it better
             alone = launch is None or launch.size == 1
             wait_for_all_ranks_to_start(mpi, inf if alone else limit_s)
-    refuse_lonely_rank(mpi.COMM_WORLD.Get_size(), mpi.get_vendor()[0], launch)
+    refuse_mismatch(mpi.get_vendor()[0], launch, environ, mpi.COMM_WORLD.Get_size())
     return mpi
 
 
@@ -99,46 +102,30 @@ def stays_on_one_node(launch: Launch | None, environ: Mapping[str, str]) -> bool
     return launch.local_size == launch.size
 
 
-def refuse_foreign_launcher(vendor: str, launch: Launch | None, environ: Mapping[str, str]) -> None:
-    """Raise for a launcher under which this library's MPI_Init would print noise or end the process.
+def refuse_mismatch(vendor: str, launch: Launch | None, environ: Mapping[str, str], size: int | None = None) -> None:
+    """Raise for a launcher that started several processes which are no job of this library.
+
+    Under some, MPI_Init would print noise or end the process, so they are refused before it. Under others MPI knows of
+    one process only: each would believe to be rank 0 of 1, and make the same serial run.
 
     Args:
         vendor: the library's name as mpi4py gives it, such as "Open MPI" or "MPICH".
+        launch: what the launcher started; None without a known one.
+        size: of MPI's world; None before MPI_Init.
 
     Raises:
-        LaunchError: for MPICH under Open MPI's mpirun, and for Open MPI under MPICH's.
+        LaunchError: in both cases.
     """
     if launch is None or launch.size == 1:
         return
     mpich_under_open_mpi = vendor == "MPICH" and launch.name.startswith("Open MPI")
     open_mpi_under_mpich = vendor == "Open MPI" and launch.name.startswith("MPICH") and "HYDI_CONTROL_FD" in environ
-    if mpich_under_open_mpi or open_mpi_under_mpich:
-        raise _mismatch(vendor, launch)
-
-
-def refuse_lonely_rank(size: int, vendor: str, launch: Launch | None) -> None:
-    """Raise when the launcher started several processes and MPI knows of one only.
-
-    Each of them would believe to be rank 0 of 1: the same serial run, several times.
-
-    Args:
-        size: the size of MPI's world.
-        vendor: the library's name as mpi4py gives it.
-        launch: what the launcher started; None without a known one.
-
-    Raises:
-        LaunchError: in that case.
-    """
-    if launch is not None and launch.size > 1 and size == 1:
-        raise _mismatch(vendor, launch)
-
-
-def _mismatch(vendor: str, launch: Launch) -> LaunchError:
-    return LaunchError(
-        f"{launch.name} started {launch.size} processes, but mpi4py found another MPI, {vendor}, in which each is "
-        f"alone; start with the mpirun of {vendor}"
-        + (", or with srun --mpi=pmix or --mpi=pmi2, whichever it was built for" if launch.name == "srun" else "")
-    )
+    if size == 1 or (size is None and (mpich_under_open_mpi or open_mpi_under_mpich)):
+        raise LaunchError(
+            f"{launch.name} started {launch.size} processes, but mpi4py found another MPI, {vendor}, in which each is "
+            f"alone; start with the mpirun of {vendor}"
+            + (", or with srun --mpi=pmix or --mpi=pmi2, whichever it was built for" if launch.name == "srun" else "")
+        )
 
 
 def import_mpi() -> ModuleType:
@@ -159,7 +146,6 @@ def import_mpi() -> ModuleType:
         ) from error
 
 
-EXIT_LIMIT_S = 600.0
 SILENT_S = 3.0
 
 
@@ -181,7 +167,7 @@ def start(exit_limit_s: float | None = None) -> Group:
     """
     group, shutdown = _start()
     if exit_limit_s is not None:
-        shutdown.limit_s = _check_limit(exit_limit_s)
+        shutdown.limit_s = read_limit("exit_limit_s", exit_limit_s)
     return group
 
 
@@ -189,7 +175,7 @@ def start(exit_limit_s: float | None = None) -> Group:
 def _start() -> tuple[Group, Shutdown]:
     """Do what `start` does, the first time."""
     watch_alone()
-    limit_s = read_limit(os.environ)
+    limit_s = read_limit(EXIT_LIMIT, os.environ.get(EXIT_LIMIT, EXIT_LIMIT_S))
     try:
         mpi = load_mpi(os.environ)
     except LaunchError as error:
@@ -197,7 +183,8 @@ def _start() -> tuple[Group, Shutdown]:
         raise
     from nnmpi.comm.mpi.mpi_world import mpi_world  # imports mpi4py.MPI, which must have been loaded by then
 
-    _limit_running_blas()
+    if is_rank():  # the variables that a BLAS reads come too late for one that was loaded before
+        threadpoolctl.threadpool_limits(limits=1, user_api="blas")
     world = mpi_world()
     shutdown = Shutdown(mpi, limit_s, world)
     if world.comm.size > 1:
@@ -208,25 +195,6 @@ def _start() -> tuple[Group, Shutdown]:
             shutdown.close = world.watch_over_ranks()
     group = Group(world.comm)
     return group, shutdown
-
-
-def read_limit(environ: Mapping[str, str]) -> float | None:
-    """Return NNMPI_EXIT_LIMIT_S in seconds, ten minutes without it; None for no limit.
-
-    Raises:
-        UsageError: when it is not a positive number.
-    """
-    text = environ.get("NNMPI_EXIT_LIMIT_S", str(EXIT_LIMIT_S))
-    try:
-        return _check_limit(float(text))
-    except ValueError as error:
-        raise UsageError(f"NNMPI_EXIT_LIMIT_S is {text!r}; give a positive number of seconds, or inf") from error
-
-
-def _check_limit(limit_s: float) -> float | None:
-    if not limit_s > 0:
-        raise UsageError(f"an exit limit of {limit_s} s is not positive; give seconds, or inf for none")
-    return None if math.isinf(limit_s) else limit_s
 
 
 def watch_alone() -> None:
@@ -252,9 +220,3 @@ def _silence_all_but_rank_0(error: LaunchError) -> None:
     if launch is not None and launch.rank > 0:
         time.sleep(SILENT_S)
         raise SystemExit(error.exit_status)
-
-
-def _limit_running_blas() -> None:
-    """Set the threads of a BLAS that was loaded before nnmpi could set the variables that it reads."""
-    if is_rank():
-        threadpoolctl.threadpool_limits(limits=1, user_api="blas")
