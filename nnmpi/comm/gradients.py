@@ -61,14 +61,12 @@ class Bucket:
     """One message.
 
     Attributes:
-        index: its place in the order of launching.
         buffer: the flat buffer it lies in, by number.
         start: its first element there.
         stop: the element behind its last one.
         spans: the spans in it, by their numbers in order of registration.
     """
 
-    index: int
     buffer: int
     start: int
     stop: int
@@ -138,11 +136,15 @@ class BucketExchange:
         bucket_bytes: int | None = None,
         overlap: bool | None = None,
     ) -> None:
-        on_device = any(is_device(buffer) for buffer in buffers)
-        self.overlap = overlaps(group, on_device) if overlap is None else overlap
+        if overlap is None:  # a device computes without this rank's core, which within a node would have to copy
+            on_device = any(is_device(buffer) for buffer in buffers)
+            overlap = group.size > 1 and (on_device or len(set(group.nodes())) > 1)
+        self.overlap = overlap
+        if bucket_bytes is None:
+            bucket_bytes = BUCKET_BYTES if overlap else UNLIMITED_BYTES
         with agreed(group):
             itemsizes = [check_buffer(buffer, low=True).itemsize for buffer in buffers]
-            self.buckets = plan_buckets(spans, itemsizes, bucket_limit(bucket_bytes, self.overlap))
+            self.buckets = plan_buckets(spans, itemsizes, bucket_bytes)
             given = [algorithm] if isinstance(algorithm, str) or callable(algorithm) else list(algorithm)
             names = given * len(self.buckets) if given == [algorithm] else given
             _check_names(given, len(names), len(self.buckets), group.size)
@@ -162,7 +164,7 @@ class BucketExchange:
         self._bytes = sum(part.nbytes for part in parts)
         predicted = [choice.predicted_s for choice in self.choices]
         self._predicted_s = sum(nan if seconds is None else seconds for seconds in predicted)
-        self._home = {span: bucket.index for bucket in self.buckets for span in bucket.spans}
+        self._home = {span: number for number, bucket in enumerate(self.buckets) for span in bucket.spans}
         self.traffic = Traffic()
         self._reset()
 
@@ -170,7 +172,7 @@ class BucketExchange:
         self._reported: set[int] = set()
         self._missing = [len(bucket.spans) for bucket in self.buckets]
         self._launched = 0
-        self._flying: deque[Bucket] = deque()
+        self._flying: deque[Pending] = deque()
         self._sync_s = self._hidden_s = 0.0
         self._left: float | None = None  # when this rank went to compute with messages under way
 
@@ -194,20 +196,24 @@ class BucketExchange:
         self._missing[self._home[span]] -= 1
         if self.overlap and not self._alone:
             begin = self._come_back()
-            self._launch_complete()
-            self._poll()
-            now = clock.now()
-            self._sync_s += now - begin
-            self._left = now if self._flying else None
+            while self._launched < len(self.buckets) and not self._missing[self._launched]:
+                self._launch()
+            self._move_on(begin)
 
     def progress(self) -> None:
         """Move on what is launched, if anything is; for callers with work to do between gradients."""
         if self._flying:
-            begin = self._come_back()
-            self._poll()
-            now = clock.now()
-            self._sync_s += now - begin
-            self._left = now if self._flying else None
+            self._move_on(self._come_back())
+
+    def _move_on(self, begin: float) -> None:
+        """Poll all launched buckets, let go of those that are finished, and go to compute."""
+        for _ in range(len(self._flying)):
+            pending = self._flying.popleft()
+            if not pending.poll():
+                self._flying.append(pending)
+        now = clock.now()
+        self._sync_s += now - begin
+        self._left = now if self._flying else None
 
     def finish(self) -> None:
         """End the step: return when all gradients are summed, also those never reported. One call per step."""
@@ -217,10 +223,10 @@ class BucketExchange:
         begin = self._come_back()
         with timeline.span("gradients", "collective", timeline.REDUCE):
             if self.overlap:
-                self._launch_rest()
-                self._wait()
+                self._launch_up_to(len(self.buckets))
             else:
-                self._sum_all()
+                for pending in self._sums:
+                    pending.run()
         spent_s = self._sync_s + clock.now() - begin
         self.traffic = Traffic(spent_s, self._hidden_s, self._bytes, len(self.buckets), self._predicted_s)
         self._reset()
@@ -233,10 +239,7 @@ class BucketExchange:
         outside: where sums are on their way, no rank may call a collective before those that others have called.
         """
         if self.overlap and not self._alone:
-            most = int(self._outer.max_floats([self._launched])[0])
-            while self._launched < most:
-                self._launch()
-            self._wait()
+            self._launch_up_to(int(self._outer.max_floats([self._launched])[0]))
             self._reset()
         self._group.free()
 
@@ -264,35 +267,18 @@ class BucketExchange:
             instead = Choice(NATIVE, reason, predict(group, NATIVE, part.nbytes, self.overlap))
             return group.bind(part, NATIVE, tag), instead
 
-    def _launch_complete(self) -> None:
-        while self._launched < len(self.buckets) and not self._missing[self._launched]:
+    def _launch_up_to(self, count: int) -> None:
+        """Launch so many of the buckets, and wait for one after the other: who waits is served by those further on."""
+        while self._launched < count:
             self._launch()
-
-    def _launch_rest(self) -> None:
-        while self._launched < len(self.buckets):
-            self._launch()
+        while self._flying:
+            self._flying.popleft().wait()
 
     def _launch(self) -> None:
-        bucket = self.buckets[self._launched]
-        self._sums[bucket.index].start()
+        pending = self._sums[self._launched]
+        pending.start()
         self._launched += 1
-        self._flying.append(bucket)
-
-    def _poll(self) -> None:
-        """Move all launched buckets on, and let go of those that are finished."""
-        for _ in range(len(self._flying)):
-            bucket = self._flying.popleft()
-            if not self._sums[bucket.index].poll():
-                self._flying.append(bucket)
-
-    def _wait(self) -> None:
-        """Wait for one after the other: a rank that waits for an earlier bucket is served by those further on."""
-        while self._flying:
-            self._sums[self._flying.popleft().index].wait()
-
-    def _sum_all(self) -> None:
-        for bucket in self.buckets:
-            self._sums[bucket.index].run()
+        self._flying.append(pending)
 
 
 def plan_buckets(spans: Sequence[Span], itemsizes: Sequence[int], limit_bytes: int) -> tuple[Bucket, ...]:
@@ -315,10 +301,7 @@ def plan_buckets(spans: Sequence[Span], itemsizes: Sequence[int], limit_bytes: i
         raise UsageError(f"a bucket of {limit_bytes} bytes holds nothing; give at least 1 byte")
     ranges = [found for buffer, item in enumerate(itemsizes) for found in _ranges(spans, buffer, item, limit_bytes)]
     ranges.sort(key=lambda members: -members[0])
-    return tuple(
-        Bucket(index, spans[members[0]][0], spans[members[0]][1], spans[members[-1]][2], tuple(members))
-        for index, members in enumerate(ranges)
-    )
+    return tuple(Bucket(*spans[members[0]][:2], spans[members[-1]][2], tuple(members)) for members in ranges)
 
 
 def _ranges(spans: Sequence[Span], buffer: int, itemsize: int, limit_bytes: int) -> list[list[int]]:
@@ -335,24 +318,6 @@ def _ranges(spans: Sequence[Span], buffer: int, itemsize: int, limit_bytes: int)
     numbers.reverse()
     sizes = [(spans[i][2] - spans[i][1]) * itemsize for i in numbers]
     return [sorted(numbers[k] for k in group) for group in shard.buckets(sizes, limit_bytes)]
-
-
-def overlaps(group: Group, on_device: bool = False) -> bool:
-    """Return whether it pays to sum gradients while backward still runs. Collective.
-
-    With ranks on several nodes, or where a device computes: then this rank's core has nothing to do but to send. Within
-    a node the copying takes the time of the cores that compute; see BUCKET_BYTES.
-    """
-    if on_device:
-        return group.size > 1
-    return group.size > 1 and len(set(group.nodes())) > 1
-
-
-def bucket_limit(bucket_bytes: int | None, overlap: bool) -> int:
-    """Return the longest bucket that is meant: None is one that suits, with overlap or without."""
-    if bucket_bytes is None:
-        return BUCKET_BYTES if overlap else UNLIMITED_BYTES
-    return bucket_bytes
 
 
 def predict(group: Group, algorithm: How, nbytes: int, started: bool = False) -> float | None:

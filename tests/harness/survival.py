@@ -62,6 +62,20 @@ EXPECTED_ERRORS = ("was killed", "has stopped", "No space left on device")
 KILLED = 137
 
 
+def draw_faults(seed: int, ranks: int, calls: int) -> Faults:
+    """Return one kill, stop or neither, with slow ranks and late messages, as a seed draws them.
+
+    Args:
+        ranks: how many there are.
+        calls: how many a rank makes, about: in one of them it falls.
+    """
+    draws = Random(seed)
+    fate, rank, call = draws.choice(("kill", "stop", "none")), draws.randrange(ranks), draws.randrange(1, calls + 1)
+    slow = {other: draws.uniform(1, 20) for other in range(ranks) if draws.random() < 0.3}
+    late, falls = draws.choice((0.0, 0.0, 0.1, 0.5)), {rank: call}
+    return Faults(falls if fate == "kill" else {}, falls if fate == "stop" else {}, slow, late)
+
+
 @contextmanager
 def quick_trainings() -> Iterator[None]:
     """Leave out what takes longer than such a small run, and do once what is always the same."""
@@ -181,7 +195,7 @@ class _Machine:
         draws, faulty = self.draws, self.left > 0
         self.left -= faulty
         fault = draws.choice(("ranks", "kill", "power", "full")) if faulty else "none"
-        faults = Faults.drawn(draws.randrange(2**32), ranks, CALLS) if fault == "ranks" else None
+        faults = draw_faults(draws.randrange(2**32), ranks, CALLS) if fault == "ranks" else None
         at = draws.randint(1, OPERATIONS)
         disk = FaultyDisk(self.run, draws, at if fault in ("kill", "power") else 0, at if fault == "full" else 0)
         try:

@@ -20,7 +20,7 @@ from nnmpi.run import Supervisor
 from nnmpi.train import checkpoint, folder, loop, metrics
 from nnmpi.train.checkpoint import CheckpointWriter, TensorWriter
 from tests.harness.slow import MORE_SEEDS
-from tests.harness.survival import quick_trainings, survive, undisturbed
+from tests.harness.survival import draw_faults, quick_trainings, survive, undisturbed
 
 SEEDS, MORE = 12, 60  # of the program as it is
 MOST = 150  # until a planted bug must have been found
@@ -236,9 +236,8 @@ def test_a_rank_that_falls_is_named_with_its_call_and_line() -> None:
 
 def test_slow_ranks_and_late_messages_change_no_result() -> None:
     for seed in range(20):
-        drawn = Faults.drawn(seed, 4, 50)
-        assert simulate(work, 4, seed=seed, faults=Faults(slow=drawn.slow, late=0.3)) == [5.0] * 4
-        assert drawn == Faults.drawn(seed, 4, 50)
+        slow = draw_faults(seed, 4, 50).slow
+        assert simulate(work, 4, seed=seed, faults=Faults(slow=slow, late=0.3)) == [5.0] * 4
 
 
 def test_the_seed_repeats_what_happened() -> None:

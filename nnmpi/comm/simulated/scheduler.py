@@ -67,21 +67,6 @@ class Faults:
     slow: Mapping[int, float] = field(default_factory=dict)
     late: float = 0.0
 
-    @classmethod
-    def drawn(cls, seed: int, ranks: int, calls: int) -> Faults:
-        """Return one kill, stop or neither, with slow ranks and late messages, as a seed draws them.
-
-        Args:
-            ranks: how many there are.
-            calls: how many a rank makes, about: in one of them it falls.
-        """
-        draws = Random(seed)
-        fate, rank, call = draws.choice(("kill", "stop", "none")), draws.randrange(ranks), draws.randrange(1, calls + 1)
-        slow = {other: draws.uniform(1, 20) for other in range(ranks) if draws.random() < 0.3}
-        late = draws.choice((0.0, 0.0, 0.1, 0.5))
-        falls = {rank: call}
-        return cls(falls if fate == "kill" else {}, falls if fate == "stop" else {}, slow, late)
-
     def delay(self, rank: int | None, random: Random) -> float:
         """Return how many usual delays something is put off: a rank's turn, or with None a message."""
         if rank is not None:
