@@ -19,6 +19,7 @@ from itertools import pairwise, zip_longest
 from typing import Any, NoReturn, Self, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 import nnmpi.clock as clock
 import nnmpi.errors as errors
@@ -153,6 +154,13 @@ class Communicator:
         """
         if self.size == 1:
             return [float(value) for value in values]
+        return list(self._gather_floats(values, asleep).sum(axis=0).tolist())
+
+    def max_floats(self, values: Sequence[float]) -> list[float]:
+        """Return the largest over the ranks of each of a few numbers; NaN if any rank has NaN."""
+        return list(self._gather_floats(values).max(axis=0).tolist())  # MPI does not say what it does with NaN
+
+    def _gather_floats(self, values: Sequence[float], asleep: bool = False) -> NDArray[np.float64]:
         own = np.array(values, np.float64)
         everyones = np.empty((self.size, own.size))
         if asleep:
@@ -160,14 +168,7 @@ class Communicator:
             self.comm.world.wait_until(lambda: self.comm.test_all(requests))
         else:
             self.comm.allgather(own, everyones)
-        return list(everyones.sum(axis=0).tolist())
-
-    def max_floats(self, values: Sequence[float]) -> list[float]:
-        """Return the largest over the ranks of each of a few numbers; NaN if any rank has NaN."""
-        own = np.array(values, np.float64)
-        everyones = np.empty((self.size, own.size))
-        self.comm.allgather(own, everyones)  # `allreduce` does not say what it does with NaN
-        return list(everyones.max(axis=0).tolist())
+        return everyones
 
 
 def encode_json(value: Any) -> bytes:

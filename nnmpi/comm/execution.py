@@ -11,11 +11,10 @@ it is polled, so that it can run while something else is computed, and several c
                               add what arrived in scratch; next step
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -230,11 +229,7 @@ def _messages(
 
 # ---- by the communicator's own calls ----
 
-Starting: TypeAlias = Callable[[], Request]
-"""Starts one of the non-blocking collectives."""
-
-Blocking: TypeAlias = Callable[[], Any]
-"""Does the same with the blocking call."""
+NATIVE_OPERATIONS = tuple(each.name for each in (ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER))
 
 
 class NativeExecution:
@@ -263,11 +258,14 @@ class NativeExecution:
         max_message_bytes: int = MAX_MESSAGE_BYTES,
         root: int = ROOT,
     ) -> None:
-        if operation not in _CALLS:
-            raise UsageError(f"MPI has no {operation} of its own here; it has {', '.join(_CALLS)}")
-        checked, self._current = _check(array)
-        more = (root,) if operation == BROADCAST.name else ()
-        self._calls = tuple(_CALLS[operation](checked, comm, max_message_bytes, *more))
+        if operation not in NATIVE_OPERATIONS:
+            raise UsageError(f"MPI has no {operation} of its own here; it has {', '.join(NATIVE_OPERATIONS)}")
+        self._array, self._current = _check(array)
+        calls = _find_calls(self._array, comm, operation, max_message_bytes, root)
+        # What is written may not overlap what is read.
+        self._scratch: Buffer | None = next((given[0] for name, given in calls if name == "reduce_scatter"), None)
+        self._starts = [partial(getattr(comm, f"i{name}"), *given) for name, given in calls]
+        self._blocks = [partial(getattr(comm, name), *given) for name, given in calls]
         self._comm, self._requests = comm, list[Request]()
 
     def start(self) -> None:
@@ -281,9 +279,8 @@ class NativeExecution:
         """
         if self._current is not None:
             return self.run()
-        if self._requests:
-            raise CommError("this native collective is still running; wait for it before the next start")
-        self._requests = [begin() for begin, _ in self._calls]
+        self._prepare()
+        self._requests = [begin() for begin in self._starts]
         return None
 
     def poll(self) -> bool:
@@ -303,64 +300,32 @@ class NativeExecution:
         Raises:
             CommError: when it is running already.
         """
-        if self._requests:
-            raise CommError("this native collective is still running; wait for it before the next start")
+        self._prepare()
         if self._current is not None:
             self._current().synchronize()
-        for _, block in self._calls:
+        for block in self._blocks:
             block()
 
-
-def _all_reduce(array: Buffer, comm: Comm, limit: int) -> list[tuple[Starting, Blocking]]:
-    return [(partial(comm.iallreduce, piece), partial(comm.allreduce, piece)) for piece in pieces(array, limit)]
-
-
-def _broadcast(array: Buffer, comm: Comm, limit: int, root: int = ROOT) -> list[tuple[Starting, Blocking]]:
-    return [
-        (partial(comm.ibroadcast, piece, root), partial(comm.broadcast, piece, root)) for piece in pieces(array, limit)
-    ]
+    def _prepare(self) -> None:
+        if self._requests:
+            raise CommError("this native collective is still running; wait for it before the next start")
+        if self._scratch is not None:
+            self._scratch[...] = self._array
 
 
-def _all_gather(array: Buffer, comm: Comm, limit: int) -> list[tuple[Starting, Blocking]]:
-    """Gather the chunks; an array too long for one call is broadcast by its owners, piece by piece."""
-    chunks = split(array.size, comm.size)
-    if array.nbytes > limit:
-        owned = [(array[chunk.start : chunk.stop], owner) for owner, chunk in enumerate(chunks)]
-        return [call for part, owner in owned for call in _broadcast(part, comm, limit, owner)]
-    counts = [len(chunk) for chunk in chunks]
-    return [(partial(comm.iallgatherv, None, array, counts), partial(comm.allgatherv, None, array, counts))]
-
-
-def _reduce_scatter(array: Buffer, comm: Comm, limit: int) -> list[tuple[Starting, Blocking]]:
-    """Leave each rank the sum of its chunk; an array too long for one call is summed for all, piece by piece."""
-    if array.nbytes > limit:
-        return _all_reduce(array, comm, limit)
-    chunks = split(array.size, comm.size)
-    own = chunks[comm.rank]
-    counts, scratch, into = [len(chunk) for chunk in chunks], array.copy(), array[own.start : own.stop]
-    on_device = is_device(array)
-
-    def begin() -> Request:
-        scratch[...] = array  # what is written may not overlap what is read
-        return comm.ireduce_scatter(scratch, into, counts)
-
-    def block() -> None:
-        scratch[...] = array
-        if on_device:
-            namespace(array).cuda.get_current_stream().synchronize()
-        comm.reduce_scatter(scratch, into, counts)
-
-    return [(begin, block)]
-
-
-_CALLS: Mapping[str, Callable[..., list[tuple[Starting, Blocking]]]] = MappingProxyType(
-    {
-        ALL_REDUCE.name: _all_reduce,
-        BROADCAST.name: _broadcast,
-        ALL_GATHER.name: _all_gather,
-        REDUCE_SCATTER.name: _reduce_scatter,
-    }
-)
+def _find_calls(array: Buffer, comm: Comm, operation: str, limit: int, root: int) -> list[tuple[str, tuple[Any, ...]]]:
+    """Return the calls of the communicator that do it, by name, with their arguments."""
+    parts = [array[chunk.start : chunk.stop] for chunk in split(array.size, comm.size)]
+    counts, at_once = [part.size for part in parts], array.nbytes <= limit
+    if operation == BROADCAST.name:
+        return [("broadcast", (piece, root)) for piece in pieces(array, limit)]
+    if operation == ALL_GATHER.name and at_once:
+        return [("allgatherv", (None, array, counts))]
+    if operation == ALL_GATHER.name:  # each owner broadcasts its chunk, piece by piece
+        return [("broadcast", (piece, owner)) for owner, part in enumerate(parts) for piece in pieces(part, limit)]
+    if operation == REDUCE_SCATTER.name and at_once:
+        return [("reduce_scatter", (array.copy(), parts[comm.rank], counts))]
+    return [("allreduce", (piece,)) for piece in pieces(array, limit)]  # a long reduce-scatter sums for all
 
 
 # ---- in stages ----

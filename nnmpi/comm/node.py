@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike
 from nnmpi.comm.agreement import Communicator, agreed
 from nnmpi.comm.buffers import Buffer
 from nnmpi.comm.world import PAGE_BYTES, Comm, Request, SharedPages
-from nnmpi.errors import CommError, DeviceError, ShapeError, UsageError, name_ranks
+from nnmpi.errors import DeviceError, ShapeError, UsageError, name_ranks
 
 # Barriers among the ranks of a node that cost a tenth of MPI's: each rank counts on a flag that the others watch.
 #
@@ -34,63 +34,46 @@ from nnmpi.errors import CommError, DeviceError, ShapeError, UsageError, name_ra
 # any other world the ranks meet in a collective between two synchronizations of the memory instead.
 
 FLAGS_PER_PAGE = PAGE_BYTES // 8
-TIMEOUT_S = 600.0
 
 # A rank looks this often before it offers its core to others; with fewer cores than ranks, the one it waits for may be
 # waiting for this very core.
 PATIENT_POLLS = 2000
 CROWDED_POLLS = 20
-# Between two looks at the clock, in which messages move on. One takes about as long as a yield.
-POLLS_PER_CHECK = 64
+# Until messages move on once, which takes about as long as a yield.
+POLLS_PER_POKE = 64
 MOST_CORES = 4096
 
 
 class Watch:
-    """The time limit of waiting, and what else is done while waiting. Making one is collective.
+    """How the ranks of a node wait for one another, and what is done meanwhile. Making one is collective.
+
+    Who waits for long is reported, and ended, by the world's own watch (`World.watch`).
 
     Args:
         comm: the ranks of the node; its messages move on meanwhile.
         names: the number under which each of them is known to the user.
-        timeout_s: how long to wait for other ranks.
     """
 
-    def __init__(self, comm: Comm, names: Sequence[int], timeout_s: float) -> None:
-        self.comm, self.names, self.timeout_s = comm, tuple(names), timeout_s
+    def __init__(self, comm: Comm, names: Sequence[int]) -> None:
+        self.comm, self.names = comm, tuple(names)
         self.polls = CROWDED_POLLS if comm.size > count_cores(comm) else PATIENT_POLLS
 
     def until(self, barrier: FlagBarrier) -> None:
-        """Return when all ranks have come to a barrier, offering the core to others at every look.
-
-        Raises:
-            CommError: after the time limit; names the missing ranks. A simulated world notices by itself.
-        """
+        """Return when all ranks have come to a barrier, offering the core to others at every look."""
         world = self.comm.world
         if world.simulated:
             world.wait_until(barrier.poll)
             return
-        world.waiter = barrier
+        give_way = getattr(os, "sched_yield", lambda: time.sleep(0))
+        world.waiter, looks = barrier, 0
         try:
-            self._look(barrier)
+            while not barrier.poll():
+                give_way()
+                looks += 1
+                if looks % POLLS_PER_POKE == 0:
+                    self.comm.poke()
         finally:
             world.waiter = None
-
-    def _look(self, barrier: FlagBarrier) -> None:
-        give_way = getattr(os, "sched_yield", lambda: time.sleep(0))
-        deadline = time.monotonic() + self.timeout_s
-        looks = 0
-        while not barrier.poll():
-            give_way()
-            looks += 1
-            if looks % POLLS_PER_CHECK == 0:
-                self.comm.poke()
-                if time.monotonic() > deadline:
-                    late = self.name(barrier.missing())
-                    step = self.comm.world.step
-                    raise CommError(
-                        f"{late} did not come to a barrier of the ranks of this node within {self.timeout_s:g} s"
-                        f"{'' if step is None else f' (in step {step})'}; all ranks must run the same collectives, in "
-                        "the same order"
-                    )
 
     def name(self, ranks: Sequence[int]) -> str:
         """Return ranks of the node in words, by the numbers that the user knows."""
@@ -131,11 +114,7 @@ class FlagBarrier:
         return all(counter[0] >= goal for counter in self._others)
 
     def wait(self) -> None:
-        """Return when all ranks have arrived.
-
-        Raises:
-            CommError: after the time limit.
-        """
+        """Return when all ranks have arrived."""
         goal = self._goal
         for counter in self._others:
             polls = self._watch.polls
@@ -220,7 +199,6 @@ class SharedMemory:
 
     Args:
         group: the ranks; those on one node share memory.
-        timeout_s: how long to wait for another rank in a barrier.
         nodes: the node of each rank of the group, for trying several nodes on one machine; found out by default.
         ordered: whether what is written is seen in the order of writing, so that counters will do for barriers; as the
             world says by default.
@@ -243,13 +221,12 @@ class SharedMemory:
     def __init__(
         self,
         group: Communicator,
-        timeout_s: float = TIMEOUT_S,
         nodes: Sequence[int] | None = None,
         ordered: bool | None = None,
     ) -> None:
         if nodes is not None and len(nodes) != group.size:
             raise UsageError(f"{len(nodes)} nodes are given for {group.size} ranks; give the node of each rank")
-        self.group, self._options = group, (timeout_s, nodes, ordered)
+        self.group, self._options = group, (nodes, ordered)
         ordered = group.comm.world.keeps_order if ordered is None else ordered
         if nodes is None:
             self.node = group.comm.split_by_node(group.rank)
@@ -268,7 +245,7 @@ class SharedMemory:
         elif ordered:  # no messages are sent then; and communicators are scarce: MPICH has 2048
             self.node.free()
             self.node, self._owns_node = group.comm, False
-        self._watch, self._ordered = Watch(self.node, self.members, timeout_s), ordered
+        self._watch, self._ordered = Watch(self.node, self.members), ordered
         self._pages: list[SharedPages] = []  # of the barriers' flags
         self._barriers: dict[int, FlagBarrier] = {}
         self._windows: dict[int, SharedPages] = {}  # by allocation number; twins have the same
@@ -351,7 +328,6 @@ class SharedMemory:
         """Return when all ranks of the node have come here; what they wrote before is seen then.
 
         Raises:
-            CommError: after the time limit; names the ranks that have not come.
             UsageError: when the memory was closed.
         """
         self._check_open()

@@ -9,7 +9,6 @@ from typing import Any, cast
 
 import pytest
 
-from nnmpi.comm.mpi.mpi_world import name_library
 from nnmpi.comm.mpi.shutdown import Shutdown
 from nnmpi.comm.mpi.start import (
     NO_NETWORK,
@@ -156,15 +155,3 @@ def test_words_that_have_no_bytes_are_printed(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit):
         shutdown.on_exception(DataError, DataError("\udcff"), None)
     assert capsys.readouterr().err == "\\udcff\n"
-
-
-@pytest.mark.parametrize(
-    ("version", "expected"),
-    [
-        ("Open MPI v5.0.11, package: Open MPI user@localhost Distribution, ident: 5.0.11\n", "Open MPI 5.0.11"),
-        ("MPICH Version:      5.0.2\nMPICH Release date: Fri\nMPICH ABI: 18:2:6\n", "MPICH 5.0.2"),
-        ("Intel(R) MPI Library 2021.11 for Linux* OS\n", "Intel(R) MPI Library 2021.11 for Linux* OS"),
-    ],
-)
-def test_the_library_in_short(version: str, expected: str) -> None:
-    assert name_library(version) == expected

@@ -123,7 +123,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
             OSError: when the disk is full.
         """
         world = clock._clock.get()
-        if isinstance(world, SimulatedWorld) and world.is_over:
+        if isinstance(world, SimulatedWorld) and world._scheduler.failure is not None:
             return False
         self.operations += 1
         if self.operations == self._dies_at:
@@ -135,7 +135,8 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
     def _die(self) -> None:
         world = clock._clock.get()
         assert isinstance(world, SimulatedWorld)
-        world.kill(f"was killed in operation {self.operations} of the disk")
+        world._scheduler.enter(world._own)
+        world._scheduler.fall(world._own, f"was killed in operation {self.operations} of the disk")
 
     def _open(self, real: Any, place: str, path: Any, mode: str = "r", *args: Any, **kwargs: Any) -> Any:
         if mode not in ("wb", "ab"):

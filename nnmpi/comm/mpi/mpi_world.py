@@ -247,7 +247,8 @@ class MpiWorld(Activity):
         super().__init__()
         self.watchdog: Watchdog | None = None
         self.comm: Comm = MpiComm(MPI.COMM_WORLD, self)
-        self.library = name_library(MPI.Get_library_version())
+        vendor, version = MPI.get_vendor()
+        self.library = f"{vendor} {'.'.join(map(str, version))}"
         self.keeps_order = platform.machine().lower() in ORDERED_MACHINES
         self._thread = ThreadPoolExecutor(1, "beside")  # it begins with the first work
 
@@ -312,10 +313,3 @@ def mpi_world() -> MpiWorld:
 def wrap(comm: MPI.Comm) -> MpiComm:
     """Return a communicator of mpi4py's as one of this world."""
     return MpiComm(comm, mpi_world())
-
-
-def name_library(version: str) -> str:
-    """Return name and version from the text that MPI gives, which is a page long for some libraries."""
-    first = version.strip().splitlines()[0]
-    words = first.replace("Version:", " ").split(",")[0].split()
-    return " ".join(word[1:] if word[:1] == "v" and word[1:2].isdigit() else word for word in words)

@@ -129,15 +129,11 @@ def refuse_mismatch(vendor: str, launch: Launch | None, environ: Mapping[str, st
 
 
 def import_mpi() -> ModuleType:
-    """Import mpi4py.MPI without initializing MPI; leave mpi4py's own settings as they were."""
+    """Import mpi4py.MPI without initializing MPI."""
     try:
         settings = importlib.import_module("mpi4py").rc
-        before = settings.initialize, settings.finalize
         settings.initialize, settings.finalize = False, True
-        try:
-            return importlib.import_module("mpi4py.MPI")
-        finally:
-            settings.initialize, settings.finalize = before
+        return importlib.import_module("mpi4py.MPI")
     except (ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise LaunchError(

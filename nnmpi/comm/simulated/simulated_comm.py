@@ -15,7 +15,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, partialmethod
-from itertools import count, groupby
+from itertools import count
+from mmap import mmap
 from types import MappingProxyType
 from typing import Any, Self, cast
 
@@ -28,7 +29,7 @@ from nnmpi.comm.buffers import Buffer, as_bytes
 from nnmpi.comm.collective import Cost
 from nnmpi.comm.machine import Links, Machine
 from nnmpi.comm.simulated.scheduler import Lines, Scheduler, SimulatedRank, describe_lines, find_lines
-from nnmpi.comm.world import PAGE_BYTES, World
+from nnmpi.comm.world import World
 from nnmpi.errors import CommError
 
 # When a message arrives, by the same machine that the cost model has (`comm.machine`).
@@ -164,12 +165,6 @@ def checksum(memory: NDArray[np.uint8] | None) -> int:
     return int(memory[:whole].view(np.uint64).sum()) + int.from_bytes(memory[whole:].tobytes(), "little")
 
 
-def address(memory: NDArray[np.uint8]) -> tuple[int, int]:
-    """Return where an array's bytes begin and end."""
-    begin = memory.__array_interface__["data"][0]
-    return begin, begin + memory.nbytes
-
-
 class OpenRequests:
     """What one rank has started and not yet waited for.
 
@@ -187,7 +182,9 @@ class OpenRequests:
         Raises:
             CommError: when its memory is in use by another one, and one of the two writes.
         """
-        begin, end = address(request.memory) if request.memory is not None else (0, 0)
+        memory = request.memory
+        begin = 0 if memory is None else memory.__array_interface__["data"][0]
+        end = begin + (0 if memory is None else memory.nbytes)
         if begin < end:
             for other, (low, high) in self._open.items():
                 if begin < high and low < end and (request.writes or other.writes):
@@ -380,9 +377,7 @@ class SimulatedComm:
         self._scheduler.leave(own)
         return request
 
-    def issend(self, data: Buffer, to: int, tag: int) -> SimulatedRequest:
-        """Start a synchronous send; see `comm.world.Comm`."""
-        return self.isend(data, to, tag, synchronous=True)
+    issend = partialmethod(isend, synchronous=True)
 
     def irecv(self, into: Buffer, source: int, tag: int) -> SimulatedRequest:
         """Start receiving; see `comm.world.Comm`."""
@@ -625,34 +620,38 @@ class SimulatedComm:
         return self._regroup("split_by_node", self._board.network.places[self._own.number], key)
 
     def _regroup(self, name: str, color: int, key: int) -> Self:
-        found: list[tuple[int, list[int]]] = []  # the number of the new communicator, and its ranks
+        def make(everyones: Sequence[tuple[int, int]]) -> list[tuple[int, list[int]]]:
+            made: dict[int, tuple[int, list[int]]] = {}  # number and ranks of each communicator, by color
+            for color, _, rank in sorted((color, key, rank) for rank, (color, key) in enumerate(everyones)):
+                if color not in made:
+                    made[color] = next(self._board.numbers), []
+                made[color][1].append(self._members[rank])
+            return [made[color] for color, _ in everyones]
 
-        def combine(brought: list[tuple[int, int, list[tuple[int, list[int]]]]]) -> None:
-            ordered = sorted((color, key, rank) for rank, (color, key, _) in enumerate(brought))
-            for _, ranks in groupby(ordered, key=lambda each: each[0]):
-                members = [rank for _, _, rank in ranks]
-                made = next(self._board.numbers), [self._members[rank] for rank in members]
-                for rank in members:
-                    brought[rank][2].append(made)
-
-        self.wait_all([self._join((name,), (color, key, found), 0, combine)])
-        number, ranks = found[0]
+        number, ranks = self._exchange(name, (color, key), make)
         return type(self)(self._board, self.world, self._own, ranks, number)
+
+    def _exchange(self, name: str, value: Any, make: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        """Return what `make` has for this rank, of what it makes of all ranks' values."""
+        found: list[Any] = []
+
+        def combine(brought: list[tuple[Any, list[Any]]]) -> None:
+            for result, (_, theirs) in zip(make([each for each, _ in brought]), brought, strict=True):
+                theirs.append(result)
+
+        self.wait_all([self._join((name,), (value, found), 0, combine)])
+        return found[0]
 
     def free(self) -> None:
         """Give it back: there is nothing to give."""
 
     def share_pages(self, own_bytes: int) -> SimulatedPages:
         """Return memory that all ranks see; see `comm.world.Comm`."""
-        parts: list[NDArray[np.uint8]] = []
 
-        def combine(brought: list[tuple[int, list[NDArray[np.uint8]]]]) -> None:
-            made = [_aligned_zeros(nbytes) for nbytes, _ in brought]
-            for _, each in brought:
-                each += made
+        def make(lengths: list[int]) -> list[tuple[NDArray[np.uint8], ...]]:
+            return [tuple(map(_aligned_zeros, lengths))] * self.size
 
-        self.wait_all([self._join(("share_pages",), (own_bytes, parts), 0, combine)])
-        return SimulatedPages(tuple(parts))
+        return SimulatedPages(self._exchange("share_pages", own_bytes, make))
 
 
 @dataclass(eq=False)
@@ -709,6 +708,4 @@ def _all_to_all(everyones: list[tuple[Buffer, Sequence[int], Buffer, Sequence[in
 
 def _aligned_zeros(nbytes: int) -> NDArray[np.uint8]:
     """Return zeros that begin on a page."""
-    room = np.zeros(nbytes + PAGE_BYTES, np.uint8)
-    skip = -room.ctypes.data % PAGE_BYTES
-    return room[skip : skip + nbytes]
+    return np.frombuffer(mmap(-1, max(nbytes, 1)), np.uint8)[:nbytes]

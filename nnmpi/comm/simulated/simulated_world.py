@@ -87,16 +87,6 @@ class SimulatedWorld:
     def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
         """Do nothing: when nobody can ever go on, the scheduler knows at once."""
 
-    def kill(self, words: str) -> None:
-        """Let this rank end here as by kill -9, and all others soon after: for faults in something else than calls."""
-        self._scheduler.enter(self._own)
-        self._scheduler.fall(self._own, words)
-
-    @property
-    def is_over(self) -> bool:
-        """Whether all ranks are only cleared away: what they still do is not seen by anybody."""
-        return self._scheduler.failure is not None
-
     def now(self) -> float:
         """Return how late it is on this rank."""
         return self._scheduler.now(self._own)
