@@ -19,8 +19,12 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from nnmpi.backend.array import Array
+from nnmpi.comm.algorithms.bruck import bruck_all_gather, bruck_reduce_scatter
+from nnmpi.comm.algorithms.gossip import gossip
+from nnmpi.comm.algorithms.halving import halving_doubling
 from nnmpi.comm.algorithms.registry import find_collective
-from nnmpi.comm.algorithms.tree import levels
+from nnmpi.comm.algorithms.ring import ring, ring_all_gather, ring_reduce_scatter
+from nnmpi.comm.algorithms.tree import star, tree, tree_broadcast, tree_reduce
 from nnmpi.comm.collective import (
     ALL_GATHER,
     ALL_REDUCE,
@@ -28,6 +32,7 @@ from nnmpi.comm.collective import (
     NEIGHBOUR_AVERAGE,
     REDUCE_SCATTER,
     ROOT,
+    Algorithm,
     Contract,
     Step,
     everyone,
@@ -41,12 +46,6 @@ from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CommError, ScheduleError, counted
 from nnmpi.exercise.exercise import Exercise, Function, WrongAnswer, call, compare
 from nnmpi.shard import split
-
-Limit: TypeAlias = Callable[[int], int]
-"""ranks -> how many are enough."""
-
-Partners: TypeAlias = Callable[[int, int, int], bool]
-"""(rank, other, ranks) -> whether the two may talk to one another."""
 
 ANY, POWERS = (1, 2, 3, 4, 5, 8), (1, 2, 4, 8, 16)
 
@@ -63,17 +62,15 @@ class Wanted:
 
     Attributes:
         contract: what every rank has before and after it.
+        right: does it; in no more rounds, and with no more chunks from any one rank, it must be done.
+        near: whether only those ranks may talk to one another that do so there.
         sizes: the numbers of ranks.
-        rounds: how many it may take.
-        chunks: how many any one rank may send.
-        partners: whether two ranks may talk to one another on so many; None for all.
     """
 
     contract: Contract
-    sizes: tuple[int, ...]
-    rounds: Limit
-    chunks: Limit
-    partners: Partners | None = None
+    right: Algorithm
+    near: bool = False
+    sizes: tuple[int, ...] = ANY
 
 
 def check_collective(wanted: Wanted, function: Function) -> str:
@@ -106,102 +103,108 @@ def _steps(function: Function, rank: int, size: int) -> tuple[Step, ...]:
 def _check_limits(wanted: Wanted, steps: Sequence[Sequence[Step]], proof: Proof) -> None:
     """Refuse what is right but not what was asked for."""
     size = len(steps)
+    best = [wanted.right(rank, size) for rank in range(size)]
+    enough, rounds = max(map(_chunks, best)), prove_steps(best, wanted.contract).rounds
     right = f"on {counted(size, 'rank')}: the result is right, but"
     for rank, own in enumerate(steps):
+        near = {partner for step in best[rank] for partner in (step.to, step.from_)}
         for at, step in enumerate(own):
-            for partner in (step.to, step.from_):
-                if partner is not None and wanted.partners and not wanted.partners(rank, partner, size):
+            for partner in {step.to, step.from_} - near - {None}:
+                if wanted.near:
                     raise WrongAnswer(f"{right} rank {rank}, step {at} talks to rank {partner}, which it may not")
-        sent = sum(len(step.send) for step in own)
-        if sent > wanted.chunks(size):
-            raise WrongAnswer(f"{right} rank {rank} sends {sent} chunks, and {wanted.chunks(size)} are enough")
-    if proof.rounds > wanted.rounds(size):
-        raise WrongAnswer(f"{right} it takes {proof.rounds} rounds, and {wanted.rounds(size)} are enough")
+        if _chunks(own) > enough:
+            raise WrongAnswer(f"{right} rank {rank} sends {_chunks(own)} chunks, and {enough} are enough")
+    if proof.rounds > rounds:
+        raise WrongAnswer(f"{right} it takes {proof.rounds} rounds, and {rounds} are enough")
 
 
-# Who may talk to whom: (rank, other, size) -> whether they may.
-_RING: Partners = lambda rank, other, size: (rank - other) % size in (1, size - 1)  # noqa: E731
-_LINE: Partners = lambda rank, other, size: abs(rank - other) == 1  # noqa: E731
-_STAR: Partners = lambda rank, other, size: ROOT in (rank, other)  # noqa: E731
+def _chunks(steps: Sequence[Step]) -> int:
+    return sum(len(step.send) for step in steps)
+
+
+def _line(rank: int, size: int) -> tuple[Step, ...]:
+    first = () if rank == size - 1 else (Step(from_=rank + 1, recv=range(size), reduce=True),)
+    return first if rank == ROOT else (*first, Step(to=rank - 1, send=range(size)))
+
 
 _COLLECTIVES: tuple[tuple[str, str, Wanted], ...] = (
     (
         "line-reduce",
         "The sum of all ranks at rank 0, passed along a line.\n\nRank r talks to r - 1 and r + 1 only; all chunks "
         "travel at once, in size - 1 rounds.",
-        Wanted(REDUCE, ANY, lambda n: n - 1, lambda n: n, _LINE),
+        Wanted(REDUCE, _line, near=True),
     ),
     (
         "star-all-reduce",
         "A parameter server: rank 0 adds up what all bring, and sends the sum back.\n\nOnly rank 0 talks to the "
         "others: 2 (size - 1) rounds.",
-        Wanted(ALL_REDUCE, ANY, lambda n: 2 * (n - 1), lambda n: n * (n - 1) if n > 2 else n, _STAR),
+        Wanted(ALL_REDUCE, star, near=True),
     ),
     (
         "ring-reduce-scatter",
         "Around a ring: rank r ends with the sum of chunk r.\n\nRank r talks to its two neighbours only: size - 1 "
         "rounds, and a rank sends size - 1 chunks.",
-        Wanted(REDUCE_SCATTER, ANY, lambda n: n - 1, lambda n: n - 1, _RING),
+        Wanted(REDUCE_SCATTER, ring_reduce_scatter, near=True),
     ),
     (
         "ring-all-gather",
         "Around a ring: rank r's chunk r gets to everybody.\n\nRank r talks to its two neighbours only: size - 1 "
         "rounds, and a rank sends size - 1 chunks.",
-        Wanted(ALL_GATHER, ANY, lambda n: n - 1, lambda n: n - 1, _RING),
+        Wanted(ALL_GATHER, ring_all_gather, near=True),
     ),
     (
         "ring-all-reduce",
         "Everybody gets the sum of all buffers, around a ring.\n\nA reduce-scatter, then an all-gather: 2 (size - 1) "
         "rounds, and a rank sends 2 (size - 1) chunks.",
-        Wanted(ALL_REDUCE, ANY, lambda n: 2 * (n - 1), lambda n: 2 * (n - 1), _RING),
+        Wanted(ALL_REDUCE, ring, near=True),
     ),
     (
         "tree-broadcast",
         "Rank 0's buffer to everybody along a tree.\n\nIn each round twice as many ranks have it: log2 of size rounds, "
         "rounded up.",
-        Wanted(BROADCAST, ANY, levels, lambda n: n * levels(n)),
+        Wanted(BROADCAST, tree_broadcast),
     ),
     (
         "tree-reduce",
         "The sum of all buffers at rank 0, up a tree.\n\nThe broadcast's picture from the bottom to the top: log2 of "
         "size rounds, rounded up.",
-        Wanted(REDUCE, ANY, levels, lambda n: n),
+        Wanted(REDUCE, tree_reduce),
     ),
     (
         "tree-all-reduce",
         "Everybody gets the sum, up a tree and down again.\n\n2 log2 of size rounds, rounded up; all chunks travel at "
         "once.",
-        Wanted(ALL_REDUCE, ANY, lambda n: 2 * levels(n), lambda n: n * levels(n) + n),
+        Wanted(ALL_REDUCE, tree),
     ),
     (
         "all-gather-doubling",
         "Rank r's chunk r gets to everybody in log2 of size rounds; size is a power of two.\n\nWhat a rank has doubles "
         "in each round: it sends size - 1 chunks in all.",
-        Wanted(ALL_GATHER, POWERS, levels, lambda n: n - 1),
+        Wanted(ALL_GATHER, bruck_all_gather, sizes=POWERS),
     ),
     (
         "reduce-scatter-halving",
         "Rank r ends with the sum of chunk r in log2 of size rounds; size is a power of two.\n\nWhat a rank is "
         "responsible for halves in each round: it sends size - 1 chunks in all.",
-        Wanted(REDUCE_SCATTER, POWERS, levels, lambda n: n - 1),
+        Wanted(REDUCE_SCATTER, bruck_reduce_scatter, sizes=POWERS),
     ),
     (
         "halving-doubling",
         "An all-reduce with few rounds and few bytes; size is a power of two.\n\nHalve, then double: 2 log2 of size "
         "rounds, and a rank sends 2 (size - 1) chunks.",
-        Wanted(ALL_REDUCE, POWERS, lambda n: 2 * levels(n), lambda n: 2 * (n - 1)),
+        Wanted(ALL_REDUCE, halving_doubling, sizes=POWERS),
     ),
     (
         "bruck-all-gather",
         "Rank r's chunk r gets to everybody; log2 of size rounds for any size, rounded up.\n\nIn round k rank r gets "
         "from rank r + 2^k what that rank has, as far as it is still missing.",
-        Wanted(ALL_GATHER, ANY, levels, lambda n: n - 1),
+        Wanted(ALL_GATHER, bruck_all_gather),
     ),
     (
         "neighbour-average",
         "Gossip: each rank ends with twice its own buffer and once each neighbour's.\n\nThe neighbours are r - 1 and "
         "r + 1 on a ring. With two ranks each ends with the sum of both.",
-        Wanted(NEIGHBOUR_AVERAGE, ANY, lambda n: 2, lambda n: 2 * n, _RING),
+        Wanted(NEIGHBOUR_AVERAGE, gossip, near=True),
     ),
 )
 
