@@ -46,23 +46,6 @@ EXAMPLE = (" ", "python -m ", "mpirun ")  # how a line begins that is one
 HELP_INDENT = 26  # where the explanations begin
 
 
-# What other programs call what nnmpi's commands call otherwise.
-OTHERS_WORDS = {
-    "learning_rate": "lr",
-    "num_epochs": "epochs",
-    "n_epochs": "epochs",
-    "batch": "batch_size",
-    "data": "dataset",
-    "data_path": "data_dir",
-    "lr_scheduler": "schedule",
-    "optim": "optimizer",
-    "workers": "dp",
-    "out_dir": "out",
-    "output_dir": "out",
-    "device": "backend",
-}
-
-
 class HelpAsked(Exception):
     """The user asked for help; the text is the message."""
 
@@ -222,8 +205,7 @@ def suggest(name: str, known: Iterable[str], dashes: str = "") -> str:
         known: the names that there are, with underscores.
         dashes: what stands before a name where it was written: "--", or nothing in a file.
     """
-    meant = OTHERS_WORDS.get(name)
-    near = [meant] if meant in {*known} else difflib.get_close_matches(name, list(known), n=3)
+    near = difflib.get_close_matches(name, list(known), n=3)
     return f"; did you mean {' or '.join(dashes + each.replace('_', '-') for each in near)}?" if near else ""
 
 

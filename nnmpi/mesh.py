@@ -46,7 +46,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from math import log, prod
+from math import prod
 from typing import TYPE_CHECKING, NamedTuple
 
 from nnmpi.errors import LayoutError
@@ -312,18 +312,17 @@ def _merge(blocks: Sequence[_RankBlock], is_on_one_node: bool) -> _RankBlock:
 def fitting(world: int, asked: dict[str, int | None]) -> list[Mesh]:
     """Return the layouts of this many ranks, the nearest to what is asked for first.
 
-    Near is where few axes differ from those asked for, and then by small factors; axes that are None do not count. sp
-    is what is asked for, or the largest below it that divides the world.
+    Near is where few axes differ from those asked for; axes that are None do not count. sp is what is asked for, or the
+    largest below it that divides the world.
     """
     divisors = [n for n in range(1, world + 1) if world % n == 0]
     sp = max(n for n in divisors if n <= (asked.get(SP) or 1))
     rest = world // sp
     meshes = [Mesh(d, p, rest // d // p, sp=sp) for d in divisors for p in divisors if rest % (d * p) == 0]
 
-    def distance(mesh: Mesh) -> tuple[int, float, int, int]:
-        pairs = [(own, asked.get(axis)) for axis, own in zip(AXES, mesh.shape, strict=True)]
-        factors = [abs(log(own / other)) for own, other in pairs if other is not None and own != other]
-        return len(factors), round(sum(factors), 9), -mesh.dp, -mesh.pp
+    def distance(mesh: Mesh) -> tuple[int, int, int]:
+        differ = sum(asked.get(axis) not in (None, own) for axis, own in zip(AXES, mesh.shape, strict=True))
+        return differ, -mesh.dp, -mesh.pp
 
     return sorted(meshes, key=distance)
 

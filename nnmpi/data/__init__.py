@@ -16,7 +16,7 @@ A new data set by name, or a new file format: catalogue. A new augmentation: tra
 """
 
 from nnmpi.data.catalogue import NAMES, load, prepare
-from nnmpi.data.dataset import IGNORED, Dataset, choose_classes, split
+from nnmpi.data.dataset import IGNORED, Dataset, split
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.data.text import Text, TextSource, load_text, prepare_tokens
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
@@ -36,7 +36,6 @@ __all__ = [
     "TextSource",
     "Tokenizer",
     "Transform",
-    "choose_classes",
     "load",
     "load_text",
     "load_tokenizer",

@@ -2,7 +2,6 @@
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -244,29 +243,6 @@ def as_yes_or_no(dataset: Dataset) -> Dataset:
         raise DataError(f"{dataset.name} has {dataset.classes} classes; for yes or no give two, 0 and 1")
     names = dataset.class_names if len(dataset.class_names) == 2 else ()
     return replace(dataset, y=dataset.y.astype(np.float32), classes=2, class_names=names)
-
-
-def choose_classes(dataset: Dataset, chosen: Sequence[str]) -> Dataset:
-    """Return the samples of some classes, which are numbered from 0 in the order given.
-
-    Args:
-        dataset: with one label for each sample.
-        chosen: names of classes, or their numbers where they have no such names.
-
-    Raises:
-        UsageError: for a class that is not there or stands twice, and where no classes are predicted.
-    """
-    if dataset.predicts != "classes" or dataset.y.ndim > 1:
-        raise UsageError(f"{dataset.name} has no class for each sample, and so none to choose; leave the classes out")
-    names = dataset.class_names or tuple(map(str, range(dataset.classes)))
-    known = {str(number): number for number in range(dataset.classes)} | {n: i for i, n in enumerate(names)}
-    numbers = [known.get(word, -1) for word in chosen]
-    if -1 in numbers or len(set(numbers)) < len(numbers):
-        raise UsageError(f"the classes {', '.join(chosen)}: name each once, among {', '.join(names)}")
-    anew = np.full(dataset.classes, IGNORED)
-    anew[numbers] = np.arange(len(numbers))
-    kept = dataset.take(np.flatnonzero(anew[dataset.y] >= 0))
-    return replace(kept, y=anew[kept.y], classes=len(numbers), class_names=tuple(names[number] for number in numbers))
 
 
 def split(dataset: Dataset, test_fraction: float, seed: int = 0) -> tuple[Dataset, Dataset]:

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from nnmpi.data.dataset import IGNORED, Dataset, check_pair, choose_classes, split
+from nnmpi.data.dataset import IGNORED, Dataset, check_pair, split
 from nnmpi.errors import DataError, UsageError
 
 
@@ -78,25 +78,6 @@ def test_split_refuses_fractions_without_sense(fraction: float) -> None:
 def test_split_refuses_a_single_sample() -> None:
     with pytest.raises(DataError, match="1 samples cannot be split"):
         split(table(1), 0.5, 0)
-
-
-def test_chosen_classes_are_numbered_anew_in_their_order() -> None:
-    named = Dataset(
-        "pets", np.arange(6, dtype=np.float32)[:, None], np.arange(6) % 3, 3, class_names=("cat", "bird", "2")
-    )
-    chosen = choose_classes(named, ["2", "cat"])
-    assert (chosen.x.ravel().tolist(), chosen.y.tolist()) == ([0, 2, 3, 5], [1, 0, 1, 0])
-    assert (chosen.classes, chosen.class_names) == (2, ("2", "cat"))
-    assert choose_classes(table(6), ["2", "0"]).class_names == ("2", "0")
-
-
-@pytest.mark.parametrize(("chosen", "sentence"), [(["0", "dog"], "among 0, 1, 2"), (["1", "0", "1"], "once")])
-def test_classes_that_are_not_there_are_refused(chosen: list[str], sentence: str) -> None:
-    with pytest.raises(UsageError, match=sentence):
-        choose_classes(table(6), chosen)
-    quantities = Dataset("prices", np.zeros((2, 1), np.float32), np.zeros(2, np.float32), 0)
-    with pytest.raises(UsageError, match="prices has no class"):
-        choose_classes(quantities, chosen)
 
 
 def test_pair_must_have_samples_of_one_shape() -> None:
