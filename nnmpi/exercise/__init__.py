@@ -4,6 +4,6 @@
     messages, training     the exercises, a table of each kind
     __main__     python -m nnmpi.exercise
 
-The checks are the package's own: `comm.prove`, `comm.simulate.price`, `schedule.check`, `tensor.check`, the simulated
+The checks are the package's own: `comm.prove`, `comm.simulate.price`, `schedule.check`, the simulated
 world, `memory.plan`. Begin with exercise, then read any of them.
 """

@@ -18,7 +18,6 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array
 from nnmpi.custom import fault
 from nnmpi.errors import NnmpiError
 
@@ -134,28 +133,6 @@ def _line_in(file: Path, frame: FrameType | None) -> str:
     return "" if frame is None else f", line {frame.f_lineno}"
 
 
-def as_numbers(what: str, found: Any, shape: tuple[int, ...]) -> Array:
-    """Return what a solution gave as an array.
-
-    Args:
-        what: what it is, for the sentence.
-        found: what was given.
-        shape: that it must have.
-
-    Raises:
-        WrongAnswer: for what is no numbers, and for another shape.
-    """
-    try:
-        given = np.asarray(found)
-    except ValueError:  # rows of several lengths
-        given = np.asarray(None)
-    if given.dtype.kind not in "fiu":
-        raise WrongAnswer(f"{what} is {found!r}, and must be numbers of shape {shape}")
-    if given.shape != shape:
-        raise WrongAnswer(f"{what} has shape {given.shape}, and must have {shape}")
-    return given
-
-
 def compare(what: str, found: Any, wanted: Any) -> None:
     """Refuse an array that is not the one that is wanted.
 
@@ -163,15 +140,22 @@ def compare(what: str, found: Any, wanted: Any) -> None:
         what: what it is, and where, such as "the result of rank 1 of 3".
 
     Raises:
-        WrongAnswer: naming the first element that differs.
+        WrongAnswer: for what is no numbers, and another shape; else naming the first element that differs.
     """
     wanted = np.asarray(wanted)
-    found = as_numbers(what, found, wanted.shape)
-    differs = np.argwhere(~np.isclose(found, wanted, rtol=1e-9, atol=1e-12))
+    try:
+        given = np.asarray(found)
+    except ValueError:  # rows of several lengths
+        given = np.asarray(None)
+    if given.dtype.kind not in "fiu":
+        raise WrongAnswer(f"{what} is {found!r}, and must be numbers of shape {wanted.shape}")
+    if given.shape != wanted.shape:
+        raise WrongAnswer(f"{what} has shape {given.shape}, and must have {wanted.shape}")
+    differs = np.argwhere(~np.isclose(given, wanted, rtol=1e-9, atol=1e-12))
     if len(differs):
         place = tuple(map(int, differs[0]))
         at = f"{what}: element {place if len(place) > 1 else place[0]} " if place else f"{what} "
-        raise WrongAnswer(f"{at}is {found[place]:.6g}, and must be {wanted[place]:.6g}")
+        raise WrongAnswer(f"{at}is {given[place]:.6g}, and must be {wanted[place]:.6g}")
 
 
 def _show(value: object) -> str:

@@ -10,8 +10,6 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-import numpy as np
-
 from nnmpi.exercise.__main__ import KINDS
 from nnmpi.schedule.schedule import Kind
 from tests.exercise import solutions
@@ -126,35 +124,6 @@ def of_schedule(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
         yield "no second halves", whole, "W0 is missing"
 
 
-def of_operator(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
-    def first(change):
-        def wrong(found, *values):
-            return (change(found[0]), *found[1:]) if isinstance(found, tuple) else change(found)
-
-        return changed(right, wrong)
-
-    def bump(array):
-        array = np.array(array)
-        array[-1, 2] += 0.01
-        return array
-
-    yield "a little too large", first(lambda array: 1.001 * array), r"it gives .* for \w+, element \(0, 0\)"
-    yield "one element", first(bump), r"element \(\d, 2\)"
-
-    def in_place(grad, x, *rest):
-        found = right(grad, x.copy(), *rest)
-        x *= 2
-        return found
-
-    yield (
-        "in place",
-        in_place,
-        "it changes x, which others still need" if name != "cross-entropy-gradient" else "changes scores",
-    )
-    yield "transposed", first(np.transpose), "has shape .*, and must have"
-    yield "one too many", changed(right, lambda found, *values: (found, found, found, found)), "it gives 4 gradients"
-
-
 def of_sharding(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
     class Silent:
         """A group whose sums are left out."""
@@ -205,7 +174,7 @@ def of_plan(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
         yield "again and again", solutions.plan_least, r"goes through \d+ layers again, and \d are enough"
 
 
-OF_KIND = (of_collective, of_cost, of_sharding, of_schedule, of_operator, of_staleness, of_plan)
+OF_KIND = (of_collective, of_cost, of_sharding, of_schedule, of_staleness, of_plan)
 
 
 def all_mistakes() -> Iterator[tuple[str, Mistake]]:

@@ -49,37 +49,6 @@ def ring_tree_crossover(N, alpha, beta):
     return alpha * (N - 1 - log) / (beta * (log - (N - 1) / N))
 
 
-def relu_gradient(grad, x):
-    return grad * (x > 0)
-
-
-def sigmoid_gradient(grad, x):
-    y = 1 / (1 + np.exp(-x))
-    return grad * y * (1 - y)
-
-
-def linear_gradient(grad, x, w, b):
-    return grad @ w.T, x.T @ grad, grad.sum(0)
-
-
-def softmax_gradient(grad, x):
-    y = np.exp(x) / np.exp(x).sum(1, keepdims=True)
-    return y * (grad - (grad * y).sum(1, keepdims=True))
-
-
-def layer_norm_gradient(grad, x):
-    centred = x - x.mean(1, keepdims=True)
-    root = np.sqrt((centred**2).mean(1, keepdims=True))
-    y = centred / root
-    return (grad - grad.mean(1, keepdims=True) - y * (grad * y).mean(1, keepdims=True)) / root
-
-
-def cross_entropy_gradient(grad, scores, labels):
-    found = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
-    found[np.arange(len(labels)), labels] -= 1
-    return grad * found
-
-
 def _sum(group, array):
     flat = np.ascontiguousarray(array).ravel()
     group.all_reduce(flat)

@@ -115,7 +115,7 @@ def test_a_loop_without_an_end_and_one_that_fills_memory_are_ended(
     assert re.fullmatch(rf"nnmpi: {file}, line \d: it has not come to an end after {told}\n", ran.stderr), ran.stderr
 
 
-def test_gradients_that_are_no_numbers_are_refused() -> None:
-    for wrong in ([[1.0], [1.0, 2.0]], "abc", None, np.full((4, 5), "a")):
-        with pytest.raises(WrongAnswer, match=r"(?s)the gradient of x is .*, and must be numbers of shape \(4, 5\)"):
-            EXERCISES["relu-gradient"].check(lambda grad, x, wrong=wrong: wrong)
+def test_results_that_are_no_numbers_are_refused() -> None:
+    for wrong in ([[1.0], [1.0, 2.0]], "abc", None, np.full((3, 5), "a")):
+        with pytest.raises(WrongAnswer, match=r"(?s)the result of rank 0 is .*, and must be numbers of shape \(3, 5\)"):
+            EXERCISES["row-linear"].check(lambda *_, wrong=wrong: wrong)
