@@ -383,12 +383,13 @@ class AsynchronousWorker(Trainer):
         coupling.open(segment)
         for task, batch in coupling.tasks():
             started, number = clock.now(), segment.number(task.batch)
+            lr = segment.lr(number)
             waited_s, coupling.waited_s, coupling.served_s = coupling.waited_s, 0.0, 0.0
             group.comm.world.step = number
             found, norm = self.compute(batch, number)
             self.slow.wait(clock.now() - started - coupling.served_s, group.rank, self._steps, self._rest)
             self._steps += 1
-            gradient = Gradient(task, batch, found, norm, segment.lr(number))
+            gradient = Gradient(task, batch, found, norm, lr)
             if not gradient.is_finite and not broken:
                 broken = self._explain(gradient, number)
             before, ended = ended, clock.now()
