@@ -33,6 +33,7 @@ from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.schedule import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Schedule, parts
 from nnmpi.schedule.schedules import Generator, make
+from nnmpi.tensor.cut import whole
 from nnmpi.tensor.tensor import Tensor
 
 INFERENCE, WHOLE = "inference", "1f1b"  # on one rank: a microbatch forward, and at once backward
@@ -130,7 +131,7 @@ class Executor:
     ) -> None:
         self.sink = GradientSink() if sink is None else sink
         self._sequence, self._length, self._head = where.sequence, length, head
-        self._replay = replay
+        self._replay, self._cuts_classes = replay, where.classes > 0
         self._label, self._passes, self._messages = "", 0, None
         self._boundaries: dict[int, StageBoundary] = {}
         if not where.stages:
@@ -196,8 +197,9 @@ class Executor:
         return x if self._sequence is None or length is None else self._sequence.leave(x, length)
 
     def end(self, result: Tensor, microbatch: int) -> Tensor:
-        """Return what the head makes of a whole model's result."""
-        return self._head(self.leave(result), microbatch)
+        """Return what the head makes of a whole model's result, of which a layer may have left this rank a part."""
+        result = self.leave(result)
+        return self._head(result if self._cuts_classes else whole(result), microbatch)
 
     def plan(self, microbatches: int, name: Generator | None = None) -> Schedule:
         """Return the schedule for so many microbatches, with transfers, after it has been checked.

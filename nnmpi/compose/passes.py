@@ -47,16 +47,17 @@ from nnmpi.compose.losses import (
     summed,
     to_device,
 )
-from nnmpi.compose.replayed import LOOKED_AT, Replay
+from nnmpi.compose.replayed import LOOKED_AT, OWN, Replay
 from nnmpi.compose.stats import PassReport, StepReport, Totals
 from nnmpi.compose.trainer import Trainer
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
+from nnmpi.errors import UsageError
 from nnmpi.memory.plan import Plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store
 from nnmpi.nn.mode import current, evaluation, within
-from nnmpi.nn.module import Module
+from nnmpi.nn.module import Buffer, Module
 from nnmpi.parallel.divergence import explain, explain_gradients
 from nnmpi.schedule.schedule import Kind, Schedule
 from nnmpi.schedule.simulate import measured_costs, simulate_schedule
@@ -203,6 +204,7 @@ class Passes(GradientSink):
         self._waiting = self._holders()
         self._last_seed: tuple[float, Array] | None = None
         self._most_rows = 0
+        self._watched = _foreign_buffers(model, where)
         self._report = StepReport()
         self._passes: deque[PassReport] = deque(maxlen=PASSES_KEPT)
         self._most = 0  # microbatches in a pass
@@ -237,7 +239,11 @@ class Passes(GradientSink):
             elif self.is_cut and len(batch.y) < self._most_rows:
                 refusal = "a short last batch would take memory of its own"
             self._most_rows = max(self._most_rows, len(batch.y))
+            before = [buffer.data.copy() for _, buffer in self._watched]
             passed = self.executor.run(now.inputs, self._seeds(now), now.kind, refusal)
+            for (name, buffer), values in zip(self._watched, before, strict=True):
+                if not bool((buffer.data == values).all()):
+                    raise UsageError(_BUFFER_MOVES.format(name))
             if self.is_cut:
                 report.passed, report.staleness, report.wait_s = passed, tuple(now.staleness), passed.wait_s
                 if passed.messages:
@@ -488,6 +494,31 @@ def _refusal(where: Arrangement, backend: Backend, losses: Sequence[SumLoss]) ->
         f"the loss {', '.join(strangers[:1])} is not nnmpi's own, and may decide by values": bool(strangers),
     }
     return next((reason for reason, holds in reasons.items() if holds), "")
+
+
+_BUFFER_MOVES = (
+    "the forward of a module of your own has changed its Buffer {!r}, by this rank's rows or more than once, so that "
+    "it is not the serial run's. Give the class an attribute all_reduce = None; a strategy sets it to what sums a "
+    "float64 array over the ranks that share a batch. Sum with it where it is set, and change nothing where "
+    "nnmpi.nn.current().again"
+)
+
+
+def _foreign_buffers(model: Module, where: Arrangement) -> list[tuple[str, Buffer]]:
+    """Return buffers, with their names, that the forwards of users' modules must not change in this layout.
+
+    That is where replicas have other rows each, or a forward is done again. A class that has `all_reduce` knows both.
+    """
+    layout = where.layout
+    if where.mesh.replicas.size == 1 and layout.activation_memory is None and not layout.recomputes:
+        return []
+    return [
+        (name, buffer)
+        for path, module in model.named_modules()
+        if type(module).__module__.partition(".")[0] != OWN and (layout.fixed or not hasattr(module, "all_reduce"))
+        for name, buffer in ((f"{path}.{each}".strip("."), value) for each, value in vars(module).items())
+        if isinstance(buffer, Buffer)
+    ]
 
 
 def _warn_of_strangers(model: Module, loss: Tensor) -> None:

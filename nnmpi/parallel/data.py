@@ -29,7 +29,6 @@ from nnmpi.comm.gradients import BucketExchange, Traffic, predict_traffic
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, DeviceError, NnmpiError, UsageError, counted
 from nnmpi.nn.module import Module
-from nnmpi.nn.norm import BatchNorm
 from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model, digest
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
@@ -118,7 +117,7 @@ class DataParallel:
                     span.parameter.hook = self._hook(number)
         if group.size > 1 and shares_batches:
             for _, module in model.named_modules():
-                if isinstance(module, BatchNorm):
+                if hasattr(module, "all_reduce"):
                     module.all_reduce = self._sum_statistics
 
     def __call__(self, *inputs: Any, **named: Any) -> Any:
@@ -239,7 +238,7 @@ class DataParallel:
         for span in self.storage.spans:
             span.parameter.hook = span.parameter.guard = None
         for _, module in self.model.named_modules():
-            if isinstance(module, BatchNorm):
+            if hasattr(module, "all_reduce"):
                 module.all_reduce = None
         self.exchange.free()
         self._unshare_gradients()

@@ -1,15 +1,22 @@
 """Logits that are shared out over a tensor group: nothing is gathered, and what is refused."""
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
 
-from nnmpi import nn, optim
+from nnmpi import nn, ops, optim
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
+from nnmpi.compose.inference import Inference
 from nnmpi.compose.layout import Layout
 from nnmpi.compose.worker import Worker
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.loader import Loader
 from nnmpi.errors import UsageError
 from nnmpi.nn.sharding import Sharding
+from nnmpi.tensor.cut import whole
 from nnmpi.timeline import Timeline, recording
 from tests.equivalence import own
 from tests.equivalence.reference import Setup, run
@@ -40,3 +47,47 @@ def test_a_loss_that_would_see_a_part_of_the_classes_is_refused(group: Group) ->
     )
     where.free()
     assert all(group.gather(found == "" if group.size == 1 else "would see a part of them alone" in found))
+
+
+class Net(nn.Module):
+    """A module of one's own, whose head leaves each rank some of the classes."""
+
+    def __init__(self) -> None:
+        self.first, self.head = nn.Linear(5, 8), nn.Linear(8, 3)
+        self.sharding = {"head": Sharding.COLUMN}
+
+    def forward(self, x: Any) -> Any:
+        """Return logits."""
+        return self.head(ops.tanh(self.first(x)))
+
+
+# The last has made the logits whole by itself.
+LOSSES: dict[str, Any] = {
+    "own": None,
+    "partial": partial(ops.cross_entropy, reduction="none"),
+    "whole": lambda z, y: ops.cross_entropy(whole(z), y, reduction="none"),
+}
+
+
+@pytest.mark.simulated(max_size=4)
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_head_that_leaves_parts(group: Group, name: str) -> None:
+    """Losses, scores and outputs are those of all classes, also where a rank has none."""
+    rng = np.random.default_rng(0)
+    data = Dataset("rows", rng.standard_normal((16, 5)).astype("float32"), rng.integers(0, 3, 16), 3)
+
+    def train(ranks: Group) -> list[Any]:
+        where = arrange(Net(), ranks, Layout(tp=ranks.size), np.zeros((4, 5)), "float64")
+        where.model.initialize(seed=0, dtype="float64")
+        adam = optim.Adam(where.model.storage, lr=0.1)
+        worker = Worker(where.model, adam, ranks, loss=LOSSES[name], arrangement=where)
+        loader = Loader(data, 16, dtype="float64", shuffle=False, workers=0)
+        reports = [worker.step(batch) for epoch in range(3) for batch in loader.epoch(epoch)]
+        reports.append(worker.evaluate(loader.epoch(0)))
+        outputs = Inference(where, worker.backend)(data.x[:7].astype("float64"))
+        worker.release()
+        where.free()
+        return [[each.loss for each in reports], [each.score for each in reports], outputs]
+
+    for found, right in zip(train(group), train(group.split(group.rank)), strict=True):
+        np.testing.assert_allclose(found, right, rtol=1e-9)

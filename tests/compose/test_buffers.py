@@ -1,0 +1,90 @@
+"""Modules of one's own that change a Buffer in forward: the serial run's values, or a sentence."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi import nn, optim
+from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import Layout
+from nnmpi.compose.worker import Worker
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.loader import Loader
+from nnmpi.errors import UsageError
+from nnmpi.tensor.tensor import Tensor
+
+
+class Moving(nn.Module):
+    """Subtracts a moving mean, which it keeps without a thought for other ranks and repeated passes."""
+
+    def __init__(self, features: int) -> None:
+        self.mean = nn.Buffer((features,), 0.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x less the mean so far."""
+        shift = Tensor(self.mean.data.copy())
+        if nn.current().training:
+            self.move(x.data)
+        return x - shift
+
+    def move(self, x: Any) -> None:
+        """Move the mean towards that of these rows."""
+        self.mean.data += 0.1 * (x.mean(0) - self.mean.data)
+
+
+class Careful(Moving):
+    """Thinks of them."""
+
+    all_reduce: Any = None
+
+    def move(self, x: Any) -> None:
+        """Move the mean towards that of all ranks' rows."""
+        sums = np.array([*x.sum(0), len(x)])
+        if not nn.current().again:
+            sums = sums if self.all_reduce is None else self.all_reduce(sums)
+            self.mean.data += 0.1 * (sums[:-1] / sums[-1] - self.mean.data)
+
+
+def train(group: Group, kind: type[Moving], layout: Layout) -> list[Any]:
+    """Return the losses and the mean of 6 steps of two microbatches each."""
+    rng = np.random.default_rng(0)
+    data = Dataset("rows", rng.standard_normal((48, 6)).astype("float32"), rng.integers(0, 4, 48), 4)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), kind(8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 4))
+    where = arrange(model, group, layout, np.zeros((8, 6)), "float64")
+    where.model.initialize(seed=0, dtype="float64", storage=where.storage)
+    worker = Worker(where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where)
+    replica = {"rank": where.data_rank, "world": where.data_ranks, "whole": layout.fixed}
+    loader = Loader(data, 16, microbatches=2, dtype="float64", workers=0, **replica)
+    losses = [worker.step(batch).loss for epoch in range(2) for batch in loader.epoch(epoch)]
+    mean = worker.state()[0].to_dict().get("2.mean")  # on rank 0
+    worker.release()
+    where.free()
+    return [losses, mean]
+
+
+LAYOUTS = {
+    "dp": (3, Layout(dp=3)),
+    "zero": (2, Layout(dp=2, zero=3)),
+    "budget": (1, Layout(activation_memory=3000)),
+    "recompute": (2, Layout(pp=2, dp=1, activation_memory="least")),
+}
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, "pp"])
+def test_a_module_that_thinks_of_others_is_the_serial_one(name: str) -> None:
+    ranks, layout = LAYOUTS.get(name, (2, Layout(pp=2, dp=1)))
+    right = simulate(lambda group: train(group, Careful, Layout(dp=1)), 1)[0]
+    for found, expected in zip(simulate(lambda group: train(group, Careful, layout), ranks)[0], right, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", [*LAYOUTS, "fixed"])
+def test_one_that_does_not_is_refused(name: str) -> None:
+    """With a fixed order of sums each microbatch is one rank's, and nothing can help."""
+    ranks, layout = LAYOUTS.get(name, (2, Layout(dp=2, reduction="fixed")))
+    kind = Careful if name == "fixed" else Moving
+    with pytest.raises(UsageError, match="has changed its Buffer '2.mean', by this rank's rows or more than once"):
+        simulate(lambda group: train(group, kind, layout), ranks)
