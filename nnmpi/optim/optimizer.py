@@ -21,7 +21,7 @@ from copy import copy
 from dataclasses import dataclass
 from operator import is_
 from types import ModuleType
-from typing import Any, Protocol, Self
+from typing import Any, Protocol, Self, TypeAlias
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.recording import perform
 from nnmpi.errors import DtypeError, ShapeError, UsageError, shortened
 from nnmpi.launcher import read_launch
+
+Part: TypeAlias = tuple[int, slice]
+"""Some elements of a buffer, which is called by its number."""
 
 
 class Storage(Protocol):
@@ -66,8 +69,8 @@ class Storage(Protocol):
     def finish_update(self) -> None:
         """Let everybody see what an update has written to `data`; called after updates."""
 
-    def frozen(self) -> Sequence[Array]:
-        """Return the parts of `data` that updates must leave as they are."""
+    def frozen(self) -> Sequence[Part]:
+        """Return the parts of `data` that updates must leave as they are, with their state."""
 
 
 class Arrays:
@@ -106,7 +109,7 @@ class Arrays:
     def finish_update(self) -> None:
         """Do nothing: whoever gave the arrays sees them."""
 
-    def frozen(self) -> list[Array]:
+    def frozen(self) -> list[Part]:
         """Return nothing: what is given is updated."""
         return []
 
@@ -216,26 +219,28 @@ class Optimizer(ABC):
                 stacklevel=5,  # the line that calls `step`
             )
 
-    def update(self, blocks: Iterable[BufferBlock], frozen: Sequence[Array] = ()) -> None:
+    def update(self, blocks: Iterable[BufferBlock], frozen: Sequence[Part] = ()) -> None:
         """Do one update of these blocks alone, with the gradients that are in them when their turn comes.
 
         For strategies that share out the blocks among ranks, or add up a block's gradient just before it is used.
 
         Args:
             blocks: what `cut` gave; a generator may write a block's `grad` before it yields it.
-            frozen: arrays that are put back as they are now.
+            frozen: parts of the buffers that stay as they are now, with their state.
 
         Raises:
             UsageError: when `lr` was set to a negative or non-finite value.
         """
         self._go(number("lr", self.lr), blocks, frozen)
 
-    def _go(self, lr: float, blocks: Iterable[BufferBlock], frozen: Sequence[Array]) -> None:
+    def _go(self, lr: float, blocks: Iterable[BufferBlock], frozen: Sequence[Part]) -> None:
         self.steps += 1
         # Blocks run across parameters, so one that needs no gradient cannot be left out of them: it is put back.
-        kept = [(part, part.copy()) for part in frozen] if frozen else ()
+        arrays = (self._data, *self._slots.values()) if frozen else ()
+        parts = [each[buffer].reshape(-1)[part] for each in arrays for buffer, part in frozen]
+        kept = [part.copy() for part in parts]
         self._update(lr, blocks)
-        for part, values in kept:  # decay and momentum move also what has no gradient
+        for part, values in zip(parts, kept, strict=True):  # decay and momentum move also what has no gradient
             part[...] = values
 
     def _zeros_like(self, data: Array) -> Array:

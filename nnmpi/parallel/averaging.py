@@ -204,9 +204,10 @@ class Gossip(Averaging):
 @contextmanager
 def keep_frozen(storage: FlatStorage) -> Iterator[None]:
     """Keep parameters that need no gradient as they are, bit for bit: a mean of equal numbers may be rounded."""
-    kept = [(part, part.copy()) for part in storage.frozen()]
+    parts = [storage.data[buffer][part] for buffer, part in storage.frozen()]
+    kept = [part.copy() for part in parts]
     yield
-    for part, values in kept:
+    for part, values in zip(parts, kept, strict=True):
         part[...] = values
 
 

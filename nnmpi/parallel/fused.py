@@ -24,7 +24,6 @@ from math import sqrt
 import numpy as np
 
 import nnmpi.clock as clock
-from nnmpi.backend.array import Array
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.execution import Execution
 from nnmpi.comm.group import Group
@@ -164,13 +163,12 @@ class FusedUpdate:
             execution.run()
         return sum_of_squares(node.places) if self._across or not trusted(total) else total
 
-    def _frozen(self) -> Sequence[Array]:
+    def _frozen(self) -> list[tuple[int, slice]]:
         """Return what of the frozen parameters this rank would update."""
-        data, owns = self.storage.data, self._node.owns
+        owns = self._node.owns
         return [
-            data[span.buffer][max(span.start, owns[span.buffer].start) : min(span.stop, owns[span.buffer].stop)]
-            for span in self.storage.spans
-            if not span.parameter.requires_grad
+            (buffer, slice(max(part.start, owns[buffer].start), min(part.stop, owns[buffer].stop)))
+            for buffer, part in self.storage.frozen()
         ]
 
     def release(self) -> None:

@@ -212,9 +212,8 @@ class ParameterServer:
             for total in self._sums:
                 namespace(total).divide(total, share, out=total)
         self.optimizer.lr = lr * share
-        frozen = [span for span in self._storage.spans if not span.parameter.requires_grad]
         with timeline.span("update of the server", "update", timeline.REDUCE):
-            self.optimizer.update(self._blocks, [self.master[span.buffer][span.start : span.stop] for span in frozen])
+            self.optimizer.update(self._blocks, self._storage.frozen())
         self.version += 1
 
 

@@ -287,9 +287,9 @@ class FlatStorage:
     def finish_update(self) -> None:
         """Do what is to be done when an optimizer has written to `data`: nothing, as the parameters lie there."""
 
-    def frozen(self) -> list[Array]:
-        """Return the data of the parameters that need no gradient now, which an optimizer leaves as they are."""
-        return [parameter.data for parameter in self._parameters if not parameter.requires_grad]
+    def frozen(self) -> list[tuple[int, slice]]:
+        """Return where the parameters lie that need no gradient now, which an optimizer leaves as they are."""
+        return [(span.buffer, slice(span.start, span.stop)) for span in self.spans if not span.parameter.requires_grad]
 
     def __reduce__(self) -> NoReturn:
         raise GraphError("a copied or pickled model would not share its storage; build it again and use load_state")

@@ -6,6 +6,13 @@ import numpy as np
 import pytest
 
 from nnmpi import nn, optim
+from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.layout import GradientExchange, Layout
+from nnmpi.compose.worker import Worker
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.loader import Loader
 from nnmpi.tensor import Tensor
 from tests.device.here import here
 
@@ -65,15 +72,55 @@ def test_gradients_set_by_hand_count() -> None:
 
 @pytest.mark.parametrize("make", [lambda s: optim.AdamW(s, lr=0.1), lambda s: optim.SGD(s, lr=0.1, momentum=0.9)])
 def test_a_frozen_parameter_stays(make: Any) -> None:
-    """Neither weight decay nor the momentum of earlier steps moves it; thawed, it moves again."""
+    """Neither weight decay nor the momentum of earlier steps moves it, nor its state; thawed, it moves again."""
     model = Sometimes().initialize()
     optimizer = make(model.storage)
+    own = next(slice(span.start, span.stop) for span in model.storage.spans if span.parameter.name == "first.weight")
     for frozen in (False, True, False):
         model.first.weight.requires_grad = not frozen
-        before = model.state()
+        before, state = model.state(), [arrays[0][own].copy() for arrays in optimizer.slots().values()]
         model.zero_grad()
         model(X, True).sum().backward()
         optimizer.step()
         moved = {name for name, value in model.state().items() if not (value == before[name]).all()}
         assert ("first.weight" in moved) is not frozen
         assert "second.weight" in moved
+        for arrays, values in zip(optimizer.slots().values(), state, strict=True):
+            assert bool((arrays[0][own] == values).all()) is frozen
+
+
+def train_thawing(group: Group, layout: Layout, exchange: GradientExchange) -> list[Any]:
+    """Return weights and state of 6 steps; a layer is frozen in steps 1 to 3."""
+    rng = np.random.default_rng(0)
+    data = Dataset("rows", rng.standard_normal((18, 5)).astype("float32"), rng.integers(0, 3, 18), 3)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3))
+    where = arrange(model, group, layout, np.zeros((2, 5)), "float64")
+    where.model.initialize(seed=0, dtype="float64", storage=where.storage)
+    adam = optim.AdamW(where.model.storage, lr=0.01, weight_decay=0.1)
+    worker = Worker(where.model, adam, group, arrangement=where, exchange=exchange)
+    loader = Loader(data, 9, rank=where.data_rank, world=where.data_ranks, dtype="float64", workers=0)
+    middle, step = list(where.model.parameters())[2:4], 0
+    for epoch in range(3):
+        for batch in loader.epoch(epoch):
+            for parameter in middle:
+                parameter.requires_grad = not 1 <= step < 4
+            worker.step(batch)
+            step += 1
+    found = [each.to_dict() for each in worker.state()]
+    worker.release()
+    where.free()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "fused"),
+    [(Layout(), True), (Layout(), False), (Layout(dp=2, zero=1), None), (Layout(dp=2, zero=3), None)],
+    ids=["fused", "buckets", "zero1", "zero3"],
+)
+def test_a_frozen_parameter_stays_on_all_ranks(layout: Layout, fused: bool | None) -> None:
+    right = simulate(lambda group: train_thawing(group, Layout(), GradientExchange()), 1)[0]
+    found = simulate(lambda group: train_thawing(group, layout, GradientExchange(fused_update=fused)), 2)[0]
+    for ours, theirs in zip(found, right, strict=True):
+        assert ours.keys() == theirs.keys()
+        for name, value in ours.items():
+            np.testing.assert_allclose(value, theirs[name], rtol=1e-9, atol=1e-15, err_msg=name)

@@ -164,7 +164,7 @@ def test_parts_of_the_buffers_are_updated_alone():
     np.testing.assert_array_equal(storage.data[0][:4], plain.data[0][:4])
     assert not np.array_equal(storage.data[0][4:], plain.data[0][4:])
     kept = storage.data[0][4:6].copy()
-    halves.update(second, [storage.data[0][4:6]])
+    halves.update(second, [(0, slice(4, 6))])
     np.testing.assert_array_equal(storage.data[0][6:], plain.data[0][6:])
     np.testing.assert_array_equal(storage.data[0][4:6], kept)
 

@@ -229,10 +229,9 @@ class ShardedStorage(FlatStorage):
         """Refuse: other ranks count on what lies where."""
         raise UsageError("parameters that ranks share out cannot move; leave ZeRO out")
 
-    def frozen(self) -> list[Array]:
+    def frozen(self) -> list[tuple[int, slice]]:
         """See `FlatStorage.frozen`; of this rank's parts."""
-        frozen = [span for span in self.spans if not span.parameter.requires_grad]
-        return [self.data[span.buffer][self._part(span)[0]] for span in frozen]
+        return [(span.buffer, self._part(span)[0]) for span in self.spans if not span.parameter.requires_grad]
 
     @property
     def stands_once(self) -> bool:
