@@ -381,10 +381,15 @@ class Tensor(Variable):
     def reshape(self, *sizes: int | Sequence[int]) -> Tensor:
         """Return the elements, in order, in another shape; one size may be -1.
 
+        Of no rows, `x.reshape(len(x), -1)` has the columns that rows would have.
+
         Raises:
             ShapeError: when the sizes do not hold the elements.
         """
         wanted, size = _numbers(sizes), self.size
+        rest = prod(n for n in wanted[1:] if n != -1)
+        if self.shape[:1] == wanted[:1] == (0,) and wanted.count(-1) == 1 and rest > 0:
+            wanted = tuple(prod(self.shape[1:]) // rest if n == -1 else n for n in wanted)
         known = prod(n for n in wanted if n != -1)
         fits = size == known if -1 not in wanted else wanted.count(-1) == 1 and known > 0 and size % known == 0
         if not fits or any(n < -1 for n in wanted):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import nnmpi.nn
-from nnmpi import nn, ops
+from nnmpi import models, nn, ops
 from nnmpi.backend.random import key_pair
 from nnmpi.errors import ShapeError
 from nnmpi.nn.container import fuse
@@ -82,6 +82,44 @@ def test_a_layer_is_its_operation(name):
     y = layer(x)
     assert y.dtype == np.float32
     np.testing.assert_allclose(y.data, expected(layer, Tensor(x)).data, rtol=1e-6)
+
+
+class Ported(nn.Module):
+    """As docs/pytorch.md writes it: what a row becomes is left to be found out."""
+
+    def __init__(self):
+        self.conv, self.out = nn.Conv2d(4, 2, 3), nn.Linear(32, 3)
+
+    def forward(self, x):
+        """Return logits."""
+        return self.out(self.conv(x).view(len(x), -1))
+
+
+MODELS = {
+    "mlp": (lambda: models.mlp((6, 6, 4), 3), IMAGES),
+    "cnn": (lambda: models.cnn((8, 8, 1), 3), np.zeros((1, 8, 8, 1), "float32")),
+    "resnet": (lambda: models.resnet((8, 8, 3), 3), np.zeros((1, 8, 8, 3), "float32")),
+    "lstm": (lambda: models.lstm(11, 8, 1), np.zeros((1, 5), int)),
+    "gpt": (lambda: models.gpt(11, 5, 8, 2, 1), np.zeros((1, 5), int)),
+    "ported": (Ported, IMAGES),
+}
+
+
+@pytest.mark.parametrize("name", sorted({*LAYERS, *MODELS} - {"Softmax"}))  # which goes along the rows above
+def test_a_rank_without_rows(name):
+    """Forward and backward give what some rows would, but for their number; no gradient comes of it."""
+    make, x, *_ = {**LAYERS, **MODELS}[name]
+    layer = make().initialize(seed=1)
+    shapes = []
+    for rows in (1, 0):
+        layer.zero_grad()
+        with nn.training():
+            y = layer(x[:rows])
+            if y.requires_grad:
+                y.sum().backward()
+        shapes.append(y.shape)
+    assert shapes[1] == (0, *shapes[0][1:])
+    assert not any(grad.any() for grad in layer.storage.grads)
 
 
 def test_every_layer_is_here():
