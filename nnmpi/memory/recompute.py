@@ -277,13 +277,16 @@ class RecomputedModel:
             UsageError: for a budget that is too small, or a model that a strategy runs.
         """
         group, budget = self._group, self.budget
-        if "forward" in vars(self.model) and self._weights is None:
-            raise UsageError("a strategy has taken over this model's forward (ZeRO 2 or 3); give it as weights, too")
+        is_taken, chain = "forward" in vars(self.model), open_chain(self.model)
+        if is_taken and (self._weights is None or chain[0].module is self.model):
+            raise UsageError(
+                "ZeRO 2 or 3 has taken over this model's forward, of which no layer can be computed again alone; make "
+                "the model an nn.Sequential, or leave out ZeRO or the budget for activations"
+            )
         runs = find_layers(self.model, value, self._weights)
         if group is not None:
             runs = [range(*ends) for ends in group.gather([(run.start, run.stop) for run in runs])[0]]
             # what a rank without samples sees says nothing
-        chain = open_chain(self.model)
         self._layers = tuple(ModelPart(self.model, chain[run.start : run.stop]) for run in runs)
         measured = [
             Measured(_name(chain[run.start]), partial(_alone, gathered(layer, self._weights)), layer.parameters())

@@ -264,3 +264,48 @@ def test_clipping_in_a_loop_of_ones_own_is_the_serial_run(stage: int) -> None:
         np.testing.assert_allclose(theirs, norms, rtol=1e-12)
         for name, array in weights.items():
             np.testing.assert_allclose(state[name], array, rtol=1e-12, atol=1e-14)
+
+
+def train_small(group: Group, model: Module, layout: Layout) -> list[float]:
+    """Return the losses of two epochs."""
+    draw = np.random.default_rng(1)
+    data = Dataset("images", draw.standard_normal((16, 2, 2, 1)).astype(np.float32), draw.integers(0, 3, 16), 3)
+    where = arrange(model, group, layout, np.zeros((4, 2, 2, 1), np.float32))
+    where.model.initialize(seed=0, storage=where.storage)
+    worker = Worker(where.model, optim.Adam(where.model.storage), group, arrangement=where)
+    replica = {"rank": where.data_rank, "world": where.data_ranks}
+    loader = Loader(data, 8, microbatches=2, workers=0, **replica)
+    found = [worker.step(batch).loss for epoch in range(2) for batch in loader.epoch(epoch)]
+    worker.release()
+    where.free()
+    return found
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_of_a_pipeline_without_parameters(stage: int) -> None:
+    """It has nothing to share out, and trains and ends like the others."""
+
+    def main(group: Group, layout: Layout) -> list[float]:
+        return train_small(group, nn.Sequential(nn.Flatten(), nn.Linear(4, 3)), layout)
+
+    layout = Layout(dp=2, pp=2, zero=stage) if stage == 1 else Layout(dp=2, zero=stage)
+    found = simulate(lambda group: main(group, layout), 4 if stage == 1 else 2)[0]
+    np.testing.assert_allclose(found, simulate(lambda group: main(group, Layout()), 1)[0], rtol=1e-5)
+
+
+class Plain(nn.Module):
+    """No chain of layers."""
+
+    def __init__(self) -> None:
+        self.flat, self.only = nn.Flatten(), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return logits."""
+        return self.only(self.flat(x))
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_model_that_is_one_unit_has_no_plan_for_activations(stage: int) -> None:
+    layout = Layout(dp=2, zero=stage, activation_memory=10**7)
+    with pytest.raises(UsageError, match="taken over this model's forward, .* make the model an nn.Sequential"):
+        simulate(lambda group: train_small(group, Plain(), layout), 2)

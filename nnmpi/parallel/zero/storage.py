@@ -479,8 +479,9 @@ class ShardedStorage(FlatStorage):
         self._gathers, self._sums = [], []
         node, self._node = self._node, None
         if node is not None:
+            dtype = self.data[0].dtype if self.data else None  # a stage of a pipeline may have no parameters
             self._rooms = []
-            grads = self._lay_out([len(whole) for whole in self._grads], self.data[0].dtype, np.zeros, self.stage >= 2)
+            grads = self._lay_out([len(whole) for whole in self._grads], dtype, np.zeros, self.stage >= 2)
             if self.stage == 3:
                 self.data = [own.copy() for own in self.data]
                 data = [np.broadcast_to(np.zeros((), whole.dtype), whole.shape) for whole in self._data]
