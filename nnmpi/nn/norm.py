@@ -73,6 +73,11 @@ class BatchNorm(Module):
         """Update the running statistics, except for an empty batch or a recomputed pass, which was counted before."""
         if current().again or isinstance(count, int | float) and not count:
             return
+        if isinstance(count, int | float) and count == 1:
+            raise ShapeError(
+                "batch normalization has one value per channel, which becomes 0 whatever it is; give a batch size that "
+                "leaves no last batch of one sample, or take LayerNorm"
+            )
         factor = count / at_least_one(count - 1)
         if isinstance(factor, int | float):
             unbiased = variance * factor

@@ -97,10 +97,10 @@ class Ported(nn.Module):
 
 MODELS = {
     "mlp": (lambda: models.mlp((6, 6, 4), 3), IMAGES),
-    "cnn": (lambda: models.cnn((8, 8, 1), 3), np.zeros((1, 8, 8, 1), "float32")),
-    "resnet": (lambda: models.resnet((8, 8, 3), 3), np.zeros((1, 8, 8, 3), "float32")),
-    "lstm": (lambda: models.lstm(11, 8, 1), np.zeros((1, 5), int)),
-    "gpt": (lambda: models.gpt(11, 5, 8, 2, 1), np.zeros((1, 5), int)),
+    "cnn": (lambda: models.cnn((8, 8, 1), 3), np.zeros((2, 8, 8, 1), "float32")),
+    "resnet": (lambda: models.resnet((8, 8, 3), 3), np.zeros((2, 8, 8, 3), "float32")),
+    "lstm": (lambda: models.lstm(11, 8, 1), np.zeros((2, 5), int)),
+    "gpt": (lambda: models.gpt(11, 5, 8, 2, 1), np.zeros((2, 5), int)),
     "ported": (Ported, IMAGES),
 }
 
@@ -111,7 +111,7 @@ def test_a_rank_without_rows(name):
     make, x, *_ = {**LAYERS, **MODELS}[name]
     layer = make().initialize(seed=1)
     shapes = []
-    for rows in (1, 0):
+    for rows in (2, 0):
         layer.zero_grad()
         with nn.training():
             y = layer(x[:rows])
@@ -120,6 +120,17 @@ def test_a_rank_without_rows(name):
         shapes.append(y.shape)
     assert shapes[1] == (0, *shapes[0][1:])
     assert not any(grad.any() for grad in layer.storage.grads)
+
+
+def test_one_value_per_channel_is_refused_by_batch_normalization():
+    """In training; the running statistics stay as they were."""
+    layer = nn.BatchNorm(4).initialize()
+    with nn.training(), pytest.raises(ShapeError, match="one value per channel"):
+        layer(ROWS[:1])
+    assert not layer.running_mean.data.any()
+    with nn.training():
+        layer(IMAGES[:1])
+    assert layer(ROWS[:1]).shape == (1, 4)
 
 
 def test_every_layer_is_here():
