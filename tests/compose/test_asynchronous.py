@@ -23,7 +23,7 @@ from tests.compose.asynchronous_runs import (
     skip_unless_fitting,
     train,
 )
-from tests.compose.small_runs import BATCHES, ROWS, build, optimizer_of, weights
+from tests.compose.small_runs import BATCH, BATCHES, ROWS, build, optimizer_of, weights
 from tests.equivalence.reference import tolerance
 
 pytestmark = pytest.mark.simulated(max_size=16)  # whole trainings; test_seeds and push_pull have 33 ranks
@@ -69,10 +69,9 @@ def test_in_step_it_is_the_synchronous_run(group: Group, name: str) -> None:
 
 @pytest.mark.parametrize("sync", EVERY_MODE, ids=name_of)
 def test_ranks_meet_with_the_same_weights_and_have_used_every_sample_once(group: Group, sync: Sync) -> None:
-    """Batch statistics are averaged, too."""
     skip_unless_fitting(group, sync)
     slow = "ms=0.3;probability=0.3,factor=5"
-    worker = make(group, sync, "momentum", slow, model=build(norm=True), clip=1.0)
+    worker = make(group, sync, "momentum", slow, clip=1.0)
     before = weights(worker.model)
     told: list[int] = []
     reports = train(worker, progress=lambda one: told.append(one.totals.samples))
@@ -86,6 +85,19 @@ def test_ranks_meet_with_the_same_weights_and_have_used_every_sample_once(group:
         assert sum(told) == (sum(rows) if group.is_root else 0)
     assert [report.batches for report in reports] == [stop - first for _, first, stop in SEGMENTS]
     worker.release()
+
+
+@pytest.mark.parametrize("sync", EVERY_MODE, ids=name_of)
+def test_running_statistics_are_averaged(group: Group, sync: Sync) -> None:
+    """Each rank has two rows of a batch, or more."""
+    skip_unless_fitting(group, sync)
+    if group.size <= BATCH // 2:
+        worker = make(group, sync, model=build(norm=True))
+        train(worker, ((0, 0, 4),))
+        values = everything(worker)
+        assert equal_on_all(group, values) and np.isfinite(values).all()
+        assert all(buffer.data.any() for name, buffer in worker.model.named_buffers() if "mean" in name)
+        worker.release()
 
 
 def test_averaging_after_every_step_is_the_synchronous_run(group: Group) -> None:
