@@ -20,9 +20,8 @@ nobody blocks waiting for it; after the last array, all ranks raise together.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -64,12 +63,12 @@ class ArraySlice:
 
     Attributes:
         rank: the rank.
-        region: what it holds; None for all of the array.
+        region: what it holds.
         owned: whether this rank is the one that writes it.
     """
 
     rank: int
-    region: Region | None
+    region: Region
     owned: bool
 
 
@@ -79,74 +78,62 @@ class ShardMap:
 
     Attributes:
         spec: of the whole array.
-        slices: what the ranks hold of it, in the order of the ranks.
+        slices: what the ranks hold of it, in the order of the ranks; empty slices are left out.
     """
 
     spec: ArraySpec
-    slices: tuple[ArraySlice, ...]
+    slices: list[ArraySlice]
 
     @property
     def written(self) -> list[ArraySlice]:
-        """The slices that are written, which make up the whole array, each element once; empty ones are left out."""
-        return [each for each in self.slices if each.owned and not is_empty(each.region, self.spec.shape)]
+        """The slices that are written, which make up the whole array, each element once."""
+        return [each for each in self.slices if each.owned]
 
-    def holders(self) -> dict[Region | None, list[int]]:
-        """Return each different region with the ranks that have it; empty ones are left out."""
-        found: dict[Region | None, list[int]] = {}
+    def holders(self) -> dict[Region, list[int]]:
+        """Return each different region with the ranks that have it."""
+        found: dict[Region, list[int]] = {}
         for each in self.slices:
-            if not is_empty(each.region, self.spec.shape):
-                found.setdefault(each.region, []).append(each.rank)
+            found.setdefault(each.region, []).append(each.rank)
         return found
 
 
-def is_empty(region: Region | None, shape: tuple[int, ...]) -> bool:
-    """Return whether there is no element in this region of an array of that shape."""
-    return prod(shape if region is None else region.local_shape) == 0
-
-
-def describe(name: str, spec: ArraySpec, region: Region | None, owned: bool) -> list[Any]:
-    """Return what a rank reports to the others about one of its arrays, as a JSON value.
-
-    Args:
-        name: the array's full name in the full model.
-        spec: of the whole array.
-        region: what this rank holds; None for all of it.
-        owned: whether this rank is the one that writes it.
-    """
-    return [name, spec.shape, spec.dtype, None if region is None else asdict(region), owned]
+def _all_of(shape: tuple[int, ...]) -> Region:
+    """Return the region that is a whole array; a single number counts as an array of one."""
+    axes = shape or (1,)
+    return Region(axes, 0, 0, axes[0])
 
 
 def shard_maps(everyones: Sequence[Sequence[Sequence[Any]]], order: Sequence[str]) -> dict[str, ShardMap]:
     """Return the map of each array of the full model, in order.
 
     Args:
-        everyones: for each rank what `describe` gave for its arrays.
+        everyones: for each rank what `StateEntry.describe` gave for its arrays.
         order: the names of all arrays.
 
     Raises:
         LayoutError: when ranks disagree on an array's shape or dtype, no rank has it, its slices leave gaps or overlap,
             or a rank has an array that is not in `order`.
     """
-    specs: dict[str, ArraySpec] = {}
-    slices: dict[str, list[ArraySlice]] = {name: [] for name in order}
+    maps: dict[str, ShardMap] = {}
+    said, known = dict[str, int](), set(order)  # the last rank that has each
     for rank, entries in enumerate(everyones):
         for name, shape, dtype, region, owned in entries:
             spec = ArraySpec(tuple(shape), dtype)
-            if name not in slices:
+            if name not in known:
                 raise LayoutError(f"rank {rank} has {name!r}, which is not among the {len(order)} names of the model")
-            if specs.setdefault(name, spec) != spec:
-                first = slices[name][0].rank
-                raise LayoutError(f"{name} has {specs[name]} on rank {first}, but {spec} on rank {rank}")
-            if slices[name] and slices[name][-1].rank == rank:
+            if maps.setdefault(name, ShardMap(spec, [])).spec != spec:
+                raise LayoutError(f"{name} has {maps[name].spec} on rank {said[name]}, but {spec} on rank {rank}")
+            if said.get(name) == rank:
                 raise LayoutError(f"rank {rank} has {name!r} twice; a rank gives each array once")
-            slices[name].append(ArraySlice(rank, None if region is None else _region(region), owned))
-    maps = {}
+            said[name] = rank
+            part = _all_of(spec.shape) if region is None else Region(spec.shape, *region)
+            if prod(part.local_shape):
+                maps[name].slices.append(ArraySlice(rank, part, owned))
     for name in order:
-        if not slices[name]:
+        if name not in maps:
             raise LayoutError(f"no rank has {name!r}; every array of the model must be somewhere")
-        maps[name] = ShardMap(specs[name], tuple(slices[name]))
         _check_cover(name, maps[name])
-    return maps
+    return {name: maps[name] for name in order}
 
 
 def check_fit(found: Mapping[str, ArraySpec], expected: Mapping[str, ArraySpec], source: object) -> None:
@@ -170,20 +157,11 @@ def check_fit(found: Mapping[str, ArraySpec], expected: Mapping[str, ArraySpec],
             raise CheckpointError(f"{source} has {name} with shape {spec.shape}, which this model does not have")
 
 
-def _region(values: Mapping[str, Any]) -> Region:
-    return Region(**{**values, "shape": tuple(values["shape"])})
-
-
 def _check_cover(name: str, shards: ShardMap) -> None:
     """Check that the written slices are the whole array, each element once."""
-    shape, written = shards.spec.shape, shards.written
-    if prod(shape) == 0:
-        return
-    if any(each.region is None or each.region.is_whole for each in written):
-        if len(written) > 1:
-            raise LayoutError(f"{name} is written by {name_ranks(each.rank for each in written)}; one may own it")
-        return
-    regions = sorted((each.region for each in written if each.region), key=lambda region: region.start)
+    regions = sorted((each.region for each in shards.written), key=lambda region: region.start)
+    if len(regions) > 1 and any(region.is_whole for region in regions):
+        raise LayoutError(f"{name} is written by {name_ranks(each.rank for each in shards.written)}; one may own it")
     cuts = {(region.axis, region.repeats) for region in regions}
     if len(cuts) > 1:
         raise LayoutError(f"{name} is cut along {len(cuts)} different axes; its slices must be of one axis")
@@ -195,8 +173,7 @@ def _check_cover(name: str, shards: ShardMap) -> None:
                 f"{region.start}"
             )
         at = region.stop
-    length = shape[regions[0].axis] // regions[0].repeats if regions else 0
-    if not regions or at != length:
+    if prod(shards.spec.shape) and not (regions and at == regions[0].shape[regions[0].axis] // regions[0].repeats):
         raise LayoutError(f"the end of {name} is written by no rank; give an owner to each slice")
 
 
@@ -278,6 +255,12 @@ class StateEntry:
         shape = tuple(array.shape) if region is None else region.shape
         return cls(name, shape, str(array.dtype), region, array, owned)
 
+    def describe(self) -> list[Any]:
+        """Return what a rank reports to the others about an array, as a JSON value."""
+        part = self.region
+        region = None if part is None else [part.axis, part.start, part.stop, part.repeats]
+        return [self.name, self.shape, self.dtype, region, self.owned]
+
 
 class ModelState:
     """The arrays that the ranks of a group hold, seen as those of one full model.
@@ -345,8 +328,7 @@ class ModelState:
 
         Args:
             read: name -> the whole array; called on rank 0 alone.
-            found: on rank 0 the shapes and dtypes of what `read` will return; without it everything is read twice,
-                first for these.
+            found: on rank 0 the shapes and dtypes of what `read` will return; by default those that the model has.
             source: what the arrays come from, for messages; on rank 0.
 
         Raises:
@@ -356,15 +338,16 @@ class ModelState:
             NnmpiError: on all ranks, when reading or writing fails halfway; the values are then of no use.
         """
         maps, phase, rank = self._shard_maps(), CollectivePhase(self._group), self._group.rank
-        if found is None and rank == 0:
-            found = phase.attempt(_look, read, maps)
-        phase.agree(speaker=0)
-        self.check(found, source)
+        self.check(self.specs() if found is None else found, source)
         with rendezvous(self._group) as channel:
             for name, shards in maps.items():
                 whole = None if rank else phase.attempt(_read, read, name, shards.spec, source)
                 for region, holders in shards.holders().items():
-                    _distribute(shards, rank, region, holders, whole, self._own.get(name), channel, phase)
+                    chain = [0, *(holder for holder in holders if holder)]
+                    if rank in chain:
+                        part = _pass_on(shards.spec, region, chain, rank, whole, channel, phase)
+                    if rank in holders:
+                        phase.attempt(_write, self._own[name], part)
         phase.agree(speaker=0)
 
     def to_dict(self, everywhere: bool = False) -> dict[str, Array]:
@@ -386,22 +369,13 @@ class ModelState:
     def _shard_maps(self) -> dict[str, ShardMap]:
         """Return where every array is. Collective the first time."""
         if self._maps is None:
-            own = [describe(e.name, ArraySpec(e.shape, e.dtype), e.region, e.owned) for e in self._entries]
+            own = [entry.describe() for entry in self._entries]
             digest = hashlib.blake2b("\0".join(self._order).encode(), digest_size=16).hexdigest()
             everyones = self._group.gather([digest, own])
             problem = "the names of the model's arrays, or their order, differ between the ranks"
             refuse_different([[theirs] for theirs, _ in everyones], problem, kind=LayoutError, show=None)
             self._maps = shard_maps([entries for _, entries in everyones], self._order)
         return self._maps
-
-
-def _look(read: Callable[[str], Array], names: Iterable[str]) -> dict[str, ArraySpec]:
-    """Return the specs of those arrays that there are."""
-    found = {}
-    for name in names:
-        with suppress(KeyError):
-            found[name] = ArraySpec.of(read(name))
-    return found
 
 
 def _read(read: Callable[[str], Array], name: str, spec: ArraySpec, source: object) -> Array:
@@ -419,16 +393,17 @@ def _to_host(array: Array) -> Array:
 
 def _gather_array(shards: ShardMap, own: Array | None, channel: Rendezvous, phase: CollectivePhase) -> Array | None:
     """Return the whole array on rank 0, from its own slice and those of the other owners; None after a failure."""
-    if [(each.rank, each.region is None or each.region.is_whole) for each in shards.written] == [(0, True)]:
+    spec, written = shards.spec, shards.written
+    if [(each.rank, each.region.is_whole) for each in written] == [(0, True)]:
         return phase.attempt(_to_host, own)  # without a copy where it lies in order
-    whole = phase.attempt(_empty, shards.spec, None)
-    for each in shards.written:
+    whole = phase.attempt(np.empty, spec.shape, spec.dtype)
+    for each in written:
         if each.rank == 0:
             phase.attempt(_put, whole, each.region, own)
             continue
         # A slice that is the whole array is received in its place; others need a copy, as their rows lie apart.
-        direct = each.region is None or each.region.is_whole
-        part = whole if direct else phase.attempt(_empty, shards.spec, each.region)
+        direct = each.region.is_whole
+        part = whole if direct else phase.attempt(np.empty, each.region.local_shape, spec.dtype)
         if phase.require(channel.receive(None if phase.stopped else part, each.rank)) and not direct:
             phase.attempt(_put, whole, each.region, part)
     return None if phase.stopped else whole
@@ -441,58 +416,45 @@ def _send_slice(shards: ShardMap, rank: int, own: Array | None, channel: Rendezv
         phase.require(channel.send(part, to=0))
 
 
-def _distribute(
-    shards: ShardMap,
+def _pass_on(
+    spec: ArraySpec,
+    region: Region,
+    chain: Sequence[int],
     rank: int,
-    region: Region | None,
-    holders: Sequence[int],
     whole: Array | None,
-    own: Array | ShardedArray | None,
     channel: Rendezvous,
     phase: CollectivePhase,
-) -> None:
-    """Send a region of rank 0's whole array to all ranks that hold it, along a binomial tree, and write it there.
+) -> Array | None:
+    """Send a region of rank 0's whole array along a binomial tree, and return it on each rank of the chain.
 
     Args:
-        shards: where the array is.
-        rank: this rank.
-        region: what is sent; None for all of the array.
-        holders: the ranks that hold the region; rank 0 may be among them.
+        spec: of the whole array.
+        region: what is sent.
+        chain: the ranks that get it, rank 0 first.
+        rank: this one, which is among them.
         whole: on rank 0; None after a failure.
-        own: on the holders, the array that is written.
         channel: what it is sent through.
         phase: takes errors.
     """
-    chain = [0, *(holder for holder in holders if holder != 0)]
-    if rank not in chain:
-        return
-    part = phase.attempt(_empty, shards.spec, region) if rank else phase.attempt(_take, whole, region)
+    part = phase.attempt(np.empty, region.local_shape, spec.dtype) if rank else phase.attempt(_take, whole, region)
     for step in tree_broadcast(chain.index(rank), len(chain)):
         if step.from_ is not None and not phase.require(channel.receive(part, chain[step.from_])):
             part = None
         if step.to is not None:
             channel.send(part, chain[step.to])
-    if rank in holders:
-        phase.attempt(_write, own, part)
+    return part
 
 
-def _empty(spec: ArraySpec, region: Region | None) -> Array:
-    return np.empty(spec.shape if region is None else region.local_shape, spec.dtype)
+def _put(whole: Array, region: Region, part: Array) -> None:
+    region.put(whole.reshape(region.shape), _to_host(part))
 
 
-def _put(whole: Array, region: Region | None, part: Array) -> None:
-    if region is None:
-        whole[...] = _to_host(part)
-    else:
-        region.put(whole, _to_host(part))
-
-
-def _take(whole: Array, region: Region | None) -> Array:
-    return np.asarray(whole if region is None else region.take(whole), order="C")
+def _take(whole: Array, region: Region) -> Array:
+    return np.asarray(region.take(whole.reshape(region.shape)), order="C")
 
 
 def _write(own: Array | ShardedArray, part: Array) -> None:
     if isinstance(own, ShardedArray):
         own.put(part)
         return
-    own[...] = namespace(own).asarray(part)
+    own[...] = namespace(own).asarray(part.reshape(own.shape))
