@@ -12,19 +12,18 @@ on positions by themselves, or knows how to meet those of the other ranks, or is
 To its parameters the ranks of a group are replicas: each computes the gradient of its positions' losses, and these
 are summed over dp x sp as data parallelism sums them. So, unlike in a tensor group, the gradient of anything whole is
 here each rank's share of it, until that sum. All of the strategy follows from it: copying needs no exchange, what is
-scattered is taken by `sharded.collectives.take_part`, and gathered by `gather_summing_grads`.
+scattered is taken (`take_part` in `sharded.collectives`), and gathered by `gather_summing_grads`.
 """
 
 from dataclasses import dataclass, replace
 from typing import Any
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.comm.group import Group
 from nnmpi.data.loader import Batch
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.nn.sharding import RING, ULYSSES
 from nnmpi.parallel.sequence.attention import RingAttention, UlyssesAttention
-from nnmpi.parallel.sharded.collectives import gather_summing_grads, take_part
+from nnmpi.parallel.sharded.collectives import PartExchange
 from nnmpi.tensor.cut import CutTensor, mark
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.placement import PairPlacement, Placement, TensorCut, is_cut
@@ -46,27 +45,17 @@ class Enter(Function):
 
 
 @dataclass(frozen=True)
-class SequenceGroup:
-    """The ranks that share sequences; a `tensor.placement.TensorGroup`.
+class SequenceGroup(PartExchange):
+    """The ranks that share sequences.
 
     Attributes:
         group: the ranks.
         way: of attention, ULYSSES (each rank has one run of positions) or RING (two, one from each end).
     """
 
-    group: Group
     way: str = ULYSSES
     depth = 0  # inside the parts of layers that ranks of a tensor group have
-
-    @property
-    def size(self) -> int:
-        """How many ranks there are."""
-        return self.group.size
-
-    @property
-    def rank(self) -> int:
-        """The number of this one."""
-        return self.group.rank
+    taking, giving = "take_part", "gather_summing_grads"
 
     def placement(self, length: int) -> Placement:
         """Return how so many positions lie on the ranks."""
@@ -126,14 +115,6 @@ class SequenceGroup:
     def copy(self, x: Tensor) -> Tensor:
         """Return x: the ranks' shares of its gradient are summed with the parameters'."""
         return x
-
-    def gather(self, x: Tensor, placement: Placement) -> Tensor:
-        """Return all positions, for a use of this rank's own."""
-        return gather_summing_grads(x, self.group, placement)
-
-    def scatter(self, x: Any, placement: Placement) -> Tensor:
-        """Return what belongs to this rank's positions."""
-        return take_part(x if isinstance(x, Tensor) else Tensor(x), self.group, placement)
 
     def attention(self, kernels: Any, placement: Placement) -> Any:
         """Return what attends over all ranks' positions, in the way of this group."""

@@ -19,6 +19,7 @@ are the identity. Arrays on a device travel as `comm.buffers` says.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -79,11 +80,14 @@ class _Regions:
         self.group = group
         axis = placement.axis % len(shape)
         if not is_whole:
-            shape = (*shape[:axis], _whole_length(group, placement, shape[axis]), *shape[axis + 1 :])
-        elif placement.repeats is not None and shape[axis] != placement.units * placement.unit * placement.repeats:
+            width, own = placement.width(group.size, group.rank), shape[axis]
+            placement.check_known(group.size)
+            repeats = own // width if placement.repeats is None else placement.repeats
+            shape = (*shape[:axis], placement.once * repeats, *shape[axis + 1 :])
+        elif placement.repeats is not None and shape[axis] != placement.once * placement.repeats:
             raise ShapeError(
                 f"an activation of shape {shape} came where the model was sharded for one with "
-                f"{placement.units * placement.unit * placement.repeats} in dimension {axis}; shard the model for the "
+                f"{placement.once * placement.repeats} in dimension {axis}; shard the model for the "
                 "samples that it gets"
             )
         self.whole = shape
@@ -129,14 +133,6 @@ class _Regions:
         with span("reduce-scatter", CATEGORY, REDUCE, {"bytes": flat.nbytes}):
             own = self.group.reduce_scatter_v(flat, self.counts)
         return own.reshape(self.own.local_shape)
-
-
-def _whole_length(group: Group, placement: Placement, own: int) -> int:
-    """Return how long the cut axis is altogether, given this rank's part of it."""
-    width = placement.width(group.size, group.rank)
-    placement.check_known(group.size)
-    repeats = own // width if placement.repeats is None else placement.repeats
-    return placement.units * placement.unit * repeats
 
 
 class Copy(Function):
@@ -194,7 +190,7 @@ ADJOINTS = {
 
 
 class Redistribute(Function):
-    """Parts and wholes of an activation that is cut: what a row of `ADJOINTS` says."""
+    """See `redistribute`."""
 
     __slots__ = ("group", "placement", "way")
 
@@ -233,12 +229,35 @@ def sum_over_ranks(x: Tensor, group: Group, bias: Tensor | None = None) -> Tenso
     return SumOverRanks(group)(x, bias)
 
 
+def redistribute(way: str, x: Any, group: Group, placement: Placement) -> Tensor:
+    """Return parts of a whole activation or a whole of parts: what a row of `ADJOINTS` says.
+
+    Args:
+        way: the name of the row.
+        x: a tensor or array.
+        group: the ranks.
+        placement: of the parts; of a replicated activation everything is a part.
+
+    Raises:
+        ShapeError: when x is not the part that the placement says.
+    """
+    x = x if isinstance(x, Tensor) else Tensor(x)
+    if group.size == 1 or (placement.is_replicated and way != "gather_summing_grads"):
+        return x
+    return copy(x, group) if placement.is_replicated else Redistribute(way, group, placement)(x)
+
+
+scatter, gather = partial(redistribute, "scatter"), partial(redistribute, "gather")
+gather_summing_grads = partial(redistribute, "gather_summing_grads")
+
+
 @dataclass(frozen=True)
 class PartExchange:
-    """What the ranks of a tensor group exchange of tensors that say which parts they are (see `tensor.placement`)."""
+    """What the ranks of a tensor group exchange of tensors that say which parts they are; a `TensorGroup`."""
 
     group: Group
     depth = 1  # sequences are shared out before layers
+    taking, giving = "scatter", "gather"
 
     @property
     def size(self) -> int:
@@ -256,41 +275,11 @@ class PartExchange:
 
     def gather(self, x: Tensor, placement: Placement) -> Tensor:
         """Return all ranks' parts together."""
-        return gather(x, self.group, placement)
+        return redistribute(self.giving, x, self.group, placement)
 
     def scatter(self, x: Any, placement: Placement) -> Tensor:
         """Return this rank's part."""
-        return scatter(x if isinstance(x, Tensor) else Tensor(x), self.group, placement)
+        return redistribute(self.taking, x, self.group, placement)
 
-    def attention(self, kernels: Any, placement: Placement) -> None:
+    def attention(self, kernels: Any, placement: Placement) -> Any:
         """Return None: ranks that share layers have whole sequences."""
-
-
-def scatter(x: Tensor, group: Group, placement: Placement) -> Tensor:
-    """Return this rank's part of x, which is replicated."""
-    return x if group.size == 1 or placement.is_replicated else Redistribute("scatter", group, placement)(x)
-
-
-def gather(x: Tensor, group: Group, placement: Placement) -> Tensor:
-    """Return all ranks' parts together, on every rank, for a computation that is the same on all of them.
-
-    Raises:
-        ShapeError: when x is not the part that the placement says.
-    """
-    return x if group.size == 1 or placement.is_replicated else Redistribute("gather", group, placement)(x)
-
-
-def gather_summing_grads(x: Tensor, group: Group, placement: Placement) -> Tensor:
-    """Return all ranks' parts together, for a computation that differs from rank to rank: its gradients are summed.
-
-    Raises:
-        ShapeError: when x is not the part that the placement says.
-    """
-    if group.size == 1:
-        return x
-    return copy(x, group) if placement.is_replicated else Redistribute("gather_summing_grads", group, placement)(x)
-
-
-def take_part(x: Tensor, group: Group, placement: Placement) -> Tensor:
-    """Return this rank's part of x, which all ranks have; its gradient is this rank's share of the whole one's."""
-    return Redistribute("take_part", group, placement)(x)

@@ -16,7 +16,7 @@ from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.sharding import Sharding, Units
-from nnmpi.parallel.sharded.collectives import PartExchange, gather, gather_summing_grads, scatter
+from nnmpi.parallel.sharded.collectives import PartExchange, redistribute, scatter
 from nnmpi.shard import Region
 from nnmpi.tensor.cut import mark, whole
 from nnmpi.tensor.parameter import Parameter
@@ -36,8 +36,8 @@ class ParameterSharder:
         # By the id of the whole parameter, which is kept here, so that no other object gets its id: (whole, part).
         self._cut: dict[int, tuple[Parameter, Parameter]] = {}
 
-    def cut(self, whole: Parameter | None, placement: Placement, axis: int) -> Parameter | None:
-        """Return this rank's part of a parameter that is cut along with an activation.
+    def cut(self, whole: Parameter | Buffer | None, placement: Placement, axis: int) -> Parameter | Buffer | None:
+        """Return this rank's part of a parameter or buffer that is cut along with an activation.
 
         Args:
             whole: the parameter; there may be none.
@@ -47,7 +47,10 @@ class ParameterSharder:
         Raises:
             LayoutError: when the axis cannot be cut so, or another layer has the same parameter cut in another way.
         """
-        return None if whole is None else self._part(whole, self._region(whole.shape, placement, axis))
+        if whole is None:
+            return None
+        region = placement.region(whole.shape, axis, self.group.size, self.group.rank)
+        return self._part(whole, region)
 
     def deal(self, module: Module, mine: bool) -> None:
         """Leave a module all of its parameters and buffers if it is this rank's, and nothing of them if it is not.
@@ -66,23 +69,13 @@ class ParameterSharder:
                 region = Region(shape, 0, 0, shape[0] if mine else 0)
                 if entry.region == region:
                     continue  # met already: two modules of the branch share it
-                if isinstance(entry, Parameter):
-                    each.set_child(name, self._part(entry, region))
-                elif entry.region is None:
-                    each.set_child(name, Buffer(region.local_shape, entry.value, region))
-                else:
+                if isinstance(entry, Buffer) and entry.region is not None:
                     raise LayoutError(f"{path}.{name} stands in branches of two ranks; make a layer for each branch")
+                each.set_child(name, self._part(entry, region))
 
-    def cut_buffer(self, whole: Buffer, placement: Placement) -> Buffer:
-        """Return this rank's part of a buffer (channels,) that is cut along with an activation.
-
-        Raises:
-            LayoutError: when it cannot be cut so.
-        """
-        region = self._region(whole.shape, placement, 0)
-        return Buffer(region.local_shape, whole.value, region)
-
-    def _part(self, whole: Parameter, region: Region) -> Parameter:
+    def _part(self, whole: Parameter | Buffer, region: Region) -> Parameter | Buffer:
+        if isinstance(whole, Buffer):
+            return Buffer(region.local_shape, whole.value, region)
         if id(whole) not in self._cut and whole.region is None:
             part = Parameter(region.local_shape, whole.init, region)
             part.requires_grad = whole.requires_grad
@@ -107,9 +100,6 @@ class ParameterSharder:
                     f"parameter {name!r} is whole there and cut in another place of the model; let the table give both "
                     "places shardings that cut the same axis, or Sharding.REPLICATED"
                 )
-
-    def _region(self, shape: tuple[int, ...], placement: Placement, axis: int) -> Region:
-        return placement.region(shape, axis, self.group.size, self.group.rank)
 
 
 Redistribute: TypeAlias = Callable[[Tensor], Tensor]
@@ -169,19 +159,17 @@ class LayerContext:
             return module, REPLICATED
         return Redistributed(module, before=self.to_replicated(features)), REPLICATED
 
-    def to_replicated(self, features: int | None = None) -> Redistribute:
+    def to_replicated(self, features: int | None = None, way: str = "gather") -> Redistribute:
         """Return the exchange before work that is the same on every rank: whole; backward keeps this rank's slice."""
-        return partial(gather, group=self.group, placement=self._known(features))
+        placement = self.placement
+        if features is not None and placement.repeats is None:
+            placement = placement.resolve(features)
+        placement.check_known(self.group.size)
+        return partial(redistribute, way, group=self.group, placement=placement)
 
     def to_each(self, features: int | None = None) -> Redistribute:
         """Return the exchange before work that differs from rank to rank: whole; backward sums over the ranks."""
-        return partial(gather_summing_grads, group=self.group, placement=self._known(features))
-
-    def _known(self, features: int | None) -> Placement:
-        if features is not None and self.placement.repeats is None:
-            return self.placement.resolve(features)
-        self.placement.check_known(self.group.size)
-        return self.placement
+        return self.to_replicated(features, "gather_summing_grads")
 
     def to_parts(self, placement: Placement) -> Redistribute:
         """Return what gives each rank its part of the activation in that placement."""

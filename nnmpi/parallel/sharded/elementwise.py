@@ -63,9 +63,7 @@ def place_flatten(layer: Flatten, context: LayerContext) -> Placed:
         return layer, Placement(context.placement.units, width * channels, axis=FEATURES)
     if context.shape is None:
         return layer, replace(context.placement, repeats=None)
-    return layer, replace(
-        context.placement, repeats=prod(context.shape) // (context.placement.units * context.placement.unit)
-    )
+    return layer, replace(context.placement, repeats=prod(context.shape) // context.placement.once)
 
 
 class PartDropout(Dropout):
@@ -110,7 +108,7 @@ def positions(group: Group, placement: Placement, row: tuple[int, ...]) -> Array
         placement = Placement(placement.units, prod(row[1:]))
     else:  # pixels before the last axis, and repeats within it, come one after another
         placement = replace(placement, repeats=prod(row) // placement.width(group.size, group.rank))
-    total = placement.units * placement.unit * (placement.repeats or 1)
+    total = placement.once * (placement.repeats or 1)
     region = placement.region((total,), 0, group.size, group.rank)
     return region.take(np.arange(total, dtype=np.uint32))
 
@@ -154,9 +152,8 @@ def place_batch_norm(layer: BatchNorm, context: LayerContext) -> Placed:
     if context.placement.has_rows:
         return part_of(layer, RowsBatchNorm, group=context.group), context.placement
     placement = context.placement.resolve(channels)
-    sharder = context.sharder
-    own: dict[str, Any] = {name: sharder.cut(getattr(layer, name), placement, 0) for name in ("weight", "bias")}
-    own |= {name: sharder.cut_buffer(getattr(layer, name), placement) for name in ("running_mean", "running_variance")}
+    names = "weight", "bias", "running_mean", "running_variance"
+    own: dict[str, Any] = {name: context.sharder.cut(getattr(layer, name), placement, 0) for name in names}
     return part_of(layer, PartBatchNorm, **own), placement
 
 
