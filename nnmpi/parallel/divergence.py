@@ -11,6 +11,7 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.precision import precision, to_float32
 from nnmpi.comm.group import Group
 from nnmpi.errors import DivergenceError
+from nnmpi.memory.layers import unwatched
 from nnmpi.nn.mode import observed
 from nnmpi.nn.module import Module
 from nnmpi.tensor.tensor import Tensor
@@ -41,13 +42,14 @@ def explain(
     places: Sequence[str | None] = group.gather(found)
     if not any(places):
         places = group.gather(_go_backward(model, again))
-    for rank, place in enumerate(places):
-        if place is not None:
-            return DivergenceError(nonfinite_message(step, value, place, f"rank {rank}"))
-    return DivergenceError(
-        f"step {step}: the loss is {value:g} and the sum of the ranks' gradients is not finite, though each rank's own "
-        f"gradients are; lower the learning rate{_hint()}"
-    )
+    return _told(places, step, value)
+
+
+def _told(places: Sequence[str | None], step: int, value: float) -> DivergenceError:
+    """Return the error with the place of the first rank that has found one."""
+    nowhere = None, "all ranks together, though it is on each"
+    place, who = next(((place, f"rank {rank}") for rank, place in enumerate(places) if place), nowhere)
+    return DivergenceError(nonfinite_message(step, value, place, who))
 
 
 def locate_nonfinite(model: Module, x: Array, loss: Callable[[], Tensor]) -> str | None:
@@ -73,18 +75,12 @@ def nonfinite_message(step: int, value: float, place: str | None, who: str) -> s
         place: what `locate_nonfinite` returned; None if all was finite when it was computed again.
         who: the worker: "rank 2", "worker 2".
     """
-    if place is None:
-        what = f"step {step}: the loss is {value:g} or its gradient is not finite on {who}"
-        return f"{what}; lower the learning rate{_hint()}"
-    return (
-        f"step {step}: the loss is {value:g}; the first values that are not finite are in {place} on {who}; "
-        f"lower the learning rate, clip the gradients, or check the data{_hint()}"
-    )
-
-
-def _hint() -> str:
-    """Return what else may help in the mode of the failed step."""
-    return "; float16 ends at 65504: precision bf16 or smaller inputs may help" if precision() == "fp16" else ""
+    what = f" or its gradient is not finite on {who}; lower the learning rate"
+    if place is not None:
+        what = f"; the first values that are not finite are in {place} on {who}; lower the learning rate, "
+        what += "clip the gradients, or check the data"
+    hint = "; float16 ends at 65504: precision bf16 or smaller inputs may help" if precision() == "fp16" else ""
+    return f"step {step}: the loss is {value:g}{what}{hint}"
 
 
 def explain_gradients(group: Group, model: Module, step: int, value: float, source: str) -> DivergenceError:
@@ -101,13 +97,8 @@ def explain_gradients(group: Group, model: Module, step: int, value: float, sour
     wrong = [span.parameter.name for span, _, grad in held if grad is not None and not finite(grad)]
     weights = [span.parameter.name for span, data, _ in held if not finite(data)]
     found = f"the weights {weights[0]!r}" if weights else f"the gradient of {wrong[-1]!r}" if wrong else None
-    for rank, place in enumerate(group.gather(found)):
-        if place is not None:
-            return DivergenceError(
-                f"step {step}: the loss is {value:g}; summed over {source}, values that are not finite are in {place} "
-                f"on rank {rank}; lower the learning rate, clip the gradients, or check the data{_hint()}"
-            )
-    return DivergenceError(f"step {step}: the loss is {value:g}; lower the learning rate, or check the data{_hint()}")
+    where = group.gather(found)
+    return _told([place and f"{place}, summed over {source}" for place in where], step, value)
 
 
 def _go_forward(model: Module, x: Array, loss: Callable[[], Tensor]) -> tuple[Tensor, str | None]:
@@ -132,11 +123,10 @@ def _go_forward(model: Module, x: Array, loss: Callable[[], Tensor]) -> tuple[Te
 
 def _go_backward(model: Module, loss: Tensor) -> str | None:
     """Return which of this rank's gradients is the first that is not finite, or None."""
-    kept = {name: (parameter.hook, parameter.guard) for name, parameter in model.named_parameters()}
-    for _, parameter in model.named_parameters():
-        parameter.grad = parameter.hook = parameter.guard = None
-    loss.backward()
-    wrong = [name for name, p in model.named_parameters() if p.grad is not None and not finite(p.grad)]
-    for name, parameter in model.named_parameters():
-        parameter.hook, parameter.guard = kept[name]
+    parameters = dict(model.named_parameters())
+    with unwatched(list(parameters.values())):
+        for parameter in parameters.values():
+            parameter.grad = None
+        loss.backward()
+    wrong = [name for name, each in parameters.items() if each.grad is not None and not finite(each.grad)]
     return f"the gradient of {wrong[-1]!r}" if wrong else None

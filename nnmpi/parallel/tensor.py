@@ -53,7 +53,7 @@ from nnmpi.parallel.sharded.context import (
     ShardedChild,
     divided,
 )
-from nnmpi.parallel.sharded.conv import place_conv, place_global_pool, place_pool
+from nnmpi.parallel.sharded.conv import place_global_pool, place_pool, place_rows_conv
 from nnmpi.parallel.sharded.elementwise import (
     place_batch_norm,
     place_dropout,
@@ -74,6 +74,11 @@ def place_lstm(layer: LSTM, context: LayerContext) -> Placed:
     if context.sharding not in (None, Sharding.REPLICATED):
         raise context.refuse("is an LSTM, each step of which needs all of h; choose Sharding.REPLICATED")
     return context.on_replicated(layer, layer.layers[0].weight.shape[0])
+
+
+def place_conv(layer: Conv2d, context: LayerContext) -> Placed:
+    """Return the layer by rows or channels."""
+    return (place_rows_conv if context.sharding is Sharding.ROWS else place_product)(layer, context)
 
 
 RULES: Mapping[type[Module], Rule] = MappingProxyType(

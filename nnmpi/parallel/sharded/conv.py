@@ -30,7 +30,6 @@ from nnmpi.ops.conv.conv2d import convolve
 from nnmpi.ops.pool import AvgPool2dFunction, MaxPool2dFunction, Pool2dFunction, pooled
 from nnmpi.parallel.sharded.collectives import copy, exchange_parts, sum_over_ranks
 from nnmpi.parallel.sharded.context import LayerContext, Placed, part_of
-from nnmpi.parallel.sharded.linear import place_product
 from nnmpi.shard import part
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import require_floating
@@ -165,10 +164,8 @@ class RowsConv2d(Conv2d):
         return convolve(seen, weight, bias, ConvSpec(kernel, self.stride, border, self.dilation, self.groups))
 
 
-def place_conv(layer: Conv2d, context: LayerContext) -> Placed:
-    """Return the layer as the table wants it."""
-    if context.sharding is not Sharding.ROWS:
-        return place_product(layer, context)
+def place_rows_conv(layer: Conv2d, context: LayerContext) -> Placed:
+    """Return the layer for some rows of the images."""
     windows = _windows(context, layer.weight.shape[:2], layer.stride, layer.padding, layer.dilation)
     enter = context.to_parts(rows(windows.height))
     conv = part_of(layer, RowsConv2d, enter=enter, group=context.group, windows=windows)
