@@ -13,8 +13,7 @@ other ranks. So it updates only its slice of the parameters, and needs only its 
 parameters are, bit for bit, those of a shared-memory all-reduce (`comm.node_sum`) and an ordinary update.
 
 Clipping and the check for divergence need the length of the gradient before the update, so there are two calls:
-`reduce`, then `update`. `reduce` also adds up a few numbers, such as the loss, which need no message of their own. Over
-several nodes, the ranks with the same number on their nodes add up their slices in between.
+`reduce`, then `update`. `reduce` also adds up a few numbers, such as the loss, which need no message of their own.
 """
 
 from collections.abc import Sequence
@@ -24,12 +23,10 @@ from math import sqrt
 import numpy as np
 
 import nnmpi.clock as clock
-from nnmpi.comm.algorithms.ring import ring
-from nnmpi.comm.execution import Execution
 from nnmpi.comm.group import Group
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import NodeSum
-from nnmpi.errors import LayoutError, NnmpiError, UsageError
+from nnmpi.errors import NnmpiError, UsageError
 from nnmpi.nn.module import Module
 from nnmpi.optim.clip import scale, sum_of_squares, trusted
 from nnmpi.optim.optimizer import Optimizer
@@ -60,8 +57,7 @@ class FusedUpdate:
         waited_s: how long this rank waited for the others at the end of the last `update`.
 
     Raises:
-        UsageError: for a model that is not in host memory.
-        LayoutError: on all ranks, for several nodes with different numbers of ranks.
+        UsageError: for a model that is not in host memory, and for ranks of several nodes.
         DeviceError: on all ranks, when there is no room; everything is then where it was.
         CommError: on all ranks, when their models differ.
     """
@@ -102,10 +98,6 @@ class FusedUpdate:
         # `update` may overwrite its gradients: nothing reads them afterwards.
         blocks = optimizer.cut(self._node.owns, [memory.parts(grad)[0] for grad in grads], block_bytes)
         self._blocks = tuple(replace(block, is_spent=True) for block in blocks)
-        across = memory.across
-        # The sums over the ranks that have this one's slices on the other nodes.
-        steps = () if across is None else ring(across.rank, across.size)
-        self._across = [] if across is None else [Execution(steps, own, across) for own in self._node.places]
         # One cache line for each rank, which writes it alone; all ranks read all of them after a barrier.
         self._numbers = numbers.reshape(memory.size, NUMBERS)
         self.waited_s = 0.0
@@ -131,10 +123,7 @@ class FusedUpdate:
         own, barrier = self._numbers[self.memory.rank], self._node.barrier
         own[1 : 1 + len(numbers)] = numbers
         barrier.run()  # all gradients are final
-        if self._across:
-            sums = self.memory.group.sum_floats(numbers)
-        else:
-            sums = self._numbers[:, 1 : 1 + len(numbers)].sum(0).tolist()
+        sums = self._numbers[:, 1 : 1 + len(numbers)].sum(0).tolist()
         own[0] = self._add()
         barrier.run()
         return sqrt(sum(self._numbers[:, 0].tolist())), sums
@@ -159,9 +148,7 @@ class FusedUpdate:
             for i in range(len(node.owns)):
                 for grad, _ in node.sums(i):
                     total += float(grad.dot(grad))  # now, while the block is in the cache
-        for execution in self._across:
-            execution.run()
-        return sum_of_squares(node.places) if self._across or not trusted(total) else total
+        return total if trusted(total) else sum_of_squares(node.places)
 
     def _frozen(self) -> list[tuple[int, slice]]:
         """Return what of the frozen parameters this rank would update."""
@@ -186,11 +173,9 @@ def _check(storage: FlatStorage, memory: SharedMemory) -> None:
     """Refuse what a fused update is not for."""
     if not all(isinstance(array, np.ndarray) for array in storage.data):
         raise UsageError("a fused update works on arrays in host memory; use the NumPy backend, or leave it out")
-    counts = sorted({memory.node_of.count(node) for node in memory.node_of})
-    if len(counts) > 1:
-        raise LayoutError(
-            f"a fused update over several nodes needs as many ranks on each, not {counts[0]} and {counts[-1]}; start "
-            "as many on each, or update without it"
+    if memory.across is not None:
+        raise UsageError(
+            "a fused update is for the ranks of one node; over several, sums hide under the backward pass: leave it out"
         )
 
 

@@ -10,6 +10,7 @@ import pytest
 from nnmpi.comm.group import Group
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import SharedSum
+from nnmpi.errors import UsageError
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.linear import Linear
 from nnmpi.optim import updates
@@ -144,12 +145,9 @@ def test_a_slow_ranks_move_does_not_undo_what_others_write_into_the_state(
 
 
 @pytest.mark.simulated
-@pytest.mark.parametrize("per_node", [1, 2, 8])
-def test_numbers_are_added_up_on_the_way(group: Group, per_node: int) -> None:
+def test_numbers_are_added_up_on_the_way(group: Group) -> None:
     """The sums are those of the same step on every rank, and the length is not disturbed."""
-    if group.size % per_node and per_node < group.size:
-        return
-    memory = SharedMemory(group, nodes=[rank // per_node for rank in range(group.size)])
+    memory = SharedMemory(group)
     setting, found = Setting(group, memory, "sgd", {"lr": 0.1}, "float64"), []
     for turn in range(STEPS):
         setting.draw(turn)
@@ -166,15 +164,9 @@ def test_numbers_are_added_up_on_the_way(group: Group, per_node: int) -> None:
     assert lengths[1] == []
 
 
-@pytest.mark.simulated
-def test_over_several_nodes_every_rank_gets_the_same_parameters(group: Group) -> None:
-    per_node = 2 if group.size % 2 == 0 else 1
-    memory = SharedMemory(group, nodes=[rank // per_node for rank in range(group.size)])
-    setting, right = Setting(group, memory, "adamw", {"lr": 0.01}, "float64"), []
-    for turn in range(STEPS):
-        setting.update_both(turn)
-        right.append(setting.equal(close=True))
-    bits = group.gather(setting.shared.data[0].tobytes().hex())
+@pytest.mark.simulated(min_size=2)
+def test_several_nodes_are_refused(group: Group) -> None:
+    memory = SharedMemory(group, nodes=list(range(group.size)))
+    with pytest.raises(UsageError, match="for the ranks of one node"):
+        Setting(group, memory, "sgd", {"lr": 0.1}, "float64")
     memory.free()
-    assert all(map(all, group.gather(right)))
-    assert set(bits) == {bits[0]}
