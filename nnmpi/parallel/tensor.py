@@ -62,7 +62,7 @@ from nnmpi.parallel.sharded.elementwise import (
     place_layer_norm,
     place_softmax,
 )
-from nnmpi.parallel.sharded.linear import place_product
+from nnmpi.parallel.sharded.linear import PRODUCTS, place_product
 from nnmpi.tensor.cut import whole
 from nnmpi.tensor.placement import REPLICATED, Placement, features
 
@@ -102,10 +102,9 @@ RULES: Mapping[type[Module], Rule] = MappingProxyType(
 
 def assumed_placement(layer: Module, sharding: Sharding, units: Units | None = None) -> Placement:
     """Return the placement of a layer's input in a custom module, whose forward is unknown, as its sharding implies."""
-    if sharding is Sharding.ROW and isinstance(layer, Linear):
-        return divided(layer.weight.shape[0], units)
-    if sharding is Sharding.ROW and isinstance(layer, Conv2d):
-        return features(layer.weight.shape[2] * layer.groups)
+    if isinstance(layer, Linear | Conv2d) and sharding is Sharding.ROW:
+        inputs = layer.weight.shape[PRODUCTS[type(layer)].inputs]
+        return divided(inputs * getattr(layer, "groups", 1), units)
     if sharding is Sharding.COLUMN and isinstance(layer, BatchNorm):
         return features(layer.weight.shape[-1])
     return REPLICATED
@@ -121,14 +120,11 @@ def shape_after(layer: Module, shape: Shape | None) -> Shape | None:
     """
     if shape is None or isinstance(layer, Branches):
         return None
-    if isinstance(layer, Linear):
-        return (*shape[:-1], layer.weight.shape[1])
     if isinstance(layer, LSTM):
         return (*shape[:-1], layer.directions * layer.hidden_size)
-    if isinstance(layer, TiedLinear):
-        return (*shape[:-1], layer.weight.shape[0])
-    if isinstance(layer, Embedding):
-        return (*shape, layer.weight.shape[1])
+    if isinstance(layer, Linear | TiedLinear | Embedding):
+        rest = shape if isinstance(layer, Embedding) else shape[:-1]
+        return (*rest, layer.weight.shape[PRODUCTS[type(layer)].outputs])
     if isinstance(layer, Flatten):
         return (prod(shape),)
     if not isinstance(layer, Conv2d | Pool2d | GlobalAvgPool2d):

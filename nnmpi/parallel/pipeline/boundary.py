@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -45,53 +43,40 @@ class BoundaryArrays(NamedTuple):
     single: bool = True
 
 
-@dataclass(frozen=True)
-class Signature:
-    """What `BoundaryArrays` look like: shape and dtype of each array, and whether its gradient goes back."""
+Look: TypeAlias = list[Any]  # of each array its shape, dtype, and whether its gradient goes back; and `single`
 
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    needs: tuple[bool, ...]
-    single: bool
 
-    @classmethod
-    def of(cls, values: BoundaryArrays) -> Signature:
-        """Return the signature of some values."""
-        arrays = values.arrays
-        return cls(tuple(a.shape for a in arrays), tuple(str(a.dtype) for a in arrays), values.needs, values.single)
+def look_of(values: BoundaryArrays) -> Look:
+    """Return what some values look like, as a JSON value."""
+    rows = zip(values.arrays, values.needs, strict=True)
+    return [[[list(array.shape), str(array.dtype), need] for array, need in rows], values.single]
 
-    def encode(self, key: InputKey) -> Array:
-        """Return the signature as a message of `HEADER_BYTES` bytes, with the input that it is for.
 
-        Raises:
-            UsageError: when it does not fit into the message.
-        """
-        text = json.dumps([self.shapes, self.dtypes, self.needs, self.single, key]).encode()
-        if len(text) > HEADER_BYTES:
-            raise UsageError(f"{len(self.shapes)} tensors between two stages are too many to announce; stack some")
-        return np.frombuffer(text.ljust(HEADER_BYTES), np.uint8).copy()
+def encode(look: Look, key: InputKey) -> Array:
+    """Return a look as a message of `HEADER_BYTES` bytes, with the input that it is for.
 
-    @classmethod
-    def decode(cls, message: Array, key: InputKey) -> Signature:
-        """Return what `encode` gave.
+    Raises:
+        UsageError: when it does not fit into the message.
+    """
+    text = json.dumps([look, key]).encode()
+    if len(text) > HEADER_BYTES:
+        raise UsageError(f"{len(look[0])} tensors between two stages are too many to announce; stack some")
+    return np.frombuffer(text.ljust(HEADER_BYTES), np.uint8).copy()
 
-        Raises:
-            UsageError: when it is for another input than this end has.
-        """
-        shapes, dtypes, needs, single, theirs = json.loads(message.tobytes())
-        if theirs != json.loads(json.dumps(key)):
-            raise UsageError(
-                f"the stages of one pipeline have different microbatches, of shape {tuple(theirs[0])} and {key[0]}; "
-                "give all of them the same part of each batch: Loader(rank=arrangement.data_rank, "
-                "world=arrangement.data_ranks)"
-            )
-        return cls(tuple(tuple(shape) for shape in shapes), tuple(dtypes), tuple(needs), single)
 
-    def buffers(self, gradients: bool, xp: ModuleType) -> list[Array]:
-        """Return new host memory (pinned for a device) to receive into: tensors, or the gradients that go back."""
-        # New each time, as layers may keep it for their backward pass.
-        looks = zip(self.shapes, self.dtypes, self.needs, strict=True)
-        return [room_for(xp, shape, dtype_named(dtype)) for shape, dtype, need in looks if need or not gradients]
+def decode(message: Array, key: InputKey) -> Look:
+    """Return what `encode` was given.
+
+    Raises:
+        UsageError: when it is for another input than this end has.
+    """
+    look, theirs = json.loads(message.tobytes())
+    if theirs != json.loads(json.dumps(key)):
+        raise UsageError(
+            f"the stages of one pipeline have different microbatches, of shape {tuple(theirs[0])} and {key[0]}; give "
+            "all of them the same part of each batch: Loader(rank=arrangement.data_rank, world=arrangement.data_ranks)"
+        )
+    return list(look)
 
 
 def pack(x: Any, kept: dict[str, Tensor], stage: int) -> tuple[list[Tensor], bool]:
@@ -144,7 +129,7 @@ class StageBoundary:
         self._messages, self._peer, self._backend = messages, peer, backend
         self.stage = stage
         self._header_tag, self._forward_tag, self._backward_tag = (3 * stage + i for i in range(3))
-        self._agreed: dict[InputKey, Signature] = {}
+        self._agreed: dict[InputKey, Look] = {}
         self._leaving: dict[int, list[MessageRequest]] = {}  # by tag
 
     def is_agreed(self, key: InputKey) -> bool:
@@ -165,18 +150,18 @@ class StageBoundary:
             ShapeError: when it does not look like those before it of the same input shape.
             UsageError: when gradients are needed of other tensors than before.
         """
-        found = Signature.of(values)
+        found = look_of(values)
         agreed = self._agreed.setdefault(key, found)
         if agreed is found:
-            self._messages.send(found.encode(key), self._peer, self._header_tag)
-        elif replace(agreed, needs=found.needs) == found != agreed:
+            self._messages.send(encode(found, key), self._peer, self._header_tag)
+        elif agreed != found and _words(agreed) == _words(found):
             raise UsageError(
                 f"stage {self.stage} needs other gradients from the next stage than before, as requires_grad of some "
                 "parameter has changed since; release the Worker and make a new one after changing requires_grad"
             )
         elif agreed != found:
             raise ShapeError(
-                f"stage {self.stage} gave {_look(found)} for an input of shape {key[0]}, where {_look(agreed)} was "
+                f"stage {self.stage} gave {_words(found)} for an input of shape {key[0]}, where {_words(agreed)} was "
                 "agreed with the next stage; what crosses must depend on the input's shape alone: cut the model "
                 "elsewhere, or pad"
             )
@@ -193,18 +178,26 @@ class StageBoundary:
             nonlocal arrivals
             if key not in self._agreed:
                 header = self._messages.receive(np.empty(HEADER_BYTES, np.uint8), self._peer, self._header_tag)
-                self._agreed[key] = Signature.decode(header.wait(), key)
+                self._agreed[key] = decode(header.wait(), key)
             if arrivals is None:
                 arrivals = self._post(key)
-            signature = self._agreed[key]
-            arrays = tuple(from_host(arrival.wait(), self._backend.xp) for arrival in arrivals)
-            return BoundaryArrays(arrays, signature.needs, signature.single)
+            rows, single = self._agreed[key]
+            return BoundaryArrays(self._arrived(arrivals), tuple(need for *_, need in rows), single)
 
         return wait
 
-    def _post(self, key: InputKey) -> list[MessageRequest]:
-        buffers = self._agreed[key].buffers(gradients=False, xp=self._backend.xp)
-        return [self._messages.receive(buffer, self._peer, self._forward_tag) for buffer in buffers]
+    def _post(self, key: InputKey, back: bool = False) -> list[MessageRequest]:
+        """Post the receives of tensors, or of the gradients that go back, into new memory: layers may keep it."""
+        tag = self._backward_tag if back else self._forward_tag
+        rooms = [
+            room_for(self._backend.xp, tuple(shape), dtype_named(dtype))  # pinned for a device
+            for shape, dtype, need in self._agreed[key][0]
+            if need or not back
+        ]
+        return [self._messages.receive(room, self._peer, tag) for room in rooms]
+
+    def _arrived(self, arrivals: Sequence[MessageRequest]) -> tuple[Array, ...]:
+        return tuple(from_host(each.wait(), self._backend.xp) for each in arrivals)
 
     # ---- backward ----
 
@@ -214,9 +207,8 @@ class StageBoundary:
 
     def expect_back(self, key: InputKey) -> Callable[[], BoundaryArrays]:
         """Post the receive of a microbatch's gradients, whose activation was sent; calling the result waits."""
-        buffers = self._agreed[key].buffers(gradients=True, xp=self._backend.xp)
-        arrivals = [self._messages.receive(buffer, self._peer, self._backward_tag) for buffer in buffers]
-        return lambda: BoundaryArrays(tuple(from_host(each.wait(), self._backend.xp) for each in arrivals), ())
+        arrivals = self._post(key, back=True)
+        return lambda: BoundaryArrays(self._arrived(arrivals), ())
 
     def let_go(self) -> None:
         """Forget what has left."""
@@ -233,5 +225,5 @@ class StageBoundary:
         return hosts
 
 
-def _look(signature: Signature) -> str:
-    return ", ".join(f"{dtype} {shape}" for dtype, shape in zip(signature.dtypes, signature.shapes, strict=True))
+def _words(look: Look) -> str:
+    return ", ".join(f"{dtype} {tuple(shape)}" for shape, dtype, _ in look[0])

@@ -150,21 +150,18 @@ class ShardedStorage(FlatStorage):
         self._pieces: dict[int, list[int]] = {number: [] for number in (SHARED, *range(len(self.units)))}
         for i, label in enumerate(self.groups):
             self._pieces[int(label.partition(" ")[0])].append(i)
-        self.own = [part(length, self.ranks.size, self.ranks.rank) for length in lengths]
+        owns = [part(length, self.ranks.size, self.ranks.rank) for length in lengths]
+        self.own = [slice(each.start, each.stop) for each in owns]
         data, grads = (
             self._lay_out(lengths, dtype, allocate, count) for count in (2 * (self.stage == 3), self.stage >= 2)
         )
-        for whole, each, grad in zip(data, self._cuts, grads, strict=True):
-            length, mine = each.stop - each.start, whole[each]
+        for whole, each, grad in zip(data, self.own, grads, strict=True):
+            mine = whole[each]
             if self.stage == 3:
-                mine = (allocate if self._store is None else self._store.zeros)(length, dtype)
+                mine = (allocate if self._store is None else self._store.zeros)(len(mine), dtype)
             self.data.append(mine)
-            self.grads.append(allocate(length, dtype) if self.stage >= 2 else grad[each])
+            self.grads.append(allocate(len(mine), dtype) if self.stage >= 2 else grad[each])
         return data, grads
-
-    @property
-    def _cuts(self) -> list[slice]:
-        return [slice(each.start, each.stop) for each in self.own]
 
     def _lay_out(
         self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array], slots: int
@@ -197,23 +194,20 @@ class ShardedStorage(FlatStorage):
     def _part(self, span: Span) -> tuple[slice, slice]:
         """Return which part of a parameter is this rank's: where in its own array, and where in the flat parameter."""
         own = self.own[span.buffer]
-        first = min(max(own.start, span.start), span.stop)
-        last = max(min(own.stop, span.stop), first)
-        at = min(max(first - own.start, 0), len(own))
-        return slice(at, at + last - first), slice(first - span.start, last - span.start)
+        mine, length = _common(own, span), own.stop - own.start
+        at = min(max(mine.start - own.start, 0), length)
+        return slice(at, at + len(mine)), slice(mine.start - span.start, mine.stop - span.start)
 
     def parts(self, span: Span, flats: Sequence[Array]) -> ShardedArray:
         """Return a parameter's part of arrays that lie as `data` does, as what it is of the whole."""
         own, theirs = self._part(span)
-        length = len(self._data[span.buffer])
-        ends = [max(min(each.stop, span.stop), span.start) for each in split(length, self.ranks.size)]
-        counts = [end - begin for begin, end in zip([span.start, *ends], ends, strict=False)]
+        counts = [len(_common(each, span)) for each in split(len(self._data[span.buffer]), self.ranks.size)]
         return ShardedArray(span.parameter.declared, flats[span.buffer][own], theirs, counts, self.ranks)
 
     def held(self) -> Iterator[tuple[Span, Array, Array | None]]:
         """See `FlatStorage.held`: of each parameter some elements in a row, maybe none."""
         for span in self.spans:
-            own, _ = self._part(span)
+            own = self._part(span)[0]
             yield span, self.data[span.buffer][own], self.grads[span.buffer][own]
 
     @property
@@ -249,9 +243,9 @@ class ShardedStorage(FlatStorage):
         """Let the parameters lie in these whole arrays, and this rank's parts be theirs where there are whole ones."""
         self._data, self._grads = data, grads
         if self.stage < 3 or self.stands_once:
-            self.data = [whole[each] for whole, each in zip(data, self._cuts, strict=True)]
+            self.data = [whole[each] for whole, each in zip(data, self.own, strict=True)]
         if self.stage == 1:
-            self.grads = [whole[each] for whole, each in zip(grads, self._cuts, strict=True)]
+            self.grads = [whole[each] for whole, each in zip(grads, self.own, strict=True)]
         self._views = [self._lay(span) for span in self.spans]
         self.moves += 1
 
@@ -309,14 +303,14 @@ class ShardedStorage(FlatStorage):
             for _ in self._node.sums(i, replace=fresh):
                 pass
             return
-        arrived = whole[own.start : own.stop]
+        arrived = whole[own]
         if self.ranks.size > 1 and whole.size:
             pending = self._sums[i]
             with timeline.span(REDUCE_SCATTER.name, "collective", timeline.REDUCE):
                 if pending is not None:
                     pending.run()
                 else:
-                    arrived = place if fresh else self._arrived[: len(own)]
+                    arrived = place if fresh else self._arrived[: len(place)]
                     counts = [len(each) for each in split(whole.size, self.ranks.size)]
                     assert self._group is not None
                     self._group.comm.reduce_scatter(whole, arrived, counts)
@@ -346,15 +340,12 @@ class ShardedStorage(FlatStorage):
         """
         self._group = group
         one_node = len(set(group.nodes())) == 1 and not any(map(is_device, self._data)) and self._store is None
-        if algorithm not in (AUTO, SHARED_MEMORY, NATIVE, "ring", "tree"):
+        names = (AUTO, NATIVE, "ring", "tree", *([SHARED_MEMORY] if one_node else []))
+        if algorithm not in names:
             raise UsageError(
-                f"ZeRO scatters sums and gathers parts, which {algorithm!r} does not; choose auto, shared, native, "
-                "ring or tree"
-            )
-        if algorithm == SHARED_MEMORY and not one_node:
-            raise UsageError(
-                "ZeRO goes through shared memory where all ranks that share a model are on one node, with arrays in "
-                "the host's memory that stay there; choose native, ring or tree"
+                f"ZeRO scatters sums and gathers parts, which {algorithm!r} does not do for these ranks and arrays; "
+                f"choose {', '.join(names)} (shared: where all ranks that share a model are on one node, with arrays "
+                "in the host's memory that stay there)"
             )
         if one_node and group.size > 1 and algorithm in (AUTO, SHARED_MEMORY):
             try:
@@ -376,10 +367,10 @@ class ShardedStorage(FlatStorage):
             self._rooms = rooms
             memory.free()
             raise
-        for whole, each, mine in zip(data, self._cuts, self.data, strict=True):
+        for whole, each, mine in zip(data, self.own, self.data, strict=True):
             whole[each] = mine
         memory.barrier()
-        self._node = NodeSum(grads, memory, owns=self._cuts, places=None if self.stage == 1 else self.grads)
+        self._node = NodeSum(grads, memory, owns=self.own, places=None if self.stage == 1 else self.grads)
         self._settle(data, grads)
         self.grads = self._node.places
 
@@ -399,7 +390,7 @@ class ShardedStorage(FlatStorage):
             None if each else bind(whole, tag=len(called) + i, operation=REDUCE_SCATTER.name)
             for i, (whole, each) in enumerate(zip(self._grads, called, strict=True))
         ]
-        longest = max((len(own) for own, each in zip(self.own, called, strict=True) if each), default=0)
+        longest = max((len(own) for own, each in zip(self.data, called, strict=True) if each), default=0)
         self._arrived = np.empty(0 if alone else longest, self.data[0].dtype) if self.data else np.empty(0)
 
     def finish_update(self) -> None:
@@ -446,8 +437,7 @@ class ShardedStorage(FlatStorage):
                 self.leave(other)
         self._standing[number] = False
         for i in self._pieces[number]:
-            own = self.own[i]
-            self._data[i][own.start : own.stop] = self.data[i]
+            self._data[i][self.own[i]] = self.data[i]
             pending = self._gathers[i]
             if pending is not None:
                 self._count(self._data[i])
@@ -493,6 +483,12 @@ class ShardedStorage(FlatStorage):
         if self._group is not None:
             self._group.free()
             self._group = None
+
+
+def _common(own: slice | range, span: Span) -> range:
+    """Return which of a parameter's elements are a rank's."""
+    first, last = (min(max(end, span.start), span.stop) for end in (own.start, own.stop))
+    return range(first, last)
 
 
 def sharded(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nnmpi.errors import UsageError
-from nnmpi.parallel.pipeline.boundary import BoundaryArrays, Signature, pack, unpack
+from nnmpi.parallel.pipeline.boundary import BoundaryArrays, decode, encode, look_of, pack, unpack
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -25,10 +25,10 @@ def test_what_is_no_tensor_cannot_cross() -> None:
 
 def test_signatures_come_back_from_the_wire() -> None:
     values = BoundaryArrays((np.ones((2, 0, 3), np.float32), np.ones((), np.int64)), (True, False), single=False)
-    signature = Signature.of(values)
+    look = look_of(values)
     key = ((4, 3), True)
-    assert Signature.decode(signature.encode(key), key) == signature
+    assert decode(encode(look, key), key) == look
     with pytest.raises(UsageError, match=r"of shape \(4, 3\) and \(5, 3\); give all of them the same part"):
-        Signature.decode(signature.encode(key), ((5, 3), True))
+        decode(encode(look, key), ((5, 3), True))
     with pytest.raises(UsageError, match="too many to announce"):
-        Signature.of(BoundaryArrays((np.ones(1),) * 2000, (True,) * 2000)).encode(())
+        encode(look_of(BoundaryArrays((np.ones(1),) * 2000, (True,) * 2000)), ())
