@@ -55,15 +55,14 @@ def check_free(model: Module) -> None:
         raise UsageError("the model has a fused update already; call its worker's release() first")
 
 
-def broadcast_state(model: Module, group: Group) -> None:
-    """Give all ranks rank 0's parameters and buffers; collective."""
+def broadcast_state(model: Module, group: Group, parameters: bool = True) -> None:
+    """Give all ranks rank 0's parameters, if these are meant, and buffers; collective."""
     model.storage.shared = True
-    for array in [*model.storage.data, *(buffer.data for _, buffer in model.named_buffers())]:
-        if array.flags.c_contiguous:
-            group.broadcast(array)
-        else:
-            values = namespace(array).ascontiguousarray(array)
-            group.broadcast(values)
+    own = model.storage.data if parameters else []
+    for array in [*own, *(buffer.data for _, buffer in model.named_buffers())]:
+        values = namespace(array).ascontiguousarray(array)
+        group.broadcast(values)
+        if values is not array:
             array[...] = values
     if model.storage.common:
         group.barrier()  # the parameters are the node's: nobody may write there before the last rank has

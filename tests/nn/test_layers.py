@@ -11,11 +11,20 @@ from nnmpi.backend.random import key_pair
 from nnmpi.errors import ShapeError
 from nnmpi.nn.container import fuse
 from nnmpi.nn.mode import Mode, current
-from nnmpi.tensor.tensor import Tensor
+from nnmpi.tensor.tensor import Tensor, concatenate
 
 IMAGES = np.random.default_rng(0).standard_normal((2, 6, 6, 4)).astype("float32")
 ROWS = np.random.default_rng(1).standard_normal((5, 4)).astype("float32")
 SEQUENCES = np.random.default_rng(2).standard_normal((2, 5, 4)).astype("float32")
+
+
+def both_ways(layer, x):
+    """Compute two bidirectional layers of an LSTM by the operation."""
+    for pair in (layer.layers[:2], layer.layers[2:]):
+        each_way = (ops.lstm(x, each.weight, each.recurrent, each.bias, reverse=each.reverse) for each in pair)
+        x = concatenate(list(each_way), 2)
+    return x
+
 
 LAYERS = {
     "Linear": (lambda: nn.Linear(4, 3), ROWS, lambda m, x: ops.linear(x, m.weight, m.bias)),
@@ -58,6 +67,7 @@ LAYERS = {
         SEQUENCES,
         lambda m, x: ops.lstm(x, m.layers[0].weight, m.layers[0].recurrent, m.layers[0].bias),
     ),
+    "LSTM both ways": (lambda: nn.LSTM(4, 3, 2, bidirectional=True), SEQUENCES, both_ways),
     "TiedLinear": (
         lambda: nn.TiedLinear(nn.Embedding(7, 4)),
         SEQUENCES,

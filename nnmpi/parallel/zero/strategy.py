@@ -101,10 +101,7 @@ class ShardedDataParallel(DataParallel):
             model.forward = self._forward  # type: ignore[method-assign]
 
     def _start_equal(self) -> None:
-        for _, buffer in self.model.named_buffers():
-            values = namespace(buffer.data).ascontiguousarray(buffer.data)
-            self.group.broadcast(values)
-            buffer.data[...] = values
+        broadcast_state(self.model, self.group, parameters=False)
 
     # ---- forward ----
 

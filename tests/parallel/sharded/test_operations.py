@@ -20,8 +20,13 @@ from nnmpi.tensor.tensor import Tensor
 from tests.tensor.draws import Case
 from tests.tensor.test_operations import TABLE
 
-# Operations that take no parts at all.
+# Operations, and rows of the table, that take no parts at all.
 REFUSED = {
+    "ops.attention-dropped",
+    "ops.lstm-any",
+    "tensor.getitem-masked",
+    "tensor.getitem-picked",
+    "tensor.matmul-square",
     "ops.batch_norm",
     "ops.binary_cross_entropy",
     "ops.conv2d",
@@ -35,31 +40,11 @@ REFUSED = {
     "tensor.pad",
 }
 
-# (name, operation, shapes of its inputs): what takes parts, cut along some axis.
+# (name, operation, shapes of its inputs): what takes parts, cut along some axis, beside the rows of the table.
 TAKEN: list[tuple[str, Callable[..., Any], list[tuple[int, ...]]]] = [
-    ("add", lambda x, y: x + y, [(3, 4), (4,)]),
-    ("where", lambda x, y: nnmpi.tensor.where(np.array([[True], [False], [True]]), x, y), [(3, 4), (3, 4)]),
-    ("astype", lambda x: (x * 2).astype("float64").exp(), [(3, 4)]),
-    ("sum", lambda x: x.sum(0), [(3, 4)]),
-    ("mean", lambda x: x.mean((0, 2), keepdims=True), [(3, 4, 2)]),
-    ("var", lambda x: x.var(-1), [(4, 3)]),
-    ("max", lambda x: x.max(1), [(4, 3)]),
     ("heads apart", lambda x: x.reshape(2, 3, 2, -1).transpose(0, 2, 1, 3), [(2, 3, 8)]),
     ("heads together", lambda x: x.transpose(0, 2, 1, 3).reshape(2, 3, 8), [(2, 2, 3, 4)]),
-    ("flatten", lambda x: x.flatten(), [(2, 3, 4)]),
-    ("concatenate", lambda x, y: nnmpi.tensor.concatenate([x, y], 1), [(4, 3), (4, 2)]),
     ("queries", lambda x: x[..., None, :4] * x[1, None, 2, 4:], [(2, 3, 8)]),
-    ("rows", lambda x, y: x @ y, [(4, 3), (3, 5)]),
-    ("vector", lambda x, y: x @ y, [(3,), (2, 3, 4)]),
-    ("stacks", lambda x, y: x @ y, [(2, 4, 3, 5), (4, 5, 2)]),
-    ("linear", nnmpi.ops.linear, [(4, 2, 3), (3, 2), (2,)]),
-    ("linear_gelu", nnmpi.ops.linear_gelu, [(4, 3), (3, 2), (2,)]),
-    ("softmax", lambda x: nnmpi.ops.softmax(x, 0), [(3, 4)]),
-    ("log_softmax", lambda x: nnmpi.ops.log_softmax(x, 0), [(3, 4)]),
-    ("layer_norm", nnmpi.ops.layer_norm, [(4, 3), (3,), (3,)]),
-    ("max_pool", lambda x: nnmpi.ops.max_pool2d(x, 2), [(1, 4, 4, 3)]),
-    ("avg_pool", lambda x: nnmpi.ops.avg_pool2d(x, 2), [(1, 4, 4, 3)]),
-    ("dropout", lambda x: nnmpi.ops.dropout(x, 0.5, (1, 2), 3), [(3, 4, 5)]),
     ("attention", lambda x: nnmpi.ops.attention(x, 3, causal=True), [(2, 4, 18)]),
     ("heads", nnmpi.ops.scaled_dot_product_attention, [(2, 3, 4, 2)] * 3),
 ]
@@ -133,18 +118,21 @@ def try_all(case: Case, ranks: int) -> int:
 def test_equal_or_refused(row: Any) -> None:
     """Each operation of the table, each input cut along each axis, and several of them together."""
 
+    taken = 0
+
     @settings(max_examples=8)
     @given(row.cases)
     def tried(case: Case) -> None:
-        taken = try_all(case, 2) + try_all(case, 3)
-        assert not taken or row.public not in REFUSED
+        nonlocal taken
+        taken += try_all(case, 2) + try_all(case, 3)
 
     tried()
+    assert (taken > 0) == (not REFUSED & {row.name, row.public})
 
 
 @pytest.mark.parametrize(("name", "function", "shapes"), TAKEN, ids=[name for name, *_ in TAKEN])
 def test_what_is_not_refused(name: str, function: Callable[..., Any], shapes: Sequence[tuple[int, ...]]) -> None:
-    """These would be equal or refused if they refused everything."""
+    """What attention does, which no row of the table does as it is done there."""
     rng = np.random.default_rng(0)
     inputs = [rng.uniform(0.5, 2, shape) for shape in shapes]
     assert try_all(Case(function, inputs), 2) > 0
