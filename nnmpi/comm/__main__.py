@@ -13,8 +13,10 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
@@ -115,9 +117,18 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], str]] = MappingProxyType(
 )
 _OF_ONE = ("prove", "render", "simulate")
 _ON_MACHINE = ("list", "simulate")
-_MACHINE = ("alpha", "beta", "gamma", "per_node", "across_alpha", "across_beta")
 DEFAULT_RANKS = 4
 ALPHA_S, BETA_S = 1e-5, 1e-9
+_MACHINE = MappingProxyType(
+    {
+        "alpha": f"seconds of latency (default {ALPHA_S:g})",
+        "beta": f"seconds per byte sent (default {BETA_S:g})",
+        "gamma": "seconds per byte added (default 0)",
+        "per_node": "ranks of a node, which share its link (all)",
+        "across_alpha": "latency between nodes (default: alpha)",
+        "across_beta": "seconds per byte between nodes (default: beta)",
+    }
+)
 
 
 def _parser() -> Parser:
@@ -137,27 +148,20 @@ def _parser() -> Parser:
         one.add_argument("--ranks", type=positive_count, help=f"ranks (default: the fit's, else {DEFAULT_RANKS})")
         one.set_defaults(fit=None)
         if name in _ON_MACHINE:
-            one.add_argument("--bytes", type=_bytes, default=2**20, help="such as 4, 64k, 1MB (default 1MB)")
+            one.add_argument(
+                "--bytes", type=partial(_told, parse_bytes), default=2**20, help="such as 4, 64k, 1MB (default 1MB)"
+            )
             one.add_argument("--fit", type=Path, help="the machine: a file made by the command fit")
-            one.add_argument("--alpha", type=_seconds, help=f"seconds of latency (default {ALPHA_S:g})")
-            one.add_argument("--beta", type=_seconds, help=f"seconds per byte sent (default {BETA_S:g})")
-            one.add_argument("--gamma", type=_seconds, help="seconds per byte added (default 0)")
-            one.add_argument("--per-node", type=positive_count, help="ranks of a node, which share its link (all)")
-            one.add_argument("--across-alpha", type=_seconds, help="latency between nodes (default: alpha)")
-            one.add_argument("--across-beta", type=_seconds, help="seconds per byte between nodes (default: beta)")
+            for option, text in _MACHINE.items():
+                kind = positive_count if option == "per_node" else partial(_told, parse_seconds)
+                one.add_argument("--" + option.replace("_", "-"), type=kind, help=text)
     return parser
 
 
-def _bytes(text: str) -> int:
+def _told(parse: Callable[[str], Any], text: str) -> Any:
+    """Return what the text says, or let argparse tell why it says nothing."""
     try:
-        return parse_bytes(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _seconds(text: str) -> float:
-    try:
-        return parse_seconds(text)
+        return parse(text)
     except UsageError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 

@@ -8,7 +8,6 @@ calls.
 import platform
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any, TypeAlias
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 
 import nnmpi.clock as clock
 from nnmpi.comm.collective import Step
-from nnmpi.comm.execution import Execution, NativeExecution, Pending
+from nnmpi.comm.execution import Execution, NativeExecution
 from nnmpi.comm.fit import Fit, default_file, load_fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine
@@ -35,7 +34,10 @@ Refilled: TypeAlias = tuple[Callable[[], Any], Callable[[], Any]]
 """A call and what refills its buffers: fresh data, as in training."""
 
 
-def measure(group: Group, progress: Progress | None = None, budget_s: float = BUDGET_S) -> Fit:
+def _say_nothing(line: str) -> None: ...
+
+
+def measure(group: Group, progress: Progress = _say_nothing, budget_s: float = BUDGET_S) -> Fit:
     """Measure this machine with these ranks. Collective.
 
     Args:
@@ -48,7 +50,7 @@ def measure(group: Group, progress: Progress | None = None, budget_s: float = BU
     if group.size == 1:
         raise UsageError("one rank has nobody to send to, so there is nothing to fit; start at least 2 (mpirun -n 2)")
     share = budget_s / 6
-    say = progress if progress is not None and group.is_root else _silent
+    say = progress if group.is_root else _say_nothing
     local = group.node()
     leaders = group.split(min(local.rank, 1))
     say("messages inside a node")
@@ -57,7 +59,7 @@ def measure(group: Group, progress: Progress | None = None, budget_s: float = BU
     several = len(set(group.nodes())) > 1
     across = _links(group, leaders, several and local.rank == 0, share)
     say("adding")
-    add = measure_add(group, share / 2)
+    add = measure_curves(group, _adding, SIZES, share / 2)[0]
     say("MPI's own all-reduce, and the one through shared memory")
     native, started, *rest = _measure_whole(group, 3 * share)
     shared = rest[0] if rest else None
@@ -97,45 +99,44 @@ def facts(group: Group) -> dict[str, Any]:
 
 def _links(group: Group, members: Group, taking_part: bool, budget_s: float) -> Link | None:
     """Return what the first of the ranks that take part have measured among their members; None if there are none."""
-    own = asdict(measure_link(members, budget_s)) if taking_part else None
+    own = None
+    if taking_part:
+        own = [curve.points for curve in measure_curves(members, partial(_messages, members), SIZES, budget_s)]
     group.sum_floats([0.0], asleep=True)  # those who measure have the cores for themselves
     found = next((each for each in group.gather(own) if each is not None), None)
-    return None if found is None else Link(*(Curve(found[way]["points"]) for way in ("one_way", "both_ways")))
+    if found is None:
+        return None
+    there_and_back, around = found
+    return Link(Curve(tuple((nbytes, seconds / 2) for nbytes, seconds in there_and_back)), Curve(around))
 
 
 def _measure_whole(group: Group, budget_s: float) -> list[Curve]:
     """Return what MPI's own all-reduce takes, blocking and started, and the shared one, if there is one."""
     longest = WHOLE_SIZES[-1] // 4
     own, fresh = np.ones(longest, np.float32), np.ones(longest, np.float32)
-    memory, common = None, own
+    memory, common = None, None
     with suppress(DeviceError):  # on all ranks: then there is none, or too little
         memory = SharedMemory(group)
         common = memory.allocate(longest, np.float32)
 
     def prepare(nbytes: int) -> list[Refilled]:
         n = max(1, nbytes // 4)
-        calls: list[Pending] = [NativeExecution(own[:n], group.comm), NativeExecution(own[:n], group.comm)]
-        runs: list[Callable[[], Any]] = [calls[0].run, partial(_start_and_wait, calls[1])]
-        refills: list[Callable[[], Any]] = [partial(np.copyto, own[:n], fresh[:n])] * 2
-        if common is not own and memory is not None:
-            runs.append(SharedSum(common[:n], memory).run)
-            refills.append(partial(np.copyto, common[:n], fresh[:n]))
-        return list(zip(runs, refills, strict=True))
+        native, refill = NativeExecution(own[:n], group.comm), partial(np.copyto, own[:n], fresh[:n])
+
+        def start_and_wait() -> None:
+            native.start()
+            native.wait()
+
+        calls: list[Refilled] = [(native.run, refill), (start_and_wait, refill)]
+        if memory is not None and common is not None:
+            calls.append((SharedSum(common[:n], memory).run, partial(np.copyto, common[:n], fresh[:n])))
+        return calls
 
     curves = measure_curves(group, prepare, WHOLE_SIZES, budget_s)
     group.barrier()
     if memory is not None:
         memory.free()
     return curves
-
-
-def _start_and_wait(pending: Pending) -> None:
-    pending.start()
-    pending.wait()
-
-
-def _silent(line: str) -> None:
-    """Say nothing."""
 
 
 # ---- what messages and additions cost ----
@@ -159,20 +160,10 @@ LEAST_BYTES = K**2  # so far it is measured, however long that takes
 SLACK = 1.5  # how much more than the budget may be spent: a few calls of each length are made whatever they take
 
 
-def measure_link(group: Group, budget_s: float) -> Link:
-    """Return what messages among these two or more ranks cost. Collective."""
-    one_way, both_ways = measure_curves(group, partial(_messages, group), SIZES, budget_s)
-    return Link(Curve(tuple((nbytes, seconds / 2) for nbytes, seconds in one_way.points)), both_ways)
-
-
-def measure_add(group: Group, budget_s: float) -> Curve:
-    """Return the seconds that adding so many bytes takes when all ranks do it at once. Collective."""
-
-    def prepare(nbytes: int) -> list[Refilled]:
-        target, arrived, fresh = (np.ones(max(1, nbytes // 4), np.float32) for _ in range(3))
-        return [(lambda: np.add(target, arrived, out=target), lambda: np.copyto(arrived, fresh))]
-
-    return measure_curves(group, prepare, SIZES, budget_s)[0]
+def _adding(nbytes: int) -> list[Refilled]:
+    """Prepare an addition of so many bytes, which all ranks do at once."""
+    target, arrived, fresh = (np.ones(max(1, nbytes // 4), np.float32) for _ in range(3))
+    return [(lambda: np.add(target, arrived, out=target), lambda: np.copyto(arrived, fresh))]
 
 
 def measure_curves(
