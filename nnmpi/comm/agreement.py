@@ -85,11 +85,10 @@ class Communicator:
         """Return the number of each rank's node, 0, 1 ... in order of their first ranks. Collective the first time."""
         if self._nodes is None:
             node = self.node()
-            first = min(node.gather(self.rank))
+            firsts = self.gather(node.share(self.rank))  # the lowest rank on each one's node
             node.free()
-            firsts = self.gather(first)
-            numbers = {rank: number for number, rank in enumerate(sorted(set(firsts)))}
-            self._nodes = [numbers[rank] for rank in firsts]
+            numbers = sorted(set(firsts))
+            self._nodes = [numbers.index(rank) for rank in firsts]
         return self._nodes
 
     def local_rank(self) -> int:

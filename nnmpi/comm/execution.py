@@ -12,9 +12,8 @@ it is polled, so that it can run while something else is computed, and several c
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -80,18 +79,12 @@ class MessageRequest:
 # ---- by the steps of an algorithm ----
 
 
-@dataclass(frozen=True, slots=True)
-class _Bound:
+class _Bound(NamedTuple):
     """One step with its places in memory: messages with their partners, and what is to be added to what."""
 
     receives: tuple[tuple[Buffer, int], ...]
     sends: tuple[tuple[Buffer, int], ...]
     sums: tuple[tuple[Buffer, Buffer], ...]
-
-    def post(self, comm: Comm, tag: int) -> list[Request]:
-        """Start the step's messages and return their requests."""
-        requests = [comm.irecv(message, source, tag) for message, source in self.receives]
-        return requests + [comm.isend(message, to, tag) for message, to in self.sends]
 
 
 class Execution:
@@ -169,10 +162,11 @@ class Execution:
         """Start the messages of the step it has come to."""
         if self._current is not None:
             self._current().synchronize()
-        if self._at == len(self._bound):
-            self._requests = []
-        else:
-            self._requests = self._bound[self._at].post(self._comm, self._tag)
+        self._requests = []
+        if self._at < len(self._bound):
+            comm, tag, (receives, sends, _) = self._comm, self._tag, self._bound[self._at]
+            self._requests = [comm.irecv(message, source, tag) for message, source in receives]
+            self._requests += [comm.isend(message, to, tag) for message, to in sends]
 
     def _next(self) -> None:
         """Finish the step it is in, whose messages are through, and begin the next."""

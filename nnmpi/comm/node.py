@@ -207,7 +207,7 @@ class SharedMemory:
         group: the ranks.
         node: the communicator of this node's ranks, in the group's order.
         rank, size: this rank's number on its node, and the number of ranks there.
-        node_of: the number of each group rank's node: its lowest rank.
+        node_of: the number of each group rank's node.
         members: the group's numbers of this node's ranks, in their order here.
         across: the communicator between nodes, of the ranks that have the same number on theirs; `rank` 0 are leaders.
             None where there is one node.
@@ -228,23 +228,15 @@ class SharedMemory:
             raise UsageError(f"{len(nodes)} nodes are given for {group.size} ranks; give the node of each rank")
         self.group, self._options = group, (nodes, ordered)
         ordered = group.comm.world.keeps_order if ordered is None else ordered
-        if nodes is None:
-            self.node = group.comm.split_by_node(group.rank)
-        else:
-            self.node = group.comm.split(nodes[group.rank], group.rank)
-        self._owns_node = True  # and gives it back; whether it is the group's is not to be seen later
+        self.node_of = tuple(group.nodes() if nodes is None else nodes)
+        several = len(set(self.node_of)) > 1
+        self._owns_node = several or not ordered  # and gives it back; whether it is the group's is not to be seen later
+        self.node = group.comm  # where nothing is sent on it; and communicators are scarce: MPICH has 2048
+        if self._owns_node:
+            self.node = group.comm.split(self.node_of[group.rank], group.rank)
         self.rank, self.size = self.node.rank, self.node.size
-        lowest, everyones = np.array([group.rank]), np.empty(group.size, np.int64)
-        self.node.broadcast(lowest, 0)
-        group.comm.allgather(lowest, everyones)
-        self.node_of: tuple[int, ...] = tuple(everyones.tolist())
-        self.members = tuple(rank for rank, node in enumerate(self.node_of) if node == lowest[0])
-        self.across: Comm | None = None
-        if len(set(self.node_of)) > 1:
-            self.across = group.comm.split(self.rank, group.rank)
-        elif ordered:  # no messages are sent then; and communicators are scarce: MPICH has 2048
-            self.node.free()
-            self.node, self._owns_node = group.comm, False
+        self.across = group.comm.split(self.rank, group.rank) if several else None
+        self.members = tuple(each for each, node in enumerate(self.node_of) if node == self.node_of[group.rank])
         self._watch, self._ordered = Watch(self.node, self.members), ordered
         self._pages: list[SharedPages] = []  # of the barriers' flags
         self._barriers: dict[int, FlagBarrier] = {}

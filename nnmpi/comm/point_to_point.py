@@ -158,10 +158,7 @@ class Rendezvous:
             array: any shape, numbers, on the host; None when there is nothing to send after all.
             to: the rank that calls `receive`.
         """
-        if self._both_ready(array is not None, to) and array is not None:
-            self._comm.wait_all(_post(self._comm.isend, array, to, DATA_TAG))
-            return True
-        return False
+        return self._pass(self._comm.isend, array, to)
 
     def receive(self, array: Buffer | None, source: int) -> bool:
         """Write into the array what `source` sends, and return whether it sent anything.
@@ -175,16 +172,16 @@ class Rendezvous:
         """
         if array is not None:
             check_contiguous(array)
-        if self._both_ready(array is not None, source) and array is not None:
-            self._comm.wait_all(_post(self._comm.irecv, array, source, DATA_TAG))
-            return True
-        return False
+        return self._pass(self._comm.irecv, array, source)
 
-    def _both_ready(self, ready: bool, partner: int) -> bool:
-        own, theirs = np.array([ready], np.uint8), np.empty(1, np.uint8)
+    def _pass(self, call: Callable[..., Request], array: Buffer | None, partner: int) -> bool:
+        own, theirs = np.array([array is not None]), np.empty(1, bool)
         comm, tag = self._comm, HANDSHAKE_TAG
         comm.wait_all([comm.irecv(theirs, partner, tag), comm.isend(own, partner, tag)])
-        return ready and bool(theirs[0])
+        if array is None or not theirs[0]:
+            return False
+        comm.wait_all(_post(call, array, partner, DATA_TAG))
+        return True
 
 
 @contextmanager

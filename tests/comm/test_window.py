@@ -1,9 +1,5 @@
 """Shared windows and the arrays in them: what lies where, who sees it, and what is refused."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,33 +7,9 @@ import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi import mpi_world
-from nnmpi.comm.mpi.mpi_world import ENDLESS, MARGIN_BYTES, check_room, find_folder, free_bytes, window_bytes
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.world import PAGE_BYTES
 from nnmpi.errors import DeviceError, ShapeError, UsageError
-
-
-def test_a_part_takes_whole_pages_and_one_for_its_alignment() -> None:
-    assert [window_bytes(n) // PAGE_BYTES for n in (0, 1, PAGE_BYTES, PAGE_BYTES + 1)] == [1, 2, 2, 3]
-
-
-def test_a_folder_without_room_is_refused_with_both_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    free = MARGIN_BYTES + 3000
-    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=free, f_frsize=1))
-    assert free_bytes(tmp_path) == free
-    check_room(tmp_path, 3000, free)
-    with pytest.raises(DeviceError, match=f"share 3001 bytes, and MPI needs .* has only {free} free; enlarge it"):
-        check_room(tmp_path, 3001, free)
-    assert free_bytes(tmp_path / "not there") == free_bytes(None) == ENDLESS
-
-
-def test_the_file_of_an_address_is_found() -> None:
-    assert find_folder(0) is None
-    code = "import mmap, sys, numpy; from nnmpi.comm.mpi.mpi_world import find_folder\n"
-    code += "with open(sys.argv[1], 'r+b') as file: memory = numpy.frombuffer(mmap.mmap(file.fileno(), 0), 'u1')\n"
-    code += "print(find_folder(memory.ctypes.data))"
-    found = subprocess.run([sys.executable, "-c", code, __file__], capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == str(Path(__file__).parent)
 
 
 @pytest.mark.both_worlds
@@ -86,7 +58,7 @@ def test_a_common_array_stands_once_per_node(group: Group) -> None:
 def test_all_ranks_refuse_when_one_of_their_nodes_has_no_room(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     memory = SharedMemory(group, nodes=range(group.size))
     if group.rank == group.size - 1:
-        monkeypatch.setattr(mpi_world, "free_bytes", lambda _: 2**20)
+        monkeypatch.setattr(mpi_world, "free_bytes", lambda: 2**20)
     with pytest.raises(DeviceError, match="has only 1048576 free"):
         memory.allocate(2**20, np.float32)
     array = memory.allocate(8, np.float32)  # what is small enough still fits

@@ -18,8 +18,8 @@ Measured with 4 ranks on 2 cores and one that comes 2 s late, the processor time
 from __future__ import annotations
 
 import functools
-import os
 import platform
+import shutil
 import time
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -61,18 +61,22 @@ class Window:
     Args:
         node: a communicator of ranks that share memory.
         own_bytes: the length of this rank's part; the ranks' lengths may differ, and be 0.
-        folder: where this MPI keeps its windows; None for a place that cannot be looked at.
 
     Raises:
         DeviceError: on all ranks, when there is no room, or MPI cannot make the window.
     """
 
-    def __init__(self, node: MPI.Intracomm, own_bytes: int, folder: Path | None = SHM) -> None:
-        room_bytes = window_bytes(own_bytes)
+    def __init__(self, node: MPI.Intracomm, own_bytes: int) -> None:
+        room_bytes = (-(-own_bytes // PAGE_BYTES) + 1) * PAGE_BYTES  # whole pages, and one for the part's alignment
         # The ranks' lengths, and what each finds free, so that all come to the same conclusion.
         needs = np.empty((node.Get_size(), 2), np.int64)
-        node.Allgather(np.array([room_bytes, free_bytes(folder)], np.int64), needs)
-        check_room(folder, int(needs[:, 0].sum()), int(needs[:, 1].min()))
+        node.Allgather(np.array([room_bytes, free_bytes()], np.int64), needs)
+        need, free = int(needs[:, 0].sum()), int(needs[:, 1].min())
+        if need + MARGIN_BYTES > free:
+            raise DeviceError(
+                f"the ranks of this node want to share {need} bytes, and MPI needs {MARGIN_BYTES} beside them, but "
+                f"{SHM} has only {free} free; enlarge it (docker run --shm-size), or use another all-reduce than shared"
+            )
         rank, start, problem = node.Get_rank(), FAILED, ""
         try:
             self._window = MPI.Win.Allocate_shared(room_bytes, 1, comm=node)
@@ -110,51 +114,9 @@ class Window:
         self._window.Free()
 
 
-def window_bytes(own_bytes: int) -> int:
-    """Return what a rank's part of this length takes: whole pages, and one for its alignment."""
-    return (-(-own_bytes // PAGE_BYTES) + 1) * PAGE_BYTES
-
-
-def find_folder(address: int) -> Path | None:
-    """Return the folder of the file in which this address of the process lies; None where there is none (Linux)."""
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        fields = line.split(maxsplit=5)  # low-high, permissions, offset, device, inode, path
-        low, high = (int(bound, 16) for bound in fields[0].split("-"))
-        if low <= address < high:
-            path = fields[5].removesuffix(" (deleted)") if len(fields) > 5 else ""
-            return Path(path).parent if path.startswith("/") else None
-    return None
-
-
-def free_bytes(folder: Path | None) -> int:
-    """Return what is free in a folder's file system; no end of it where there is no folder to look at."""
-    if folder is None or not folder.is_dir():
-        return ENDLESS
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
-
-
-def check_room(folder: Path | None, need: int, free: int) -> None:
-    """Refuse what does not fit.
-
-    Args:
-        folder: where it would be, for the error.
-        need: bytes that are to be shared.
-        free: bytes that are free there.
-
-    Raises:
-        DeviceError: when `need`, and a little for MPI itself, is more than `free`.
-    """
-    if need + MARGIN_BYTES > free:
-        raise DeviceError(
-            f"the ranks of this node want to share {need} bytes, and MPI needs {MARGIN_BYTES} beside them, but "
-            f"{folder or SHM} has only {free} free; enlarge it (docker run --shm-size), or use another all-reduce than "
-            "shared"
-        )
+def free_bytes() -> int:
+    """Return what is free where MPI keeps its windows; no end of it where there is no such folder."""
+    return shutil.disk_usage(SHM).free if SHM.is_dir() else ENDLESS
 
 
 T = TypeVar("T")
@@ -177,7 +139,6 @@ class MpiComm:
         self.mpi, self.world, self._world = mpi, cast(World, world), world
         named = partial(_named, world, mpi.Get_size())
         self.rank, self.size = mpi.Get_rank(), mpi.Get_size()
-        self._folder: Path | None = SHM  # of the windows
         self.isend, self.issend, self.irecv = mpi.Isend, mpi.Issend, mpi.Irecv
         self.wait_all = named("messages", MPI.Request.Waitall)
         self.barrier, self.allgather = named("a barrier", mpi.Barrier), named("an all-gather", mpi.Allgather)
@@ -189,9 +150,6 @@ class MpiComm:
             named("an all-gather", mpi.Allgatherv),
             named("an all-to-all", mpi.Alltoallv),
         )
-        self._split = named("making a communicator", mpi.Split)
-        self._split_type = named("making a communicator", mpi.Split_type)
-        self._dup = named("making a communicator", mpi.Dup)
         self.free = mpi.Free
 
     def poke(self) -> None:
@@ -218,24 +176,25 @@ class MpiComm:
 
     # ---- other communicators ----
 
+    def _make(self, call: Callable[..., MPI.Comm], *given: int) -> MpiComm:
+        made = _named(self._world, self.size, "making a communicator", call)(*given)
+        return MpiComm(made, self._world)
+
     def duplicate(self) -> MpiComm:
         """Return another one of the same ranks."""
-        return MpiComm(self._dup(), self._world)
+        return self._make(self.mpi.Dup)
 
     def split(self, color: int, key: int) -> MpiComm:
         """Return one of the ranks that gave the same color."""
-        return MpiComm(self._split(color, key), self._world)
+        return self._make(self.mpi.Split, color, key)
 
     def split_by_node(self, key: int) -> MpiComm:
         """Return one of the ranks that share this one's memory."""
-        return MpiComm(self._split_type(MPI.COMM_TYPE_SHARED, key), self._world)
+        return self._make(self.mpi.Split_type, MPI.COMM_TYPE_SHARED, key)
 
     def share_pages(self, own_bytes: int) -> Window:
         """Return memory that all ranks see."""
-        window = Window(cast(MPI.Intracomm, self.mpi), own_bytes, self._folder)
-        if self._folder is SHM:  # now it can be seen where this MPI has its windows
-            self._folder = find_folder(window.parts[self.rank].ctypes.data)
-        return window
+        return Window(cast(MPI.Intracomm, self.mpi), own_bytes)
 
 
 class MpiWorld(Activity):
