@@ -1,4 +1,4 @@
-"""Agreement: with pretended groups for every mix of outcomes, and on MPI."""
+"""Agreement: every mix of outcomes on simulated ranks, and on MPI."""
 
 from typing import Any
 
@@ -6,68 +6,45 @@ import pytest
 
 from nnmpi.comm.agreement import CollectivePhase, agree, agreed, on_root, refuse_different, require_equal
 from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CheckpointError, CommError, DataError, LayoutError, NnmpiError, UsageError
 from tests.harness.refusals import told
 
 
-class FakeGroup:
-    """All ranks' outcomes collected first, then told to each: a group without MPI."""
+def outcome(*failures: Exception | None) -> list[str]:
+    """Return what each rank raises when these are the ranks' own errors."""
 
-    def __init__(self) -> None:
-        self.said: list[Any] = []
-
-    def gather(self, value: Any) -> list[Any]:
-        self.said.append(value)
-        raise InterruptedError
-
-    def outcome(self, *failures: Exception | None) -> list[NnmpiError | None]:
-        """Return what each rank raises when these are the ranks' own errors."""
-        self.said = []
-        for failure in failures:
-            with pytest.raises(InterruptedError):
-                agree(self, failure)
-        return [self._raised(failure, list(self.said)) for failure in failures]
-
-    def _raised(self, own: Exception | None, said: list[Any]) -> NnmpiError | None:
-        class Told:
-            def gather(self, value: Any) -> list[Any]:
-                return said
-
+    def main(group: Group) -> str:
         try:
-            agree(Told(), own)
+            agree(group, failures[group.rank])
         except NnmpiError as error:
-            assert error.__cause__ is own
-            return error
-        return None
+            assert error.__cause__ is failures[group.rank]
+            return f"{type(error).__name__}: {error}"
+        return ""
+
+    return simulate(main, len(failures))
 
 
-def kinds(errors: list[NnmpiError | None]) -> list[str]:
-    return [f"{type(error).__name__}: {error}" for error in errors]
+class MyError(CheckpointError):
+    """A kind that only one program has."""
 
 
-def test_one_rank_failed_and_all_raise_its_kind() -> None:
-    assert kinds(FakeGroup().outcome(None, DataError("no file"), None)) == ["DataError: rank 1: no file"] * 3
+A, B, NO_FILE = UsageError("a"), DataError("b"), DataError("no file")
 
 
-def test_all_failed_alike_and_nobody_is_named() -> None:
-    assert kinds(FakeGroup().outcome(DataError("no file"), DataError("no file"))) == ["DataError: no file"] * 2
-
-
-def test_several_failed_and_the_lowest_decides_the_kind() -> None:
-    found = kinds(FakeGroup().outcome(None, UsageError("a"), DataError("b"), UsageError("a"), UsageError("a")))
-    assert found == ["UsageError: ranks 1, 3-4: a; rank 2: b"] * 5
-
-
-def test_an_error_that_passed_an_agreement_passes_another_unchanged() -> None:
-    inner = FakeGroup().outcome(None, DataError("no file"))
-    assert kinds(FakeGroup().outcome(*inner)) == ["DataError: rank 1: no file"] * 2
-
-
-def test_a_kind_from_elsewhere_is_raised_as_the_nearest_of_ours() -> None:
-    class MyError(CheckpointError):
-        pass
-
-    assert kinds(FakeGroup().outcome(None, MyError("odd"))) == ["CheckpointError: rank 1: odd"] * 2
+@pytest.mark.parametrize(
+    ("failures", "raised"),
+    [
+        ((None, None), ""),
+        ((None, NO_FILE, None), "DataError: rank 1: no file"),
+        ((NO_FILE, NO_FILE), "DataError: no file"),  # all failed alike, and nobody is named
+        ((None, A, B, A, A), "UsageError: ranks 1, 3-4: a; rank 2: b"),  # the lowest decides the kind
+        ((DataError("rank 1: no file"), DataError("rank 1: no file")), "DataError: rank 1: no file"),
+        ((None, MyError("odd")), "CheckpointError: rank 1: odd"),  # the nearest of nnmpi's own
+    ],
+)
+def test_all_ranks_raise_what_some_have_raised(failures: tuple[Exception | None, ...], raised: str) -> None:
+    assert outcome(*failures) == [raised] * len(failures)
 
 
 def test_a_foreign_exception_shows_its_traceback_once() -> None:
@@ -77,16 +54,15 @@ def test_a_foreign_exception_shows_its_traceback_once() -> None:
         except KeyError as error:
             return error
 
-    for error in FakeGroup().outcome(None, fail(), ValueError()):
-        assert isinstance(error, CommError)
-        text = str(error)
-        assert text.startswith("rank 1: KeyError: 'missing'; rank 2: ValueError\n\nOn rank 1:\nTraceback")
+    for text in outcome(None, fail(), ValueError()):
+        assert text.startswith("CommError: rank 1: KeyError: 'missing'; rank 2: ValueError\n\nOn rank 1:\nTraceback")
         assert text.count("Traceback") == 1
         assert 'return {}["missing"]' in text
 
 
-def test_an_exit_is_not_for_agreement() -> None:
-    with pytest.raises(SystemExit), agreed(FakeGroup()):
+@pytest.mark.simulated
+def test_an_exit_is_not_for_agreement(group: Group) -> None:
+    with pytest.raises(SystemExit), agreed(group):
         raise SystemExit(3)
 
 

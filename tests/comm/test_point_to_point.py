@@ -7,6 +7,7 @@ import pytest
 
 from nnmpi.backend.array import Array
 from nnmpi.comm import point_to_point
+from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages, rendezvous, send_and_receive
 from nnmpi.errors import ShapeError
@@ -20,12 +21,24 @@ ARRAYS: list[Array] = [
 ]
 
 
+def neighbours(group: Group) -> tuple[int, int]:
+    return (group.rank + 1) % group.size, (group.rank - 1) % group.size
+
+
+def come(arrival: MessageRequest, messages: Messages) -> bool:
+    """Return whether a message comes within half a minute, as polling tells."""
+    deadline = time.monotonic() + 30
+    while not arrival.poll() and time.monotonic() < deadline:
+        messages.progress()
+    return arrival.poll()
+
+
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("synchronous_sends", [False, True])
 def test_everybody_sends_before_anybody_receives(group: Group, synchronous_sends: bool) -> None:
     """Around a ring, several messages with one tag, with sends that wait for their receives."""
     messages = Messages(group, synchronous_sends)
-    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    after, before = neighbours(group)
     for number in range(3):
         messages.send(np.full((2, 3), 10 * group.rank + number, np.float32), after, tag=7)
     arrivals = [messages.receive(np.empty((2, 3), np.float32), before, tag=7) for _ in range(3)]
@@ -37,66 +50,45 @@ def test_everybody_sends_before_anybody_receives(group: Group, synchronous_sends
 
 
 @pytest.mark.both_worlds
-def test_long_messages_are_cut(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(point_to_point, "MAX_MESSAGE_BYTES", 100)
-    messages = Messages(group)
-    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    arrival = messages.receive(np.empty(333), before, tag=0)
-    messages.send(np.arange(333.0) + group.rank, after, tag=0)
-    pieces = messages.leaving
-    right = bool(np.array_equal(arrival.wait(), np.arange(333.0) + before))
-    messages.drain()
-    messages.free()
-    assert all(group.gather(right and pieces == 27))  # 2664 bytes
-
-
-@pytest.mark.both_worlds
 def test_ready_says_whether_a_message_is_there_without_waiting(group: Group) -> None:
     """No before it is sent, however often it is asked; then yes, and the values may be read."""
     messages = Messages(group, synchronous_sends=True)
-    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    after, before = neighbours(group)
     arrival = messages.receive(np.zeros(40_000), before, tag=3)
     early = any(arrival.poll() for _ in range(100))
     group.barrier()
     messages.send(np.arange(40_000.0) + group.rank, after, tag=3)
-    deadline = time.monotonic() + 30
-    while not arrival.poll() and time.monotonic() < deadline:
-        messages.progress()
-    right = arrival.poll() and bool(np.array_equal(arrival.array, np.arange(40_000.0) + before))
+    right = come(arrival, messages) and bool(np.array_equal(arrival.array, np.arange(40_000.0) + before))
     right = right and arrival.wait() is arrival.array
     messages.drain()
     messages.free()
     assert all(group.gather(right and not early))
 
 
-@pytest.mark.simulated
-def test_ready_needs_all_pieces_of_a_message(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One that was cut is there when its last piece is."""
+@pytest.mark.both_worlds
+def test_a_long_message_is_cut_and_there_when_its_last_piece_is(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(point_to_point, "MAX_MESSAGE_BYTES", 80)
     messages = Messages(group)
-    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
-    arrival = messages.receive(np.empty(20), before, tag=0)
-    messages.send(np.ones(10), after, tag=0)
+    after, before = neighbours(group)
+    arrival = messages.receive(np.empty(23), before, tag=0)
+    first, last = np.split(np.arange(23.0) + group.rank, [10])
+    messages.send(first, after, tag=0)
     group.barrier()
-    time.sleep(0.02)
     half = arrival.poll()
     group.barrier()
-    messages.send(np.ones(10), after, tag=0)
-    deadline = time.monotonic() + 30
-    while not arrival.poll() and time.monotonic() < deadline:
-        messages.progress()
-    whole = arrival.poll()
-    arrival.wait()
+    messages.send(last, after, tag=0)
+    pieces = messages.leaving
+    whole = come(arrival, messages) and bool(np.array_equal(arrival.wait(), np.arange(23.0) + before))
     messages.drain()
     messages.free()
-    assert all(group.gather(whole and not half))
+    assert all(group.gather(whole and not half and pieces == 3))
 
 
 @pytest.mark.both_worlds
 def test_a_send_can_be_waited_for_by_itself(group: Group) -> None:
     """One that cannot leave yet does not hold up another; and both were counted, with their bytes."""
     messages = Messages(group, synchronous_sends=True)
-    after, before = (group.rank + 1) % group.size, (group.rank - 1) % group.size
+    after, before = neighbours(group)
     messages.send(np.zeros(2), after, tag=1)
     arrival = messages.receive(np.empty(5), before, tag=2)
     departure = messages.send(np.zeros(5), after, tag=2)
