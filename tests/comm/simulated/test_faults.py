@@ -16,40 +16,32 @@ from nnmpi.schedule.lower import add_transfers, fuse
 from nnmpi.schedule.schedule import SENDS, TRANSFERS, Kind, Schedule, parts
 from nnmpi.schedule.schedules import make
 
+ALL_TO_ALL = "all to all without agreement"
 LONG = 100_000  # bytes: more than what leaves at once
 HERE = Path(__file__).name
 
 
-def wrong_tag(comm: Any) -> None:
-    buffer = np.zeros(4)
-    comm.wait_all(
-        [comm.isend(buffer, 1, 7)] if comm.rank == 0 else [comm.irecv(buffer, 0, 8)] if comm.rank == 1 else []
-    )
+Fault = Callable[[Any], object]
+SHORT, LENGTHS = 4, r"rank 0 sends \d+ bytes .* rank 1 receives into \d+ "
+DIFFERENT = r"the ranks are in different collectives: rank \d in .*, rank \d in "
 
 
-def wrong_partner(comm: Any) -> None:
-    buffer = np.zeros(4)
-    comm.wait_all(
-        [comm.isend(buffer, 1, 7)] if comm.rank == 0 else [comm.irecv(buffer, 2, 7)] if comm.rank == 1 else []
-    )
+def two(first: Fault | None, second: Fault | None) -> Fault:
+    """Return what ranks 0 and 1 start, each for itself, and wait for."""
+
+    def fault(comm: Any) -> None:
+        own = {0: first, 1: second}.get(comm.rank)
+        comm.wait_all([own(comm)] if own is not None else [])
+
+    return fault
 
 
-def other_length(comm: Any) -> None:
-    comm.wait_all([comm.isend(np.zeros(4), 1, 7)] if comm.rank == 0 else [])
-    comm.wait_all([comm.irecv(np.zeros(3), 0, 7)] if comm.rank == 1 else [])
+def send(length: int = SHORT, tag: int = 7) -> Fault:
+    return lambda comm: comm.isend(np.zeros(length), 1, tag)
 
 
-def other_length_of_a_long_message(comm: Any) -> None:
-    comm.wait_all([comm.isend(np.zeros(LONG), 1, 7)] if comm.rank == 0 else [])
-    comm.wait_all([comm.irecv(np.zeros(LONG + 1), 0, 7)] if comm.rank == 1 else [])
-
-
-def missing_receive(comm: Any) -> None:
-    comm.wait_all([comm.isend(np.zeros(4), 1, 7)] if comm.rank == 0 else [])
-
-
-def missing_send(comm: Any) -> None:
-    comm.wait_all([comm.irecv(np.zeros(4), 0, 7)] if comm.rank == 1 else [])
+def receive(length: int = SHORT, tag: int = 7, source: int = 0) -> Fault:
+    return lambda comm: comm.irecv(np.zeros(length), source, tag)
 
 
 def missing_wait_of_a_send(comm: Any) -> None:
@@ -62,10 +54,6 @@ def missing_wait_of_a_receive(comm: Any) -> None:
     comm.wait_all([comm.isend(np.zeros(4), 1, 7)] if comm.rank == 0 else [])
     if comm.rank == 1:
         comm.irecv(np.zeros(4), 0, 7)
-
-
-def missing_wait_of_a_collective(comm: Any) -> None:
-    comm.iallreduce(np.zeros(4))
 
 
 def a_receive_into_a_buffer_in_use(comm: Any) -> None:
@@ -90,25 +78,10 @@ def a_change_of_what_is_sent(comm: Any) -> None:
         comm.wait_all([comm.irecv(buffer, 0, 1)])
 
 
-def a_sum_of_other_lengths(comm: Any) -> None:
-    comm.allreduce(np.zeros(4 + (comm.rank == 2)))
-
-
-def a_sum_of_other_numbers(comm: Any) -> None:
-    comm.allreduce(np.zeros(4, np.float32 if comm.rank == 1 else np.float64))
-
-
 def another_order_of_collectives(comm: Any) -> None:
-    if comm.rank == 0:
-        comm.barrier()
-        comm.allreduce(np.zeros(4))
-    else:
-        comm.allreduce(np.zeros(4))
-        comm.barrier()
-
-
-def another_root(comm: Any) -> None:
-    comm.broadcast(np.zeros(4), comm.rank // 2)
+    calls = [comm.barrier, lambda: comm.allreduce(np.zeros(4))]
+    for call in calls if comm.rank == 0 else reversed(calls):
+        call()
 
 
 def a_started_collective_that_others_wait_in(comm: Any) -> None:
@@ -129,26 +102,21 @@ def other_counts(comm: Any) -> None:
     comm.allgatherv(np.zeros(counts[comm.rank]), np.zeros(sum(counts)), counts)
 
 
-def counts_that_are_not_ones_own(comm: Any) -> None:
-    comm.allgatherv(np.zeros(5), np.zeros(6), [1, 2, 3])
-
-
 def all_to_all_without_agreement(comm: Any) -> None:
     came = [1, 1, 2 if comm.rank == 0 else 1]
     comm.alltoallv(np.zeros(3, np.uint8), [1, 1, 1], np.zeros(sum(came), np.uint8), came)
 
 
-def sends_that_wait_for_one_another(comm: Any) -> None:
-    ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    buffer = np.zeros(LONG)
-    comm.wait_all([comm.isend(buffer, ahead, 0)])
-    comm.wait_all([comm.irecv(buffer, behind, 0)])
+def around(sends_first: bool, length: int) -> Fault:
+    """Return what waits in a circle: each rank for the other end of its first message."""
 
+    def fault(comm: Any) -> None:
+        ahead, behind, buffer = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, np.zeros(length)
+        calls = [lambda: comm.isend(buffer, ahead, 0), lambda: comm.irecv(buffer, behind, 0)]
+        for call in calls if sends_first else reversed(calls):
+            comm.wait_all([call()])
 
-def receives_that_wait_for_one_another(comm: Any) -> None:
-    ahead, behind = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    comm.wait_all([comm.irecv(np.zeros(4), behind, 0)])
-    comm.wait_all([comm.isend(np.zeros(4), ahead, 0)])
+    return fault
 
 
 def a_loop_that_looks_for_ever(comm: Any) -> None:
@@ -158,52 +126,94 @@ def a_loop_that_looks_for_ever(comm: Any) -> None:
             pass
 
 
-def a_wait_for_what_never_happens(comm: Any) -> None:
-    if comm.rank == 0:
-        comm.world.wait_until(lambda: False)
-
-
-LENGTHS = r"rank 0 sends \d+ bytes .* rank 1 receives into \d+ "
-DIFFERENT = r"the ranks are in different collectives: rank \d in .*, rank \d in "
-FAULTS: dict[Callable[[Any], None], str] = {
-    wrong_tag: r"deadlock|nobody received rank 0's send to rank 1 with tag 7",
-    wrong_partner: r"deadlock: .*rank 1 waits for receive from rank 2 with tag 7",
-    other_length: LENGTHS,
-    other_length_of_a_long_message: LENGTHS,
-    missing_receive: r"nobody received rank 0's send to rank 1 with tag 7|deadlock: .*rank 0 waits for send to rank 1",
-    missing_send: r"deadlock: .*rank 1 waits for receive from rank 0 with tag 7, .*ended: rank 0, rank 2",
-    missing_wait_of_a_send: r"rank 0 never waited for its send to rank 1 with tag 7",
-    missing_wait_of_a_receive: r"rank 1 never waited for its receive from rank 0 with tag 7",
-    missing_wait_of_a_collective: r"rank 2 never waited for its iallreduce",
-    a_receive_into_a_buffer_in_use: r"rank 0 gives its receive .* memory .* that its receive .* still writes",
-    a_receive_into_what_is_sent: r"rank 0 gives its receive .* memory .* that its send .* still reads",
-    a_change_of_what_is_sent: r"rank 0 changed an array while its send to rank 1 with tag 1 read it",
-    a_sum_of_other_lengths: DIFFERENT + r"allreduce\([45], float64\)",
-    a_sum_of_other_numbers: DIFFERENT + r"allreduce\(4, float\d\d\)",
-    another_order_of_collectives: DIFFERENT,
-    another_root: DIFFERENT + r"broadcast\(32, root \d\)",
-    a_started_collective_that_others_wait_in: DIFFERENT,
-    a_rank_that_leaves_early: r"deadlock: .*rank 0 waits for barrier .*ended: rank 1",
-    other_counts: DIFFERENT + r"allgatherv\(\(1, 2, [34]\), float64\)",
-    counts_that_are_not_ones_own: r"rank \d brings 5 elements to allgatherv, but its count there is \d",
-    all_to_all_without_agreement: r"alltoallv: rank 2 of the communicator sends 1 elements to 0, which expects 2",
-    sends_that_wait_for_one_another: r"deadlock: .*rank 0 -> rank 1 -> rank 2 -> rank 0 wait for one another",
-    receives_that_wait_for_one_another: r"deadlock: .*rank 0 -> rank 2 -> rank 1 -> rank 0 wait for one another",
-    a_loop_that_looks_for_ever: r"deadlock: .*rank 0 waits for a loop that looks for messages",
-    a_wait_for_what_never_happens: r"deadlock: .*rank 0 waits for something to become complete",
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "wrong tag": (two(send(), receive(tag=8)), r"deadlock|nobody received rank 0's send to rank 1 with tag 7"),
+    "wrong partner": (two(send(), receive(source=2)), r"deadlock: .*rank 1 waits for receive from rank 2 with tag 7"),
+    "other length": (two(send(), receive(SHORT - 1)), LENGTHS),
+    "other length of a long message": (two(send(LONG), receive(LONG + 1)), LENGTHS),
+    "missing receive": (
+        two(send(), None),
+        r"nobody received rank 0's send to rank 1 with tag 7|deadlock: .*rank 0 waits for send to rank 1",
+    ),
+    "missing send": (
+        two(None, receive()),
+        r"deadlock: .*rank 1 waits for receive from rank 0 with tag 7, .*ended: rank 0, rank 2",
+    ),
+    "missing wait of a send": (missing_wait_of_a_send, r"rank 0 never waited for its send to rank 1 with tag 7"),
+    "missing wait of a receive": (
+        missing_wait_of_a_receive,
+        r"rank 1 never waited for its receive from rank 0 with tag 7",
+    ),
+    "missing wait of a collective": (
+        lambda comm: comm.iallreduce(np.zeros(4)),
+        r"rank 2 never waited for its iallreduce",
+    ),
+    "a receive into a buffer in use": (
+        a_receive_into_a_buffer_in_use,
+        r"rank 0 gives its receive .* memory .* that its receive .* still writes",
+    ),
+    "a receive into what is sent": (
+        a_receive_into_what_is_sent,
+        r"rank 0 gives its receive .* memory .* that its send .* still reads",
+    ),
+    "a change of what is sent": (
+        a_change_of_what_is_sent,
+        r"rank 0 changed an array while its send to rank 1 with tag 1 read it",
+    ),
+    "a sum of other lengths": (
+        lambda comm: comm.allreduce(np.zeros(4 + (comm.rank == 2))),
+        DIFFERENT + r"allreduce\([45], float64\)",
+    ),
+    "a sum of other numbers": (
+        lambda comm: comm.allreduce(np.zeros(4, np.float32 if comm.rank == 1 else np.float64)),
+        DIFFERENT + r"allreduce\(4, float\d\d\)",
+    ),
+    "another order of collectives": (another_order_of_collectives, DIFFERENT),
+    "another root": (
+        lambda comm: comm.broadcast(np.zeros(4), comm.rank // 2),
+        DIFFERENT + r"broadcast\(32, root \d\)",
+    ),
+    "a started collective that others wait in": (a_started_collective_that_others_wait_in, DIFFERENT),
+    "a rank that leaves early": (a_rank_that_leaves_early, r"deadlock: .*rank 0 waits for barrier .*ended: rank 1"),
+    "other counts": (other_counts, DIFFERENT + r"allgatherv\(\(1, 2, [34]\), float64\)"),
+    "counts that are not one's own": (
+        lambda comm: comm.allgatherv(np.zeros(5), np.zeros(6), [1, 2, 3]),
+        r"rank \d brings 5 elements to allgatherv, but its count there is \d",
+    ),
+    ALL_TO_ALL: (
+        all_to_all_without_agreement,
+        r"alltoallv: rank 2 of the communicator sends 1 elements to 0, which expects 2",
+    ),
+    "sends that wait for one another": (
+        around(True, LONG),
+        r"deadlock: .*rank 0 -> rank 1 -> rank 2 -> rank 0 wait for one another",
+    ),
+    "receives that wait for one another": (
+        around(False, SHORT),
+        r"deadlock: .*rank 0 -> rank 2 -> rank 1 -> rank 0 wait for one another",
+    ),
+    "a loop that looks for ever": (
+        a_loop_that_looks_for_ever,
+        r"deadlock: .*rank 0 waits for a loop that looks for messages",
+    ),
+    "a wait for what never happens": (
+        lambda comm: comm.rank or comm.world.wait_until(lambda: False),
+        r"deadlock: .*rank 0 waits for something to become complete",
+    ),
 }
 
 
 @pytest.mark.parametrize("cpu_factor", [0, 1])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_mistake_is_named(fault: Callable[[Any], None], cpu_factor: float) -> None:
+def test_a_mistake_is_named(fault: str, cpu_factor: float) -> None:
     """Whatever the seed, and with the line of this file in which it was made."""
+    work, words = FAULTS[fault]
     for seed in range(3):
         with pytest.raises(CommError) as raised:
-            simulate(lambda group: fault(group.comm), ranks=3, seed=seed, cpu_factor=cpu_factor)
+            simulate(lambda group: work(group.comm), ranks=3, seed=seed, cpu_factor=cpu_factor)
         text = str(raised.value)
-        assert re.search(FAULTS[fault], text, re.DOTALL), text
-        if fault is not all_to_all_without_agreement:  # seen when all have come, by nobody in particular
+        assert re.search(words, text, re.DOTALL), text
+        if fault != ALL_TO_ALL:  # seen when all have come, by nobody in particular
             assert re.search(rf"{HERE}:\d+", text), text
 
 
