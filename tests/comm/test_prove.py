@@ -18,6 +18,7 @@ from nnmpi.comm.collective import (
     BROADCAST,
     NEIGHBOUR_AVERAGE,
     REDUCE_SCATTER,
+    Contract,
     Step,
     runs,
 )
@@ -64,34 +65,6 @@ def test_halving_of_eight_is_the_picture() -> None:
     assert steps[3:] == [(4, (0,), (1,)), (2, (0, 1), (2, 3)), (1, (0, 1, 2, 3), (4, 5, 6, 7))]
 
 
-def test_a_broadcast_of_nothing_is_found() -> None:
-    steps = [(), (Step(to=2, send=range(3)),), (Step(from_=1, recv=range(3)),)]
-    with pytest.raises(ScheduleError, match="rank 1, step 0 sends chunk 0 to rank 2 before anything is in it"):
-        prove_steps(steps, BROADCAST)
-
-
-def test_an_all_gather_that_adds_is_found() -> None:
-    steps = [[replace(step, reduce=True) for step in ring_all_gather(rank, 3)] for rank in range(3)]
-    with pytest.raises(ScheduleError, match="adds chunk 0 from rank 0 to nothing"):
-        prove_steps(steps, ALL_GATHER)
-
-
-def test_a_reduce_scatter_with_a_round_left_out_is_found() -> None:
-    steps = [bruck_reduce_scatter(rank, 4)[1:] for rank in range(4)]
-    with pytest.raises(ScheduleError, match="rank 0 ends without the part of ranks 1-2 in chunk 0"):
-        prove_steps(steps, REDUCE_SCATTER)
-
-
-def test_a_chunk_with_too_many_parts_is_found() -> None:
-    one_way = COLLECTIVES["neighbour-average", "gossip"]
-    steps = [one_way(rank, 5) * 2 for rank in range(5)]
-    with pytest.raises(ScheduleError, match="more than 2 times"):
-        prove_steps(steps, NEIGHBOUR_AVERAGE)
-    pairs = [(Step(to=1 - rank, send=(0, 1), from_=1 - rank, recv=(0, 1), reduce=True),) for rank in range(2)]
-    with pytest.raises(ScheduleError, match="with the part of rank 1 too often in chunk 0"):
-        prove_steps(pairs, replace(ALL_REDUCE, ends=lambda rank, chunk, size: 1))
-
-
 # What a proof finds.
 
 
@@ -127,37 +100,6 @@ def plan(of: Callable[[int, int], tuple[Step, ...]], size: int) -> Plan:
     return [list(of(rank, size)) for rank in range(size)]
 
 
-def test_a_dropped_step_is_an_unmatched_message() -> None:
-    steps = plan(star, 4)
-    del steps[2][0]  # worker 2 never sends its part
-    with pytest.raises(
-        ScheduleError, match=r"unmatched message: rank 0, step 1 waits for chunks \[0, 1, 2, 3\] from rank 2"
-    ):
-        prove_steps(steps)
-
-
-def test_a_message_that_nobody_receives_is_named() -> None:
-    steps = plan(star, 3)
-    del steps[0][-1]  # the server does not answer rank 2
-    with pytest.raises(ScheduleError, match=r"unmatched message: rank 2, step 1 waits for chunks .* from rank 0"):
-        prove_steps(steps)
-    steps = plan(star, 3)
-    del steps[2][-1]  # rank 2 does not listen to the answer
-    with pytest.raises(ScheduleError, match=r"unmatched message: rank 0, step 3 waits to send chunks .* to rank 2"):
-        prove_steps(steps)
-
-
-def test_a_step_dropped_on_both_sides_leaves_a_part_out() -> None:
-    steps = plan(star, 3)
-    del steps[0][0], steps[1][0]  # worker 1 is not asked
-    with pytest.raises(
-        ScheduleError, match=r"rank 0 ends without the part of rank 1 in chunk 0 \(last written in step 0\)"
-    ):
-        prove_steps(steps)
-    with pytest.raises(ScheduleError, match=r"rank 0 ends without the part of rank 1 in chunk 0 \(never written\)"):
-        prove_steps([[], []])
-
-
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize("key", COLLECTIVES, ids=" ".join)
 def test_no_single_change_goes_unnoticed(key: tuple[str, str], size: int) -> None:
@@ -179,80 +121,126 @@ def test_no_single_change_goes_unnoticed(key: tuple[str, str], size: int) -> Non
                     prove_steps(steps, collective.contract)
 
 
-def test_a_doubled_reduction_names_rank_step_chunk() -> None:
-    size = 3
-    steps = plan(star, size)
-    steps[0].insert(1, steps[0][0])  # worker 1 is asked twice
-    steps[1].insert(0, steps[1][0])
-    with pytest.raises(ScheduleError, match="rank 0, step 1 adds chunk 0 from rank 1 and counts rank 1 twice"):
-        prove_steps(steps)
+def without(steps: Plan, *places: tuple[int, int]) -> Plan:
+    """Return the steps without those of (rank, index)."""
+    return [[step for index, step in enumerate(own) if (rank, index) not in places] for rank, own in enumerate(steps)]
+
+
+def changed(steps: Plan, rank: int, index: int, **change: Any) -> Plan:
+    steps[rank][index] = replace(steps[rank][index], **change)
+    return steps
+
+
+def doubled(steps: Plan, *places: tuple[int, int]) -> Plan:
+    for rank, index in places:
+        steps[rank].insert(index, steps[rank][index])
+    return steps
+
+
+def blocking(rank: int, size: int) -> list[Step]:
+    """It goes well as long as MPI buffers the messages, that is, in every small test, and hangs with long ones."""
+    halves = []
+    for step in ring(rank, size):
+        halves.append(Step(to=step.to, send=step.send))
+        halves.append(Step(from_=step.from_, recv=step.recv, reduce=step.reduce))
+    return halves
+
+
+def both(reduce: bool) -> Plan:
+    return [[Step(to=1 - r, send=(0, 1), from_=1 - r, recv=(0, 1), reduce=reduce)] for r in range(2)]
+
+
+GOSSIP = COLLECTIVES["neighbour-average", "gossip"]
+ADDING = [[replace(step, reduce=True) for step in ring_all_gather(rank, 3)] for rank in range(3)]
+CIRCLE = [[Step(from_=1 - r, recv=(0, 1), reduce=True), Step(to=1 - r, send=(0, 1))] for r in range(2)]
+HANDED_ON = [[], [Step(to=2, send=range(3))], [Step(from_=1, recv=range(3))]]
+LEFT_OUT = "rank 0 ends without the part of rank 1 in chunk 0"
+BOTH_WAIT = "deadlock: rank 0, step 0 waits for chunks [0, 1] from rank 1, rank 1"
+ALL_SEND = (
+    "deadlock: rank 0, step 0 waits to send chunks [2] to rank 1, rank 1, step 0 waits to send chunks [0] to rank 2, "
+    "rank 2, step 0 waits to send chunks [1] to rank 0"
+)
 
 
 @pytest.mark.parametrize(
-    ("of", "size", "rank", "index", "change", "sentence"),
+    ("steps", "contract", "sentence"),
     [
-        (ring, 4, 0, 0, {"to": 2}, "unmatched message: rank 0, step 0 waits to send chunks [3] to rank 2"),
-        (tree, 2, 1, 1, {"reduce": True}, "rank 1, step 1 adds chunk 0 from rank 0 and counts rank 1 twice"),
-        (ring, 3, 1, 0, {"reduce": False}, "rank 0 ends without the part of rank 1 in chunk 2"),
-        (ring, 4, 1, 2, {"send": (0,)}, "rank 1, step 2 sends chunks [0] to rank 2, step 2, which expects chunks [2]"),
+        (HANDED_ON, BROADCAST, "rank 1, step 0 sends chunk 0 to rank 2 before anything is in it"),
+        (ADDING, ALL_GATHER, "adds chunk 0 from rank 0 to nothing"),
+        (
+            [own[1:] for own in plan(bruck_reduce_scatter, 4)],
+            REDUCE_SCATTER,
+            "rank 0 ends without the part of ranks 1-2 in chunk 0",
+        ),
+        ([own * 2 for own in plan(GOSSIP, 5)], NEIGHBOUR_AVERAGE, "more than 2 times"),
+        (
+            both(reduce=True),
+            replace(ALL_REDUCE, ends=lambda rank, chunk, size: 1),
+            "with the part of rank 1 too often in chunk 0",
+        ),
+        (  # worker 2 never sends its part
+            without(plan(star, 4), (2, 0)),
+            ALL_REDUCE,
+            "unmatched message: rank 0, step 1 waits for chunks [0, 1, 2, 3] from rank 2",
+        ),
+        (  # the server does not answer rank 2
+            without(plan(star, 3), (0, 3)),
+            ALL_REDUCE,
+            "unmatched message: rank 2, step 1 waits for chunks [0, 1, 2] from rank 0",
+        ),
+        (  # rank 2 does not listen to the answer
+            without(plan(star, 3), (2, 1)),
+            ALL_REDUCE,
+            "unmatched message: rank 0, step 3 waits to send chunks [0, 1, 2] to rank 2",
+        ),
+        # worker 1 is not asked
+        (without(plan(star, 3), (0, 0), (1, 0)), ALL_REDUCE, f"{LEFT_OUT} (last written in step 0)"),
+        ([[], []], ALL_REDUCE, f"{LEFT_OUT} (never written)"),
+        (  # worker 1 is asked twice
+            doubled(plan(star, 3), (0, 0), (1, 0)),
+            ALL_REDUCE,
+            "rank 0, step 1 adds chunk 0 from rank 1 and counts rank 1 twice",
+        ),
+        (
+            changed(plan(ring, 4), 0, 0, to=2),
+            ALL_REDUCE,
+            "unmatched message: rank 0, step 0 waits to send chunks [3] to rank 2",
+        ),
+        (
+            changed(plan(tree, 2), 1, 1, reduce=True),
+            ALL_REDUCE,
+            "rank 1, step 1 adds chunk 0 from rank 0 and counts rank 1 twice",
+        ),
+        (
+            changed(plan(ring, 3), 1, 0, reduce=False),
+            ALL_REDUCE,
+            "rank 0 ends without the part of rank 1 in chunk 2",
+        ),
+        (
+            changed(plan(ring, 4), 1, 2, send=(0,)),
+            ALL_REDUCE,
+            "rank 1, step 2 sends chunks [0] to rank 2, step 2, which expects chunks [2]",
+        ),
+        (plan(blocking, 3), ALL_REDUCE, ALL_SEND),
+        (CIRCLE, ALL_REDUCE, BOTH_WAIT),
+        (both(reduce=False), ALL_REDUCE, "rank 0, step 0 sends chunk 0 to rank 1 while rank 1 overwrites it"),
+        (
+            [[Step(to=2, send=(0,))], []],
+            ALL_REDUCE,
+            "rank 0, step 0 talks to rank 2, which is not another one of the 2 ranks",
+        ),
+        ([[Step(from_=0, recv=(0,))], []], ALL_REDUCE, "rank 0, step 0 talks to rank 0, which is not another one"),
+        ([[Step(to=1, send=(2,))], []], ALL_REDUCE, "rank 0, step 0 names chunk 2, but 2 ranks have the chunks 0..1"),
     ],
-    ids=["swapped receiver", "adding for replacing", "replacing for adding", "wrong chunk"],
 )
-def test_a_changed_step_is_named(of: Any, size: int, rank: int, index: int, change: Any, sentence: str) -> None:
-    steps = plan(of, size)
-    steps[rank][index] = replace(steps[rank][index], **change)
+def test_a_fault_is_named(steps: Plan, contract: Contract, sentence: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(sentence)):
-        prove_steps(steps)
-
-
-def test_ranks_that_all_send_before_they_receive_are_a_deadlock() -> None:
-    """It goes well as long as MPI buffers the messages, that is, in every small test, and hangs with long ones."""
-
-    def blocking(rank: int, size: int) -> tuple[Step, ...]:
-        halves = []
-        for step in ring(rank, size):
-            halves.append(Step(to=step.to, send=step.send))
-            halves.append(Step(from_=step.from_, recv=step.recv, reduce=step.reduce))
-        return tuple(halves)
-
-    expected = (
-        r"deadlock: rank 0, step 0 waits to send chunks \[2\] to rank 1, "
-        r"rank 1, step 0 waits to send chunks \[0\] to rank 2, rank 2, step 0 waits to send chunks \[1\] to rank 0"
-    )
-    with pytest.raises(ScheduleError, match=expected):
-        prove(blocking, 3)
-
-
-def test_waiting_in_a_circle_for_receives_is_a_deadlock() -> None:
-    first = [Step(from_=1, recv=(0, 1), reduce=True), Step(to=1, send=(0, 1))]
-    second = [Step(from_=0, recv=(0, 1), reduce=True), Step(to=0, send=(0, 1))]
-    with pytest.raises(ScheduleError, match=r"deadlock: rank 0, step 0 waits for chunks \[0, 1\] from rank 1, rank 1"):
-        prove_steps([first, second])
-
-
-def test_a_chunk_overwritten_while_it_is_sent_is_refused() -> None:
-    swap = [[Step(to=1 - rank, send=(0, 1), from_=1 - rank, recv=(0, 1))] for rank in range(2)]
-    with pytest.raises(ScheduleError, match="rank 0, step 0 sends chunk 0 to rank 1 while rank 1 overwrites it"):
-        prove_steps(swap)
+        prove_steps(steps, contract)
 
 
 def test_adding_to_a_chunk_that_is_sent_is_allowed() -> None:
     """What is to be added waits in scratch until the send is over: two ranks can exchange and add in one step."""
-    both = [[Step(to=1 - rank, send=(0, 1), from_=1 - rank, recv=(0, 1), reduce=True)] for rank in range(2)]
-    assert prove_steps(both).rounds == 1
-
-
-@pytest.mark.parametrize(
-    ("step", "sentence"),
-    [
-        (Step(to=2, send=(0,)), "rank 0, step 0 talks to rank 2, which is not another one of the 2 ranks"),
-        (Step(from_=0, recv=(0,)), "rank 0, step 0 talks to rank 0, which is not another one"),
-        (Step(to=1, send=(2,)), r"rank 0, step 0 names chunk 2, but 2 ranks have the chunks 0\.\.1"),
-    ],
-)
-def test_partners_and_chunks_that_do_not_exist_are_refused(step: Step, sentence: str) -> None:
-    with pytest.raises(ScheduleError, match=sentence):
-        prove_steps([[step], []])
+    assert prove_steps(both(reduce=True)).rounds == 1
 
 
 def test_a_step_without_meaning_cannot_be_made() -> None:

@@ -234,32 +234,24 @@ def test_a_group_makes_a_new_memory_when_its_own_was_freed(group: Group) -> None
 @pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
 @pytest.mark.parametrize("nodes", ["one node", "several"])
 def test_it_is_given_back_once_however_often_it_is_asked_for(group: Group, nodes: str, ordered: bool) -> None:
-    """Freed twice, a communicator would be an error, or somebody else's."""
+    """Freed twice, a communicator would be an error, or somebody else's; what was closed refuses in a sentence."""
     whole = group.duplicate()
     memory = SharedMemory(whole, nodes=blocks_of_two(whole) if nodes == "several" else None, ordered=ordered)
     kept = memory.allocate(5, "float64")
     memory.barrier_of(3)
-    memory.close()
-    memory.close()
-    assert memory.holds(kept)
-    memory.free()
-    memory.free()
+    for give_back in (memory.close, memory.free):
+        assert memory.holds(kept)
+        give_back()
+        give_back()
+        for ask in (
+            memory.barrier,
+            lambda: memory.barrier_of(3),
+            lambda: memory.allocate(1, "float32"),
+            lambda: memory.common_all([]),
+            lambda: memory.twin(whole),
+        ):
+            with pytest.raises(UsageError, match="was closed or freed; ask the group"):
+                ask()
     assert not memory.holds(kept)
     assert whole.sum_floats([1.0]) == [whole.size]
     whole.free()
-
-
-@pytest.mark.mpi
-def test_what_was_closed_refuses_in_a_sentence(group: Group) -> None:
-    memory = SharedMemory(group)
-    memory.barrier_of(3)
-    memory.free()
-    for ask in (
-        memory.barrier,
-        lambda: memory.barrier_of(3),
-        lambda: memory.allocate(1, "float32"),
-        lambda: memory.common_all([]),
-        lambda: memory.twin(group),
-    ):
-        with pytest.raises(UsageError, match="was closed or freed; ask the group"):
-            ask()
