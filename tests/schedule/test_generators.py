@@ -1,5 +1,7 @@
 """What the generators promise, for all numbers of stages and microbatches: bubbles, activations, messages, order."""
 
+from collections.abc import Callable
+
 import pytest
 from hypothesis import given, settings
 
@@ -7,7 +9,7 @@ from nnmpi.schedule.check import check
 from nnmpi.schedule.schedule import Kind
 from nnmpi.schedule.schedules import make
 from nnmpi.schedule.simulate import Simulation, even_costs, simulate_schedule
-from tests.schedule.every import KINDS, MICROBATCHES, RANKS, lowered, numbers
+from tests.schedule.every import KINDS, RANKS, lowered, numbers
 
 some = settings(max_examples=20)
 
@@ -17,89 +19,46 @@ def found(name: str, ranks: int, microbatches: int, virtual: int = 1) -> Simulat
     return simulate_schedule(lowered(name, ranks, microbatches, virtual), even_costs(ranks * virtual, 1 / virtual))
 
 
-@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def few(ranks: int, m: int, ahead: float, behind: float) -> float:
+    """Return the first where there are as many microbatches as ranks, or more; else the second."""
+    return ahead if m >= ranks else behind
+
+
+# Of ranks, microbatches and stages a rank: when a step is over.
+MAKESPANS: dict[str, Callable[[int, int, int], float]] = {
+    "naive": lambda r, m, v: 3 * r * m,
+    "gpipe": lambda r, m, v: 3 * (m + r - 1),
+    "1f1b": lambda r, m, v: 3 * (m + r - 1),
+    "inference": lambda r, m, v: few(r, m, v * m + r - 1, m + v * r - 1) / v,
+    # with few the first microbatch goes there and back, the others follow, and one W is left
+    "zero-bubble": lambda r, m, v: few(r, m, 3 * m + r - 1, 2 * r + 2 * m - 1),
+    "interleaved": lambda r, m, v: few(r, m, 3 * m * v + 3 * (r - 1), 3 * (m + r * v - 1)) / v,
+}
+# and how many activations a rank keeps.
+PEAKS: dict[str, Callable[[int, int, int, int], int]] = {
+    "naive": lambda r, m, v, rank: 1,
+    "inference": lambda r, m, v, rank: 1,
+    "gpipe": lambda r, m, v, rank: m,
+    "1f1b": lambda r, m, v, rank: min(r - rank, m),
+    "pipedream": lambda r, m, v, rank: min(r - rank, m),
+    "zero-bubble": lambda r, m, v, rank: min(r, m),
+    "interleaved": lambda r, m, v, rank: min(2 * (r - 1 - rank) + (v - 1) * -(-m // max(1, m // r)) + 1, v * m),
+}
+
+
+@pytest.mark.parametrize(("name", "virtual"), [kind for kind in KINDS if kind != ("interleaved", 1)])
 @some
 @given(numbers)
-def test_bubble_of_gpipe_and_1f1b(name: str, number: tuple[int, int]) -> None:
+def test_bubbles_activations_and_messages(name: str, virtual: int, number: tuple[int, int]) -> None:
     ranks, microbatches = number
-    simulation = found(name, *number)
-    assert simulation.makespan_s == 3 * (microbatches + ranks - 1)
-    assert simulation.bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
-
-
-@some
-@given(numbers)
-def test_bubble_of_naive_and_inference(number: tuple[int, int]) -> None:
-    ranks, microbatches = number
-    assert found("naive", *number).bubble == pytest.approx((ranks - 1) / ranks)
-    assert found("inference", *number).bubble == pytest.approx((ranks - 1) / (microbatches + ranks - 1))
-
-
-@pytest.mark.parametrize("virtual", [2, 3])
-@some
-@given(numbers)
-def test_bubble_of_inference_with_several_stages_a_rank(virtual: int, number: tuple[int, int]) -> None:
-    ranks, microbatches = number
-    simulation = found("inference", *number, virtual)
-    thin = virtual * microbatches + ranks - 1 if microbatches >= ranks else microbatches + virtual * ranks - 1
-    assert virtual * simulation.makespan_s == pytest.approx(thin)
-    assert simulation.peak_activations == (1,) * ranks
-
-
-@some
-@given(numbers)
-def test_bubble_of_zero_bubble(number: tuple[int, int]) -> None:
-    ranks, microbatches = number
-    makespan_s = found("zero-bubble", *number).makespan_s
-    if microbatches >= ranks:
-        assert makespan_s == 3 * microbatches + ranks - 1
-    else:  # the first microbatch goes there and back, the others follow, and one W is left
-        assert makespan_s == 2 * ranks + 2 * microbatches - 1
-
-
-@pytest.mark.parametrize("virtual", [2, 3])
-@some
-@given(numbers)
-def test_bubble_of_interleaved(virtual: int, number: tuple[int, int]) -> None:
-    ranks, microbatches = number
-    makespan_s = virtual * found("interleaved", *number, virtual).makespan_s  # in forwards of a thin stage
-    if microbatches >= ranks:  # whether or not it is a multiple
-        assert makespan_s == pytest.approx(3 * microbatches * virtual + 3 * (ranks - 1))
-    else:
-        assert makespan_s == pytest.approx(3 * (microbatches + ranks * virtual - 1))
-
-
-@pytest.mark.parametrize("ranks", RANKS)
-def test_activations_that_are_kept(ranks: int) -> None:
-    for m in MICROBATCHES:
-        assert found("naive", ranks, m).peak_activations == (1,) * ranks
-        assert found("inference", ranks, m).peak_activations == (1,) * ranks
-        assert found("gpipe", ranks, m).peak_activations == (m,) * ranks
-        for name in ("1f1b", "pipedream"):
-            assert found(name, ranks, m).peak_activations == tuple(min(ranks - stage, m) for stage in range(ranks))
-        assert found("zero-bubble", ranks, m).peak_activations == (min(ranks, m),) * ranks
-
-
-@some
-@given(numbers)
-def test_activations_that_interleaved_keeps(number: tuple[int, int]) -> None:
-    ranks, microbatches = number
-    for virtual in (2, 3):
-        most = -(-microbatches // max(1, microbatches // ranks))
-        expected = tuple(
-            min(2 * (ranks - 1 - rank) + (virtual - 1) * most + 1, virtual * microbatches) for rank in range(ranks)
-        )
-        assert found("interleaved", ranks, microbatches, virtual).peak_activations == expected
-
-
-@some
-@given(numbers)
-def test_messages(number: tuple[int, int]) -> None:
-    ranks, m = number
-    for name in ("naive", "gpipe", "1f1b", "zero-bubble", "pipedream"):
-        assert found(name, ranks, m).messages == 2 * (ranks - 1) * m
-    assert found("inference", ranks, m).messages == (ranks - 1) * m
-    assert found("interleaved", ranks, m, 2).messages == (2 * (2 * ranks - 1) * m if ranks > 1 else 0)
+    simulation = found(name, *number, virtual)
+    work_s = microbatches if name == "inference" else 3 * microbatches
+    if name in MAKESPANS:
+        assert simulation.makespan_s == pytest.approx(MAKESPANS[name](*number, virtual))
+        assert simulation.bubble == pytest.approx(1 - work_s / simulation.makespan_s)
+    assert simulation.peak_activations == tuple(PEAKS[name](*number, virtual, rank) for rank in range(ranks))
+    ways = 1 if name == "inference" else 2
+    assert simulation.messages == (ways * (virtual * ranks - 1) * microbatches if ranks > 1 else 0)
 
 
 def test_interleaved_with_one_stage_a_rank_is_1f1b() -> None:

@@ -6,44 +6,29 @@ from hypothesis import strategies as st
 
 from nnmpi.errors import UsageError
 from nnmpi.schedule.lower import add_transfers, fuse, lower, place_reductions
-from nnmpi.schedule.schedule import TRANSFERS, Instruction, channel_of, other_end, send_of
+from nnmpi.schedule.schedule import TRANSFERS, Instruction, Schedule, channel_of, other_end, send_of
 from nnmpi.schedule.schedules import make
 
 
-def words(program: object) -> str:
-    return " ".join(map(str, program))  # type: ignore[call-overload]
-
-
-def test_add_transfers_puts_receives_before_and_sends_after() -> None:
-    first, last = add_transfers(make("1f1b", 2, 1)).programs
-    assert words(first) == "0F0 0SEND_ACT0 0RECV_GRAD0 0B0"
-    assert words(last) == "1RECV_ACT0 1F0 1B0 1SEND_GRAD0"
-
-
-def test_halved_backwards_send_after_the_first_half() -> None:
-    assert words(add_transfers(make("zero-bubble", 2, 1)).programs[1]) == "1RECV_ACT0 1F0 1I0 1SEND_GRAD0 1W0"
-
-
-def test_reductions_follow_the_last_backward_of_their_stage() -> None:
-    reduced = place_reductions(make("interleaved", 2, 2, 2)).programs[0]
-    assert words(reduced).endswith("2B0 2B1 2REDUCE 0B0 0B1 0REDUCE 0STEP 2STEP")
-    assert words(place_reductions(make("pipedream", 2, 2)).programs[1]) == (
-        "1F0 1B0 1REDUCE0 1STEP0 1F1 1B1 1REDUCE1 1STEP1"
-    )
-    assert place_reductions(make("inference", 2, 2)) == make("inference", 2, 2)
-
-
-def test_lowered_1f1b_by_heart() -> None:
-    first, last = lower(make("1f1b", 2, 2)).programs
-    assert words(first) == "0F0 0SEND_ACT0 0F1 (0SEND_ACT1 0RECV_GRAD0) 0B0 0RECV_GRAD1 0B1 0REDUCE 0STEP"
-    assert words(last) == ("1RECV_ACT0 1F0 1B0 (1SEND_GRAD0 1RECV_ACT1) 1F1 1B1 1REDUCE 1SEND_GRAD1 1STEP")
-
-
-def test_the_picture_in_the_docstring_is_what_the_passes_do() -> None:
-    # Microbatch 0 on stage 1 of three, as the module's docstring shows it.
-    assert words(lower(make("1f1b", 3, 1)).programs[1]) == (
-        "1RECV_ACT0 1F0 (1SEND_ACT0 1RECV_GRAD0) 1B0 1REDUCE 1SEND_GRAD0 1STEP"
-    )
+@pytest.mark.parametrize(
+    ("schedule", "rank", "text"),
+    [
+        (add_transfers(make("1f1b", 2, 1)), 0, "0F0 0SEND_ACT0 0RECV_GRAD0 0B0"),
+        (add_transfers(make("1f1b", 2, 1)), 1, "1RECV_ACT0 1F0 1B0 1SEND_GRAD0"),
+        # halved backwards send after the first half
+        (add_transfers(make("zero-bubble", 2, 1)), 1, "1RECV_ACT0 1F0 1I0 1SEND_GRAD0 1W0"),
+        # reductions follow the last backward of their stage
+        (place_reductions(make("interleaved", 2, 2, 2)), 0, "2B0 2B1 2REDUCE 0B0 0B1 0REDUCE 0STEP 2STEP"),
+        (place_reductions(make("pipedream", 2, 2)), 1, "1F0 1B0 1REDUCE0 1STEP0 1F1 1B1 1REDUCE1 1STEP1"),
+        (place_reductions(make("inference", 2, 2)), 0, "0F0 0F1"),
+        (lower(make("1f1b", 2, 2)), 0, "0F1 (0SEND_ACT1 0RECV_GRAD0) 0B0 0RECV_GRAD1 0B1 0REDUCE 0STEP"),
+        (lower(make("1f1b", 2, 2)), 1, "1F0 1B0 (1SEND_GRAD0 1RECV_ACT1) 1F1 1B1 1REDUCE 1SEND_GRAD1 1STEP"),
+        # as the module's docstring shows it
+        (lower(make("1f1b", 3, 1)), 1, "1RECV_ACT0 1F0 (1SEND_ACT0 1RECV_GRAD0) 1B0 1REDUCE 1SEND_GRAD0 1STEP"),
+    ],
+)
+def test_the_end_of_a_program_by_heart(schedule: Schedule, rank: int, text: str) -> None:
+    assert " ".join(map(str, schedule.programs[rank])).endswith(text)
 
 
 def test_fusing_can_be_repeated() -> None:
