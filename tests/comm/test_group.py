@@ -78,9 +78,9 @@ def test_broadcast_refuses_what_it_could_not_write_to(group: Group) -> None:
 @pytest.mark.both_worlds
 def test_sums_and_maxima_of_a_few_numbers(group: Group) -> None:
     rank, size = group.rank, group.size
-    sums = group.sum_floats([rank, 0.5, -1.0])
+    sums, asleep = (group.sum_floats([rank, 0.5, -1.0], asleep) for asleep in (False, True))
     largest = group.max_floats([rank, -rank, math.nan if rank == size - 1 else 0.0])
-    outcome = sums == [size * (size - 1) / 2, size * 0.5, -size] and largest[:2] == [size - 1, 0]
+    outcome = sums == asleep == [size * (size - 1) / 2, size * 0.5, -size] and largest[:2] == [size - 1, 0]
     assert all(group.gather(outcome and math.isnan(largest[2])))
     assert all(group.gather(group.sum_floats([]) == group.max_floats([]) == []))
 

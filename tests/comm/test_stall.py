@@ -79,12 +79,6 @@ def test_a_call_of_the_world_says_for_what_it_waits_while_it_does() -> None:
 # A rank that waits for a late one leaves the core alone, and has the sum when it comes.
 
 
-@pytest.mark.mpi
-def test_sums_are_those_of_the_group(group: Group) -> None:
-    sums = group.sum_floats([group.rank, 0.5], asleep=True)
-    assert group.gather(sums) == [[group.size * (group.size - 1) / 2, group.size / 2]] * group.size
-
-
 @pytest.mark.mpi(min_size=2)
 def test_waiting_takes_next_to_no_processor_time(group: Group) -> None:
     late_s = 0.5
