@@ -196,7 +196,7 @@ def test_what_the_disk_refuses_beside_training_is_told_on_all_ranks(group: Group
             if full:
                 raise OSError(28, "No space left on device")
 
-    with Recorder(None, 0) as recorder, Saver(folder, recorder, group) as saver:
+    with Recorder(None) as recorder, Saver(folder, recorder, group) as saver:
         for step, ask in ((4, saver.wait), (5, lambda: saver.save(worker, RunState(step=6, samples=9)))):
             saver.save(worker, RunState(step=step, samples=9))
             assert f"no checkpoint of step {step} can be written" in text_on_all(group, ask, CheckpointError)
