@@ -23,7 +23,7 @@ from nnmpi.compose.arrange import describe_stages
 from nnmpi.compose.layout import PIPEDREAM, Layout
 from nnmpi.compose.state import gradient_state
 from nnmpi.data.dataset import Dataset
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, counted
 from nnmpi.train.build import VERIFIED_EPS, build_layout, trial_run
 from nnmpi.train.cli import ask, read_shared
 from nnmpi.train.computing import explained, take_backend
@@ -77,6 +77,7 @@ DIFFERENT: Mapping[str, Mapping[str, Any]] = {
 LAYERS = 30  # whose rounding adds up
 GROWTH = 2.0  # of rounding, by each step: gradients divide by batch statistics, Adam's updates by sizes (VERIFIED_EPS)
 LEAST_SCALE = 1e-2
+MOST = 1e-3  # of a tolerance: what rounding may make of more steps, faults make, too
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,9 @@ def main(words: Sequence[str], group: Group) -> bool:
     trial, _, config = asked
     dataset = _samples(asked, group)
     batch = len(dataset) if config.optimization.batch_size == "full" else config.optimization.batch_size
+    exact = config.parallel.reduction == "fixed"
+    if not exact:
+        _check_steps(trial.steps, config.run.dtype, batch)
     parts = min(config.parallel.microbatches or 1, batch, len(dataset))
     config = replace(config, parallel=replace(config.parallel, microbatches=parts))
     with agreed(group):
@@ -145,12 +149,23 @@ def main(words: Sequence[str], group: Group) -> bool:
         alone = group.split(group.rank)
         serial = run(config, trial.steps, dataset, alone, _serial(layout), backend) if group.is_root else None
         alone.free()
-    exact = config.parallel.reduction == "fixed"
     own = None if serial is None else compare(ours, serial, config.run.dtype, batch, exact)
     values = group.share(None if own is None else [list(vars(each).values()) for each in own])
     findings = [Finding(*each) for each in values]
     console.say(*table(findings), "", verdict(findings))
     return all(finding.holds for finding in findings)
+
+
+def _check_steps(steps: int, dtype: str, batch: int) -> None:
+    """Refuse a comparison in which a fault would pass for rounding."""
+    allowed = tolerance(dtype, batch, steps)
+    if allowed > MOST:
+        fewer = max((n for n in range(steps) if tolerance(dtype, batch, n) <= MOST), default=0)
+        instead = f"--steps {fewer} or less" if fewer else "--dtype float64"
+        raise UsageError(
+            f"after {counted(steps, 'step')} of {dtype} rounding alone may differ by {allowed:.1g}, and a fault would "
+            f"pass for it; give {instead}, or --reduction fixed, which is compared to the last bit"
+        )
 
 
 def _samples(asked: Asked, group: Group) -> Dataset:

@@ -50,6 +50,15 @@ def test_what_makes_no_sense_is_a_sentence(words: str, text: str) -> None:
         parse(words.split())
 
 
+@pytest.mark.parametrize(
+    ("words", "steps"), [("--steps 60", 34), ("--steps 20 --dtype float32", 5), ("--steps 35 --batch-size 29", 34)]
+)
+def test_steps_after_which_a_fault_would_pass_for_rounding_are_refused(group: Group, words: str, steps: int) -> None:
+    """The tolerance doubles with each: after 60 of them it would be 40,000."""
+    with pytest.raises(UsageError, match=f"a fault would pass for it; give --steps {steps} or less"):
+        main(f"--model mlp --hidden 5 {words}".split(), group)
+
+
 # ---- two runs ----
 
 SERIAL = Trial(
