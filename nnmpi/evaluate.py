@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
+from nnmpi.backend.array import Integers
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.compose.inference import Inference
@@ -31,7 +31,7 @@ from nnmpi.train.signature import BYTES, ModelSignature
 LOGITS_BYTES = 2**26  # of one pass, on each rank
 
 
-def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, NDArray[np.int64] | None]:
+def evaluate(run: Run, samples: Samples, batch_size: int) -> tuple[Totals, Integers | None]:
     """Return what a run's model makes of samples: sums of losses and scores, and of samples with a class each how many
     of each class (rows) were taken for each class (columns). Collective; the replicas share the samples.
 
@@ -172,7 +172,7 @@ def _data(run: Run, options: EvaluationConfig) -> Config:
 
 
 def _lines(
-    run: Run, samples: Samples, found: Totals, confusion: NDArray[np.int64] | None, options: EvaluationConfig
+    run: Run, samples: Samples, found: Totals, confusion: Integers | None, options: EvaluationConfig
 ) -> list[str]:
     """Return the result in words, or as JSON."""
     measures = measures_of(found, samples.variance)

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from nnmpi.backend.array import Array, is_array
+from nnmpi.backend.array import Array, Integers, is_array
 from nnmpi.backend.random import stream
 from nnmpi.errors import DataError, UsageError
 from nnmpi.errors import whole as whole_number
@@ -62,12 +62,12 @@ class Samples(ABC):
         return self.classes
 
     @property
-    def targets(self) -> NDArray[np.int64] | None:
+    def targets(self) -> Integers | None:
         """How many labels of each sample count, (n,); None where each has one."""
         return None
 
     @property
-    def lengths(self) -> NDArray[np.int64] | None:
+    def lengths(self) -> Integers | None:
         """How long each sample is, (n,); None where all have the same shape."""
         return None
 
@@ -77,7 +77,7 @@ class Samples(ABC):
         return None
 
     @abstractmethod
-    def rows(self, indices: NDArray[np.int64], dtype: DTypeLike = "float32", length: int | None = None) -> Array:
+    def rows(self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None) -> Array:
         """Return the samples at these indices as model input: (rows, *shape), C-contiguous, new.
 
         Args:
@@ -87,7 +87,7 @@ class Samples(ABC):
         """
 
     @abstractmethod
-    def labels(self, indices: NDArray[np.int64], length: int | None = None) -> NDArray[Any]:
+    def labels(self, indices: Integers, length: int | None = None) -> NDArray[Any]:
         """Return their labels, (rows,) or (rows, ...): int64, padded with `IGNORED`; or float32 quantities."""
 
 
@@ -199,7 +199,7 @@ class Dataset(Samples):
         return int(self.x.max(initial=0)) + 1 if self.is_tokens else 0
 
     @cached_property
-    def targets(self) -> NDArray[np.int64] | None:
+    def targets(self) -> Integers | None:
         """How many labels of each sample count, (n,); None where each has one."""
         if self.y.ndim == 1 or self.predicts != "classes":
             return None
@@ -213,18 +213,18 @@ class Dataset(Samples):
             found.update(np.ascontiguousarray(array).data)
         return found.hexdigest()
 
-    def rows(self, indices: NDArray[np.int64], dtype: DTypeLike = "float32", length: int | None = None) -> Array:
+    def rows(self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None) -> Array:
         """Return the samples at these indices as floats, scaled; tokens as int64."""
         x: Array = np.take(self.x, indices, axis=0).astype(np.int64 if self.is_tokens else dtype, copy=False)
         if not self.is_tokens and self.scale != 1.0:
             x *= self.scale
         return x
 
-    def labels(self, indices: NDArray[np.int64], length: int | None = None) -> NDArray[Any]:
+    def labels(self, indices: Integers, length: int | None = None) -> NDArray[Any]:
         """Return the labels at these indices."""
         return self.y[indices]
 
-    def take(self, indices: NDArray[np.int64]) -> "Dataset":
+    def take(self, indices: Integers) -> "Dataset":
         """Return a data set of the samples at these indices, in that order (copied)."""
         return replace(self, x=self.x[indices], y=self.y[indices])
 

@@ -12,12 +12,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice
 from math import prod
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, Integers
 from nnmpi.backend.backend import Backend
 from nnmpi.data.dataset import Samples, count_targets
 from nnmpi.data.sampler import Cut, by_length, check_partition, cut_batch, order, own_rows, own_samples
@@ -29,7 +29,6 @@ from nnmpi.shard import split
 # A part of a batch that is not larger takes less time to make than to hand over from a thread. Measured on 2 cores, one
 # rank: without the thread training takes 0.57 of the time with an mlp and 512 bytes, 0.86 with a cnn and 8 KiB.
 SMALL_BYTES = 2**16
-Indices: TypeAlias = NDArray[np.int64]
 AHEAD = 2  # batches that are prepared before they are asked for; one for each thread if there are more of those
 
 
@@ -55,7 +54,7 @@ class Batch:
 
     x: Array
     y: NDArray[Any]
-    indices: Indices
+    indices: Integers
     cuts: tuple[Cut, ...]
     global_rows: int
     epoch: int
@@ -164,7 +163,7 @@ class Loader:
         self.workers = workers
         self._steps = [] if transform is None or dataset.is_tokens else steps_of(transform)
         self._asked = 0  # how often for the next epoch
-        self._own: dict[tuple[int, int], Indices] = {}  # by part and parts: who has which samples
+        self._own: dict[tuple[int, int], Integers] = {}  # by part and parts: who has which samples
         check_partition(len(dataset), partition, world)
         if partition != "none":
             self._owned(rank, world)
@@ -221,7 +220,7 @@ class Loader:
             return True
         return -(-self.batch_size // self.world) * prod(self.dataset.sample_shape) * self.dtype.itemsize > SMALL_BYTES
 
-    def order(self, epoch: int) -> Indices:
+    def order(self, epoch: int) -> Integers:
         """Return the order of the samples in an epoch: (n,). Shuffled sentences of like length come together."""
         found, lengths = order(len(self.dataset), self.seed, epoch, self.shuffle), self.dataset.lengths
         if lengths is None or not self.shuffle:
@@ -230,7 +229,7 @@ class Loader:
 
     def part(
         self,
-        epoch_order: Indices,
+        epoch_order: Integers,
         epoch: int,
         number: int,
         rank: int,
@@ -259,8 +258,8 @@ class Loader:
         return Batch(x, y, indices, cuts, global_rows, epoch, number, microbatches, targets=targets)
 
     def _indices(
-        self, batch_order: Indices, cuts: tuple[Cut, ...], step: int, rank: int, world: int, taken: int | None = None
-    ) -> Indices:
+        self, batch_order: Integers, cuts: tuple[Cut, ...], step: int, rank: int, world: int, taken: int | None = None
+    ) -> Integers:
         """Return a rank's samples of a batch; see `part`."""
         if self.partition == "none":
             places = [batch_order[each.first_row : each.first_row + each.stop - each.start] for each in cuts]
@@ -269,7 +268,7 @@ class Loader:
         return own_rows(self._owned(rank, world), self.seed, rank, first, cuts[-1].stop)
 
     def _extent(
-        self, batch_order: Indices, global_rows: int, step: int, world: int, own: Indices
+        self, batch_order: Integers, global_rows: int, step: int, world: int, own: Integers
     ) -> tuple[tuple[int, ...], int | None]:
         """Return the targets of each microbatch of a global batch, and the length that its samples are padded to.
 
@@ -295,7 +294,7 @@ class Loader:
         longest = None if lengths is None else int(lengths[np.concatenate(everyones)].max(initial=0))
         return () if targets is None else tuple(counts), longest
 
-    def _samples(self, indices: Indices, epoch: int, length: int | None) -> Array:
+    def _samples(self, indices: Integers, epoch: int, length: int | None) -> Array:
         x = self.dataset.rows(indices, self.dtype, length)
         for step in self._steps:
             x = step(x, indices, epoch, self.seed)
@@ -318,13 +317,13 @@ class Loader:
         full, last = (cut_batch(size, rank, world, self.microbatches)[-1].stop for size in sizes)
         return epochs * (before * full + last) + batches * full
 
-    def _owned(self, rank: int, world: int) -> Indices:
+    def _owned(self, rank: int, world: int) -> Integers:
         """Return the samples that a rank has for the whole run."""
         if (rank, world) not in self._own:
             self._own[rank, world] = own_samples(self._classes(), self.partition, self.seed, rank, world)
         return self._own[rank, world]
 
-    def _classes(self) -> Indices:
+    def _classes(self) -> Integers:
         """Return each sample's class; without one each, zeros."""
         labels = self.dataset.labels(np.arange(len(self.dataset))) if self.dataset.targets is None else None
         if labels is not None and labels.dtype.kind != "f":

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from nnmpi.backend.array import Integers
 from nnmpi.backend.random import stream
 from nnmpi.errors import UsageError
 from nnmpi.shard import part, split
@@ -34,7 +34,7 @@ from nnmpi.shard import part, split
 POOL = 50  # batches that are sorted together: more are more alike, and less random
 
 
-def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> NDArray[np.int64]:
+def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> Integers:
     """Return the order of the samples in an epoch: (n,), a permutation of 0..n-1, or 0..n-1 without shuffling.
 
     Args:
@@ -48,9 +48,7 @@ def order(n: int, seed: int, epoch: int, shuffle: bool = True) -> NDArray[np.int
     return stream(seed, "order", epoch).permutation(n)
 
 
-def by_length(
-    epoch_order: NDArray[np.int64], lengths: NDArray[np.int64], batch_size: int, seed: int, epoch: int
-) -> NDArray[np.int64]:
+def by_length(epoch_order: Integers, lengths: Integers, batch_size: int, seed: int, epoch: int) -> Integers:
     """Return an epoch's order in which the samples of a batch have about the same length.
 
     Each POOL batches are sorted by length, and all batches but a short last one are shuffled again:
@@ -136,7 +134,7 @@ def check_partition(samples: int, partition: str, workers: int) -> None:
         )
 
 
-def own_samples(labels: NDArray[np.int64], partition: str, seed: int, worker: int, workers: int) -> NDArray[np.int64]:
+def own_samples(labels: Integers, partition: str, seed: int, worker: int, workers: int) -> Integers:
     """Return the places in the training set of the samples that a worker has; every sample is one worker's.
 
     Args:
@@ -155,7 +153,7 @@ def own_samples(labels: NDArray[np.int64], partition: str, seed: int, worker: in
     return np.asarray(shuffled[part(len(labels), workers, worker)], np.int64)
 
 
-def own_rows(own: NDArray[np.int64], seed: int, worker: int, first: int, count: int) -> NDArray[np.int64]:
+def own_rows(own: Integers, seed: int, worker: int, first: int, count: int) -> Integers:
     """Return which samples a worker takes as its numbers first..first+count-1 of the run.
 
     It goes through its own again and again, each time in another order, whatever the others do meanwhile.

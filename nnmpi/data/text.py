@@ -31,9 +31,9 @@ from hashlib import sha256 as hashed
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import DTypeLike
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, Integers
 from nnmpi.backend.random import stream
 from nnmpi.data.dataset import IGNORED, Samples
 from nnmpi.data.documents import read_documents
@@ -44,7 +44,6 @@ from nnmpi.files import cache_folder, folder_atomically, locked, sha256
 DEFAULT_CONTEXT = 64
 FORMAT = 3  # of the files; a new one has other keys
 TOKENS, ENDS = "tokens.bin", "ends.npy"
-Spans = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ class Text(Samples):
         context: T, the most tokens of a sample.
     """
 
-    def __init__(self, source: TextSource, tokens: Array, tokenizer: Tokenizer, spans: Spans, context: int) -> None:
+    def __init__(self, source: TextSource, tokens: Array, tokenizer: Tokenizer, spans: Integers, context: int) -> None:
         self.name, self._key, self.sentences = source.path.name.split(".")[0], source.key, source.sentences
         self.tokenizer, self.classes, self.context = tokenizer, tokenizer.vocabulary_size, context
         self._tokens = tokens
@@ -151,7 +150,7 @@ class Text(Samples):
         else:
             self._firsts = np.arange(0, self._stops[-1] - 1, context)
             left = self._stops[-1] - 1 - self._firsts
-        self._counts: NDArray[np.int64] = np.minimum(left, context)
+        self._counts: Integers = np.minimum(left, context)
 
     def __len__(self) -> int:
         return len(self._firsts)
@@ -167,31 +166,31 @@ class Text(Samples):
         return self._key
 
     @property
-    def targets(self) -> NDArray[np.int64]:
+    def targets(self) -> Integers:
         """How many tokens of each sample are to be predicted, (n,)."""
         return self._counts
 
     @property
-    def lengths(self) -> NDArray[np.int64] | None:
+    def lengths(self) -> Integers | None:
         """How many tokens each sample has, (n,); None where all have `context`."""
         return self._counts if self.sentences else None
 
-    def rows(self, indices: NDArray[np.int64], dtype: DTypeLike = "float32", length: int | None = None) -> Array:
+    def rows(self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None) -> Array:
         """Return the tokens that are read."""
         return self._filled(indices, length, self.tokenizer.end, 0)
 
-    def labels(self, indices: NDArray[np.int64], length: int | None = None) -> NDArray[np.int64]:
+    def labels(self, indices: Integers, length: int | None = None) -> Integers:
         """Return the tokens that come next."""
         return self._filled(indices, length, IGNORED, 1)
 
-    def _filled(self, indices: NDArray[np.int64], length: int | None, padding: int, shift: int) -> NDArray[np.int64]:
+    def _filled(self, indices: Integers, length: int | None, padding: int, shift: int) -> Integers:
         """Return each sample's tokens, `shift` places behind those that are read, in rows of one length."""
         counts = self._counts[indices]
         width = self.context if not self.sentences else int(counts.max(initial=0)) if length is None else length
         places = self._firsts[indices, None] + np.arange(shift, width + shift)  # in the part
         places = np.minimum(places, self._stops[-1] - 1)
         places += self._offsets[np.searchsorted(self._stops, places, side="right")]
-        result: NDArray[np.int64] = self._tokens[places].astype(np.int64)
+        result: Integers = self._tokens[places].astype(np.int64)
         result[np.arange(width) >= counts[:, None]] = padding
         return result
 

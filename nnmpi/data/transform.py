@@ -10,15 +10,14 @@ from typing import Protocol
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
-from numpy.typing import NDArray
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, Integers
 from nnmpi.backend.random import key_pair, random_bits
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import ShapeError, UsageError
 
 
-def integers(seed: int, epoch: int, indices: NDArray[np.int64], what: str, high: int) -> NDArray[np.int64]:
+def integers(seed: int, epoch: int, indices: Integers, what: str, high: int) -> Integers:
     """Return a number in 0..high-1 for each sample index: (rows,) int64; high at most 2**31 (bias < high / 2**32).
 
     It does not depend on the other indices. A hash of 32 bits is multiplied by high, and the upper half of the product
@@ -40,7 +39,7 @@ FIT_ROWS = 4096
 class Transform(Protocol):
     """Anything that can be called like the classes of this module."""
 
-    def __call__(self, x: Array, indices: NDArray[np.int64], epoch: int, seed: int) -> Array:
+    def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
         """Return the transformed rows of x (rows, *sample_shape), same dtype; x itself is not changed."""
         ...
 
@@ -51,7 +50,7 @@ class Compose:
     def __init__(self, *transforms: Transform) -> None:
         self.transforms = transforms
 
-    def __call__(self, x: Array, indices: NDArray[np.int64], epoch: int, seed: int) -> Array:
+    def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
         """Return x after all transforms, in the order given."""
         for transform in self.transforms:
             x = transform(x, indices, epoch, seed)
@@ -93,7 +92,7 @@ class Normalize:
         # Rounding leaves a constant feature a tiny spread, and dividing by that would blow the rounding up.
         return cls(mean, np.where(std > 1e-12 * np.maximum(np.abs(mean), 1.0), std, 1.0))
 
-    def __call__(self, x: Array, indices: NDArray[np.int64], epoch: int, seed: int) -> Array:
+    def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
         """Return (x - mean) / std in the dtype of x.
 
         Raises:
@@ -123,7 +122,7 @@ class Shift:
         if self.pixels < 0:
             raise UsageError(f"a shift by {self.pixels} pixels is not possible; give 0 or more")
 
-    def __call__(self, x: Array, indices: NDArray[np.int64], epoch: int, seed: int) -> Array:
+    def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
         """Return the shifted images (rows, height, width, channels).
 
         Raises:
@@ -148,7 +147,7 @@ class Shift:
 class Flip:
     """Mirrors every second image left to right, on average. Not for digits or text."""
 
-    def __call__(self, x: Array, indices: NDArray[np.int64], epoch: int, seed: int) -> Array:
+    def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
         """Return the images (rows, height, width, channels), some of them mirrored.
 
         Raises:
