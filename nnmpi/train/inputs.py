@@ -14,9 +14,10 @@ import numpy as np
 from nnmpi.backend.random import stream
 from nnmpi.comm.agreement import agreed, require_equal
 from nnmpi.comm.group import Group
+from nnmpi.command import flag_of
 from nnmpi.compose.losses import ERRORS, YES_OR_NO
 from nnmpi.custom import call_custom, custom_file, is_custom
-from nnmpi.data.catalogue import DOWNLOADED, find_text, load, prepare
+from nnmpi.data.catalogue import find_text, load, prepare
 from nnmpi.data.dataset import IGNORED, Dataset, Samples, Wanted, as_yes_or_no, check_pair
 from nnmpi.data.loader import Loader
 from nnmpi.data.sampler import check_partition
@@ -25,7 +26,7 @@ from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tok
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
 from nnmpi.errors import UsageError, counted
 from nnmpi.models.pretrained import read_size
-from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig, check_numbers, require
+from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig, check_numbers, given, require
 from nnmpi.train.signature import ModelSignature
 
 MICROBATCHES_PER_STAGE = 4
@@ -90,16 +91,12 @@ def load_samples(config: Config, group: Group, local_rank: int, say: Callable[[s
     """
     data = config.data
     where = f"--dataset {data.dataset}" + ("" if data.data_dir is None else f" --data-dir {data.data_dir}")
-    downloads = data.dataset in DOWNLOADED and data.data_dir is None
     source: TextSource | None = None
     with agreed(group), _prefixed(where):
         source = text_source(config)
-        if source is not None:
-            if local_rank == 0:
-                prepare_tokens(source)
-        elif not is_custom(data.dataset) and (
-            local_rank == 0 or not downloads
-        ):  # without a download it only checks the options, which all ranks may do
+        if local_rank == 0 and source is not None:
+            prepare_tokens(source)
+        elif local_rank == 0 and not is_custom(data.dataset):
             prepare(data.dataset, data.data_dir, report=say)
     with agreed(group):
         with _prefixed(where):
@@ -203,8 +200,8 @@ class SampleConfig:
         """Check the values."""
         check_numbers(self, "classes", 1)
         if self.shape is not None:
-            require(bool(self.shape), "--shape is empty; give the lengths of one sample's axes, such as 28 28 1")
-            require(min(self.shape) > 0, f"--shape has an axis of length {min(self.shape)}; give 1 or more")
+            fits = min(self.shape, default=0) > 0
+            require(fits, f"--shape is {self.shape}; give the lengths of one sample's axes, such as 28 28 1")
 
     def draw(self, count: int, config: Config) -> Dataset:
         """Return so many samples, of tokens of several lengths.
@@ -301,16 +298,13 @@ def text_source(config: Config) -> TextSource | None:
     if path is None:
         if model.model in SEQUENCE_MODELS and data.dataset.endswith((".csv", ".csv.gz")):
             raise UsageError(f"--model {model.model} needs a text; say with --text-columns which columns are it")
-        for option, given in (("--tokenizer", data.tokenizer), ("--text-samples", data.text_samples != "blocks")):
-            if given:
-                raise UsageError(f"{option} is for texts, such as paradise-lost or a .txt file; leave it out")
+        for name in ("tokenizer", "text_samples"):
+            sentence = f"{flag_of(name)} is for texts, such as paradise-lost or a .txt file; leave it out"
+            require(name not in given(data), sentence)
         return None
-    for option, given in (
-        ("--data-dir", data.data_dir is not None),
-        ("--target", data.target),
-    ):
-        if given:
-            raise UsageError(f"a text names its file itself, and its tokens are the labels; leave {option} out")
+    for name in ("data_dir", "target"):
+        sentence = f"a text names its file itself, and its tokens are the labels; leave {flag_of(name)} out"
+        require(name not in given(data), sentence)
     tokenizer = data.tokenizer or (CHARACTERS if model.pretrained is None else str(model.pretrained))
     return TextSource(path, tokenizer, data.columns, data.text_samples == "sentences")
 
@@ -371,11 +365,9 @@ def count_microbatches(config: Config, stages: int, batch_size: int) -> int:
         UsageError: when they are more than the batch's samples.
     """
     parts = config.parallel.microbatches
-    if parts is not None and parts > batch_size:
-        raise UsageError(
-            f"--microbatches {parts} is more parts than the {counted(batch_size, 'sample')} of a batch; give less"
-        )
     if parts is not None:
+        samples = counted(batch_size, "sample")
+        require(parts <= batch_size, f"--microbatches {parts} is more parts than the {samples} of a batch; give less")
         return parts
     if config.parallel.reduction == "fixed":
         return min(FIXED_MICROBATCHES, batch_size)
@@ -390,15 +382,10 @@ def augmentations(data: DataConfig, train: Samples) -> list[Transform]:
     """
     if data.augment == "none":
         return []
-    if len(train.sample_shape) != 3:
-        raise UsageError(
-            f"--augment {data.augment} is for images, but samples of {train.name} have shape {train.sample_shape}; "
-            "leave it out"
-        )
-    side = min(train.sample_shape[:2])
-    if "shift" in data.augment and side < 2:
-        raise UsageError(
-            f"--augment {data.augment} moves images of shape {train.sample_shape} away; leave shift out of it"
-        )
+    what, shape = f"--augment {data.augment}", train.sample_shape
+    require(len(shape) == 3, f"{what} is for images, but samples of {train.name} have shape {shape}; leave it out")
+    side = min(shape[:2])
+    sentence = f"{what} moves images of shape {shape} away; leave shift out of it"
+    require("shift" not in data.augment or side > 1, sentence)
     found: list[Transform] = [Shift(max(1, side // 12))] if "shift" in data.augment else []
     return [*found, Flip()] if "flip" in data.augment else found
