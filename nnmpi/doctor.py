@@ -106,8 +106,10 @@ def diagnose(path: Path) -> Diagnosis:
     starts = _lines(folder.starts)
     records = [each for each in _lines(folder.metrics) if isinstance(each.get("global_step"), int)]
     reached = max((each["global_step"] for each in records), default=0)
+    last = starts[-1] if starts else {}
+    where = f"last at {last.get('time')}: {counted(last.get('ranks', 0), 'rank')} on {last.get('host')}"
     facts = (
-        *_describe_starts(starts),
+        f"started {counted(len(starts), 'time')}, {where}" if starts else "never started",
         f"metrics reach step {reached}" if records else "no metrics",
         f"last good checkpoint: step {step}, in {checkpoint}" if checkpoint else "no checkpoint that is whole",
         *notices,
@@ -144,12 +146,9 @@ def _judge(
             f"The loss was no longer a finite number at step {trained[-1]['global_step']}.",
             f"go on with a smaller --lr, or --clip, from an earlier checkpoint: {_command(starts, path)} --lr ...",
         )
-    fault = _newer(_lines(folder.faults), folder.faults, folder.starts)
-    why = (
-        f"its supervisor saw: {fault.get('fault')}"
-        if fault
-        else "it did not say why (killed, or out of memory or time)"
-    )
+    faults, why = _lines(folder.faults), "it did not say why (killed, or out of memory or time)"
+    if faults and _written(folder.faults) >= _written(folder.starts):
+        why = f"its supervisor saw: {faults[-1].get('fault')}"
     if not starts:
         return "The run ended while it was set up, before its first step.", f"read what it printed; {resume}"
     if not records and checkpoint is None:
@@ -204,8 +203,7 @@ def _flight(folder: RunFolder) -> tuple[str, Path] | None:
     """Return what the watchdog said at the end of the last start, and the record of the rank that it was about."""
     place = folder.path / "flight"
     records = sorted(place.glob("rank-*.txt"), key=lambda file: int(re.sub(r"[^0-9]", "", file.stem) or 0))
-    began = folder.starts.stat().st_mtime if folder.starts.exists() else 0.0
-    fresh = [file for file in records if file.stat().st_mtime >= began]
+    fresh = [file for file in records if _written(file) >= _written(folder.starts)]
     for file in fresh:
         first = ""
         with suppress(OSError, ValueError):
@@ -218,12 +216,8 @@ def _flight(folder: RunFolder) -> tuple[str, Path] | None:
     return None
 
 
-def _describe_starts(starts: list[Any]) -> list[str]:
-    if not starts:
-        return ["never started"]
-    last = starts[-1]
-    where = f"{counted(last.get('ranks'), 'rank')} on {last.get('host')}"
-    return [f"started {counted(len(starts), 'time')}, last at {last.get('time')}: {where}"]
+def _written(file: Path) -> float:
+    return file.stat().st_mtime if file.exists() else 0.0
 
 
 def _command(starts: list[Any], path: Path) -> str:
@@ -239,13 +233,6 @@ def _lines(file: Path) -> list[Any]:
             with suppress(ValueError):
                 found.append(parse_json(line))
     return [each for each in found if isinstance(each, dict)]
-
-
-def _newer(lines: list[Any], file: Path, other: Path) -> dict[str, Any] | None:
-    """Return the last of a file's lines, if it was written later than another file."""
-    if not lines or (other.exists() and file.stat().st_mtime < other.stat().st_mtime):
-        return None
-    return lines[-1]
 
 
 # ---- machines ----

@@ -28,9 +28,9 @@ hold the same are dp x sp ranks. `Mesh(dp=1, pp=2, tp=2, sp=2)`:
     groups of sp: 0 2 | 1 3 | 4 6 | 5 7      within a cell: they hold the same, and work on other positions
     replicas:     0 1 4 5 | 2 3 6 7
 
-Where the nodes are known, as many tensor groups as can be lie on one node each, then as many replicas as can be, and
-replicas of one node stand together; the order of the ranks gives way to that. Here ranks were dealt to two nodes in
-turn, `Mesh(dp=2, pp=2, tp=2, nodes=(0, 1, 0, 1, 0, 1, 0, 1))`:
+Where the nodes are known, the ranks of one node stand together, so that tensor groups and replicas lie on one node each
+where they fit; the order of the ranks gives way to that. Here ranks were dealt to two nodes in turn,
+`Mesh(dp=2, pp=2, tp=2, nodes=(0, 1, 0, 1, 0, 1, 0, 1))`:
 
     8 ranks on 2 nodes: dp 2 x pp 2 x tp 2
 
@@ -43,7 +43,7 @@ Rank 0 is always (0, 0, 0, 0).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -221,8 +221,8 @@ class Mesh:
         """The rank at each place; places are numbered with t fastest and d slowest."""
         if self.nodes is None:
             return tuple(range(self.size))
-        numbers = {node: number for number, node in enumerate(dict.fromkeys(self.nodes))}
-        return _place([numbers[node] for node in self.nodes], self.pp, self.sp, self.tp)
+        firsts = [self.nodes.index(node) for node in self.nodes]
+        return tuple(sorted(range(self.size), key=firsts.__getitem__))
 
 
 @dataclass(frozen=True)
@@ -257,53 +257,6 @@ class BoundMesh:
         """Give the groups back to MPI, but not the world. Collective; a second call does nothing."""
         while self.own:
             self.own.pop().free()
-
-
-class _RankBlock(NamedTuple):
-    """Ranks that stay together; sorted as the nodes and ranks of their first one are."""
-
-    node: int
-    ranks: tuple[int, ...]
-    is_on_one_node: bool
-
-
-def _place(nodes: Sequence[int], *axes: int) -> tuple[int, ...]:
-    """Return the ranks in the order of their places, for nodes that are numbered by their first ranks.
-
-    Args:
-        nodes: of each rank.
-        axes: the sizes of all but the outermost one, the innermost last.
-    """
-    blocks = [_RankBlock(node, (rank,), True) for rank, node in enumerate(nodes)]
-    for size in reversed(axes):
-        blocks = _join(blocks, size)
-    return tuple(rank for block in blocks for rank in block.ranks)
-
-
-def _join(blocks: Iterable[_RankBlock], many: int) -> list[_RankBlock]:
-    """Join the blocks, `many` at a time: on each node as often as it has so many, then what is left, nearest first.
-
-    No other order leaves more of the joined blocks on one node each. The block of rank 0 is first and stays first.
-    """
-    by_node: dict[int, list[_RankBlock]] = {}
-    left: list[_RankBlock] = []
-    for block in sorted(blocks):
-        if block.is_on_one_node:
-            by_node.setdefault(block.node, []).append(block)
-        else:
-            left.append(block)
-    joined: list[_RankBlock] = []
-    for local in by_node.values():
-        fitting_ones = len(local) - len(local) % many
-        joined += [_merge(local[i : i + many], True) for i in range(0, fitting_ones, many)]
-        left += local[fitting_ones:]
-    left.sort()
-    joined += [_merge(left[i : i + many], False) for i in range(0, len(left), many)]
-    return sorted(joined)
-
-
-def _merge(blocks: Sequence[_RankBlock], is_on_one_node: bool) -> _RankBlock:
-    return _RankBlock(blocks[0].node, tuple(rank for block in blocks for rank in block.ranks), is_on_one_node)
 
 
 # ---- layouts that fit ----

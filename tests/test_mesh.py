@@ -1,6 +1,6 @@
 """The mesh: every rank at one place, groups, what is derived and refused, nodes, pictures; and bound to MPI's ranks."""
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 from itertools import product
 
@@ -49,15 +49,14 @@ def test_every_rank_has_one_place(dp: int, pp: int, tp: int, sp: int) -> None:
 
 @given(axis, axis, st.data())
 def test_ranks_on_any_nodes(pp: int, tp: int, data: st.DataObject) -> None:
-    """As many tensor groups, and of those as many replicas, as can be are on one node each."""
+    """Those of one node stand together, in their order; the first rank's node comes first."""
     dp, sp = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 2))
     size = dp * pp * tp * sp
     nodes = tuple(data.draw(st.lists(st.sampled_from([7, 3, -1, 12]), min_size=size, max_size=size)))
     mesh = Mesh(dp, pp, tp, nodes, sp)
     check(mesh)
-    assert on_one_node(mesh, "tp") == sum(many // tp for many in Counter(nodes).values())
-    if sp == 1:
-        assert on_one_node(mesh, "pp", "tp") == sum(many // tp // pp for many in Counter(nodes).values())
+    placed = [mesh.rank_at(d, p, t, s) for d, p, s, t in product(range(dp), range(pp), range(sp), range(tp))]
+    assert placed == [rank for node in dict.fromkeys(nodes) for rank in range(size) if nodes[rank] == node]
 
 
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 4), st.integers(1, 4))
@@ -74,12 +73,6 @@ def test_ranks_dealt_in_turn_are_sorted_by_node() -> None:
     assert groups_of(Mesh(4, 1, 1, (0, 1, 0, 1)), "dp") == [[0, 2, 1, 3]]
     assert groups_of(Mesh(1, 4, 1, (0, 1, 0, 1)), "pp") == [[0, 2, 1, 3]]
     assert groups_of(Mesh(1, 2, 2, (5, 4, 5, 4)), "tp") == [[0, 2], [1, 3]]
-
-
-def test_what_is_left_of_the_nodes_is_joined() -> None:
-    """Two nodes of three ranks: one tensor group of two on each, and one across."""
-    mesh = Mesh(3, 1, 2, (0, 0, 0, 1, 1, 1))
-    assert groups_of(mesh, "tp") == [[0, 1], [2, 5], [3, 4]]
 
 
 def test_thousands_of_ranks() -> None:

@@ -37,8 +37,8 @@ def test_words_mean_a_small_contract_and_what_they_say() -> None:
     [
         ("--pipeline pipedream", "--pipeline pipedream is not the serial run"),
         ("--dp 0", "--dp is 0"),
-        ("--shape", "--shape is (); give"),
-        ("--shape 3 0", "--shape is (3, 0); give"),
+        ("--shape", r"--shape is \(\); give"),
+        ("--shape 3 0", r"--shape is \(3, 0\); give"),
         ("--classes 3", "--classes belongs to --shape"),
         ("--model gpt --shape 3", "--model gpt is verified on random tokens"),
         ("--samples 0", "--samples is 0"),
