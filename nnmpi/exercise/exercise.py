@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import sys
-import time
+import faulthandler
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
 from textwrap import indent
-from types import FrameType
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,8 +17,7 @@ from nnmpi.custom import fault
 from nnmpi.errors import NnmpiError
 
 Function: TypeAlias = Callable[..., Any]
-LIMIT_S, LIMIT_BYTES = 60.0, 4 << 30  # for a whole check, which takes a few seconds and 0.1 GB at most
-LOOK_S = 0.25  # how often both are looked at
+LIMIT_S = 60.0  # for a whole check, which takes a few seconds at most
 
 
 class WrongAnswer(NnmpiError):
@@ -86,22 +80,9 @@ def guarded(file: Path) -> Iterator[None]:
     """Import and check a solution within this: what its file raises becomes a sentence; a loop without an end ends.
 
     Raises:
-        WrongAnswer: with the line of the file. Of what takes too long the process ends with it, as no exception stops a
-            solution that catches all.
+        WrongAnswer: with the line of the file. What takes too long ends the process, which prints where it was.
     """
-    begin_s, begin_bytes = time.monotonic(), _peak_bytes()
-
-    def look(*_: object) -> None:
-        seconds = time.monotonic() - begin_s
-        takes = f" and takes {LIMIT_BYTES >> 30} GB" if _peak_bytes() - begin_bytes > LIMIT_BYTES else ""
-        if seconds >= LIMIT_S or takes:
-            line = next(filter(None, (_line_in(file, frame) for frame in sys._current_frames().values())), "")
-            text = f"{file}{line}: it has not come to an end after {min(seconds, LIMIT_S):.2g} s{takes}"
-            os.write(2, f"nnmpi: {text}\n".encode())
-            os._exit(WrongAnswer.exit_status)
-
-    before = signal.signal(signal.SIGALRM, look)
-    signal.setitimer(signal.ITIMER_REAL, min(LOOK_S, LIMIT_S), LOOK_S)
+    faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # no exception stops a solution that catches all
     try:
         yield
     except NnmpiError:
@@ -117,20 +98,7 @@ def guarded(file: Path) -> Iterator[None]:
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
         raise WrongAnswer(f"{file}, line {places[-1]}: {text}") from error
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-def _peak_bytes() -> int:
-    """Return the most memory that this process has had."""
-    return getrusage(RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-
-def _line_in(file: Path, frame: FrameType | None) -> str:
-    """Return where a thread is in a file, or nothing."""
-    while frame is not None and frame.f_code.co_filename != str(file.absolute()):
-        frame = frame.f_back
-    return "" if frame is None else f", line {frame.f_lineno}"
+        faulthandler.cancel_dump_traceback_later()
 
 
 def compare(what: str, found: Any, wanted: Any) -> None:

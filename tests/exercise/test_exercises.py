@@ -93,26 +93,20 @@ def test_a_file_is_checked_by_the_command(tmp_path: Path) -> None:
         main(["ring-csot"])
 
 
-@pytest.mark.parametrize(
-    ("limit", "value", "told"), [("LIMIT_S", 0.2, "0.2 s"), ("LIMIT_BYTES", 1 << 30, r"[\d.]+ s and takes 1 GB")]
-)
-def test_a_loop_without_an_end_and_one_that_fills_memory_are_ended(
-    limit: str, value: float, told: str, tmp_path: Path
-) -> None:
-    """By the process, as no exception stops what catches all."""
+def test_a_loop_without_an_end_is_ended(tmp_path: Path) -> None:
+    """With the process, as no exception stops what catches all."""
     file = tmp_path / "mine.py"
-    work = "found.append(bytes(1 << 20))" if limit == "LIMIT_BYTES" else "pass"
     file.write_text(
-        "def ring_cost(*_):\n    found = []\n    while True:\n        try:\n"
-        f"            while True:\n                {work}\n        except BaseException:\n            found.clear()\n"
+        "def ring_cost(*_):\n    while True:\n        try:\n            while True:\n                pass\n"
+        "        except BaseException:\n            pass\n"
     )
     program = (
-        f"from nnmpi.exercise import exercise, __main__; exercise.{limit} = {value}; "
+        "from nnmpi.exercise import exercise, __main__; exercise.LIMIT_S = 0.2; "
         f"__main__.main(['ring-cost', {str(file)!r}])"
     )
     ran = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 1
-    assert re.fullmatch(rf"nnmpi: {file}, line \d: it has not come to an end after {told}\n", ran.stderr), ran.stderr
+    assert re.search(rf'File "{file}", line \d in ring_cost', ran.stderr), ran.stderr
 
 
 def test_results_that_are_no_numbers_are_refused() -> None:
