@@ -39,11 +39,10 @@ TESTS = ("tests.", "nnmpi.tensor.check")  # the latter is a test itself, of deri
 HOST = "nnmpi.backend.device"  # says numpy_backend() because somebody asked for it by name
 
 
-# Tests of the double itself, of messages (which know buffers, and no backend), of scripts and of benchmarks, and those
+# Tests of the double itself, of messages (which know buffers, and no backend) and of scripts, and those
 # without arrays: the same with and without --backend fake.
-SAME = ("device", "comm", "backend/cuda", "benchmarks", "gpu", "harness", "scripts", "schedule", "synchrony")
-SAME += ("backend/test_kernels.py", "compose/test_seeds.py", "compose/test_simulated_times.py")
-SAME += tuple(f"data/test_{name}.py" for name in ("cifar", "csvfile", "download", "files", "idx", "npz", "tokenizer"))
+SAME = ("device", "comm", "backend/cuda", "gpu", "harness", "scripts", "schedule", "synchrony")
+SAME += ("backend/test_kernels.py", "data/test_files.py", "compose/test_seeds.py", "compose/test_simulated_times.py")
 SAME += ("test_array_names.py", "test_command.py", "test_launcher.py", "test_layering.py", "test_mesh.py")
 SAME += ("test_doctor.py", "test_run.py", "exercise", "pages", "train/test_stall.py")
 SAME += ("equivalence/test_breaks.py", "tensor/test_memory.py")

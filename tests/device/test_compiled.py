@@ -1,7 +1,5 @@
 """Compiled steps on a device: replayed, they give bit for bit what eager ones give there."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -10,20 +8,7 @@ from nnmpi import nn, ops, optim
 from nnmpi.backend.backend import numpy_backend
 from nnmpi.backend.kernels import jit
 from tests.device.library import device_backend, load
-from tests.nn.test_compiled import step_of, train
-
-
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-@pytest.mark.parametrize("optimizer", [optim.SGD, optim.Adam])
-def test_training_on_a_device_is_the_same(optimizer: Any, dtype: str) -> None:
-    """Losses, weights and running statistics are the eager run's, with batches of several sizes in turn."""
-    eager, state, _ = train(False, optimizer, dtype, backend=device_backend())
-    losses, compiled, step = train(True, optimizer, dtype, backend=device_backend())
-    assert losses == eager
-    assert state.keys() == compiled.keys()
-    for name, values in state.items():
-        np.testing.assert_array_equal(compiled[name], values, err_msg=name)
-    assert step.recordings == 3
+from tests.nn.test_compiled import step_of
 
 
 def test_kernels_that_are_switched_off_are_recorded_apart() -> None:

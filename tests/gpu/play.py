@@ -11,9 +11,10 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import low_dtype, use_precision
 from nnmpi.tensor.tensor import Tensor
 from tests.gpu.table import Sample
+from tests.harness.slow import MORE_PRECISIONS, once_more
 
 FLOAT64, FLOAT32, TF32, BF16, FP16 = "float64", "float32", "tf32", "bf16", "fp16"
-MODES = (FLOAT64, FLOAT32, TF32, BF16, FP16)
+MODES = [FLOAT64, FLOAT32, BF16, *(once_more(mode, reason=MORE_PRECISIONS) for mode in (TF32, FP16))]
 
 # The largest error of an element, as a share of the largest element of the reference in float64. A float has 53 bits,
 # 24, 11 (TF32 and float16) or 8 (bfloat16); results are rounded some times, and long sums add up their errors' squares.

@@ -84,20 +84,6 @@ def dense(public: str, function: Any, form: str = "") -> list[Sample]:
     return [row(name, leading, bias) for name, leading in ways.items() for bias in (True, False)]
 
 
-def convolution(name: str, size: Any, kernel: Any, outputs: int, *options: Any) -> Sample:
-    """Return the row of a convolution; options are stride, padding, dilation, groups."""
-    groups = options[3] if len(options) > 3 else 1
-    sizes = [size, (*kernel, size[-1] // groups, outputs), (outputs,)]
-    return layer("ops.conv2d", name, lambda x, w, b: ops.conv2d(x, w, b, *options), sizes)
-
-
-def fused(public: str, name: str, function: Any, kernel: int = 3) -> Sample:
-    """Return the row of a convolution with ReLU, whose kernel is the identity, so that all stays away from kinks."""
-    weight = np.zeros((kernel, kernel, 5, 5))
-    weight[kernel // 2, kernel // 2] = np.eye(5)
-    return Sample(public, name, function, [images(3, 10, 12, 5), weight, np.zeros(5)], (), 2)
-
-
 def pooling(public: str, function: Any) -> list[Sample]:
     """Return the rows of a pooling: windows side by side, overlapping, with gaps and with a border."""
     ways = {"two": (2,), "overlap": (3, 2, 1), "gaps": (2, 3), "uneven": ((3, 2), (1, 2), (1, 0)), "odd": (2, 2)}
@@ -174,19 +160,6 @@ TABLE: list[Sample] = [
     layer("ops.layer_norm", "two axes", ops.layer_norm, [(ROWS, 6, 21), (6, 21), (6, 21)]),
     layer("ops.batch_norm", "rows", lambda *x: ops.batch_norm(*x)[0], [(ROWS, COLUMNS), (COLUMNS,), (COLUMNS,)]),
     layer("ops.batch_norm", "images", lambda *x: ops.batch_norm(*x)[0], [(5, 7, 9, 20), (20,), (20,)]),
-    convolution("3 x 3", (3, 12, 14, 5), (3, 3), 7, 1, 1),
-    convolution("one channel", (5, 28, 28, 1), (3, 3), 32, 1, 1),
-    convolution("many channels", (2, 9, 9, 32), (3, 3), 64, 1, 1),
-    convolution("stride", (3, 13, 14, 5), (3, 3), 7, 2, 1),
-    convolution("1 x 1", (3, 9, 10, 16), (1, 1), 24),
-    convolution("1 x 1 stride", (3, 9, 10, 16), (1, 1), 24, 2),
-    convolution("dilation", (2, 13, 14, 5), (3, 3), 7, 1, 2, 2),
-    convolution("groups", (2, 9, 10, 6), (3, 2), 8, 1, (1, 0), 1, 2),
-    convolution("uneven", (2, 9, 14, 4), (2, 5), 6, (2, 3), (1, 2)),
-    convolution("wide border", (2, 4, 4, 3), (3, 3), 4, 1, 3),
-    fused("ops.conv_relu", "plain", lambda *x: ops.conv_relu(*x, 1, 1)),
-    fused("ops.conv_relu_pool", "plain", lambda *x: ops.conv_relu_pool(*x, 1, 1)),
-    fused("ops.conv_relu_pool", "1 x 1, pool 3", lambda *x: ops.conv_relu_pool(*x, 1, 0, 1, 1, 3), kernel=1),
     *pooling("ops.max_pool2d", ops.max_pool2d),
     *pooling("ops.avg_pool2d", ops.avg_pool2d),
     *(attending(3, time, causal) for time in (1, 33, 150) for causal in (False, True)),

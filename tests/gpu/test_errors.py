@@ -1,10 +1,14 @@
 """What goes wrong on a device, each in a clear sentence."""
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import pytest
 
 from nnmpi import nn, ops
-from nnmpi.backend.backend import Backend
+from nnmpi.backend.array import mixed_error
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.errors import DeviceError, NnmpiError
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.units import format_bytes
@@ -36,28 +40,58 @@ def test_more_than_the_card_has(real_device: Backend) -> None:
     assert isinstance(real_device.explain(caught.value), DeviceError)
 
 
+HOST = r"host's memory \(input {} \(shape \({}\), float32\)"
+
+
+def tensor(xp: Any, *shape: int) -> Tensor:
+    """Return ones."""
+    return Tensor(xp.ones(shape, "float32"))
+
+
 @pytest.mark.parametrize(
-    "mixed",
+    ("operation", "host"),
     [
-        lambda x, host: x + Tensor(host),
-        lambda x, host: Tensor(host) @ x,
-        lambda x, host: ops.linear(x, Tensor(host)),
-        lambda x, host: ops.linear_relu(x, Tensor(host), Tensor(host[0])),
+        (lambda xp: tensor(np, 3) + tensor(xp, 3), (0, "3,")),
+        (lambda xp: tensor(xp, 3) * tensor(np, 3), (1, "3,")),
+        (lambda xp: tensor(xp, 3, 3) @ tensor(np, 3, 3), (1, "3, 3")),
+        (lambda xp: tensor(np, 3, 3) @ tensor(xp, 3, 3), (0, "3, 3")),
     ],
-    ids=["sum", "product", "linear", "linear_relu"],
 )
-def test_a_host_array_where_a_device_array_is_due(device: Backend, mixed: object) -> None:
-    """Refused in a sentence that names both sides, before anything is computed."""
-    x, host = Tensor(device.asarray(np.ones((4, 4), np.float32))), np.ones((4, 4), np.float32)
-    with pytest.raises((NnmpiError, TypeError), match=r"(?i)host|numpy|cupy|device|ndarray"):
-        mixed(x, host)  # type: ignore[operator]
+def test_a_host_array_where_a_device_array_is_due(
+    device: Backend, operation: Callable[[Any], Tensor], host: tuple[int, str]
+) -> None:
+    """Or the other way round: one sentence, which names the input."""
+    with pytest.raises(DeviceError, match=HOST.format(*host)):
+        operation(device.xp)
 
 
-def test_a_host_array_in_a_layer(device: Backend) -> None:
-    """A model on the device is given a batch in host memory."""
-    model = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).initialize(backend=device)
-    with pytest.raises((NnmpiError, TypeError), match=r"(?i)host|numpy|cupy|device|ndarray"):
-        model(Tensor(np.ones((5, 4), np.float32)))
+@pytest.mark.parametrize("on_device", [False, True])
+def test_a_batch_that_is_not_where_the_model_is(device: Backend, on_device: bool) -> None:
+    """The most common one: the data stayed on the host, or the model did."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.ReLU())
+    model.initialize(backend=device if on_device else numpy_backend())
+    batch = tensor(np if on_device else device.xp, 4, 3)
+    with pytest.raises(DeviceError, match=r"bring them to where the model is, with backend.asarray\(x\) or"):
+        model(batch)
+
+
+def test_a_gradient_that_is_not_where_the_result_is(device: Backend) -> None:
+    """One of the host is brought to the device; the other way round somebody has mixed things up."""
+    leaf = Tensor(device.xp.ones(3, "float32"), requires_grad=True)
+    (leaf * 2).backward(np.ones(3, np.float32))
+    assert leaf.grad is not None
+    assert leaf.grad.get().tolist() == [2, 2, 2]
+    host = Tensor(np.ones(3, np.float32), requires_grad=True)
+    with pytest.raises(DeviceError, match=HOST.format(0, "3,")):
+        (host * 2).backward(device.xp.ones(3, "float32"))
+
+
+def test_other_errors_stay(device: Backend) -> None:
+    """A wrong type that has nothing to do with devices is not reworded."""
+    assert mixed_error([np.ones(2), 1.0, "x"]) is None
+    assert mixed_error([device.xp.ones(2), None]) is None
+    with pytest.raises((TypeError, ValueError), match="(?i)(?!.*host's memory)"):
+        tensor(np, 3) + "x"
 
 
 def test_labels_out_of_range_end_in_no_number(device: Backend) -> None:

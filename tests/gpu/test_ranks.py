@@ -21,6 +21,7 @@ from tests.compose.small_runs import build as small
 from tests.equivalence.cover import SETUPS, spread
 from tests.equivalence.reference import digits
 from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, differences, precise
+from tests.harness.slow import MORE_LAYOUTS
 from tests.worker_options import grouped
 
 SIZE, MICROBATCHES = 31, 3
@@ -37,7 +38,6 @@ MIXES: Mapping[str, tuple[tuple[int, int, int], dict[str, Any]]] = {
     "tp": ((1, 1, 0), {}),
     "dp fixed": ((0, 1, 1), {"reduction": "fixed"}),
     "dp x pp": ((0, 2, 1), {"schedule": "1f1b"}),
-    "dp x pp fixed": ((0, 2, 1), {"schedule": "gpipe", "reduction": "fixed"}),
     "dp x tp": ((0, 1, 2), {}),
     "pp x tp": ((1, 2, 0), {"schedule": "zero-bubble", "activation_memory": "least"}),
 }
@@ -95,11 +95,12 @@ def assert_equal(group: Group, device: Backend, setup: str, mode: str, layout: L
 
 @pytest.mark.mpi
 @pytest.mark.parametrize(
-    ("setup", "algorithm"), [*(("mlp", each) for each in ALGORITHMS), ("resnet", "ring"), ("cnn", "ring")]
+    ("setup", "algorithm", "overlap"),
+    [*(("mlp", each, True) for each in ALGORITHMS), ("mlp", "ring", False), ("resnet", "ring", True)],
 )
-def test_data_parallel(group: Group, device: Backend, setup: str, algorithm: str) -> None:
+def test_data_parallel(group: Group, device: Backend, setup: str, algorithm: str, overlap: bool) -> None:
     """Every all-reduce, in buckets small enough that several are under way."""
-    assert_equal(group, device, setup, FLOAT64, None, allreduce=algorithm, bucket_bytes=20_000)
+    assert_equal(group, device, setup, FLOAT64, None, allreduce=algorithm, bucket_bytes=20_000, overlap=overlap)
 
 
 @pytest.mark.mpi
@@ -110,26 +111,26 @@ def test_data_parallel_in_lower_precision(group: Group, device: Backend, algorit
     assert_equal(group, device, "cnn", mode, None, allreduce=algorithm)
 
 
-@pytest.mark.mpi
-@pytest.mark.parametrize("setup", ["mlp", "cnn", "resnet"])
-@pytest.mark.parametrize("name", MIXES)
-def test_layout(group: Group, device: Backend, name: str, setup: str) -> None:
-    """Pipelines, layers shared out, mixes of them, sums in a fixed order."""
-    mesh = mesh_of(name, group.size)
-    if mesh is None:
-        pytest.skip(f"{name} on {group.size} ranks")
-    assert_equal(group, device, setup, FLOAT64, spread(SETUPS[setup], mesh, **{"schedule": "1f1b", **MIXES[name][1]}))
+def row(setup: str, mode: str, name: str) -> Any:
+    """Return a layout's parameters; on how many ranks it can be, and whether it is like others."""
+    few, more = pytest.mark.needs_ranks(4, 8), pytest.mark.slow(MORE_LAYOUTS)
+    return pytest.param(setup, mode, name, marks=[few] * (2 in MIXES[name][0]) + [more] * (setup != "cnn"))
+
+
+LAYOUTS = [
+    *((setup, FLOAT64, name) for setup in ("cnn", "mlp", "resnet") for name in MIXES),
+    *(("cnn", mode, name) for mode in (FLOAT32, BF16) for name in ("pp 1f1b", "tp", "dp x pp")),
+]
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("mode", [FLOAT32, BF16])
-@pytest.mark.parametrize("name", ["pp 1f1b", "tp", "dp x pp fixed"])
-def test_layout_in_lower_precision(group: Group, device: Backend, name: str, mode: str) -> None:
-    """Activations of bfloat16 travel between stages, and between the ranks that share a layer."""
+@pytest.mark.parametrize(("setup", "mode", "name"), [row(*each) for each in LAYOUTS])
+def test_layout(group: Group, device: Backend, setup: str, mode: str, name: str) -> None:
+    """Pipelines, layers shared out, mixes of them, sums in a fixed order; in bfloat16 activations travel so, too."""
     mesh = mesh_of(name, group.size)
     if mesh is None:
         pytest.skip(f"{name} on {group.size} ranks")
-    assert_equal(group, device, "cnn", mode, spread(SETUPS["cnn"], mesh, **{"schedule": "1f1b", **MIXES[name][1]}))
+    assert_equal(group, device, setup, mode, spread(SETUPS[setup], mesh, **{"schedule": "1f1b", **MIXES[name][1]}))
 
 
 def asynchronous(group: Group, backend: Backend, sync: Sync, epochs: int = 2) -> dict[str, Any]:

@@ -15,12 +15,12 @@ from nnmpi import models, nn, ops, optim
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.tensor.tensor import Tensor
 from tests.gpu.conftest import is_stand_in
-from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, TF32, differences, precise
+from tests.gpu.play import BF16, FLOAT32, FLOAT64, FP16, MODES, TF32, differences, precise
+from tests.harness.slow import GROWTH
 
 STEPS, BATCH, CLASSES = 20, 12, 5
 # Of losses and of the weights' change, as a share of the largest: rounding grows from step to step.
 LIMITS = {FLOAT64: 1e-9, FLOAT32: 2e-3, TF32: 5e-2, FP16: 5e-2, BF16: 2e-1}
-MODES = (FLOAT64, FLOAT32, TF32, BF16, FP16)
 MANY, MANY_ON_THE_HOST = 1000, 60  # steps over which memory is watched
 
 
@@ -122,6 +122,7 @@ def test_no_step_waits_for_the_device(device: Backend, name: str, compiled: bool
     assert all(np.isfinite(loss.item()) for loss in losses)
 
 
+@pytest.mark.slow(GROWTH)
 @pytest.mark.parametrize("compiled", [False, True], ids=["plain", "recorded"])
 @pytest.mark.parametrize("name", ["mlp with dropout", "cnn", "transformer block"])
 def test_memory_stays_flat(device: Backend, name: str, compiled: bool) -> None:

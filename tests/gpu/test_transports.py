@@ -1,40 +1,98 @@
-"""How device arrays travel between ranks, through host memory or by an MPI that takes them."""
+"""Device arrays between ranks: every collective, however they travel, gives what it gives with host arrays."""
 
 import numpy as np
 import pytest
 
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import bfloat16
+from nnmpi.comm import buffers
+from nnmpi.comm.algorithms.registry import ALGORITHMS, AUTO, COLLECTIVES, NATIVE
+from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
 from nnmpi.comm.group import Group
-from nnmpi.errors import NnmpiError
-from tests.gpu.test_ranks import ALGORITHMS
+from nnmpi.errors import CommError, NnmpiError, UsageError
+from nnmpi.shard import part
 
-# Empty, odd, several pages, and more than a piece of what is staged.
-LENGTHS = (0, 1, 1001, 70_001, 3_000_001)
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_all_reduce(group: Group, device: Backend, algorithm: str, length: int) -> None:
-    """Whole numbers, whose sum every order of adding gives exactly; twice, as buffers are used again."""
-    for turn in range(2):
-        host = np.arange(length, dtype=np.float32) % 1000 + group.rank + turn
-        array = device.asarray(host)
-        group.all_reduce(array, algorithm)
-        expected = group.size * (np.arange(length) % 1000 + turn) + sum(range(group.size))
-        assert np.array_equal(device.to_host(array), expected)
+SUMS = [(ALL_REDUCE.name, name) for name in (NATIVE, AUTO, *ALGORITHMS)]
+OTHERS = [key for key in COLLECTIVES if key[0] not in (ALL_REDUCE.name, NEIGHBOUR_AVERAGE.name)]
+OTHERS += [(name, NATIVE) for name in (REDUCE_SCATTER.name, ALL_GATHER.name, BROADCAST.name)]
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("kind", ["float64", "float16", "bfloat16", "int32"])
-def test_all_reduce_of_other_dtypes(group: Group, device: Backend, kind: str) -> None:
-    """Half precision is added up in float32."""
+@pytest.mark.parametrize("n", [0, 1, 7919])
+@pytest.mark.parametrize(("operation", "algorithm"), SUMS + OTHERS)
+@pytest.mark.parametrize("kind", ["float32", "int64", "float16", "bfloat16"])
+def test_collectives_keep_their_contracts(
+    group: Group, device: Backend, operation: str, algorithm: str, n: int, kind: str
+) -> None:
+    """Whole numbers, which every order of adding sums exactly; blocking, polled and waited for."""
     dtype = bfloat16() if kind == "bfloat16" else np.dtype(kind)
-    array = device.asarray((np.arange(1000) % 60 + group.rank).astype(dtype))
-    group.all_reduce(array, "ring")
-    expected = (group.size * (np.arange(1000) % 60) + sum(range(group.size))).astype(dtype)
-    assert np.array_equal(device.to_host(array).astype(np.float64), expected.astype(np.float64))
+    whole = [np.random.default_rng(rank).integers(-9, 9, n).astype(dtype) for rank in range(group.size)]
+    total = np.sum([each.astype(np.float64) for each in whole], axis=0).astype(dtype)
+    parts = [slice(own.start, own.stop) for own in (part(n, group.size, rank) for rank in range(group.size))]
+    where = parts[group.rank] if operation == REDUCE_SCATTER.name else slice(None)
+    wanted = {
+        ALL_REDUCE.name: total,
+        REDUCE_SCATTER.name: total[where],
+        BROADCAST.name: whole[0],
+        ALL_GATHER.name: np.concatenate([each[own] for each, own in zip(whole, parts, strict=True)]),
+    }[operation]
+    array = device.xp.empty(n, dtype)
+    bound, right = group.bind(array, algorithm, 5, operation), []
+    for turn in range(3):
+        array[...] = device.asarray(whole[group.rank])
+        if turn == 0:
+            bound.run()
+        else:
+            bound.start()
+        while turn == 1 and not bound.poll():
+            pass
+        if turn == 2:
+            bound.wait()
+        right.append(device.to_host(array[where]).tobytes() == wanted.tobytes())
+    assert group.gather(right) == [[True] * 3] * group.size
+
+
+@pytest.mark.mpi
+def test_the_user_says_whether_mpi_takes_device_arrays(
+    group: Group, device: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        for word in ("1", "yes"):
+            monkeypatch.setenv("NNMPI_CUDA_AWARE", word)
+            buffers.cuda_aware.cache_clear()
+            if word == "1":
+                assert group.choose(device.xp.zeros(3)).algorithm == NATIVE
+            else:
+                with pytest.raises(UsageError, match="NNMPI_CUDA_AWARE"):
+                    group.choose(device.xp.zeros(3))
+    finally:
+        monkeypatch.undo()
+        buffers.cuda_aware.cache_clear()
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("root", [0, -1])
+@pytest.mark.parametrize("shape", [(), (0,), (3, 5)])
+def test_any_rank_broadcasts_any_shape(group: Group, device: Backend, shape: tuple[int, ...], root: int) -> None:
+    array = device.xp.full(shape, group.rank + 1, dtype=np.float32)
+    group.broadcast(array, root % group.size)
+    assert group.gather(bool((device.to_host(array) == root % group.size + 1).all())) == [True] * group.size
+
+
+@pytest.mark.mpi
+def test_what_cannot_be_summed_is_refused(group: Group, device: Backend) -> None:
+    xp = device.xp
+    for array in (xp.zeros(3, bool), xp.zeros((2, 2)), xp.zeros(6)[::2]):
+        with pytest.raises(NnmpiError):
+            group.all_reduce(array)
+    if group.size > 1:
+        with pytest.raises(CommError, match="differ"):
+            group.all_reduce(xp.zeros(3 + group.rank))
+    twice = group.bind(xp.zeros(3), "ring")
+    twice.start()
+    with pytest.raises(CommError, match="still running"):
+        twice.start()
+    twice.wait()
 
 
 @pytest.mark.mpi
@@ -49,12 +107,3 @@ def test_ranks_share_the_card(group: Group, device: Backend) -> None:
     finally:
         if not limit:
             device.xp.get_default_memory_pool().set_limit(size=0)
-
-
-@pytest.mark.mpi
-def test_different_lengths_are_refused(group: Group, device: Backend) -> None:
-    """As for host arrays, in a sentence and on all ranks."""
-    if group.size == 1:
-        pytest.skip("one rank has nobody to differ from")
-    with pytest.raises(NnmpiError, match="differ|rank"):
-        group.all_reduce(device.zeros(10 + group.rank, np.float32), "ring")

@@ -13,6 +13,7 @@ HARNESS = "the harness itself, with ranks that fail, hang or vanish"
 COMPILER = "kernels for more dtypes and devices, through CUDA's compiler"
 KERNELS = "compiles kernels from the beginning"
 GROWTH = "hundreds of steps, to see memory grow"
+MORE_PRECISIONS = "more precisions, like those that ran"
 MORE_SEEDS = "more seeds, like those that ran"
 MORE_LAYOUTS = "more models, layouts and numbers of ranks, like those that ran"
 

@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
+from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import low_dtype, use_precision
 from nnmpi.backend.windows import windows
 from nnmpi.errors import ShapeError
 from nnmpi.ops.conv import im2col
 from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
 from nnmpi.tensor.tensor import Tensor
-from tests.device.library import device_backend, load
 
 MODES = ("float32", "float64", "tf32", "bf16", "fp16")  # the second is float32 with arrays of float64
 
@@ -83,13 +83,13 @@ def on_host(function: Any, case: Case) -> list[Any]:
     return [y.data, *(leaf.grad for leaf in leaves)]
 
 
-def on_device(function: Any, case: Case, mode: str) -> list[Any]:
+def on_device(device: Backend, function: Any, case: Case, mode: str) -> list[Any]:
     """Return the same by the device's library, and check the dtypes.
 
     Args:
         mode: of MODES.
     """
-    xp, dtype = device_backend().xp, np.dtype("float64" if mode == "float64" else "float32")
+    xp, dtype = device.xp, np.dtype("float64" if mode == "float64" else "float32")
     low = low_dtype(mode) if mode != "float64" else None
     leaves = [Tensor(xp.asarray(x.astype(dtype)), requires_grad=True) for x in arrays(case)]
     with precision(mode):
@@ -113,7 +113,7 @@ def precision(mode: str) -> Iterator[None]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", FUNCTIONS)
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_convolution(case: Case, name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_convolution(device: Backend, case: Case, name: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any sizes, strides, borders, dilations and groups; one image at a time, too."""
     try:
         right = on_host(FUNCTIONS[name], case)
@@ -121,24 +121,24 @@ def test_convolution(case: Case, name: str, mode: str, monkeypatch: pytest.Monke
         pytest.skip("too few pixels are left for the pooling")
     for most in (im2col.DEVICE_BYTES, 1):
         monkeypatch.setattr(im2col, "DEVICE_BYTES", most)
-        for ours, host in zip(on_device(FUNCTIONS[name], case, mode), right, strict=True):
+        for ours, host in zip(on_device(device, FUNCTIONS[name], case, mode), right, strict=True):
             np.testing.assert_array_equal(ours, host)
 
 
-def test_windows_lie_in_the_memory_of_their_images() -> None:
+def test_windows_lie_in_the_memory_of_their_images(device: Backend) -> None:
     """And so does what is cut out of them: memory as long as all windows would reach into other arrays'."""
-    x = device_backend().xp.zeros((2, 7, 6, 3))
-    used = load().cuda.memory.POOL.used_bytes()
+    x = device.zeros((2, 7, 6, 3), "float32")
+    used = device.memory().used_bytes
     seen = windows(x, (3, 3), (1, 1), (1, 1))
     parts = [seen, seen[:, 1:], seen.transpose(1, 0, 2, 3, 4, 5)]
     assert all(each.data.mem is x.data.mem and each.base is x for each in parts)
-    assert load().cuda.memory.POOL.used_bytes() == used
+    assert device.memory().used_bytes == used
 
 
 @pytest.mark.parametrize("groups", [1, 2])
-def test_gradients_add_up_in_their_place(groups: int) -> None:
+def test_gradients_add_up_in_their_place(device: Backend, groups: int) -> None:
     case = Case((2, 6, 5, 4), (3, 3), 4, padding=(1, 1), groups=groups)
-    xp = device_backend().xp
+    xp = device.xp
     leaves = [Tensor(xp.asarray(x.astype("float32")), requires_grad=True) for x in arrays(case)]
     for _ in range(2):
         y = conv_relu(*leaves, *case.options)
