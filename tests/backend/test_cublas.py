@@ -87,7 +87,7 @@ def test_sizes_that_cublas_does_not_take() -> None:
 
 def test_the_double_has_the_real_signatures() -> None:
     """As far as CuPy is installed: its compiled functions say theirs in the first line of their documentation."""
-    names = ["gemmEx", "gemmStridedBatchedEx", "setMathMode", "getMathMode", "setPointerMode", "getPointerMode"]
+    names = ["gemmEx", "gemmStridedBatchedEx", "setMathMode", "getMathMode"]
     script = (
         "from nnmpi.backend.cublas import cublas_bindings\n"
         "c, handle = cublas_bindings()\n"

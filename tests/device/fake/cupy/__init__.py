@@ -25,22 +25,10 @@ from cupy._array import ndarray
 from cupy._names import MODULES, VERSION
 from cupy._ufunc import ufunc
 
-__all__ = [
-    "asnumpy",
-    "get_array_module",
-    "get_default_memory_pool",
-    "get_default_pinned_memory_pool",
-    "ndarray",
-    "ufunc",
-]
+__all__ = ["ndarray", "ufunc"]
 
 __version__ = VERSION
 newaxis = None
-
-
-def is_available() -> bool:
-    """Return whether there is a device."""
-    return bool(cuda.is_available())
 
 
 def asnumpy(a: Any, stream: Any = None, order: str = "C", out: Any = None, *, blocking: bool = True) -> Any:
@@ -48,11 +36,6 @@ def asnumpy(a: Any, stream: Any = None, order: str = "C", out: Any = None, *, bl
     if isinstance(a, ndarray):
         return a.get(stream=stream, order=order, out=out, blocking=blocking)
     return np.asarray(a, order=order)  # type: ignore[call-overload]
-
-
-def get_array_module(*args: Any) -> Any:
-    """Return this module if one of the arguments is an array on the device, else NumPy."""
-    return importlib.import_module("cupy") if any(isinstance(each, ndarray) for each in args) else np
 
 
 def get_default_memory_pool() -> Any:
@@ -67,8 +50,8 @@ def get_default_pinned_memory_pool() -> Any:
 
 def __getattr__(name: str) -> Any:
     kind = MODULES["cupy"].get(name, "")
-    if name in ("RawKernel", "RawModule"):  # a compiler and an emulator: loaded by those who need it
-        value = getattr(importlib.import_module("cupy._raw"), name)
+    if name == "RawModule":  # a compiler and an emulator: loaded by those who need it
+        value = importlib.import_module("cupy._raw").RawModule
     elif kind == "module":
         value = importlib.import_module(f"cupy.{name}")
     else:

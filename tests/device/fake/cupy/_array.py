@@ -11,7 +11,6 @@ import numpy as np
 
 from cupy import _streams, _sync
 from cupy.cuda import memory, pinned_memory
-from cupy.cuda.device import Device
 
 # Set by `pytest --backend fake`: what to do with a caller that is a test.
 VIEWERS: list[Callable[[Any], bool]] = []
@@ -20,15 +19,11 @@ VIEWERS: list[Callable[[Any], bool]] = []
 class Flags:
     """How an array lies."""
 
-    __slots__ = ("c_contiguous", "f_contiguous", "owndata")
+    __slots__ = ("c_contiguous", "f_contiguous")
 
     def __init__(self, array: ndarray) -> None:
         flags = array._host.flags
         self.c_contiguous, self.f_contiguous = flags.c_contiguous, flags.f_contiguous
-        self.owndata = array.base is None
-
-    def __getitem__(self, name: str) -> bool:
-        return bool(getattr(self, name.lower()))
 
 
 class ndarray:
@@ -44,7 +39,7 @@ class ndarray:
     ) -> None:
         shape = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
         dtype = np.dtype(dtype)
-        pointer = memory.alloc(math.prod(shape) * dtype.itemsize) if memptr is None else memptr
+        pointer = memory.POOL.malloc(math.prod(shape) * dtype.itemsize) if memptr is None else memptr
         mem = pointer.mem
         offset = pointer.ptr - mem.ptr
         owner = mem._owner
@@ -98,10 +93,6 @@ class ndarray:
         return self._base
 
     @property
-    def device(self) -> Device:
-        return Device(0 if self._mem is None else self._mem.device_id)
-
-    @property
     def data(self) -> memory.MemoryPointer:
         if not self._mem.size:
             return memory.MemoryPointer(self._mem, 0)
@@ -125,24 +116,8 @@ class ndarray:
         return view(self._host.T, self)
 
     @property
-    def mT(self) -> ndarray:
-        return view(self._host.mT, self)
-
-    @property
-    def real(self) -> ndarray:
-        return view(self._host.real, self)
-
-    @property
-    def imag(self) -> ndarray:
-        return view(self._host.imag, self)
-
-    @property
     def _c_contiguous(self) -> bool:
         return self._host.flags.c_contiguous
-
-    @property
-    def _f_contiguous(self) -> bool:
-        return self._host.flags.f_contiguous
 
     # -------------------------------------------------------------- to the host and back
     def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
@@ -186,7 +161,7 @@ class ndarray:
             raise TypeError(f"{arr.dtype} array cannot be set to {self.dtype} array")
         if self.shape != arr.shape:
             raise ValueError(f"Shape mismatch. Old shape: {self.shape}, new shape: {arr.shape}")
-        if not (self._c_contiguous or self._f_contiguous):
+        if not (self._c_contiguous or self._host.flags.f_contiguous):
             raise RuntimeError("Cannot set to non-contiguous array")
         target = self._host
         pinned = pinned_memory.is_pinned(arr)
@@ -206,12 +181,6 @@ class ndarray:
         _streams.settle()
         return self._host.tolist()
 
-    def tobytes(self, order: Any = "C") -> bytes:
-        """Return the bytes."""
-        _sync.synchronized("tobytes")
-        _streams.settle()
-        return self._host.tobytes(order)
-
     def __bool__(self) -> bool:
         _sync.synchronized("bool")
         _streams.settle()
@@ -227,15 +196,6 @@ class ndarray:
         _streams.settle()
         return int(self._host)
 
-    def __index__(self) -> int:
-        _sync.synchronized("index")
-        _streams.settle()
-        return self._host.__index__()
-
-    def __complex__(self) -> complex:
-        _sync.synchronized("complex")
-        return complex(self._host)
-
     def __repr__(self) -> str:
         return repr(self._host)
 
@@ -245,16 +205,6 @@ class ndarray:
     def __format__(self, form: str) -> str:
         _sync.synchronized("format")
         return format(self._host.item() if self.ndim == 0 else str(self), form)
-
-    def __reduce__(self) -> Any:
-        _sync.synchronized("pickle")
-        return _rebuilt, (self._host.copy(),)
-
-    def __copy__(self) -> ndarray:
-        return wrap(self._host.copy())
-
-    def __deepcopy__(self, memo: Any) -> ndarray:
-        return wrap(self._host.copy())
 
     # -------------------------------------------------------------- elements
     def __len__(self) -> int:
@@ -308,9 +258,6 @@ class ndarray:
             raise IndexError("an element is written twice in one assignment, which is undefined on a device")
         return host
 
-    def __delitem__(self, key: Any) -> None:
-        raise TypeError("'ndarray' object does not support item deletion")
-
     def __contains__(self, value: Any) -> bool:
         _sync.synchronized("in")
         return value in self._host
@@ -356,10 +303,6 @@ def _by_numpy(function: Any, inputs: Any, kwargs: Any) -> Any:
         return result if places[0] is None else np.copyto(places[0], result) or places[0]
     np.copyto(places[0]._host, result)
     return places[0]
-
-
-def _rebuilt(host: Any) -> ndarray:
-    return wrap(host)
 
 
 def view(host: Any, base: ndarray) -> ndarray:

@@ -12,17 +12,12 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from cupy_backends.cuda.api.runtime import CUDARuntimeError
-
 # Streams with copies under way; almost always empty, so that one look suffices for most operations.
-PENDING: list[_Stream] = []
-STREAMS: weakref.WeakValueDictionary[int, _Stream] = weakref.WeakValueDictionary()  # by address
-EVENTS: weakref.WeakValueDictionary[int, Event] = weakref.WeakValueDictionary()  # by address
+PENDING: list[Stream] = []
 _local = threading.local()
 
 
@@ -60,24 +55,21 @@ class _Wait:
     def __init__(self, event: Event) -> None:
         self._event = event
 
-    def read(self) -> None:
-        self._event._settle()
-
     def finish(self) -> None:
         self._event._settle()
 
 
-class _Stream:
+class Stream:
     """A queue of copies."""
 
-    def __init__(self, ptr: int, blocking: bool) -> None:
-        self.ptr = ptr
-        STREAMS[ptr] = self
-        self._blocking = blocking
+    null: Stream
+
+    def __init__(self, null: bool = False, non_blocking: bool = False) -> None:
+        self._is_null = null
+        self._blocking = not non_blocking and not null
         self._queue: deque[_Copy | _Wait] = deque()
         self._issued = 0
         self._arrived = 0
-        self._asked = 0
 
     def _push(self, item: _Copy | _Wait) -> None:
         self._queue.append(item)
@@ -119,48 +111,23 @@ class _Stream:
 
     def synchronize(self) -> None:
         """Wait for everything in this stream; for the null stream, in the blocking ones too."""
-        for stream in [each for each in PENDING if each._blocking] if self.ptr == 0 else []:
+        for stream in [each for each in PENDING if each._blocking] if self._is_null else []:
             stream._finish()
         self._finish()
 
-    @property
-    def done(self) -> bool:
-        """Whether everything has arrived; asked twice, it has."""
-        self._asked = self._asked + 1 if self._queue else 0
-        if self._asked > 1:
-            self._finish()
-        return not self._queue
-
-    def record(self, event: Event | None = None) -> Event:
-        """Return an event after all that is in this stream."""
-        event = Event() if event is None else event
-        event.record(self)
-        return event
+    def record(self) -> Event:
+        """Return an event after all that is in this stream now."""
+        return Event(self)
 
     def wait_event(self, event: Event) -> None:
         """Let what comes later in this stream wait for the event."""
-        if self is current() or self.ptr == 0:
+        if self is current() or self._is_null:
             event._settle()
         else:
             self._push(_Wait(event))
 
-    def use(self) -> _Stream:
-        """Make it the current stream."""
-        _stack()[-1] = self
-        return self
 
-    def __enter__(self) -> _Stream:
-        _stack().append(self)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        _stack().pop()
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Stream) and other.ptr == self.ptr
-
-    def __hash__(self) -> int:
-        return hash(self.ptr)
+Stream.null = Stream(null=True)
 
 
 class _Done:
@@ -168,103 +135,43 @@ class _Done:
 
     to_host = False
 
-    def read(self) -> None:
+    def finish(self) -> None:
         """Nothing is left."""
-
-    finish = read
-
-
-class _Numbers:
-    """The addresses of streams, each once."""
-
-    def __init__(self) -> None:
-        self.last = 0x5000
-
-    def take(self) -> int:
-        """Return the next."""
-        self.last += 16
-        return self.last
-
-
-_NUMBERS = _Numbers()
-
-
-class Stream(_Stream):
-    """A stream of one's own, or the null stream."""
-
-    null: Stream
-    ptds: Stream
-
-    def __init__(
-        self, null: bool = False, non_blocking: bool = False, ptds: bool = False, priority: int | None = None
-    ) -> None:
-        super().__init__(0 if null else 2 if ptds else _NUMBERS.take(), not non_blocking and not null)
-        self.is_non_blocking = non_blocking
-        self.priority = 0 if priority is None else priority
-
-
-Stream.null = Stream(null=True)
-
-
-class ExternalStream(_Stream):
-    """A stream that somebody else has made."""
-
-    def __init__(self, ptr: int, device_id: int = -1) -> None:
-        super().__init__(ptr, blocking=True)
 
 
 class Event:
-    """A place in a stream."""
+    """A place in a stream: after all that is in it now."""
 
-    def __init__(self, block: bool = False, disable_timing: bool = False, interprocess: bool = False) -> None:
-        self.ptr = id(self)
-        EVENTS[self.ptr] = self
-        self._timed = not disable_timing
-        self._stream: _Stream | None = None
-        self._place = 0
-        self._time = 0.0
-
-    def record(self, stream: _Stream | None = None) -> None:
-        """Stand after all that is in the stream now."""
-        self._stream = current() if stream is None else stream
-        self._place = self._stream._issued
+    def __init__(self, stream: Stream) -> None:
+        self._stream, self._place = stream, stream._issued
         self._time = time.perf_counter()
 
     def synchronize(self) -> None:
         """Wait for what stands before it."""
-        if self._stream is not None:
-            self._stream._finish(self._place)
-
-    @property
-    def done(self) -> bool:
-        """Whether all before it has arrived."""
-        return self._stream is None or self._stream._arrived >= self._place or self._stream.done
+        self._stream._finish(self._place)
 
     def _settle(self) -> None:
-        if self._stream is not None:
-            self._stream._settle(self._place)
+        self._stream._settle(self._place)
 
 
 def get_elapsed_time(start_event: Event, end_event: Event) -> float:
     """Return the milliseconds between two events."""
-    if not (start_event._timed and end_event._timed) or start_event._stream is None or end_event._stream is None:
-        raise CUDARuntimeError(400)
     return 1e3 * (end_event._time - start_event._time)
 
 
-def _stack() -> list[_Stream]:
-    stack: list[_Stream] | None = getattr(_local, "stack", None)
+def _stack() -> list[Stream]:
+    stack: list[Stream] | None = getattr(_local, "stack", None)
     if stack is None:
         stack = _local.stack = [Stream.null]
     return stack
 
 
-def current() -> _Stream:
+def current() -> Stream:
     """Return this thread's current stream."""
     return _stack()[-1]
 
 
-def get_current_stream(device_id: int = -1) -> _Stream:
+def get_current_stream(device_id: int = -1) -> Stream:
     """Return this thread's current stream."""
     return current()
 
@@ -273,7 +180,7 @@ def settle() -> None:
     """Before work in the current stream: do for the device what stands before it there."""
     here = current()
     for stream in list(PENDING):
-        if stream is here or (here.ptr == 0 and stream._blocking):
+        if stream is here or (here._is_null and stream._blocking):
             stream._settle()
 
 
@@ -283,7 +190,7 @@ def finish_all() -> None:
         stream._finish()
 
 
-def copy_to_host(read: Callable[[], Any], write: Callable[[Any], None], stream: _Stream | None, pinned: bool) -> None:
+def copy_to_host(read: Callable[[], Any], write: Callable[[Any], None], stream: Stream | None, pinned: bool) -> None:
     """Copy to the host; to memory that is not page-locked CUDA does so at once."""
     stream = current() if stream is None else stream
     if not pinned:
@@ -297,7 +204,7 @@ def copy_to_host(read: Callable[[], Any], write: Callable[[Any], None], stream: 
     stream._push(copy)
 
 
-def copy_to_device(read: Callable[[], Any], write: Callable[[Any], None], stream: _Stream | None, pinned: bool) -> None:
+def copy_to_device(read: Callable[[], Any], write: Callable[[Any], None], stream: Stream | None, pinned: bool) -> None:
     """Copy to the device: at once in the current stream, which computes at once too, later in another one."""
     stream = current() if stream is None else stream
     if stream is current():

@@ -33,9 +33,6 @@ class ufunc:
         self._function = function
         self.nin, self.nout, self.nargs = function.nin, function.nout, function.nargs
 
-    def __repr__(self) -> str:
-        return f"<ufunc '{self.name}'>"
-
     def __call__(self, *args: Any, out: Any = None, casting: str = "same_kind", dtype: Any = None) -> Any:
         if _streams.PENDING:
             _streams.settle()

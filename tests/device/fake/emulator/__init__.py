@@ -1,4 +1,4 @@
-"""A stand-in for `cupy.RawModule` and `cupy.RawKernel` that compiles CUDA C++ by g++ and runs it on the host.
+"""A stand-in for `cupy.RawModule` that compiles CUDA C++ by g++ and runs it on the host.
 
 prelude.h   what CUDA's compiler knows by itself; threads of a block as fibers, with real barriers and shuffles
 source      the kernels in a source, and their parameters' types
@@ -8,6 +8,6 @@ launch      the arguments as CuPy passes them, compared with the parameters: CuP
 
 from .build import CompileError
 from .launch import LaunchError
-from .module import RawKernel, RawModule
+from .module import RawModule
 
-__all__ = ["CompileError", "LaunchError", "RawKernel", "RawModule"]
+__all__ = ["CompileError", "LaunchError", "RawModule"]

@@ -16,9 +16,7 @@ class LaunchError(Exception):
     """A launch that CUDA would refuse, that would silently compute nonsense, or that went wrong."""
 
 
-def launch(
-    function: Any, name: str, parameters: Sequence[Parameter], grid: Any, block: Any, args: Any, shared_mem: int
-) -> None:
+def launch(function: Any, name: str, parameters: Sequence[Parameter], grid: Any, block: Any, args: Any) -> None:
     """Run a kernel to its end.
 
     Raises:
@@ -27,8 +25,6 @@ def launch(
     """
     if not all(isinstance(each, tuple) for each in (grid, block, args)):
         raise LaunchError(f"{name}: grid, block and arguments are tuples")
-    if shared_mem:
-        raise LaunchError(f"{name}: the emulator has no dynamic shared memory")
     if len(args) != len(parameters):
         raise LaunchError(f"{name} takes {len(parameters)} arguments, not {len(args)}")
     # as CuPy has it, which makes 1 of 0
@@ -37,7 +33,10 @@ def launch(
     if any(a > b for a, b in zip(sizes, (*_LIMITS, *_BLOCK_LIMITS), strict=True)) or threads > 1024:
         raise LaunchError(f"{name}: a grid of {grid} blocks of {block} threads is too large")
     values = [_value(name, each, parameter) for each, parameter in zip(args, parameters, strict=True)]
-    _run(function, name, sizes, values, backwards=False)
+    message = ctypes.create_string_buffer(400)
+    addresses = (ctypes.c_void_p * max(1, len(values)))(*(ctypes.addressof(value) for value in values))
+    if function((ctypes.c_uint * 6)(*sizes), addresses, 0, message, ctypes.c_size_t(400)):
+        raise LaunchError(f"{name}: {message.value.decode()}")
 
 
 def is_device_array(x: Any) -> bool:
@@ -68,11 +67,3 @@ def _value(name: str, x: Any, parameter: Parameter) -> Any:
     if parameter.dtype.itemsize != x.dtype.itemsize or parameter.dtype.kind not in kinds:
         raise LaunchError(f"{where} got {x!r} of {x.dtype}")
     return (ctypes.c_char * x.dtype.itemsize).from_buffer_copy(x.tobytes())
-
-
-def _run(function: Any, name: str, sizes: list[int], values: list[Any], backwards: bool) -> None:
-    message = ctypes.create_string_buffer(400)
-    addresses = (ctypes.c_void_p * max(1, len(values)))(*(ctypes.addressof(value) for value in values))
-    failed = function((ctypes.c_uint * 6)(*sizes), addresses, int(backwards), message, ctypes.c_size_t(400))
-    if failed:
-        raise LaunchError(f"{name}: {message.value.decode()}")

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -32,11 +30,9 @@ class BaseMemory:
     Attributes:
         ptr: its address, which is 0 where there is nothing.
         size: its bytes.
-        device_id: the device's number.
     """
 
     __slots__ = ("__weakref__", "_owner", "ptr", "size")
-    device_id = 0
 
 
 class Memory(BaseMemory):
@@ -56,41 +52,10 @@ class Memory(BaseMemory):
         self._owner = owner
         self.ptr = owner.__array_interface__["data"][0] if self.size else 0
         OWNERS[id(owner)] = self
-        for hook in _hooks():
-            hook.malloc_postprocess(device_id=0, size=self.size, mem_size=self._counted, mem_ptr=self.ptr, pmem_id=0)
 
     def __del__(self) -> None:
         if self._counted and POOL is not None:  # None when Python ends
             POOL._used -= self._counted
-            for hook in _hooks():
-                hook.free_postprocess(device_id=0, mem_size=self._counted, mem_ptr=self.ptr, pmem_id=0)
-
-
-class MemoryHook:
-    """Hears of the memory that this thread takes from the pool and gives back, in a `with` block."""
-
-    name = "MemoryHook"
-
-    def malloc_postprocess(self, **call: Any) -> None:
-        """Hear of memory that the pool has given."""
-
-    def free_postprocess(self, **call: Any) -> None:
-        """Hear of memory that has come back."""
-
-    def __enter__(self) -> MemoryHook:
-        _hooks().append(self)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        _hooks().remove(self)
-
-
-_THREAD = threading.local()
-
-
-def _hooks() -> list[MemoryHook]:
-    """Return this thread's."""
-    return _THREAD.__dict__.setdefault("hooks", [])
 
 
 class UnownedMemory(BaseMemory):
@@ -98,7 +63,7 @@ class UnownedMemory(BaseMemory):
 
     __slots__ = ("_given",)
 
-    def __init__(self, ptr: int, size: int, owner: Any, device_id: int = -1) -> None:
+    def __init__(self, ptr: int, size: int, owner: Any) -> None:
         self.ptr, self.size = ptr, size
         self._owner, self._given = bytes_at(ptr, size), owner
         OWNERS[id(self._owner)] = self  # type: ignore[assignment]
@@ -113,18 +78,8 @@ class MemoryPointer:
         self.mem = mem
         self.ptr = mem.ptr + offset
 
-    device_id = 0
-
-    def __int__(self) -> int:
-        return self.ptr
-
     def __add__(self, offset: int) -> MemoryPointer:
         return MemoryPointer(self.mem, self.ptr - self.mem.ptr + offset)
-
-    def _bytes(self, size: int) -> Any:
-        if not self.mem.ptr <= self.ptr <= self.ptr + size <= self.mem.ptr + self.mem.size:
-            raise ValueError(f"{size} bytes at {self.ptr:#x} are outside of the allocation")
-        return bytes_at(self.ptr, size)
 
 
 # Allocations by the identity of the NumPy array that has the memory.
@@ -141,8 +96,9 @@ def owner_of(array: Any) -> Any:
 
 def base_of(ptr: int, size: int = 1) -> BaseMemory | None:
     """Return the allocation around some bytes; one that has been unmapped may lie there, too, and be shorter."""
-    for each in list(OWNERS.values()):
-        if each.ptr <= ptr and ptr + size <= each.ptr + max(1, each.size):
+    for found in OWNERS.valuerefs():  # one step: other threads may make arrays meanwhile
+        each = found()
+        if each is not None and each.ptr <= ptr and ptr + size <= each.ptr + max(1, each.size):
             return each
     return None
 
@@ -209,22 +165,6 @@ class MemoryPool:
 
 
 POOL = MemoryPool()
-_allocator: list[Callable[[int], MemoryPointer]] = [POOL.malloc]
-
-
-def set_allocator(allocator: Callable[[int], MemoryPointer] | None = None) -> None:
-    """Take memory from there for new, empty arrays."""
-    _allocator[0] = POOL.malloc if allocator is None else allocator
-
-
-def get_allocator() -> Callable[[int], MemoryPointer]:
-    """Return where memory comes from."""
-    return _allocator[0]
-
-
-def alloc(size: int) -> MemoryPointer:
-    """Return new memory."""
-    return _allocator[0](size)
 
 
 def rubbish(shape: Any, dtype: Any, order: Any = "C") -> Any:

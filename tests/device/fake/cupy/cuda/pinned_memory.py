@@ -25,10 +25,6 @@ class PinnedMemoryPointer(np.ndarray):  # so that it has the interface of buffer
     mem: PinnedMemory
     ptr: int
 
-    def size(self) -> int:  # type: ignore[override]
-        """Return the bytes from here to the end."""
-        return self.nbytes
-
 
 class PinnedMemoryPool:
     """Gives page-locked memory."""

@@ -23,10 +23,7 @@ if "cublas" not in LOADED:
     raise ImportError("libcublas.so.13: cannot open shared object file: No such file or directory")
 
 CUBLAS_OP_N, CUBLAS_OP_T, CUBLAS_OP_C = 0, 1, 2
-CUBLAS_POINTER_MODE_HOST, CUBLAS_POINTER_MODE_DEVICE = 0, 1
-CUBLAS_DEFAULT_MATH, CUBLAS_TENSOR_OP_MATH = 0, 1
-CUBLAS_GEMM_DEFAULT = CUBLAS_GEMM_DFALT = -1
-CUBLAS_GEMM_DEFAULT_TENSOR_OP = CUBLAS_GEMM_DFALT_TENSOR_OP = 99
+CUBLAS_DEFAULT_MATH = 0
 CUBLAS_COMPUTE_16F, CUBLAS_COMPUTE_16F_PEDANTIC = 64, 65
 CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_PEDANTIC = 68, 69
 CUBLAS_COMPUTE_64F, CUBLAS_COMPUTE_64F_PEDANTIC = 70, 71
@@ -104,18 +101,6 @@ def getMathMode(handle: int) -> int:
 
 
 @_typed
-def setPointerMode(handle: int, mode: int) -> None:
-    """setPointerMode(intptr_t handle, int mode)"""
-    _mode(handle)["pointer"] = mode
-
-
-@_typed
-def getPointerMode(handle: int) -> int:
-    """getPointerMode(intptr_t handle) -> int"""
-    return _mode(handle).get("pointer", CUBLAS_POINTER_MODE_HOST)
-
-
-@_typed
 def gemmEx(handle: int, **given: int) -> None:
     """gemmEx(intptr_t handle, int transa, int transb, int m, int n, int k, size_t alpha, size_t A, int Atype, int lda, size_t B, int Btype, int ldb, size_t beta, size_t C, int Ctype, int ldc, int computeType, int algo)"""  # noqa: E501
     _multiply(handle, strideA=0, strideB=0, strideC=0, batchCount=1, **given)
@@ -145,8 +130,6 @@ def _multiply(handle: int, **g: int) -> None:
     allowed, factor_type = _TABLE.get(g["computeType"], (set(), "f4"))
     if g["Atype"] != g["Btype"] or (g["Atype"], g["Ctype"]) not in allowed or g["algo"] not in (-1, 99):
         raise CUBLASError(_NOT_SUPPORTED)
-    if mode.get("pointer", CUBLAS_POINTER_MODE_HOST) != CUBLAS_POINTER_MODE_HOST:
-        raise CUBLASError(_FAILED)  # the factors are in the host's memory
     alpha, beta = (_factor(g[name], factor_type) for name in ("alpha", "beta"))
     _streams.settle()
     given, result = _TYPES[g["Atype"]], _TYPES[g["Ctype"]]
