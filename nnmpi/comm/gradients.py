@@ -33,7 +33,7 @@ from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.execution import Pending
 from nnmpi.comm.fit import Choice
 from nnmpi.comm.group import Group
-from nnmpi.comm.prove import check_proof
+from nnmpi.comm.prove import proved_steps
 from nnmpi.errors import CommError, DeviceError, UsageError
 
 # Measured with a chain of ten 512 x 512 layers, batch 128, 10.6 MB of gradients, on one node with 2 cores of an AMD Zen
@@ -352,7 +352,7 @@ def _check_names(names: Sequence[How], given: int, buckets: int, size: int) -> N
     for name in {*names} - {AUTO, NATIVE, SHARED}:
         found = find_collective(ALL_REDUCE.name, name)
         if not isinstance(name, str):
-            check_proof(found, size)
+            proved_steps(found, size)
     if given != buckets:
         raise UsageError(f"{given} all-reduce algorithms are given for {buckets} buckets; give one, or one for each")
 

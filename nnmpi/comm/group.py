@@ -6,6 +6,7 @@ otherwise: all ranks of the group call it, in the same order.
 
 from collections.abc import Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, cast
 
@@ -36,12 +37,20 @@ from nnmpi.comm.buffers import (
     room_like,
     to_host,
 )
-from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
+from nnmpi.comm.collective import (
+    ALL_GATHER,
+    ALL_REDUCE,
+    BROADCAST,
+    NEIGHBOUR_AVERAGE,
+    REDUCE_SCATTER,
+    Collective,
+    Step,
+)
 from nnmpi.comm.execution import MAX_MESSAGE_BYTES, Execution, NativeExecution, Pending, staged, widened
 from nnmpi.comm.fit import Choice, Fit, choose
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import SharedSum
-from nnmpi.comm.prove import check_proof
+from nnmpi.comm.prove import proved_steps
 from nnmpi.comm.world import Comm
 from nnmpi.errors import DeviceError, DtypeError, ShapeError, UsageError
 
@@ -66,6 +75,7 @@ class Group(Communicator):
         super().__init__(_find_world(comm), private)
         self.fit: Fit | None = None
         self._memory: SharedMemory | None = None
+        self._compared: set[Collective] = set()  # users', of which all ranks have the same steps
 
     def duplicate(self) -> "Group":
         """Return a group of the same ranks whose messages, and waiting in shared memory, never meet this one's."""
@@ -201,9 +211,22 @@ class Group(Communicator):
         if algorithm == SHARED and operation == ALL_REDUCE.name:
             return SharedSum(array, self.memory(), tag)
         collective = find_collective(operation, algorithm, self.nodes() if algorithm == HIERARCHICAL else None)
-        if not isinstance(algorithm, str):
-            check_proof(collective, self.size)
-        return Execution(collective(self.rank, self.size), array, self.comm, tag)
+        steps = collective(self.rank, self.size) if isinstance(algorithm, str) else self._proved(collective)
+        return Execution(steps, array, self.comm, tag)
+
+    def _proved(self, collective: Collective) -> Sequence[Step]:
+        """Return this rank's steps of a user's collective. Collective at first, when the ranks compare theirs."""
+        steps = proved_steps(collective, self.size)
+        if collective not in self._compared:
+            require_equal(
+                self,
+                [blake2b(repr(steps).encode(), digest_size=16).hexdigest()],
+                f"the ranks were given different steps by {collective.name}",
+                "let it depend on rank and size alone",
+                show=None,
+            )
+            self._compared.add(collective)
+        return steps[self.rank]
 
     def choose(self, array: Buffer, started: bool = False) -> Choice:
         """Return what "auto" means for this array, and why; the same on all ranks.

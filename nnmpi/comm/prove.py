@@ -201,17 +201,21 @@ def prove(algorithm: Collective | Algorithm, size: int, contract: Contract | Non
 
 
 @cache
-def check_proof(collective: Collective, size: int) -> None:
-    """Prove a collective, once for each number of ranks: what is to run on real ranks must not hang there.
+def proved_steps(collective: Collective, size: int) -> tuple[tuple[Step, ...], ...]:
+    """Return a collective's steps by rank after proving them, once for each number of ranks.
+
+    What is to run on real ranks must not hang there, and must be what was proved: a function that is asked twice may
+    give something else.
 
     Raises:
         ScheduleError: see `prove`.
     """
-    steps = [collective(rank, size) for rank in range(size)]
+    steps = tuple(collective(rank, size) for rank in range(size))
     try:
         prove_steps(steps, collective.contract)
     except ScheduleError as error:
         raise ScheduleError(f"{collective.name} with {size} ranks is no {collective.contract.name}: {error}") from None
+    return steps
 
 
 def prove_steps(

@@ -12,8 +12,10 @@ import pytest
 
 from nnmpi.comm.algorithms.hierarchical import hierarchical
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, NATIVE, find_collective
+from nnmpi.comm.algorithms.ring import ring
+from nnmpi.comm.algorithms.tree import tree
 from nnmpi.comm.buffers import DTYPES, Buffer, check_buffer
-from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
+from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER, Step
 from nnmpi.comm.execution import Execution, NativeExecution, Pending
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, DtypeError, NnmpiError, ShapeError, UsageError
@@ -270,3 +272,25 @@ def test_largest(group: Group) -> None:
     found = np.array([group.rank, -group.rank, -np.inf, np.inf if group.rank == 0 else 0.0])
     group.all_reduce_max(found)
     assert all(group.gather(found.tolist() == [group.size - 1, 0, -np.inf, np.inf]))
+
+
+@pytest.mark.simulated
+def test_what_runs_is_what_was_proved(group: Group) -> None:
+    """A function that gives nothing when it is asked again; and one that gives each rank other proved steps."""
+    asked = 0
+
+    def fickle(rank: int, size: int) -> tuple[Step, ...]:
+        nonlocal asked
+        asked += 1
+        return ring(rank, size) if asked <= size else ()
+
+    def own(rank: int, size: int) -> tuple[Step, ...]:
+        return ring(rank, size) if group.rank == 0 else tree(rank, size)
+
+    where, wanted = expected(group, ALL_REDUCE.name, 7)
+    for _ in range(2):
+        array = values(group.rank, 7)
+        group.all_reduce(array, fickle)
+        assert all(group.gather(bool((array[where] == wanted).all())))
+    found = told(CommError, lambda: group.all_reduce(values(group.rank, 7), own))
+    assert all(group.gather(("different steps by own" in found) is (group.size > 1)))
