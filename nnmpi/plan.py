@@ -16,7 +16,7 @@ from nnmpi.data.dataset import Samples
 from nnmpi.errors import counted
 from nnmpi.memory.ledger import KINDS
 from nnmpi.train.build import build_whole
-from nnmpi.train.cli import ask, read_shared, start_ranks
+from nnmpi.train.cli import ask, read_shared, run_on_ranks
 from nnmpi.train.computing import check_backend, choose_computing, take_backend
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
@@ -214,6 +214,4 @@ def train_command(asked: _Asked, ranks: int, layout: Any) -> str:
 
 if __name__ == "__main__":
     keep_freed_memory()  # as the train command does, whose steps are predicted
-    group = start_ranks(sys.argv[1:], main, lambda: {"ranks": 0})
-    if group is not None:
-        main(sys.argv[1:], group)
+    run_on_ranks(sys.argv[1:], main, lambda: {"ranks": 0})

@@ -63,7 +63,7 @@ def launch(words: Sequence[str]) -> None:
     """Train on the ranks that MPI has started, or with --simulate on simulated ones.
 
     Raises:
-        NnmpiError: see `start_ranks` and `main`.
+        NnmpiError: see `run_on_ranks` and `main`.
     """
 
     def simulation() -> dict[str, Any]:
@@ -72,10 +72,7 @@ def launch(words: Sequence[str]) -> None:
         cpu_factor = 0.0 if sync.slowness(0).minimum_s else 1.0
         return {"ranks": sync.simulate, "machine": sync.machine, "seed": config.run.seed, "cpu_factor": cpu_factor}
 
-    group = start_ranks(words, main, simulation, StopSignals)
-    if group is not None:
-        with exit_refused():
-            main(words, group)
+    run_on_ranks(words, main, simulation, StopSignals)
 
 
 def ask(words: Sequence[str], parse: Callable[[Sequence[str]], T], group: Group) -> tuple[Console, T | None]:
@@ -93,13 +90,13 @@ def ask(words: Sequence[str], parse: Callable[[Sequence[str]], T], group: Group)
             return console, None
 
 
-def start_ranks(
+def run_on_ranks(
     words: Sequence[str],
     program: Callable[[Sequence[str], Group], None],
     simulation: Callable[[], dict[str, Any]],
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> Group | None:
-    """Return the ranks that MPI has started; or call the program on simulated ones, with --simulate, and return None.
+) -> None:
+    """Call the program on the ranks that MPI has started; or with --simulate on simulated ones.
 
     Args:
         words: of the command line.
@@ -109,6 +106,7 @@ def start_ranks(
 
     Raises:
         LaunchError, UsageError: as `comm.mpi.start.start` does, and for --simulate under a launcher of processes.
+        NnmpiError: as the program.
     """
     if any(word.partition("=")[0] == "--simulate" for word in words):
         watch_alone()
@@ -116,8 +114,7 @@ def start_ranks(
         try:
             options = simulation()
         except HelpAsked as asked:
-            Console(quiet=started is not None and started.rank > 0).say(str(asked))
-            return None
+            return Console(quiet=started is not None and started.rank > 0).say(str(asked))
         if options["ranks"]:
             if started is not None and started.size > 1:
                 raise UsageError(
@@ -130,7 +127,9 @@ def start_ranks(
             return None
     group = start(None if "NNMPI_EXIT_LIMIT_S" in os.environ else EXIT_LIMIT_S)
     group.comm.world.watch(WARNING_S, LIMIT_S)  # none waits for ever from now on
-    return group
+    with exit_refused():
+        program(words, group)
+    return None
 
 
 def main(words: Sequence[str], group: Group) -> None:
@@ -300,16 +299,13 @@ def launch_use(
         main: does it.
 
     Raises:
-        NnmpiError: see `start_ranks` and `main`.
+        NnmpiError: see `run_on_ranks` and `main`.
     """
 
     def simulation() -> dict[str, Any]:
         return {"ranks": next((each.simulate for each in parse(words) if isinstance(each, PlaceConfig)), 0)}
 
-    group = start_ranks(words, main, simulation)
-    if group is not None:
-        with exit_refused():
-            main(words, group)
+    run_on_ranks(words, main, simulation)
 
 
 def read_command(
