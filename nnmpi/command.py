@@ -34,7 +34,7 @@ from textwrap import dedent, wrap
 from typing import Any, Literal, NoReturn, TextIO, TypeAlias, Union, get_args, get_origin, get_type_hints
 from unicodedata import category
 
-from nnmpi.custom import Custom, is_custom
+from nnmpi.custom import Custom
 from nnmpi.errors import NnmpiError, UsageError, shortened
 from nnmpi.launcher import read_launch
 from nnmpi.version import VERSION
@@ -157,20 +157,22 @@ def read_words(words: Sequence[str], options: Sequence[Option], program: str, de
 
 
 def convert(value: Any, option: Option, where: str) -> Any:
-    """Return a value from a file in the option's type. Nothing is guessed: text is never read as a number.
+    """Return what a value from a file means: what it would mean on the command line.
 
     Args:
-        value: as JSON and TOML know it; a list of numbers serves as a tuple, and true and false as on and off.
+        value: as JSON and TOML know it; a list stands for several words, and true and false for the option and its
+            negation.
         option: whose value it is.
         where: the file and the name in it, for the message.
 
     Raises:
-        UsageError: for a value of another type.
+        UsageError: for a value that the option cannot have.
     """
-    for kind in kinds(option.type):
-        fits, converted = _match(value, kind)
-        if fits:
-            return converted
+    words = [str(each) for each in (value if isinstance(value, list | tuple) else [value])]
+    if isinstance(value, bool):
+        words = []
+    with suppress(UsageError):
+        return _read(option, option.flag if value is not False else option.negation or "", words)
     raise UsageError(f"{where} is {shortened(repr(value))}; it must be {describe(option.type)}")
 
 
@@ -386,28 +388,6 @@ def _read_as(kind: Any, words: Sequence[str]) -> Any:
     if kind in (int, float) and (not word.isascii() or "_" in word):
         raise ValueError(word)  # digits of other scripts and 1_0, which Python reads
     return kind(word)
-
-
-def _match(value: Any, kind: Any) -> tuple[bool, Any]:
-    """Return whether a value from a file fits one plain type, and the value in that type."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if is_switch(kind) and isinstance(value, bool):
-        return True, "on" if value else "off"
-    if get_origin(kind) is Literal:
-        return isinstance(value, str) and value in get_args(kind), value
-    if get_origin(kind) is tuple:
-        fits = isinstance(value, list | tuple) and all(_match(each, int)[0] for each in value)
-        return fits, tuple(value) if fits else value
-    if kind is float:
-        return number, float(value) if number else value
-    if kind is int:
-        return number and isinstance(value, int), value
-    if kind is Path:
-        fits = isinstance(value, str | Path) and value != ""  # Path("") would be this folder
-        return fits, Path(value) if fits else value
-    if kind is Custom:
-        return is_custom(value), Custom(value) if is_custom(value) else value
-    return isinstance(value, kind), value
 
 
 def _format_help(options: Sequence[Option], program: str, description: str) -> str:
