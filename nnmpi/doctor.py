@@ -48,7 +48,6 @@ what one rank does.)"""
 WARNING_S, LIMIT_S = 10.0, 60.0  # of a wait for other ranks
 SHM = Path("/dev/shm")  # where MPI libraries have the memory that ranks share
 LITTLE_SHM_BYTES = 64 << 20  # Docker's default; a model of 16 million float32 fills it
-LITTLE_MEMORY_BYTES = 1 << 30
 
 
 def main(words: Sequence[str]) -> str:
@@ -259,7 +258,6 @@ def look(group: Group) -> list[Facts]:
         "threads": int(pool.get("num_threads", 1)),
         "older": find_older(),
         "shm": shutil.disk_usage(SHM).free if SHM.is_dir() else None,
-        "memory": _available_bytes(),
     }
     return group.gather(facts)
 
@@ -274,12 +272,11 @@ def describe(everyones: Sequence[Facts]) -> list[str]:
     for host, ranks in _by_host(everyones).items():
         there = everyones[ranks[0]]
         shm = "none" if there["shm"] is None else f"{format_bytes(there['shm'])} free"
-        memory = "unknown" if there["memory"] is None else f"{format_bytes(there['memory'])} free"
         lines += [
             f"{host}: {name_ranks(ranks)}; {there['processor']}, {there['cores'][1]} cores, load {there['load']:.1f}",
             f"  BLAS: {there['blas']}, {counted(there['threads'], 'thread')} per rank",
             f"  cores of each rank: {', '.join(dict.fromkeys(_spans(everyones[rank]['bound']) for rank in ranks))}",
-            f"  memory: {memory}; shared memory: {shm}",
+            f"  shared memory: {shm}",
         ]
     return lines
 
@@ -318,8 +315,6 @@ def _faults_of(node: Sequence[Facts]) -> list[str]:
             f"{SHM} has {format_bytes(first['shm'])} free; large models will exchange gradients by messages, which is "
             "slower (docker run --shm-size)"
         )
-    if first["memory"] is not None and first["memory"] < LITTLE_MEMORY_BYTES:
-        found.append(f"only {format_bytes(first['memory'])} of memory are free")
     return found
 
 
@@ -333,14 +328,6 @@ def _by_host(everyones: Sequence[Facts]) -> dict[str, list[int]]:
 def _spans(cores: Sequence[int]) -> str:
     """Return numbers of cores in words: "0-3, 8"."""
     return name_ranks(cores).partition(" ")[2] if cores else "any"
-
-
-def _available_bytes() -> int | None:
-    """Return the memory that programs may still take; None where the system does not say."""
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable")).split()[1])
-    return None
 
 
 if __name__ == "__main__":

@@ -155,7 +155,6 @@ NODE: dict[str, Any] = {
     "threads": 1,
     "older": None,
     "shm": 1 << 30,
-    "memory": 1 << 34,
 }
 
 
@@ -174,7 +173,6 @@ NODE: dict[str, Any] = {
         ([{"older": "old code"}], "a: old code"),
         ([{"shm": 1 << 20}] * 2, "/dev/shm has 1 MB free"),
         ([{"shm": None}] * 2, ""),
-        ([{"memory": 1 << 20}], "of memory are free"),
     ],
 )
 def test_what_is_slow_or_wrong_is_said(ranks: list[dict[str, Any]], text: str) -> None:

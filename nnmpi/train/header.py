@@ -28,17 +28,19 @@ def header(run: TrainingRun) -> list[tuple[str, str]]:
     options = config.optimization
     nodes = sorted(set(group.gather(platform.node())))
     train, test = inputs.train, inputs.test
+    precision = "" if config.run.precision == "float32" else f", precision {config.run.precision}"
+    partition = "" if config.data.partition == "none" else f", partition {config.data.partition}"
     named = [
         f"layout: {_layout(trainer)}, {counted(group.size, 'rank')} on {counted(len(nodes), 'node')} "
         f"({', '.join(nodes[:4])}{', ...' if len(nodes) > 4 else ''})",
         *_pipeline(inputs, trainer.arrangement),
         *_synchrony(config, group),
         f"MPI: {group.comm.world.library}",
-        f"backend: {backend.name} on {backend.device}, {_numbers(config)}{_kernels(config)}; "
+        f"backend: {backend.name} on {backend.device}, {config.run.dtype}{precision}{_kernels(config)}; "
         f"{'kernels of its own' if backend.is_device else blas()}",
         *filter(None, [run.kernels]),
         *describe_device(backend, group, config.run.verbose),
-        f"data: {train.name}, {len(train)} training and {len(test)} test {_samples(train)}{_partition(config)}",
+        f"data: {train.name}, {len(train)} training and {len(test)} test {_samples(train)}{partition}",
         f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
         f"{counted(options.epochs, 'epoch')}, {counted(extent.steps, 'step')} in all",
         f"model: {config.model.model}, {_parameters(trainer)}; {_optimizer(options, extent)}",
@@ -56,17 +58,6 @@ def _samples(samples: Samples) -> str:
         return f"{kind} {samples.context} tokens, of a vocabulary of {samples.classes} ({samples.tokenizer.name})"
     targets = samples.describe_targets() if isinstance(samples, Dataset) else f"{samples.classes} classes"
     return f"samples of {' x '.join(map(str, samples.sample_shape))}, {targets}"
-
-
-def _numbers(config: Config) -> str:
-    """Return the dtype of weights, and what products read if it is another one."""
-    precision = config.run.precision
-    products = {
-        "tf32": ", products in tf32",
-        "bf16": ", products and activations in bf16",
-        "fp16": ", products and activations in fp16, losses scaled",
-    }
-    return f"{config.run.dtype}{products.get(precision, '')}"
 
 
 def _kernels(config: Config) -> str:
@@ -94,16 +85,6 @@ def _layout(trainer: Trainer) -> str:
     attention = f" ({where.layout.sp_attention})" if where.sequence is not None else ""
     zero = f", ZeRO {where.layout.zero}" if where.layout.zero else ""
     return f"{shape}{attention}{zero}{', sums in a fixed order' if where.layout.fixed else ''}"
-
-
-def _partition(config: Config) -> str:
-    """Return which of the samples a worker sees, if not any."""
-    kinds = {
-        "none": "",
-        "iid": "; every worker has a part of its own",
-        "label": "; every worker has classes of its own",
-    }
-    return kinds[config.data.partition]
 
 
 def _synchrony(config: Config, group: Group) -> list[str]:

@@ -27,7 +27,7 @@ from nnmpi.units import format_seconds
 
 RACE_S = 0.6  # of a turn
 RACERS = 4  # of different kinds
-RACE_ROUNDS, BEHIND = 3, 1.15  # what is so far behind after a round does not run in the next
+RACE_ROUNDS = 2
 
 
 @dataclass(frozen=True)
@@ -130,17 +130,12 @@ def _search(workload: Workload, computing: Computing, group: Group, backend: Bac
 def race(workload: Workload, layouts: Sequence[Mapping[str, Any]], group: Group, backend: Backend) -> list[float]:
     """Return the seconds of a step of each layout, the least of some rounds. Collective.
 
-    They run in turns, forwards and backwards, as the machine's speed may change meanwhile. What is far behind after a
-    round is out, and has the time that it took until then.
+    They run in turns, forwards and backwards, as the machine's speed may change meanwhile.
     """
     times = [inf] * len(layouts)
-    running = list(range(len(layouts)))
-    for _ in range(RACE_ROUNDS):
-        for i in running:
+    for turn in range(RACE_ROUNDS):
+        for i in sorted(range(len(layouts)), reverse=bool(turn % 2)):
             times[i] = min(times[i], time_layout(workload, layouts[i], group, backend))
-        running = [i for i in reversed(running) if times[i] <= BEHIND * min(times)]
-        if len(running) == 1:
-            break
     return times
 
 
