@@ -5,5 +5,5 @@
     __main__     python -m nnmpi.exercise
 
 The checks are the package's own: `comm.prove`, `comm.simulate.price`, `schedule.check`, the simulated
-world, `memory.plan`. Begin with exercise, then read any of them.
+world. Begin with exercise, then read any of them.
 """

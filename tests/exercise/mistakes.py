@@ -159,22 +159,7 @@ def of_staleness(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
     yield "nothing", lambda *values: None, "it gives None"
 
 
-def of_plan(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
-    yield "the last action is missing", changed(right, lambda text, n: text.rpartition(" ")[0]), "with 1 layers.*leaves"
-    yield "a backward twice", changed(right, lambda text, n: f"{text} B0"), "action B0 of the plan, number 2, lacks"
-    yield "no action", changed(right, lambda text, n: f"{text} X1"), "'X1' is no action"
-    yield "a list", changed(right, lambda text, n: text.split()), "give a text"
-    if name != "plan-all-kept":
-        yield (
-            "all kept",
-            solutions.plan_all_kept,
-            r"with \d layers.*bytes in action K\d, number \d+, and \d+.* are allowed",
-        )
-    if name != "plan-least":
-        yield "again and again", solutions.plan_least, r"goes through \d+ layers again, and \d are enough"
-
-
-OF_KIND = (of_collective, of_cost, of_sharding, of_schedule, of_staleness, of_plan)
+OF_KIND = (of_collective, of_cost, of_sharding, of_schedule, of_staleness)
 
 
 def all_mistakes() -> Iterator[tuple[str, Mistake]]:

@@ -91,29 +91,3 @@ def gradient_staleness(events):
             found.append(updates - read[worker])
             updates += 1
     return found
-
-
-def plan_all_kept(layers):
-    forward = " ".join(f"K{i} D{i}" if i else "K0" for i in range(layers))
-    return forward + "".join(f" B{i}" for i in reversed(range(layers)))
-
-
-def plan_half(layers):
-    """Keep the second half, then go through the first one again."""
-    half = range(layers // 2 or 0)
-    plan = [word for i in half for word in [f"F{i}", f"D{i}"][: 1 + (i > 0)]]
-    rest = range(len(half), layers)
-    plan += [word for i in rest for word in [f"K{i}", f"D{i}"][: 1 + (i > 0)]]
-    plan += [f"B{i}" for i in reversed(rest)]
-    again = [word for i in half for word in [f"K{i}", f"D{i}"][: 1 + (i > 0)]]
-    again += [f"D{len(half)}"] * (len(half) > 0)
-    return " ".join([*plan, *again, *(f"B{i}" for i in reversed(half))])
-
-
-def plan_least(layers):
-    """For each layer, from the last to the first: go there from the batch, keep it, go back through it."""
-    plan = []
-    for layer in reversed(range(layers)):
-        plan += [word for i in range(layer) for word in [f"F{i}", f"D{i}"][: 1 + (i > 0)]]
-        plan += [f"K{layer}", *[f"D{layer}"] * (layer > 0), *[f"D{layer + 1}"] * (layer < layers - 1), f"B{layer}"]
-    return " ".join(plan)
