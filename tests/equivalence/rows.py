@@ -178,7 +178,7 @@ FIXED = Layout(reduction="fixed")
 DECAY: dict[str, Any] = {"optimizer": "adamw", "optimizer_options": {"weight_decay": 0.1}}
 MOMENTUM: dict[str, Any] = {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}
 TEXT: dict[str, Any] = {"microbatches": 3, "batch_size": 6, "worker": {"clip": 0.5}, **MOMENTUM}
-NOISY = Setup(own.noisy, microbatches=3)
+NOISY = Setup(own.noisy, microbatches=3, batch_size=28)  # no microbatch has a single row
 HALVES = Setup(own.halves, microbatches=3)
 CLIPPED = {"width": 2}, "sgd", {"weight_decay": 0.1, "momentum": 0.9}
 MLP, CNN = Setup(models.mlp), Setup(models.cnn)
@@ -205,8 +205,8 @@ ROWS = {
     "measured cuts": Row(SETUPS["resnet"], lambda ranks, _: [Layout(pp=ranks, split="auto")]),
     # what layers do differently in training, and what the global batch decides
     "recomputed": Row(NOISY, recomputed),
-    "clipped": Row(Setup(own.noisy, microbatches=2, worker={"clip": 0.05})),
-    "decayed": Row(Setup(own.noisy, microbatches=2, **DECAY)),
+    "clipped": Row(replace(NOISY, worker={"clip": 0.05})),
+    "decayed": Row(replace(NOISY, **DECAY)),
     "clipped and decayed": Row(Setup(models.resnet, *CLIPPED, worker={"clip": 0.3}, microbatches=2)),
     "batch statistics": Row(Setup(own.nested, microbatches=3), gpipes),
     "batch statistics in a fixed order": Row(Setup(own.nested, microbatches=3), fixed, serial=FIXED),
@@ -243,6 +243,14 @@ ROWS = {
             replace(SETUPS[model], dtype="float32", microbatches=5, optimizer_options={"lr": 0.1}), fixed, serial=FIXED
         )
         for model in SETUPS
+    },
+    **{
+        f"{precision} in a fixed order": Row(
+            replace(CNN, dtype="float32", worker={"precision": precision}, batch_size=32, microbatches=4, **MOMENTUM),
+            fixed,
+            serial=FIXED,
+        )
+        for precision in ("bf16", "fp16")
     },
     "lstm in a fixed order": Row(replace(LSTM, microbatches=4), fixed, serial=FIXED),
 }

@@ -7,16 +7,16 @@ import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.nn.norm import BatchNorm
-from tests.equivalence import own
 from tests.equivalence.cover import kinds
-from tests.equivalence.reference import Setup, batches, build, evaluate, release
+from tests.equivalence.reference import batches, build, evaluate, release
+from tests.equivalence.rows import NOISY
 
 pytestmark = pytest.mark.simulated
 
 
 def test_evaluating_between_steps_changes_nothing(group: Group, alone: Group) -> None:
     """Before, between and after steps, under every kind of layout; batches of 49 and 41 rows, cut into microbatches."""
-    setup = Setup(own.noisy, microbatches=3)
+    setup = NOISY
 
     def work(worker: Any) -> list[float]:
         found: list[float] = []
@@ -34,12 +34,11 @@ def test_evaluating_between_steps_changes_nothing(group: Group, alone: Group) ->
 
 
 def test_evaluation_uses_running_statistics_and_leaves_them(group: Group) -> None:
-    setup = Setup(own.noisy)
-    for layout in kinds(group.size, setup):
-        worker = build(setup, group, layout)
+    for layout in kinds(group.size, NOISY):
+        worker = build(NOISY, group, layout)
         norms = [layer for _, layer in worker.model.named_modules() if isinstance(layer, BatchNorm)]
         before = [norm.running_mean.data.copy() for norm in norms]
-        evaluate(setup, worker)
+        evaluate(NOISY, worker)
         same = [(norm.running_mean.data == old).all() for norm, old in zip(norms, before, strict=True)]
         assert all(map(all, group.gather(list(map(bool, same)))))
         release(worker)

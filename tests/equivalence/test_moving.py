@@ -14,14 +14,15 @@ from nnmpi.compose.worker import Worker
 from tests.equivalence import own
 from tests.equivalence.cover import kinds
 from tests.equivalence.reference import Setup, batches, build, release, tolerance
+from tests.equivalence.rows import DECAY, MOMENTUM, NOISY
 
 pytestmark = pytest.mark.simulated
 
 BEFORE, STEPS = 2, 5  # steps under the first layout, and altogether
 SETUPS = {
     "tied": Setup(own.tied, microbatches=2),
-    "noisy": Setup(own.noisy, microbatches=2, optimizer="adamw", optimizer_options={"weight_decay": 0.1}),
-    "resnet": Setup(models.resnet, {"width": 3}, microbatches=2, optimizer="sgd", optimizer_options={"momentum": 0.9}),
+    "noisy": replace(NOISY, **DECAY),
+    "resnet": Setup(models.resnet, {"width": 3}, microbatches=2, **MOMENTUM),
 }
 
 
@@ -80,7 +81,7 @@ def test_any_layout_goes_on_where_any_other_stopped(group: Group, alone: Group, 
 
 
 def test_under_fixed_sums_it_goes_on_with_the_same_bits(group: Group, alone: Group) -> None:
-    setup = replace(SETUPS["noisy"], microbatches=3, dtype="float32")
+    setup = replace(SETUPS["noisy"], dtype="float32")
     losses, _ = serial(setup, group, alone, Layout(reduction="fixed"))
     layout = Layout(dp=group.size, reduction="fixed")
     before, after = build(setup, group, layout), build(setup, group, layout)

@@ -6,7 +6,9 @@ The reference here computes serially with the whole model, and keeps each stage'
     update m of stage s:   from the newest weights, by the gradient at the stashed ones
 """
 
+from dataclasses import replace
 from itertools import islice
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +17,6 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import Layout
 from nnmpi.data.loader import Batch
-from nnmpi.errors import UsageError
 from nnmpi.nn.chain import ModelPart, cut_chain, open_chain
 from nnmpi.nn.mode import training
 from nnmpi.ops.loss import cross_entropy
@@ -23,16 +24,13 @@ from nnmpi.tensor.tensor import Tensor
 from tests.equivalence import own
 from tests.equivalence.cover import meshes, uneven
 from tests.equivalence.reference import Setup, batches, build, digits, parts, release
+from tests.equivalence.rows import NOISY
 
 pytestmark = pytest.mark.simulated(max_size=12)  # no longer than the models
 
 LR, MOMENTUM, STEPS = 0.05, 0.9, 5
-SETUPS = {
-    model.__name__: Setup(
-        model, optimizer="sgd", optimizer_options={"lr": LR, "momentum": MOMENTUM}, microbatches=microbatches
-    )
-    for model, microbatches in ((own.skipping, 6), (own.noisy, 3))
-}
+SGD: dict[str, Any] = {"optimizer": "sgd", "optimizer_options": {"lr": LR, "momentum": MOMENTUM}}
+SETUPS = {"skipping": Setup(own.skipping, microbatches=6, **SGD), "noisy": replace(NOISY, **SGD)}
 
 
 class Delayed:
@@ -108,28 +106,3 @@ def test_it_is_the_serial_run_with_delayed_weights(group: Group, name: str) -> N
         exact = dp == tp == 1
         for key, value in reference.weights.items():
             assert np.array_equal(weights[key], value) if exact else np.allclose(weights[key], value, rtol=1e-9)
-
-
-def test_delayed_weights_are_not_the_newest(group: Group) -> None:
-    """Or the test above would show nothing."""
-    if group.size == 1:
-        return
-    setup = SETUPS["skipping"]
-    losses = []
-    for schedule in ("pipedream", "1f1b"):
-        layout = Layout(pp=group.size, schedule=schedule, split=uneven(setup, group.size))
-        losses.append(trained(setup, group, layout)[0])
-    reference = Delayed(setup, (sum(uneven(setup, group.size)),))
-    undelayed = [reference.step(batch)[0] for batch in islice(parts(setup), STEPS)]
-    assert abs(losses[0][1] - losses[1][1]) > 1e-6  # six updates a batch, not one
-    assert abs(losses[0][1] - undelayed[1]) > 1e-6
-
-
-def test_clipping_is_refused(group: Group) -> None:
-    """Its norm would need all stages at once."""
-    if group.size == 1:
-        return
-    setup = SETUPS["skipping"]
-    layout = Layout(pp=group.size, schedule="pipedream", split=uneven(setup, group.size))
-    with pytest.raises(UsageError, match="clipping needs the gradient of all stages"):
-        build(setup, group, layout, clip=1.0)

@@ -342,7 +342,7 @@ FAULTS = (
         "nnmpi/ops/conv/im2col.py",
         "xp.add(self._total, place, out=self._total)",
         "xp.copyto(self._total, place)",
-        "tests/device/test_conv.py",
+        "tests/gpu/test_conv.py",
     ),
     Fault(
         "device: a product is not added to what is there",
