@@ -36,6 +36,7 @@ from unicodedata import category
 
 from nnmpi.custom import Custom
 from nnmpi.errors import NnmpiError, UsageError, shortened
+from nnmpi.files import appending
 from nnmpi.launcher import read_launch
 from nnmpi.version import VERSION
 
@@ -267,7 +268,7 @@ class Console:
     def copied(self, file: Path) -> Iterator[None]:
         """Append what is said in the body to a file, too, as long as the disk takes it."""
         with suppress(OSError):
-            self._copy = file.open("a", encoding="utf-8")
+            self._copy = os.fdopen(appending(file), "a", encoding="utf-8")
         try:
             yield
         finally:

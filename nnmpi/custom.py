@@ -37,6 +37,11 @@ def is_custom(name: object) -> bool:
     return bool(colon and source) and function.isidentifier()
 
 
+def is_foreign(name: object) -> bool:
+    """Return whether this is the name of something outside of nnmpi."""
+    return is_custom(name) and (str(name).partition(":")[0].endswith(".py") or not str(name).startswith("nnmpi."))
+
+
 def short_name(name: str) -> str:
     """Return a name that can be part of a folder's: "nets/mine.py:build" -> "mine-build"."""
     if not is_custom(name):

@@ -35,6 +35,8 @@ class ExportConfig:
     """Take the weights with the best evaluation, which --keep-best has kept, and not the last ones."""
     weights: Path | None = None
     """Take the weights of a state_dict of PyTorch's, and not the run's (default: the run's)."""
+    trust: bool = False
+    """Execute code of its own, FILE.py:NAME, that the run names."""
 
 
 parse = partial(read_command, "RUN", PROGRAM, DESCRIPTION, (ExportConfig,))
@@ -63,7 +65,7 @@ def export(folder: Path, options: ExportConfig) -> str:
     file = options.out or folder / "torch.safetensors"
     if file.suffix not in ("", ".safetensors"):
         raise UsageError(f"--out {file} would hold safetensors, not what {file.suffix} means; name it .safetensors")
-    run = load(folder, options.best, options.weights)
+    run = load(folder, options.best, options.weights, options.trust)
     about = to_metadata(run.signature, to_json(run.config.model))
     kind = np.int64 if run.signature.is_tokens else run.config.run.dtype
     with raised_as(UsageError, f"--out {file} cannot be written"):

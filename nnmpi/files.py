@@ -111,6 +111,7 @@ def write_atomically(file: Path, content: bytes) -> None:
     """
     temporary = file.with_name(f".{file.name}.tmp")  # one name: what a kill leaves, the next one writes over
     try:
+        temporary.unlink(missing_ok=True)  # it may be a link that somebody has put there
         write_synced(temporary, content)
         temporary.replace(file)
     finally:
@@ -159,6 +160,16 @@ def check_ordinary(file: Path) -> None:
     """
     if file.exists() and not file.is_file():
         raise OSError("not an ordinary file")
+
+
+def appending(file: Path) -> int:
+    """Open an ordinary file for adding to its end, but not through a link, which may lead anywhere.
+
+    Raises:
+        OSError: when it cannot be opened.
+    """
+    check_ordinary(file)
+    return os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
 
 
 def read_text(file: Path) -> str:

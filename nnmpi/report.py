@@ -58,6 +58,8 @@ def main(words: Sequence[str]) -> str:
     parser.add_argument("--tensorboard", type=Path, metavar="FOLDER", help="for TensorBoard's files of its metrics")
     given = parser.parse_args(words)
     file = given.out or given.run / "report.html"
+    if given.out is None and file.is_symlink():
+        raise UsageError(f"{file} is a link, which may lead anywhere; remove it, or give --out")
     if given.tensorboard is not None:
         read_run(given.run, str(given.run))
         write_events(given.tensorboard, read_metrics(RunFolder(given.run).metrics))

@@ -31,7 +31,7 @@ from types import FrameType
 from nnmpi.comm.mpi.shutdown import STALLED
 from nnmpi.command import HelpAsked, options_of, printable, read_words, say
 from nnmpi.errors import LaunchError, NnmpiError, UsageError, counted, raised_as
-from nnmpi.files import read_json
+from nnmpi.files import appending, read_json
 from nnmpi.launching import Launcher, find_launcher, given_hosts, kill, ranks_of
 from nnmpi.train.checkpoint import STATE_FILE, steps
 from nnmpi.train.cli import parse
@@ -216,7 +216,7 @@ class Supervisor:
         folder, given = str(self._plan.folder), list(self._plan.words)
         if self._was_up():
             quiet = ["--quiet"] if "--quiet" in given else []
-            return ["--resume", folder, "--dp", "auto", *quiet]
+            return ["--resume", folder, "--trust", "--dp", "auto", *quiet]  # what it names has been executed already
         there = self._plan.resumes or self._files.config.exists()
         layout = ["--dp", "auto"] if ranks != self._plan.ranks else []
         return [*given, "--resume" if there else "--out", folder, *layout]
@@ -280,7 +280,7 @@ class Supervisor:
         """Add a line to the run's faults.jsonl; a disk that does not take it costs only that."""
         fault = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "start": number, **vars(outcome)}
         if self._plan.folder.is_dir():
-            with suppress(OSError), self._files.faults.open("a", encoding="utf-8") as stream:
+            with suppress(OSError), open(appending(self._files.faults), "a", encoding="utf-8") as stream:
                 stream.write(json.dumps(fault) + "\n")
 
     # ---- signals ----

@@ -47,7 +47,7 @@ from nnmpi.compose.state import model_state
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer
 from nnmpi.errors import CheckpointError, DataError, counted, raised_as
-from nnmpi.files import read_json, sha256, sync_folder, write_atomically, write_synced
+from nnmpi.files import read_json, read_text, sha256, sync_folder, write_atomically, write_synced
 from nnmpi.mesh import AXES, Mesh
 from nnmpi.nn.module import Module
 from nnmpi.parallel.model_state import ArraySpec
@@ -507,7 +507,7 @@ def _candidates(folder: Path) -> list[Path]:
 def _named(folder: Path, file: str) -> Path | None:
     """Return the checkpoint that a file names; None where it names none."""
     try:
-        named = folder / (folder / file).read_text().strip()
+        named = folder / read_text(folder / file).strip()
     except (OSError, UnicodeDecodeError):
         return None
     return named if named in steps(folder) else None

@@ -39,7 +39,7 @@ from nnmpi.train.config import (
     made,
     plain,
 )
-from nnmpi.train.folder import default_folder, find_model, read_run
+from nnmpi.train.folder import check_trust, default_folder, find_model, read_run
 from nnmpi.train.loop import StopSignals, begin
 from nnmpi.train.run import Run, open_run
 
@@ -194,6 +194,8 @@ def parse(words: Sequence[str]) -> Config:
     given = read_words(words, list(all_options().values()), PROGRAM, DESCRIPTION)
     given = (read_file(Path(given["config"])) if given.get("config") else {}) | given
     resumed = read_run(given["resume"], f"--resume {given['resume']}") if given.get("resume") else {}
+    if resumed:
+        check_trust(Path(given["resume"]), resumed, given, given.get("trust"))
     outdated = {"staleness", "local_steps"} if "sync" in given else set()  # they belong to the run's own
     kept = {name: value for name, value in resumed.items() if name not in outdated}
     config = assemble(kept | given)
@@ -215,7 +217,7 @@ def read_file(file: Path) -> dict[str, Any]:
         flat = tomllib.loads(text)
     except (ValueError, RecursionError) as error:  # of TOML, of a number's digits, of lists within lists
         raise UsageError(f"--config {file} is not TOML that can be read: {error}") from None
-    for name in ("config", "resume", "simulate"):
+    for name in ("config", "resume", "trust", "simulate"):
         if name in flat:
             raise UsageError(f"{file}: {name} belongs on the command line, not into a file")
     return check(flat, str(file))
@@ -267,6 +269,8 @@ class PlaceConfig:
     """Ranks that share out the positions of each sequence (of gpt)."""
     backend: Literal["auto", "numpy", "cupy"] = "auto"
     """Array library; auto: CuPy where a CUDA device can be used, NumPy elsewhere."""
+    trust: bool = False
+    """Execute code of its own, FILE.py:NAME, that the run names."""
     simulate: int = 0
     """Run so many ranks in this process, without MPI."""
 
@@ -283,7 +287,7 @@ class PlaceConfig:
         """
         backend = take_backend(self.backend, group, group.local_rank())
         layout = Layout(self.dp, self.pp, self.tp, sp=self.sp)
-        return open_run(folder, group, layout, backend, self.best, self.weights)
+        return open_run(folder, group, layout, backend, self.best, self.weights, self.trust)
 
 
 def launch_use(

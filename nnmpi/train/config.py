@@ -465,6 +465,8 @@ class RunConfig:
     """Folder of the run (default: runs/DATASET-MODEL-TIME); it must not hold another run."""
     resume: Path | None = None
     """Folder of a run to go on with, from its last good checkpoint and with its options."""
+    trust: bool = False
+    """Execute code of its own, FILE.py:NAME, that the run to go on with names."""
     config: Path | None = None
     """TOML file with options, as on the command line without the dashes; the command line is stronger."""
     log_every: int = 10

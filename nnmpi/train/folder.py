@@ -20,17 +20,17 @@ import os
 import platform
 import shutil
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from numpy import __version__ as numpy_version
 
-from nnmpi.custom import short_name
+from nnmpi.custom import is_foreign, short_name
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.errors import CheckpointError, UsageError, raised_as
-from nnmpi.files import LOCK_FILE, folder_atomically, read_json, sync_folder, write_atomically
+from nnmpi.files import LOCK_FILE, appending, folder_atomically, read_json, sync_folder, write_atomically
 from nnmpi.models.pretrained import CONFIG
 from nnmpi.train.config import Config, all_options, check, flatten
 from nnmpi.version import VERSION
@@ -129,7 +129,7 @@ class RunFolder:
             "facts": facts,
         }
         with suppress(OSError):
-            with self.starts.open("a", encoding="utf-8") as stream:
+            with open(appending(self.starts), "a", encoding="utf-8") as stream:
                 stream.write(json.dumps(start) + "\n")
             if self.path.parent == RUNS and not self.path.is_symlink():
                 temporary = RUNS / f".{LATEST_RUN}.{os.getpid()}"
@@ -183,8 +183,30 @@ def read_run(folder: Path, named: str) -> dict[str, Any]:
             )
     values = check(flat, str(file))
     # In which world a run goes on is said anew: it may begin in one and go on in the other.
-    left_out = {"out", "resume", "config", "quiet", "simulate", "network"}
+    left_out = {"out", "resume", "trust", "config", "quiet", "simulate", "network"}
     return {name: value for name, value in values.items() if name not in left_out}
+
+
+def check_trust(folder: Path, options: Mapping[str, Any], given: Mapping[str, Any], trust: bool | None) -> None:
+    """Refuse a run that names code outside of nnmpi, which would be executed, unless the user has said so.
+
+    A folder of a run is data: whoever gets one from somebody else need not look into its config.json first.
+
+    Args:
+        options: of the run.
+        given: by the user: code that is named there again may be executed.
+        trust: whether the rest may be, too.
+
+    Raises:
+        UsageError: naming the code, and how to say so.
+    """
+    named = [name for name, value in options.items() if is_foreign(value) and given.get(name) != value]
+    if named and not trust:
+        code = ", ".join(f"{all_options()[name].flag} {options[name]}" for name in named)
+        raise UsageError(
+            f"{folder} names code outside of nnmpi, {code}, which would be executed; if you trust whoever made the "
+            "run, say so: --trust, or nnmpi.load(run, trust=True)"
+        )
 
 
 def find_model(pretrained: Path) -> Path:

@@ -64,7 +64,7 @@ from typing import Any
 
 import nnmpi.clock as clock
 from nnmpi.errors import CheckpointError, NnmpiError
-from nnmpi.files import parse_json, write_atomically
+from nnmpi.files import appending, parse_json, write_atomically
 from nnmpi.synchrony.consistency import Staleness
 from nnmpi.train.folder import RunFolder
 
@@ -131,7 +131,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         if folder is not None:
             try:
                 self._place = os.stat(folder.path)
-                self._stream = folder.metrics.open("ab", buffering=0)
+                self._stream = FileIO(appending(folder.metrics), "ab")
                 self._length = self._stream.tell()
             except OSError as error:
                 raise self._problem(error) from None

@@ -50,7 +50,7 @@ from nnmpi.train.build import (
 from nnmpi.train.checkpoint import Checkpoint, Extent, find, load_weights
 from nnmpi.train.computing import Computing, choose_computing, explained
 from nnmpi.train.config import Config, ModelConfig, assemble, check_positions, flatten
-from nnmpi.train.folder import RunFolder, read_run
+from nnmpi.train.folder import RunFolder, check_trust, read_run
 from nnmpi.train.inputs import Inputs, load_inputs, text_source
 from nnmpi.train.signature import TOKENS, ModelSignature, read_metadata
 
@@ -239,23 +239,24 @@ def set_up(
 # ---- opening one ----
 
 
-def load(run: str | Path, best: bool = False, weights: str | Path | None = None) -> Run:
+def load(run: str | Path, best: bool = False, weights: str | Path | None = None, trust: bool = False) -> Run:
     """Return a run's model with its values, its classes, and what is done to samples before, on this process alone.
 
     Args:
         run: the folder of a run, or of a GPT-2 in Hugging Face's files.
         best: take the weights with the best evaluation, which `--keep-best` has kept, and not the last ones.
         weights: take those of a state_dict of PyTorch's, a .safetensors with the names that `nnmpi.export` writes.
+        trust: execute code of its own, FILE.py:NAME, that the run names.
 
     Raises:
-        UsageError: when there is no such run.
+        UsageError: when there is no such run, or it names code.
         CheckpointError: when it has no checkpoint, or a damaged one.
     """
     # one simulated rank needs no MPI, and what several ranks do is then written once
     file = None if weights is None else Path(weights)
     from nnmpi.comm.simulated.simulated_world import simulate  # of no use to ranks of MPI
 
-    (found,) = simulate(lambda group: open_run(Path(run), group, best=best, weights=file), 1)
+    (found,) = simulate(lambda group: open_run(Path(run), group, best=best, weights=file, trust=trust), 1)
     return found
 
 
@@ -266,6 +267,7 @@ def open_run(
     backend: Backend | None = None,
     best: bool = False,
     weights: Path | None = None,
+    trust: bool = False,
 ) -> Run:
     """Return a run whose model lies on the ranks of a group as a layout says. Collective.
 
@@ -276,13 +278,14 @@ def open_run(
         backend: where it computes; NumPy by default.
         best: take the weights with the best evaluation.
         weights: a state_dict of PyTorch's, for other values than the run's.
+        trust: whether code that the run names may be executed.
 
     Raises:
-        UsageError: on all ranks, when there is no such run, or the layout does not fit.
+        UsageError: on all ranks, when there is no such run, it names code, or the layout does not fit.
         CheckpointError: on all ranks, when it has no checkpoint, or a damaged one.
     """
     backend = numpy_backend() if backend is None else backend
-    config = assemble(on_root(group, lambda: flatten(_read_config(folder))))
+    config = assemble(on_root(group, lambda: flatten(_read_config(folder, trust))))
     is_run = config.model.pretrained != folder
     with agreed(group):
         check_positions(config.model.model, layout.sp)
@@ -341,15 +344,17 @@ def _load_torch(file: Path, build: Callable[[], Module], sample: Array, group: G
     model_state(where.model, group, where).scatter(found.__getitem__, specs, file)
 
 
-def _read_config(folder: Path) -> Config:
+def _read_config(folder: Path, trust: bool) -> Config:
     """Return the options of a run; of a model in Hugging Face's files, those of one that begins with it.
 
     Raises:
-        UsageError: when the folder is neither.
+        UsageError: when the folder is neither, or names code that is not to be trusted.
     """
     if (folder / WEIGHTS).is_file():
         return Config(ModelConfig("gpt", pretrained=folder))
-    config, left = assemble(read_run(folder, str(folder))), RunFolder(folder).model
+    options, left = read_run(folder, str(folder)), RunFolder(folder).model
+    check_trust(folder, options, {}, trust)
+    config = assemble(options)
     if config.model.pretrained is None or not left.is_dir():
         return config
     return replace(config, model=replace(config.model, pretrained=left))  # what it began with may be gone

@@ -1,14 +1,17 @@
 """What a user writes stands wherever a name does, in the library and on the command line; faults are sentences."""
 
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+import nnmpi
+from nnmpi import evaluate, export, predict
 from nnmpi.comm.__main__ import main as comm
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.custom import is_custom, short_name
-from nnmpi.errors import ScheduleError, UsageError
+from nnmpi.errors import CheckpointError, ScheduleError, UsageError
 from nnmpi.schedule.__main__ import main as schedule
 from nnmpi.train.build import build_model
 from nnmpi.train.cli import main as train
@@ -134,6 +137,56 @@ def test_what_is_wrong_is_said_before_it_runs(words: str, sentence: str) -> None
     sentence = sentence.replace("(", r"\(").replace(")", r"\)")
     with pytest.raises((UsageError, ScheduleError), match=sentence):
         run(words, 3)
+
+
+@pytest.fixture
+def trained(file: Path, tmp_path: Path) -> Path:
+    """Return the folder of a run of a model of one's own."""
+    words = f"--dataset iris --model {file}:build --epochs 1 --out {tmp_path}/run"
+    simulate(lambda group: train(words.split(), group), 1)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("command", ["load", "evaluate", "predict", "export", "resume"])
+def test_code_that_a_run_names_is_executed_only_on_the_users_word(command: str, trained: Path) -> None:
+    """The folder may be somebody else's."""
+    (trained.parent / "rows.csv").write_text("a,b,c,d\n5,3,1,0\n")
+
+    def use(*trust: str) -> None:
+        words = [str(trained), *([str(trained.parent / "rows.csv")] if command == "predict" else []), *trust]
+        if command == "load":
+            nnmpi.load(trained, trust=bool(trust))
+        elif command == "resume":
+            simulate(lambda group: train(["--resume", str(trained), "--epochs", "2", *trust], group), 1)
+        else:
+            main = {"evaluate": evaluate.main, "predict": predict.main, "export": export.main}[command]
+            simulate(lambda group: main(words, group), 1)
+
+    net = trained.parent / "net.py"
+    net.write_text(f"{NET}\nopen({str(trained.parent / 'executed')!r}, 'w').close()\n")
+    with pytest.raises(UsageError, match=r"names code outside of nnmpi, --model .*net.py:build, .* say so: --trust"):
+        use()
+    assert not (trained.parent / "executed").exists()
+    use("--trust")
+
+
+def test_code_that_is_named_again_needs_no_word(trained: Path) -> None:
+    words = f"--resume {trained} --model {trained.parent / 'net.py'}:build --epochs 2"
+    simulate(lambda group: train(words.split(), group), 1)
+
+
+@pytest.mark.parametrize("name", ["console.txt", "metrics.jsonl", "starts.jsonl"])
+def test_nothing_is_written_through_a_link_in_a_run(name: str, tmp_path: Path) -> None:
+    """It may lead to a file of the user's own, far from the run."""
+    folder, precious = tmp_path / "run", tmp_path / "precious"
+    simulate(lambda group: train(f"--dataset iris --model mlp --epochs 1 --out {folder}".split(), group), 1)
+    precious.write_bytes((folder / name).read_bytes())
+    (folder / name).unlink()
+    (folder / name).symlink_to(precious)
+    before = precious.read_bytes()
+    with suppress(UsageError, CheckpointError):
+        simulate(lambda group: train(f"--resume {folder} --epochs 2".split(), group), 1)
+    assert precious.read_bytes() == before
 
 
 NET = """
