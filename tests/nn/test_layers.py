@@ -11,19 +11,29 @@ from nnmpi.backend.random import key_pair
 from nnmpi.errors import ShapeError
 from nnmpi.nn.container import fuse
 from nnmpi.nn.mode import Mode, current
-from nnmpi.tensor.tensor import Tensor, concatenate
+from nnmpi.tensor.tensor import Tensor
 
 IMAGES = np.random.default_rng(0).standard_normal((2, 6, 6, 4)).astype("float32")
 ROWS = np.random.default_rng(1).standard_normal((5, 4)).astype("float32")
 SEQUENCES = np.random.default_rng(2).standard_normal((2, 5, 4)).astype("float32")
 
 
-def both_ways(layer, x):
-    """Compute two bidirectional layers of an LSTM by the operation."""
-    for pair in (layer.layers[:2], layer.layers[2:]):
-        each_way = (ops.lstm(x, each.weight, each.recurrent, each.bias, reverse=each.reverse) for each in pair)
-        x = concatenate(list(each_way), 2)
-    return x
+def both_ways(lstm, x):
+    """Compute a bidirectional LSTM step by step, by its formulas."""
+    x = x.data
+    for pair in (lstm.layers[:2], lstm.layers[2:]):
+        found = []
+        for each in pair:
+            h, c, times = 0.0, 0.0, range(x.shape[1])
+            found.append(np.empty((*x.shape[:2], each.recurrent.shape[0])))
+            for t in reversed(times) if each.reverse else times:
+                gates = x[:, t] @ each.weight.data + h * np.ones((1, 3)) @ each.recurrent.data + each.bias.data
+                *opened, new = np.split(gates, 4, axis=1)
+                inwards, kept, outwards = (1 / (1 + np.exp(-gate)) for gate in opened)
+                c = kept * c + inwards * np.tanh(new)
+                h = found[-1][:, t] = outwards * np.tanh(c)
+        x = np.concatenate(found, 2)
+    return Tensor(x)
 
 
 LAYERS = {
