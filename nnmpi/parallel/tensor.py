@@ -223,8 +223,9 @@ class ModelWalk:
 
     sharder: ParameterSharder
     table: Table
-    # What the table says of a module, by its id; the module is kept, so that no other object gets its id.
-    shardings: dict[int, tuple[Module, Sharding]] = field(default_factory=dict)
+    # What the table says of a module, by its id; the modules are kept, so that no other object gets an id of theirs.
+    shardings: dict[int, Sharding] = field(default_factory=dict)
+    modules: list[Module] = field(default_factory=list)
     # What replaces a layer, by its id and the placement of its input.
     replacements: dict[tuple[int, Placement], Placed] = field(default_factory=dict)
 
@@ -235,16 +236,17 @@ class ModelWalk:
             model, sample, classes_apart: see `shard`.
         """
         for name, module in model.named_modules():
+            self.modules.append(module)
             found = find(self.table, name)
             if found is not None:  # a module used in several places is found by any of its names
-                self.shardings.setdefault(id(module), (module, found[1]))
+                self.shardings.setdefault(id(module), found[1])
         self._check_branches(model)
-        start = ActivationLayout(REPLICATED, None if sample is None else tuple(sample))
-        last = _last_layer(model)
-        module, end = self.replace(model, "", start)
-        if not end.placement.is_replicated and not (classes_apart and self._sharding(last) is Sharding.VOCAB):
-            module = self._replicate_after(module, end)
-            end = ActivationLayout(REPLICATED, end.shape)
+        last = model
+        while type(last) is Sequential and last.layers:
+            last = last.layers[-1]
+        module, end = self.replace(model, "", ActivationLayout(REPLICATED, sample and tuple(sample)))
+        if not (classes_apart and self._sharding(last) is Sharding.VOCAB):
+            module, end = self._whole(module, end)
         if module is not model:
             raise LayoutError("the model itself would have to be replaced; put it into a Sequential")
         return end.placement
@@ -299,11 +301,9 @@ class ModelWalk:
                 layout = self._join_kept(layer, inside, layout, kept)
             else:
                 before = sequence.layers[i - 1] if i and type(layer) is TransformerBlock else Stash("")
-                if not (layout.placement.is_replicated or isinstance(before, Stash | Pop)):
-                    sequence.layers[i - 1] = self._replicate_after(before, layout)
-                    layout = ActivationLayout(REPLICATED, layout.shape)
-                placed, layout = self.replace(layer, inside, layout)
-                sequence.layers[i] = placed
+                if not isinstance(before, Stash | Pop):
+                    sequence.layers[i - 1], layout = self._whole(before, layout)
+                sequence.layers[i], layout = self.replace(layer, inside, layout)
         return layout
 
     def _join_kept(
@@ -312,7 +312,7 @@ class ModelWalk:
         """Shard the shortcut of a Pop, and refuse inputs that lie on the ranks in different ways."""
         if pop.name not in kept:
             return layout  # the sequence refuses it when it runs
-        pop.shortcut, around = self._branch(pop.shortcut, _join(name, "shortcut"), kept.pop(pop.name))
+        pop.shortcut, around = self._shortcut(pop, name, kept.pop(pop.name))
         if around.placement != layout.placement:
             raise LayoutError(
                 f"layer {name!r} adds what was kept as {pop.name!r}, and the two lie on the ranks in different ways; "
@@ -322,19 +322,15 @@ class ModelWalk:
 
     def _residual(self, block: Residual, name: str, layout: ActivationLayout) -> tuple[Module, ActivationLayout]:
         block.body, body = self.replace(block.body, _join(name, "body"), layout)
-        block.shortcut, around = self._branch(block.shortcut, _join(name, "shortcut"), layout)
-        if body.placement == around.placement:
-            return block, body
-        if not body.placement.is_replicated:
-            block.body = self._replicate_after(block.body, body)
-        if not around.placement.is_replicated:
-            block.shortcut = self._replicate_after(block.shortcut, around)
-        return block, ActivationLayout(REPLICATED, body.shape)
+        block.shortcut, around = self._shortcut(block, name, layout)
+        if body.placement != around.placement:
+            block.body, body = self._whole(block.body, body)
+            block.shortcut, _ = self._whole(block.shortcut, around)
+        return block, body
 
-    def _branch(
-        self, module: Module | None, name: str, layout: ActivationLayout
-    ) -> tuple[Module | None, ActivationLayout]:
-        return (None, layout) if module is None else self.replace(module, name, layout)
+    def _shortcut(self, block: Pop | Residual, name: str, layout: ActivationLayout) -> tuple[Module, ActivationLayout]:
+        shortcut = Sequential() if block.shortcut is None else block.shortcut
+        return self.replace(shortcut, _join(name, "shortcut"), layout)
 
     def _open(self, module: Module, name: str) -> bool:
         """Shard what the table names in a custom module, whose forward is unknown; return whether that is anything.
@@ -351,8 +347,7 @@ class ModelWalk:
                 placed, gives = self._layer(child, inside, ActivationLayout(expects, None), units)
             elif type(child) in CONTAINERS and any(self._sharding(each) for _, each in child.named_modules()):
                 expects = gives = REPLICATED
-                placed, end = self.replace(child, inside, ActivationLayout(expects, None))
-                placed = placed if end.placement.is_replicated else self._replicate_after(placed, end)
+                placed, _ = self._whole(*self.replace(child, inside, ActivationLayout(expects, None)))
             else:
                 found = self._open(child, inside) or found
                 continue
@@ -360,13 +355,14 @@ class ModelWalk:
             found = True
         return found
 
-    def _replicate_after(self, module: Module | None, layout: ActivationLayout) -> Module:
-        """Return the module with an exchange that makes its result, which is spread as `layout` says, whole."""
-        module = Sequential() if module is None else module
+    def _whole(self, module: Module, layout: ActivationLayout) -> tuple[Module, ActivationLayout]:
+        """Return a module with an exchange that makes its result, which is spread as `layout` says, whole."""
+        if layout.placement.is_replicated:
+            return module, layout
         if type(module) is Sequential and module.layers and not isinstance(module.layers[-1], Stash | Pop):
-            module.layers[-1] = self._replicate_after(module.layers[-1], layout)
-            return module
-        return Redistributed(module, after=self._gather(layout))
+            module.layers[-1], end = self._whole(module.layers[-1], layout)
+            return module, end
+        return Redistributed(module, after=self._gather(layout)), ActivationLayout(REPLICATED, layout.shape)
 
     def _gather(self, layout: ActivationLayout) -> Callable[[Any], Any]:
         layout.placement.check_known(self.sharder.group.size)
@@ -391,16 +387,8 @@ class ModelWalk:
                     )
 
     def _sharding(self, module: Module) -> Sharding | None:
-        found = self.shardings.get(id(module))
-        return None if found is None else found[1]
+        return self.shardings.get(id(module))
 
 
 def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path and name else path or name
-
-
-def _last_layer(module: Module) -> Module:
-    """Return the last layer of a sequence, also of nested ones."""
-    while type(module) is Sequential and module.layers:
-        module = module.layers[-1]
-    return module
