@@ -22,7 +22,7 @@ from nnmpi.errors import UsageError
 from nnmpi.memory.plan import LayerCost, moved_bytes
 from nnmpi.memory.store import BYTE_S, KeptArrays, Store, owner_id, saved_memory
 from nnmpi.nn.chain import ChainLayer, Kept, ModelPart, Run, closed_runs, open_chain
-from nnmpi.nn.mode import current, restore
+from nnmpi.nn.mode import Mode, current, restore
 from nnmpi.nn.module import Module
 from nnmpi.tensor.backward import Deferred, walk_back
 from nnmpi.tensor.cut import mark
@@ -119,15 +119,15 @@ def forward(layer: Layer, value: Value) -> Value:
 
 
 @contextmanager
-def again() -> Iterator[None]:
-    """Compute once more what was computed before: running statistics are left alone."""
-    mode = current()
-    restore(mode._replace(again=True))
+def again(mode: Mode | None = None) -> Iterator[None]:
+    """Compute once more what was computed before, in that mode or this one: running statistics are left alone."""
+    before = current()
+    restore((before if mode is None else mode)._replace(again=True))
     try:
         with enable_grad():
             yield
     finally:
-        restore(mode)
+        restore(before)
 
 
 def gathered(layer: Module, weights: Any | None) -> Layer:

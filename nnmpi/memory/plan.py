@@ -273,12 +273,12 @@ def parse_plan(text: str) -> Plan:
     Raises:
         UsageError: for a word that is no action.
     """
-    letters = {act.value: act for act in Act}
+    letters = [act.value for act in Act]
     actions = []
     for word in text.split():
         if word[0] not in letters or not word[1:].isdecimal():
             raise UsageError(f"{word!r} is no action; write {', '.join(letters)} and the number of a layer, such as F0")
-        actions.append(Action(letters[word[0]], int(word[1:])))
+        actions.append(Action(Act(word[0]), int(word[1:])))
     return tuple(actions)
 
 

@@ -27,7 +27,6 @@ from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.errors import GraphError, UsageError
 from nnmpi.memory.layers import (
-    Layer,
     LayerGraph,
     Measured,
     Value,
@@ -51,8 +50,8 @@ from nnmpi.memory.plan import (
     price_plan,
 )
 from nnmpi.memory.store import KeptArrays, Store, measure_bandwidth
-from nnmpi.nn.chain import ChainLayer, Kept, ModelPart, open_chain
-from nnmpi.nn.mode import current, restore
+from nnmpi.nn.chain import ChainLayer, ModelPart, alone, open_chain
+from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
 from nnmpi.tensor.function import Function, recording
 from nnmpi.tensor.tensor import Tensor
@@ -115,13 +114,8 @@ class PlannedPass:
             raise GraphError("this pass was used up by an earlier backward pass; compute the loss again")
         self._waiting.discard(layer)
         while (action := self._plan[self._next]).act is not Act.BACKWARD or action.layer != layer:
-            mode = current()
-            restore(self._mode)
-            try:
-                with use_precision(self._precision), again():
-                    self._do_next()
-            finally:
-                restore(mode)
+            with use_precision(self._precision), again(self._mode):
+                self._do_next()
         self._next += 1
         if layer in self._kept:
             self._kept.pop(layer).arrive()
@@ -289,10 +283,10 @@ class RecomputedModel:
             # what a rank without samples sees says nothing
         self._layers = tuple(ModelPart(self.model, chain[run.start : run.stop]) for run in runs)
         measured = [
-            Measured(_name(chain[run.start]), partial(_alone, gathered(layer, self._weights)), layer.parameters())
+            Measured(_name(chain[run.start]), partial(alone, gathered(layer, self._weights)), layer.parameters())
             for run, layer in zip(runs, self._layers, strict=True)
         ]
-        measured.append(Measured("result" if head is _as_it_is else "loss", partial(_alone, head), ()))
+        measured.append(Measured("result" if head is _as_it_is else "loss", partial(alone, head), ()))
         with nullcontext() if group is None else agreed(group):
             x = value.marked(Tensor(value.array, requires_grad=needed))
             costs = measure(measured, x, self._backend, self.store)
@@ -333,10 +327,6 @@ def _most_costs(measured: Sequence[Any]) -> list[LayerCost]:
     layers = [[LayerCost(*each) for each in layer] for layer in zip(*measured, strict=True)]
     most = [LayerCost(*map(max, zip(*map(astuple, layer), strict=True))) for layer in layers]
     return [replace(one, moves=all(each.moves for each in layer)) for one, layer in zip(most, layers, strict=True)]
-
-
-def _alone(layer: Layer, x: Any, kept: Kept) -> Any:
-    return layer(x)
 
 
 def _as_it_is(x: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ def _layers(module: Module, path: str) -> Iterator[ChainLayer]:
     elif "links" in vars(type(module)):
         for name, half, own in module.links:
             members = tuple((inside + each, module.get(each)) for each in own)
-            yield ChainLayer(inside + name, partial(_alone, getattr(module, half)), members)
+            yield ChainLayer(inside + name, partial(alone, getattr(module, half)), members)
     else:
         yield ChainLayer(path, lambda x, kept: module(x), ((path, module),), module=module)
 
@@ -172,7 +172,7 @@ def join_layers(layers: Sequence[ChainLayer]) -> tuple[Run, ...]:
         runs += (
             [layer.run for layer in found]
             if parent is None
-            else [partial(_alone, call) for call in fuse([layer.module for layer in found if layer.module is not None])]
+            else [partial(alone, call) for call in fuse([layer.module for layer in found if layer.module is not None])]
         )
     return tuple(runs)
 
@@ -209,7 +209,7 @@ def run_layers(layers: Sequence[ChainLayer], joined: Sequence[Run], x: Any, kept
     return x
 
 
-def _alone(call: Callable[[Any], Any], x: Any, kept: Kept) -> Any:
+def alone(call: Callable[[Any], Any], x: Any, kept: Kept) -> Any:
     """Run something that keeps nothing."""
     return call(x)
 

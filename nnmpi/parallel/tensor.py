@@ -81,23 +81,39 @@ def place_conv(layer: Conv2d, context: LayerContext) -> Placed:
     return (place_rows_conv if context.sharding is Sharding.ROWS else place_product)(layer, context)
 
 
-RULES: Mapping[type[Module], Rule] = MappingProxyType(
+# Layers that follow what lies before them, unless the table says that they are replicated.
+FOLLOWING: Mapping[type[Module], Rule] = MappingProxyType(
     {
-        **dict.fromkeys((Embedding, Linear, TiedLinear), place_product),
         **dict.fromkeys((ReLU, LeakyReLU, GELU, SiLU, Tanh, Sigmoid), place_elementwise),
         AvgPool2d: place_pool,
         BatchNorm: place_batch_norm,
-        Branches: place_branches,
-        Conv2d: place_conv,
         Dropout: place_dropout,
         Flatten: place_flatten,
         GlobalAvgPool2d: place_global_pool,
-        LSTM: place_lstm,
         LayerNorm: place_layer_norm,
         MaxPool2d: place_pool,
         Softmax: place_softmax,
     }
 )
+RULES: Mapping[type[Module], Rule] = MappingProxyType(
+    {
+        **FOLLOWING,
+        **dict.fromkeys(PRODUCTS, place_product),
+        Branches: place_branches,
+        Conv2d: place_conv,
+        LSTM: place_lstm,
+    }
+)
+
+
+def place(layer: Module, context: LayerContext) -> Placed:
+    """Return what replaces a layer that has a rule, and how its result lies on the ranks."""
+    whole = context.sharding is Sharding.REPLICATED
+    whole |= context.placement.is_replicated and not isinstance(layer, Pool2d)
+    if not (whole and type(layer) in FOLLOWING):
+        return RULES[type(layer)](layer, context)
+    weight = getattr(layer, "weight", None)
+    return context.on_replicated(layer, weight.size if weight is not None and weight.ndim == 1 else None)
 
 
 def assumed_placement(layer: Module, sharding: Sharding, units: Units | None = None) -> Placement:
@@ -280,7 +296,7 @@ class ModelWalk:
     def _layer(self, module: Module, name: str, layout: ActivationLayout, units: Units | None = None) -> Placed:
         """Return what replaces a layer; a layer used in several places has one replacement for all of them."""
         context = LayerContext(name, layout.placement, layout.shape, self._sharding(module), self.sharder, units)
-        placed = RULES[type(module)](module, context)
+        placed = place(module, context)
         if placed[0] is module:
             return placed
         elsewhere = [key for key in self.replacements if key[0] == id(module) and key[1] != layout.placement]

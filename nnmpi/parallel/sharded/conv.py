@@ -214,8 +214,6 @@ class RowsGlobalAvgPool2d(GlobalAvgPool2d):
 
 def place_pool(layer: Pool2d, context: LayerContext) -> Placed:
     """Return the layer for what comes to it: as it is if channels are cut, with a halo exchange if rows are."""
-    if context.sharding is Sharding.REPLICATED:
-        return context.on_replicated(layer)
     if not (context.placement.has_rows or context.sharding is Sharding.ROWS):
         return layer, context.placement
     context.sample()
@@ -230,8 +228,6 @@ def place_pool(layer: Pool2d, context: LayerContext) -> Placed:
 
 def place_global_pool(layer: GlobalAvgPool2d, context: LayerContext) -> Placed:
     """Return the layer for what comes to it: as it is if channels are cut, with a sum over the ranks if rows are."""
-    if context.sharding is Sharding.REPLICATED:
-        return context.on_replicated(layer)
     if context.placement.has_rows:
         height, _, _ = context.sample()
         return part_of(layer, RowsGlobalAvgPool2d, group=context.group, height=height), REPLICATED

@@ -24,7 +24,6 @@ from nnmpi.nn.activation import Dropout, Flatten, Softmax, mask_place
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
-from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.dropout import dropout
 from nnmpi.ops.norm import layer_norm
 from nnmpi.parallel.sharded.collectives import all_sum, copy
@@ -35,14 +34,12 @@ from nnmpi.tensor.tensor import Tensor
 
 def place_elementwise(layer: Module, context: LayerContext) -> Placed:
     """Return the layer as it is: it works on each element alone, and so on any part."""
-    return context.on_replicated(layer) if context.sharding is Sharding.REPLICATED else (layer, context.placement)
+    return layer, context.placement
 
 
 def place_softmax(layer: Softmax, context: LayerContext) -> Placed:
     """Return the layer as it is, unless its axis is cut; then on whole activations."""
-    if context.sharding is Sharding.REPLICATED or _is_cut(layer.dim, context):
-        return context.on_replicated(layer)
-    return layer, context.placement
+    return context.on_replicated(layer) if _is_cut(layer.dim, context) else (layer, context.placement)
 
 
 def _is_cut(axis: int, context: LayerContext) -> bool:
@@ -56,8 +53,6 @@ def _is_cut(axis: int, context: LayerContext) -> bool:
 
 def place_flatten(layer: Flatten, context: LayerContext) -> Placed:
     """Return the layer as it is; what was cut stays cut (see `placement`)."""
-    if context.placement.is_replicated or context.sharding is Sharding.REPLICATED:
-        return context.on_replicated(layer)
     if context.placement.has_rows:
         _, width, channels = context.sample()
         return layer, Placement(context.placement.units, width * channels, axis=FEATURES)
@@ -115,8 +110,6 @@ def positions(group: Group, placement: Placement, row: tuple[int, ...]) -> Array
 
 def place_dropout(layer: Dropout, context: LayerContext) -> Placed:
     """Return the layer for this rank's part of what comes to it."""
-    if context.placement.is_replicated or context.sharding is Sharding.REPLICATED:
-        return context.on_replicated(layer)
     return PartDropout(layer, context.group, context.placement), context.placement
 
 
@@ -146,12 +139,9 @@ class RowsBatchNorm(BatchNorm):
 
 def place_batch_norm(layer: BatchNorm, context: LayerContext) -> Placed:
     """Return the layer for what lies before it."""
-    channels = layer.weight.size
-    if context.placement.is_replicated or context.sharding is Sharding.REPLICATED:
-        return context.on_replicated(layer, channels)
     if context.placement.has_rows:
         return part_of(layer, RowsBatchNorm, group=context.group), context.placement
-    placement = context.placement.resolve(channels)
+    placement = context.placement.resolve(layer.weight.size)
     names = "weight", "bias", "running_mean", "running_variance"
     own: dict[str, Any] = {name: context.sharder.cut(getattr(layer, name), placement, 0) for name in names}
     return part_of(layer, PartBatchNorm, **own), placement
@@ -170,7 +160,6 @@ class RowsLayerNorm(LayerNorm):
 def place_layer_norm(layer: LayerNorm, context: LayerContext) -> Placed:
     """Return the layer for what lies before it; over axes that are cut and others, it gets whole activations."""
     shape = layer.weight.shape
-    whole = context.placement.is_replicated or context.sharding is Sharding.REPLICATED
-    if not whole and context.placement.has_rows and len(shape) < 3:
+    if context.placement.has_rows and len(shape) < 3:
         return part_of(layer, RowsLayerNorm, group=context.group), context.placement
     return context.on_replicated(layer, shape[0] if len(shape) == 1 else None)
