@@ -112,8 +112,8 @@ def place(layer: Module, context: LayerContext) -> Placed:
     whole |= context.placement.is_replicated and not isinstance(layer, Pool2d)
     if not (whole and type(layer) in FOLLOWING):
         return RULES[type(layer)](layer, context)
-    weight = getattr(layer, "weight", None)
-    return context.on_replicated(layer, weight.size if weight is not None and weight.ndim == 1 else None)
+    shape = layer.weight.shape if isinstance(layer, BatchNorm | LayerNorm) else ()
+    return context.on_replicated(layer, shape[0] if len(shape) == 1 else None)
 
 
 def assumed_placement(layer: Module, sharding: Sharding, units: Units | None = None) -> Placement:
