@@ -10,7 +10,7 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.random import random_bits
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.errors import UsageError
 from nnmpi.ops.linear import with_kernels
 from nnmpi.shard import Region
 from nnmpi.tensor.function import Function
@@ -28,13 +28,16 @@ class DropoutFunction(Function):
     Args:
         rate: the probability of 0.
         place: returns the key and the first row; asked in every forward pass.
+
+    Attributes:
         columns: (elements of a row,) uint32, their places in a whole row; None for 0, 1 ...
     """
 
     __slots__ = ("columns", "place", "rate")
 
-    def __init__(self, rate: float, place: Callable[[], Place], columns: Array | None) -> None:
-        self.rate, self.place, self.columns = rate, place, columns
+    def __init__(self, rate: float, place: Callable[[], Place]) -> None:
+        self.rate, self.place = rate, place
+        self.columns: Array | None = None
 
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on the ranks: as before; elements have their places in the whole row."""
@@ -76,7 +79,6 @@ def dropout(
     p: float = 0.5,
     key: Key | Callable[[], Place] | None = None,
     first_row: int = 0,
-    columns: Array | None = None,
 ) -> Tensor:
     """Return x with each element dropped with probability `p`, the others divided by 1 - p.
 
@@ -88,11 +90,9 @@ def dropout(
             them and the first row; it is asked in every pass, also when a compiled step is replayed. Layers of
             `nn.Dropout` have one.
         first_row: the place in the global batch of x's first row.
-        columns: (elements of a row,) uint32; their places in a whole row, where x has only a part of each.
 
     Raises:
         UsageError: when p is not in [0, 1), or there is no key.
-        ShapeError: when there is not one place for each element of a row.
     """
     if not 0 <= p < 1:
         raise UsageError(f"dropout's p is a probability in [0, 1), not {p}")
@@ -101,9 +101,7 @@ def dropout(
             f"dropout needs a key, from which the mask is drawn, not {key}; a layer brings its own: "
             f"self.drop = nn.Dropout({p}) in __init__, self.drop(x) in forward"
         )
-    if columns is not None and columns.shape != (prod(x.shape[1:]),):
-        raise ShapeError(f"dropout of rows of shape {x.shape[1:]} got the places of {columns.size} elements")
     place = key if callable(key) else lambda: (key, first_row)
     if p == 0:
         return x
-    return with_kernels("dropout", DropoutFunction(float(p), place, columns), require_floating("dropout", x))
+    return with_kernels("dropout", DropoutFunction(float(p), place), require_floating("dropout", x))

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.random import key_pair
-from nnmpi.errors import ShapeError, UsageError
+from nnmpi.errors import UsageError
 from nnmpi.ops.dropout import dropout
 from nnmpi.shard import split
 from nnmpi.tensor.tensor import Tensor
@@ -63,13 +63,3 @@ def test_no_probability(rate):
     """The value is named."""
     with pytest.raises(UsageError, match=rf"probability in \[0, 1\), not {rate}"):
         dropout(Tensor([1.0]), rate, (1, 2))
-
-
-def test_part_of_a_row_drops_what_the_whole_row_drops():
-    """Given the places of its elements in the whole row."""
-    whole = dropout(Tensor(np.ones((3, 4, 5), np.float32)), 0.4, (1, 2), first_row=7).data.reshape(3, 20)
-    places = np.array([19, 0, 7, 8], np.uint32)
-    part = dropout(Tensor(np.ones((3, 4), np.float32)), 0.4, (1, 2), first_row=7, columns=places)
-    assert np.array_equal(part.data, whole[:, places])
-    with pytest.raises(ShapeError, match="places of 4 elements"):
-        dropout(Tensor(np.ones((3, 5), np.float32)), 0.4, (1, 2), columns=places)

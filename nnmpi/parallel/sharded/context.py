@@ -18,7 +18,7 @@ from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.sharding import Sharding, Units
 from nnmpi.parallel.sharded.collectives import PartExchange, redistribute, scatter
 from nnmpi.shard import Region
-from nnmpi.tensor.cut import mark, whole
+from nnmpi.tensor.cut import CutTensor, mark, whole
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.placement import REPLICATED, Placement, TensorCut, features, is_cut
 from nnmpi.tensor.tensor import Tensor
@@ -158,6 +158,19 @@ class LayerContext:
         if self.placement.is_replicated:
             return module, REPLICATED
         return Redistributed(module, before=self.to_replicated(features)), REPLICATED
+
+    def on_parts(self, module: Module) -> Placed:
+        """Return a layer whose operations know themselves what to do with a part (see `tensor.placement`)."""
+        exchange = PartExchange(self.group)
+
+        def as_part(x: Tensor) -> CutTensor:
+            placement, axis = self.placement, self.placement.axis % x.ndim
+            if placement.repeats is None:
+                width = placement.width(exchange.size, exchange.rank)
+                placement = replace(placement, repeats=x.shape[axis] // width if width else 1)
+            return mark(x, TensorCut(replace(placement, axis=axis), exchange, self.name))
+
+        return Redistributed(module, as_part, CutTensor.part), self.placement
 
     def to_replicated(self, features: int | None = None, way: str = "gather") -> Redistribute:
         """Return the exchange before work that is the same on every rank: whole; backward keeps this rank's slice."""

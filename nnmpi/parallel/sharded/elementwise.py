@@ -12,20 +12,14 @@ layer norm    features cut      gets whole activations, by an exchange before it
 """
 
 from dataclasses import replace
-from functools import partial
 from math import prod
 from typing import Any
 
-import numpy as np
-
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
-from nnmpi.nn.activation import Dropout, Flatten, Softmax, mask_place
-from nnmpi.nn.mode import current
+from nnmpi.nn.activation import Dropout, Flatten, Softmax
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
-from nnmpi.ops.dropout import dropout
-from nnmpi.ops.norm import layer_norm
 from nnmpi.parallel.sharded.collectives import all_sum, copy
 from nnmpi.parallel.sharded.context import LayerContext, Placed, part_of
 from nnmpi.tensor.placement import FEATURES, ROWS, Placement
@@ -61,56 +55,9 @@ def place_flatten(layer: Flatten, context: LayerContext) -> Placed:
     return layer, replace(context.placement, repeats=prod(context.shape) // context.placement.once)
 
 
-class PartDropout(Dropout):
-    """Drops the elements of this rank's part that the whole layer would drop.
-
-    Whether an element is dropped is a function of its position in the whole row, not of the rank.
-
-    Args:
-        layer: the whole layer.
-        group: the ranks that share its input.
-        placement: how that lies on them.
-    """
-
-    def __init__(self, layer: Dropout, group: Group, placement: Placement) -> None:
-        self.p = layer.p
-        self._group, self._placement = group, placement
-        self._columns: dict[Any, Array] = {}  # by library and shape of a row: `positions`, made once
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return x, or in training x with dropped elements."""
-        if not current().training or self.p == 0:
-            return x
-        xp, row = namespace(x.data), x.shape[1:]
-        columns = self._columns.get((xp.__name__, row))
-        if columns is None:
-            columns = xp.asarray(positions(self._group, self._placement, row))
-            self._columns[xp.__name__, row] = columns
-        return dropout(x, self.p, partial(mask_place, self.path), columns=columns)
-
-
-def positions(group: Group, placement: Placement, row: tuple[int, ...]) -> Array:
-    """Return the positions, in a whole row, of the elements that this rank has of it: (elements,) uint32, in order.
-
-    Args:
-        group: the ranks.
-        placement: of the activation.
-        row: the shape of this rank's part of a row, which is a sample without the batch axis.
-    """
-    if prod(row) == 0:
-        return np.empty(0, np.uint32)
-    if placement.has_rows:
-        placement = Placement(placement.units, prod(row[1:]))
-    else:  # pixels before the last axis, and repeats within it, come one after another
-        placement = replace(placement, repeats=prod(row) // placement.width(group.size, group.rank))
-    total = placement.once * (placement.repeats or 1)
-    region = placement.region((total,), 0, group.size, group.rank)
-    return region.take(np.arange(total, dtype=np.uint32))
-
-
 def place_dropout(layer: Dropout, context: LayerContext) -> Placed:
-    """Return the layer for this rank's part of what comes to it."""
-    return PartDropout(layer, context.group, context.placement), context.placement
+    """Return the layer for this rank's part of what comes to it, of which it drops what the whole layer would drop."""
+    return context.on_parts(layer)
 
 
 class PartBatchNorm(BatchNorm):
@@ -147,19 +94,9 @@ def place_batch_norm(layer: BatchNorm, context: LayerContext) -> Placed:
     return part_of(layer, PartBatchNorm, **own), placement
 
 
-class RowsLayerNorm(LayerNorm):
-    """A layer normalization of the pixels in some rows of each image, over the channels, or columns and channels."""
-
-    group: Group
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return this rank's rows, normalized."""
-        return layer_norm(x, copy(self.weight, self.group), copy(self.bias, self.group), self.eps)
-
-
 def place_layer_norm(layer: LayerNorm, context: LayerContext) -> Placed:
     """Return the layer for what lies before it; over axes that are cut and others, it gets whole activations."""
     shape = layer.weight.shape
     if context.placement.has_rows and len(shape) < 3:
-        return part_of(layer, RowsLayerNorm, group=context.group), context.placement
+        return context.on_parts(layer)
     return context.on_replicated(layer, shape[0] if len(shape) == 1 else None)

@@ -13,7 +13,7 @@ from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
 from nnmpi.ops.loss import cross_entropy
-from nnmpi.parallel.sharded.elementwise import PartDropout
+from nnmpi.parallel.sharded.context import LayerContext, ParameterSharder
 from nnmpi.parallel.tensor import shard
 from nnmpi.tensor.placement import Placement, features, rows
 from nnmpi.tensor.tensor import Tensor
@@ -102,8 +102,9 @@ def test_dropout_drops_what_the_whole_layer_drops(group: Group, placement: Place
     axis = 1 if placement.has_rows else -1
     x = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     region = placement.resolve(shape[axis]).region(shape, axis, group.size, group.rank)
-    whole, own = nn.Dropout(0.4), PartDropout(nn.Dropout(0.4), group, placement)
-    whole.path = own.path = "2.drop"
+    whole = nn.Dropout(0.4)
+    own, _ = LayerContext("2.drop", placement, None, None, ParameterSharder(group)).on_parts(whole)
+    whole.path = "2.drop"
     with training(seed=3, step=4, first_row=17):
         expected, found = whole(x).data, own(np.ascontiguousarray(region.take(x))).data
     assert all(group.gather(np.array_equal(found, region.take(expected))))
