@@ -133,11 +133,11 @@ def main(words: Sequence[str], group: Group) -> bool:
         return True
     trial, _, config = asked
     dataset = _samples(asked, group)
-    batch = len(dataset) if config.optimization.batch_size == "full" else config.optimization.batch_size
+    batch = config.optimization.rows(len(dataset))
     exact = config.parallel.reduction == "fixed"
     if not exact:
         _check_steps(trial.steps, config.run.dtype, batch)
-    parts = min(config.parallel.microbatches or 1, batch, len(dataset))
+    parts = min(config.parallel.microbatches or 1, batch)
     config = replace(config, parallel=replace(config.parallel, microbatches=parts))
     with agreed(group):
         layout = build_layout(config.parallel, config.optimization, config.model)

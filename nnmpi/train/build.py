@@ -238,7 +238,7 @@ def build_layout(config: ParallelConfig, rule: OptimizationConfig, model: ModelC
         split=config.layers_per_stage,
         reduction=config.reduction,
         memory_limit=config.memory_limit_bytes,
-        state_arrays=2 if rule.optimizer != "sgd" else int(rule.momentum > 0),
+        state_arrays=rule.state_arrays,
         sp=config.sp,
         zero=config.zero,
         activation_memory=config.activation_memory_bytes,

@@ -106,8 +106,7 @@ def multiplications(options: OptimizationConfig, model: Module, train: Samples) 
     of_one = sum(prod(each) * (pixels if len(each) > 2 else places) for each in weights)
     samples = options.epochs * len(train)
     if options.max_steps is not None:
-        batch = len(train) if options.batch_size == "full" else options.batch_size
-        samples = min(samples, options.max_steps * batch)
+        samples = min(samples, options.max_steps * options.rows(len(train)))
     return float(of_one * samples)
 
 

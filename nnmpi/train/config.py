@@ -413,6 +413,15 @@ class OptimizationConfig:
         require(fixed, f"--weight-decay does not go with --optimizer {self.optimizer}, which decides about it itself")
 
     @property
+    def state_arrays(self) -> int:
+        """How many arrays of each parameter's size the optimizer keeps."""
+        return 2 if self.optimizer != "sgd" else int(self.momentum > 0)
+
+    def rows(self, samples: int) -> int:
+        """Return the rows of a batch of so many samples."""
+        return samples if self.batch_size == "full" else min(self.batch_size, samples)
+
+    @property
     def drops(self) -> tuple[float, float] | None:
         """Of --schedule step:EPOCHS,FACTOR: the epochs between two drops, and what each multiplies the rate by."""
         name, _, values = self.schedule.partition(":")

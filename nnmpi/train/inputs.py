@@ -138,8 +138,7 @@ def load_inputs(
     with agreed(group):
         if isinstance(train, Dataset) and train.classes == 1:
             raise UsageError(f"--dataset {data.dataset} has one class alone, so that there is nothing to tell apart")
-        wanted = config.optimization.batch_size
-        batch_size = len(train) if wanted == "full" else min(wanted, len(train))
+        batch_size = config.optimization.rows(len(train))
         with _prefixed("--partition"):
             check_partition(len(train), data.partition, replica[1])
         parts = count_microbatches(config, stages, batch_size)

@@ -1,15 +1,13 @@
 """One Chrome trace of a run: every rank's events, on one time axis, in a file that Perfetto opens.
 
-How far the ranks' clocks are apart is found first: all look at theirs when a barrier has let them go, several times,
-and the median of the differences counts. One that is small, or within their spread, is taken to be none: ranks of one
-node read the same clock. Clocks of different nodes are apart by days, since each counts from its node's start; they
-drift, typically by 1 to 50 microseconds a second, so ask near the time that is to be shown.
+How far the ranks' clocks are apart is found first: all look at theirs when a barrier has let them go. Ranks of one node
+read the same clock. Clocks of different nodes are apart by days, since each counts from its node's start; they drift,
+typically by 1 to 50 microseconds a second, so ask near the time that is to be shown.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from statistics import median
 
 import nnmpi.clock as clock
 from nnmpi.comm.agreement import on_root
@@ -17,8 +15,6 @@ from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, NnmpiError, raised_as
 from nnmpi.timeline import Timeline, TraceEvent, recording, to_chrome, write_chrome
 from nnmpi.train.run import TrainingRun
-
-ROUNDS, SAME_S = 20, 0.01
 
 
 def offsets(group: Group, clock: Callable[[], float] = clock.now) -> list[float]:
@@ -28,15 +24,10 @@ def offsets(group: Group, clock: Callable[[], float] = clock.now) -> list[float]
         group: the ranks.
         clock: what this rank reads, in seconds.
     """
-    times = []
-    for _ in range(ROUNDS):
-        group.barrier()
-        times.append(clock())
-    everyones, found = group.gather(times), []
-    for own in everyones:
-        ahead = [there - here for there, here in zip(own, everyones[0], strict=True)]
-        found.append(median(ahead) if abs(median(ahead)) > max(SAME_S, max(ahead) - min(ahead)) else 0.0)
-    return found
+    nodes = group.nodes()
+    group.barrier()
+    times = group.gather(clock())
+    return [0.0 if node == nodes[0] else own - times[0] for node, own in zip(nodes, times, strict=True)]
 
 
 def write_trace(path: Path, timeline: Timeline, group: Group, names: Sequence[str] | None = None) -> None:

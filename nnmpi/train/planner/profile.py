@@ -77,19 +77,12 @@ class Workload:
     @property
     def batch_size(self) -> int:
         """Rows of the global batch."""
-        wanted, most = self.config.optimization.batch_size, len(self.samples[0])
-        return most if wanted == "full" else min(wanted, most)
+        return self.config.optimization.rows(len(self.samples[0]))
 
     @property
     def row_bytes(self) -> int:
         """Bytes of a sample and its labels."""
         return int(self.rows(1).nbytes + self.samples[0].labels(np.arange(1)).nbytes)
-
-    @property
-    def state_arrays(self) -> int:
-        """How many arrays of each parameter's size the optimizer keeps."""
-        options = self.config.optimization
-        return 2 if options.optimizer != "sgd" else int(options.momentum > 0)
 
     @property
     def outputs(self) -> int:
@@ -106,8 +99,8 @@ class Workload:
 
     def pricer(self, profile: Profile, network: PlannedNetwork, backend: Backend) -> Pricer:
         """Return what prices its layouts."""
-        seconds = [layer.seconds for layer in profile.layers]
-        shapes = ModelShapes(self.build, self.dtype, self.state_arrays, self.rows(1), seconds, backend)
+        seconds, arrays = [layer.seconds for layer in profile.layers], self.config.optimization.state_arrays
+        shapes = ModelShapes(self.build, self.dtype, arrays, self.rows(1), seconds, backend)
         return Pricer(self.batch_size, self.row_bytes, profile, network, shapes)
 
     def key(self, group: Group, ranks: int, backend: Backend) -> dict[str, Any]:
