@@ -8,7 +8,7 @@ import importlib.util
 import io
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -151,31 +151,20 @@ def format_predictions(run: Run, answers: Array, kind: str) -> str:
         answers: what `Run.predict` gives.
         kind: "csv" or "json".
     """
-    if run.signature.predicts != "quantities" and not run.signature.target_shape:
-        return _format_classes(run, answers, kind)
+    rows, names, best = answers.reshape(len(answers), -1), run.class_names, answers.argmax(axis=-1)
+    is_classes = run.signature.predicts != "quantities" and not run.signature.target_shape
     if kind == "json":
-        return json.dumps({"run": str(run.folder.path), "samples": [{"values": row.tolist()} for row in answers]})
-    rows = answers.reshape(len(answers), -1)
+        samples: list[dict[str, Any]] = [{"values": row.tolist()} for row in answers]
+        if is_classes:
+            samples = [{"class": names[i], "probabilities": row.tolist()} for i, row in zip(best, rows, strict=True)]
+        about = {"classes": names} if is_classes else {}
+        return json.dumps({"run": str(run.folder.path), **about, "samples": samples})
     count = rows.shape[1]
     header = ["value"] if count == 1 else [f"value_{number}" for number in range(1, count + 1)]
-    return _table([header, *([f"{each:.6g}" for each in row] for row in rows)])
-
-
-def _format_classes(run: Run, probabilities: Array, kind: str) -> str:
-    names, best = run.class_names, probabilities.argmax(axis=-1)
-    if kind == "json":
-        rows = [
-            {"class": names[number], "probabilities": list(map(float, row))}
-            for number, row in zip(best, probabilities, strict=True)
-        ]
-        return json.dumps({"run": str(run.folder.path), "classes": names, "samples": rows})
-    lines = ([names[number], *(f"{each:.6g}" for each in row)] for number, row in zip(best, probabilities, strict=True))
-    return _table([["class", *names], *lines])
-
-
-def _table(rows: Iterable[Sequence[str]]) -> str:
+    first = [[names[number]] for number in best] if is_classes else [[]] * len(rows)
+    lines = ([*head, *(f"{each:.6g}" for each in row)] for head, row in zip(first, rows, strict=True))
     stream = io.StringIO()
-    csv.writer(stream, lineterminator="\n").writerows(rows)
+    csv.writer(stream, lineterminator="\n").writerows([["class", *names] if is_classes else header, *lines])
     return stream.getvalue().rstrip("\n")
 
 

@@ -19,7 +19,7 @@ from nnmpi.compose.stats import PARTS
 from nnmpi.errors import UsageError, raised_as
 from nnmpi.files import parse_json
 from nnmpi.pages.page import write_page
-from nnmpi.train.config import all_options
+from nnmpi.train.config import all_options, shown
 from nnmpi.train.folder import RunFolder, read_run
 from nnmpi.train.metrics import read_metrics, sum_staleness
 
@@ -137,12 +137,8 @@ def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float:
 
 def _options(options: Mapping[str, Any]) -> list[list[str]]:
     """Return the run's options that are no defaults: those that were given, and those that it has chosen."""
-
-    def text(value: Any) -> str:
-        return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value)
-
     known = all_options()
-    return [[known[name].flag, text(value)] for name, value in options.items() if value != known[name].default]
+    return [[known[name].flag, shown(value)] for name, value in options.items() if value != known[name].default]
 
 
 if __name__ == "__main__":

@@ -38,6 +38,7 @@ from nnmpi.train.config import (
     flatten,
     made,
     plain,
+    shown,
 )
 from nnmpi.train.folder import check_trust, default_folder, find_model, read_run
 from nnmpi.train.loop import StopSignals, begin
@@ -232,19 +233,14 @@ def _refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
         if before != given[name] and not (name == "dataset" and _is_moved(str(before), given[name])):
             flag = all_options()[name].flag
             raise UsageError(
-                f"--resume {given['resume']}: the run has {flag} {_show(before)}, which cannot become "
-                f"{_show(given[name])}; leave {flag} out, or start a new run with another --out"
+                f"--resume {given['resume']}: the run has {flag} {shown(before)}, which cannot become "
+                f"{shown(given[name])}; leave {flag} out, or start a new run with another --out"
             )
 
 
 def _is_moved(before: str, now: str) -> bool:
     """Return whether both are paths of a file with the same name: data may lie elsewhere when a run goes on."""
     return not {before, now} & {*NAMES} and Path(before).name == Path(now).name
-
-
-def _show(value: Any) -> str:
-    """Return a value as it is written on the command line."""
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value) or "unset"
 
 
 # ---- commands that use a run ----

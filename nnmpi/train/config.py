@@ -579,6 +579,11 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, Path) else list(value) if isinstance(value, tuple) else value
 
 
+def shown(value: Any) -> str:
+    """Return an option's value as it is written on the command line."""
+    return " ".join(map(str, value)) if isinstance(value, tuple | list) else str(value) or "unset"
+
+
 def made(section: type[T], values: Mapping[str, Any]) -> T:
     """Return a section with those of the values that are options of it, and defaults for the rest."""
     return section(**{each.name: values[each.name] for each in options_of(section) if each.name in values})
