@@ -33,6 +33,7 @@ from typing import Any
 
 import nnmpi.clock as clock
 import nnmpi.timeline as timeline
+from nnmpi.backend.array import Integers
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
 from nnmpi.backend.recording import refuse_inside
@@ -145,21 +146,21 @@ class ServerCoupling(Coupling):
         storage, group = trainer.model.storage, trainer.group
         self.server = ParameterServer(storage, trainer.optimizer, group.size) if group.is_root else None
         self._talk = PushPull(group, storage, self.server, self._count, trainer.backend)
-        self._taken = -1  # samples of this rank in the whole run: its own, after those of a run that is resumed
+        self._done = -1  # tasks of this rank in the whole run: its own, after those of a run that is resumed
 
     def open(self, segment: TrainingSegment) -> None:
         """See `Coupling.open`."""
         super().open(segment)
         self._told_s = self._begin_s  # when a gradient was told of
-        if self._taken < 0:
-            self._taken = segment.loader.rows_before(segment.step, self.group.rank, self.group.size)
+        if self._done < 0:
+            self._done = segment.step
         self._updates = 0 if self.server is None else self.server.version
         self._talk.open(segment.batches.start, segment.batches.stop, self.sync.bound)
 
     def tasks(self) -> Iterator[tuple[Task, Batch]]:
         """See `Coupling.tasks`."""
-        loader, epoch, ranks = self.segment.loader, self.segment.epoch, self.group.size
-        order = loader.order(epoch)
+        loader, ranks = self.segment.loader, self.group.size
+        orders: dict[int, Integers] = {}
         while True:
             begin = clock.now()
             with timeline.span("pull", "pull", timeline.WAITING):
@@ -167,10 +168,13 @@ class ServerCoupling(Coupling):
             self.waited_s += clock.now() - begin
             if task is None:
                 return
-            part = task.part if loader.partition == "none" else self.group.rank  # or as many samples of its own
-            batch = loader.part(order, epoch, task.batch, part, ranks, self._taken)
-            self._taken += len(batch.y)
-            yield task, batch
+            epoch, number, part = self.segment.epoch, task.batch, task.part
+            if loader.partition != "none":  # of its own, through which it goes again and again
+                epoch, number, part = *divmod(self._done, loader.batches_per_epoch), self.group.rank
+            if epoch not in orders:
+                orders = {epoch: loader.order(epoch)}
+            self._done += 1
+            yield task, loader.part(orders[epoch], epoch, number, part, ranks)
 
     def use(self, gradient: Gradient) -> None:
         """See `Coupling.use`."""

@@ -20,7 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 from nnmpi.backend.array import Array, Integers
 from nnmpi.backend.backend import Backend
 from nnmpi.data.dataset import Samples, count_targets
-from nnmpi.data.sampler import Cut, by_length, check_partition, cut_batch, order, own_rows, own_samples
+from nnmpi.data.sampler import Cut, by_length, check_partition, cut_batch, order, own_order, own_samples, takers
 from nnmpi.data.transform import Normalize, Transform, steps_of
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.errors import whole as whole_of
@@ -163,10 +163,11 @@ class Loader:
         self.workers = workers
         self._steps = [] if transform is None or dataset.is_tokens else steps_of(transform)
         self._asked = 0  # how often for the next epoch
-        self._own: dict[tuple[int, int], Integers] = {}  # by part and parts: who has which samples
         check_partition(len(dataset), partition, world)
         if partition != "none":
-            self._owned(rank, world)
+            sizes = [min(batch_size, len(dataset) - first) for first in range(0, len(dataset), batch_size)]
+            self._owners = np.concatenate([takers(size, world, microbatches) for size in sizes])
+            self._own = own_samples(self._classes(), partition, seed, self._owners)
 
     def __repr__(self) -> str:
         """Say which part of how large batches it gives."""
@@ -221,7 +222,12 @@ class Loader:
         return -(-self.batch_size // self.world) * prod(self.dataset.sample_shape) * self.dtype.itemsize > SMALL_BYTES
 
     def order(self, epoch: int) -> Integers:
-        """Return the order of the samples in an epoch: (n,). Shuffled sentences of like length come together."""
+        """Return the order of the samples in an epoch: (n,). Shuffled sentences of like length come together.
+
+        With a partition it depends on the ranks: each finds its own samples where it takes its rows.
+        """
+        if self.partition != "none":
+            return own_order(self._own, self._owners, self.seed, epoch)
         found, lengths = order(len(self.dataset), self.seed, epoch, self.shuffle), self.dataset.lengths
         if lengths is None or not self.shuffle:
             return found
@@ -234,7 +240,6 @@ class Loader:
         number: int,
         rank: int,
         world: int,
-        taken: int | None = None,
     ) -> Batch:
         """Return a part of a batch, whichever rank this loader is for.
 
@@ -242,57 +247,31 @@ class Loader:
             epoch_order: the order of the samples in the epoch; see `order`.
             number: of the batch in the epoch.
             rank, world: which part of how many.
-            taken: with a partition, how many samples this worker has taken in the run; by default its part of each
-                batch before this one.
         """
         start = number * self.batch_size
         global_rows = min(self.batch_size, len(self.dataset) - start)
         cuts = cut_batch(global_rows, rank, world, self.microbatches, self.whole)
-        step = epoch * self.batches_per_epoch + number
-        indices = self._indices(epoch_order[start:], cuts, step, rank, world, taken)
-        targets, length = self._extent(epoch_order[start:], global_rows, step, world, indices)
+        rows = [epoch_order[start + each.first_row :][: each.stop - each.start] for each in cuts]
+        indices = rows[0] if len(rows) == 1 else np.concatenate([epoch_order[:0], *rows])
+        targets, length = self._extent(epoch_order[start : start + global_rows])
         x, y = self._samples(indices, epoch, length), self.dataset.labels(indices, length)
         if y.dtype.kind == "f":
             y = y.astype(self.dtype, copy=False)
         microbatches = min(self.microbatches, global_rows)
         return Batch(x, y, indices, cuts, global_rows, epoch, number, microbatches, targets=targets)
 
-    def _indices(
-        self, batch_order: Integers, cuts: tuple[Cut, ...], step: int, rank: int, world: int, taken: int | None = None
-    ) -> Integers:
-        """Return a rank's samples of a batch; see `part`."""
-        if self.partition == "none":
-            places = [batch_order[each.first_row : each.first_row + each.stop - each.start] for each in cuts]
-            return places[0] if len(places) == 1 else np.concatenate([batch_order[:0], *places])
-        first = self.rows_before(step, rank, world) if taken is None else taken
-        return own_rows(self._owned(rank, world), self.seed, rank, first, cuts[-1].stop)
-
-    def _extent(
-        self, batch_order: Integers, global_rows: int, step: int, world: int, own: Integers
-    ) -> tuple[tuple[int, ...], int | None]:
+    def _extent(self, batch_order: Integers) -> tuple[tuple[int, ...], int | None]:
         """Return the targets of each microbatch of a global batch, and the length that its samples are padded to.
 
         Both are the global batch's, so that no layout changes them, and every rank finds them without a message. The
         targets are empty where every sample has one, and the length None where all have the same.
-
-        Args:
-            batch_order: the order of the samples in the epoch, from this batch on.
-            global_rows, step, world: which batch, over how many ranks.
-            own: this rank's samples.
         """
         targets, lengths = self.dataset.targets, self.dataset.lengths
-        if targets is None and lengths is None:
-            return (), None
-        takers = 1 if self.partition == "none" else world  # else who takes a sample does not say which there are
-        everyones, counts = [own], [0] * min(self.microbatches, global_rows)
-        for rank in range(takers):
-            cuts = cut_batch(global_rows, rank, takers, self.microbatches)
-            everyones.append(self._indices(batch_order, cuts, step, rank, takers))
-            if targets is not None:
-                for each in cuts:
-                    counts[each.number] += int(targets[everyones[-1][each.start : each.stop]].sum())
-        longest = None if lengths is None else int(lengths[np.concatenate(everyones)].max(initial=0))
-        return () if targets is None else tuple(counts), longest
+        counts: tuple[int, ...] = ()
+        if targets is not None:
+            cuts = cut_batch(len(batch_order), microbatches=self.microbatches)
+            counts = tuple(int(targets[batch_order[each.start : each.stop]].sum()) for each in cuts)
+        return counts, None if lengths is None else int(lengths[batch_order].max(initial=0))
 
     def _samples(self, indices: Integers, epoch: int, length: int | None) -> Array:
         x = self.dataset.rows(indices, self.dtype, length)
@@ -303,25 +282,6 @@ class Loader:
                     f"the transform made {len(x)} rows of {x.dtype} out of {len(indices)} rows of {self.dtype}"
                 )
         return np.ascontiguousarray(x)
-
-    def rows_before(self, step: int, rank: int, world: int) -> int:
-        """Return how many rows a rank has had before a step of the run, in all epochs together.
-
-        Args:
-            step: of the run, from 0.
-            rank, world: which of how many data-parallel ranks.
-        """
-        epochs, batches = divmod(step, self.batches_per_epoch)
-        before = self.batches_per_epoch - 1
-        sizes = min(self.batch_size, len(self.dataset)), len(self.dataset) - before * self.batch_size
-        full, last = (cut_batch(size, rank, world, self.microbatches)[-1].stop for size in sizes)
-        return epochs * (before * full + last) + batches * full
-
-    def _owned(self, rank: int, world: int) -> Integers:
-        """Return the samples that a rank has for the whole run."""
-        if (rank, world) not in self._own:
-            self._own[rank, world] = own_samples(self._classes(), self.partition, self.seed, rank, world)
-        return self._own[rank, world]
 
     def _classes(self) -> Integers:
         """Return each sample's class; without one each, zeros."""

@@ -21,6 +21,7 @@ learned less (Zhao et al., "Federated learning with non-IID data", 2018; Kolosko
 guarantees for asynchronous SGD for distributed and federated learning", 2022).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -134,40 +135,39 @@ def check_partition(samples: int, partition: str, workers: int) -> None:
         )
 
 
-def own_samples(labels: Integers, partition: str, seed: int, worker: int, workers: int) -> Integers:
-    """Return the places in the training set of the samples that a worker has; every sample is one worker's.
+@lru_cache(maxsize=4)
+def takers(global_rows: int, world: int, microbatches: int) -> Integers:
+    """Return which rank takes each row of a global batch: (global_rows,)."""
+    found = np.empty(global_rows, np.int64)
+    for rank in range(world):
+        for cut in cut_batch(global_rows, rank, world, microbatches):
+            found[cut.first_row : cut.first_row + cut.stop - cut.start] = rank
+    return found
+
+
+def own_samples(labels: Integers, partition: str, seed: int, owners: Integers) -> list[Integers]:
+    """Return the places in the training set of the samples that each worker has; every sample is one worker's.
 
     Args:
         labels: (n,), of the whole training set.
         partition: "iid" or "label".
         seed: of the run.
-        worker, workers: which of how many.
-
-    Raises:
-        UsageError: see `check_partition`.
+        owners: (n,), which worker takes each row of an epoch: it has as many samples as it takes rows.
     """
-    check_partition(len(labels), partition, workers)
     shuffled = stream(seed, "partition").permutation(len(labels))
     if partition == "label":
         shuffled = shuffled[np.argsort(labels[shuffled], kind="stable")]
-    return np.asarray(shuffled[part(len(labels), workers, worker)], np.int64)
+    return np.split(shuffled.astype(np.int64), np.cumsum(np.bincount(owners))[:-1])
 
 
-def own_rows(own: Integers, seed: int, worker: int, first: int, count: int) -> Integers:
-    """Return which samples a worker takes as its numbers first..first+count-1 of the run.
-
-    It goes through its own again and again, each time in another order, whatever the others do meanwhile.
+def own_order(own: Sequence[Integers], owners: Integers, seed: int, epoch: int) -> Integers:
+    """Return an order in which each row of an epoch has a sample of the worker that takes it, in an order of its own.
 
     Args:
-        own: (n,), the places that `own_samples` gave this worker.
-        seed: of the run.
-        worker: its number.
-        first, count: the samples that it takes now, counted from the beginning of the run.
+        own, owners: see `own_samples`.
+        seed, epoch: as for `order`.
     """
-    numbers = np.arange(first, first + count)
-    taken = np.empty(count, np.int64)
-    for passed in np.unique(numbers // len(own)):
-        order = stream(seed, "own order", int(passed), worker).permutation(len(own))
-        now = numbers // len(own) == passed
-        taken[now] = own[order[numbers[now] % len(own)]]
-    return taken
+    found = np.empty(len(owners), np.int64)
+    for worker, mine in enumerate(own):
+        found[owners == worker] = mine[stream(seed, "own order", epoch, worker).permutation(len(mine))]
+    return found

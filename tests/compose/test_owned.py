@@ -11,7 +11,6 @@ from nnmpi.comm.group import Group
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
-from nnmpi.data.sampler import own_samples
 from nnmpi.synchrony.slow import Slow
 from nnmpi.synchrony.sync import Sync
 from tests.compose.small_runs import BATCH, BATCHES, build, dataset, optimizer_of, weights
@@ -68,7 +67,7 @@ def test_without_a_bound_everybody_keeps_to_its_own_samples(group: Group, monkey
     worker = AsynchronousWorker(model, optimizer_of(model), group, Sync("asp"), slow=slow)
     train(worker, loader_of(group))
     worker.release()
-    own = own_samples(dataset().y, "label", 0, group.rank, group.size).tolist()
+    own = loader_of(group)._own[group.rank].tolist()
     counts = Counter(seen)
     even = not seen or max(counts.values()) - min(counts[sample] for sample in own) <= 1
     assert group.gather([set(seen) <= set(own), even]) == [[True, True]] * group.size, (own, counts)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from nnmpi.data.dataset import Dataset
 from nnmpi.data.loader import Batch, Loader
-from nnmpi.data.sampler import Cut, cut_batch, order, own_rows, own_samples
+from nnmpi.data.sampler import Cut, cut_batch, order, own_order, own_samples, takers
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift
 from nnmpi.errors import ShapeError, UsageError
 from tests.data.conftest import prefetch_threads
@@ -249,21 +249,17 @@ LABELLED = Dataset(
 
 @given(n=st.integers(9, 70), workers=st.integers(1, 9), partition=st.sampled_from(["iid", "label"]))
 def test_every_sample_has_one_owner(n: int, workers: int, partition: str) -> None:
+    """Who finds it in one of its rows, in another order in each epoch."""
     labels = np.random.default_rng(n).integers(0, 5, n)
-    owned = [own_samples(labels, partition, 1, worker, workers) for worker in range(workers)]
+    owners = takers(n, workers, 2)
+    owned = own_samples(labels, partition, 1, owners)
     assert sorted(np.concatenate(owned).tolist()) == list(range(n))
-    assert max(map(len, owned)) - min(map(len, owned)) <= 1
+    assert [len(each) for each in owned] == np.bincount(owners).tolist()
     if partition == "label":
         assert np.all(np.diff(labels[np.concatenate(owned)]) >= 0)
-
-
-@given(n=st.integers(1, 12), count=st.integers(0, 7), turns=st.integers(1, 9))
-def test_a_worker_goes_through_its_own_again_and_again(n: int, count: int, turns: int) -> None:
-    """Whole passes have every sample once, however the passes are cut into turns."""
-    own = np.arange(100, 100 + n)
-    taken = np.concatenate([own_rows(own, 0, 2, turn * count, count) for turn in range(turns)])
-    for first in range(0, len(taken) - n + 1, n):
-        assert sorted(taken[first : first + n].tolist()) == own.tolist()
+    for epoch in range(2):
+        found = own_order(owned, owners, 1, epoch)
+        assert all(sorted(found[owners == worker]) == sorted(each) for worker, each in enumerate(owned))
 
 
 @pytest.mark.parametrize("world", [1, 2, 5])
@@ -271,7 +267,7 @@ def test_loader_gives_each_worker_its_own_in_the_shares_of_the_others(world: int
     for rank in range(world):
         loader = Loader(LABELLED, 10, rank=rank, world=world, partition="label", microbatches=2, workers=0)
         plain = Loader(LABELLED, 10, rank=rank, world=world, microbatches=2, workers=0)
-        own = set(own_samples(LABELLED.y, "label", 0, rank, world).tolist())
+        own = set(loader.order(7)[loader._owners == rank].tolist())
         seen = Counter[int]()
         for epoch in range(2):
             for batch, other in zip(loader.epoch(epoch), plain.epoch(epoch), strict=True):
