@@ -8,21 +8,20 @@ a device's, floating point                      `cuda.kernels`, CUDA C++        
 An operation's arithmetic stands in its Function, through the array library's functions, which compute anywhere. Before
 it, the Function asks here for something faster:
 
-    kernels = kernels_for(x, "layer_norm")      an object with a method of that name, or None
+    kernels = kernels_for(x, "layer_norm")      what has a function of that name, or None
     if kernels is not None:
         y, residuals = kernels.layer_norm(...)
 
-To add a compiled kernel: a method in `jit/kernels.py` or `cuda/kernels.py`, with the function itself beside it, and
+To add a compiled kernel: a function in `jit/kernels.py` or `cuda/kernels.py`, with the kernel itself beside it, and
 these lines in the Function. Compiled functions go through `recording.perform`, which notes each as one call.
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
@@ -32,22 +31,18 @@ from nnmpi.backend.precision import FLOAT32, to_float32
 from nnmpi.backend.sums import row_sum
 from nnmpi.errors import UsageError
 
-if TYPE_CHECKING:
-    from nnmpi.backend.jit.kernels import CompiledKernels
-
-
-_compiled: ContextVar[CompiledKernels | None] = ContextVar("nnmpi_kernels", default=None)
-_refused: ContextVar[bool] = ContextVar("nnmpi_kernels_refused", default=False)
+# Whether kernels are in use: None where nobody has said so, which is a device's alone.
+_enabled: ContextVar[bool | None] = ContextVar("nnmpi_kernels", default=None)
 
 
 def kernels_for(array: Array, name: str) -> Any:
-    """Return the compiled kernels that have this method, for arrays like this one in this context; None for none."""
+    """Return the compiled kernels that have this function, for arrays like this one in this context; None for none."""
     found: Any = None
     if type(array) is np.ndarray:
-        found = _compiled.get()
-        if found is None or array.dtype != FLOAT32:
+        if not _enabled.get() or array.dtype != FLOAT32:
             return None
-    elif not _refused.get() and works_on(array.dtype):
+        found = load()
+    elif _enabled.get() is not False and works_on(array.dtype):
         found = device_kernels(namespace(array))
     return found if hasattr(found, name) else None
 
@@ -65,14 +60,14 @@ def bias_grad(xp: Any, grad: Array, to_bias: Array) -> None:
             xp.copyto(to_bias, row_sum(xp, grad), casting="unsafe")
 
 
-def compiled_kernels() -> CompiledKernels | None:
+def compiled_kernels() -> Any:
     """Return numba's kernels, or None where they are switched off."""
-    return _compiled.get()
+    return load() if _enabled.get() else None
 
 
-def setting() -> tuple[CompiledKernels | None, bool]:
+def setting() -> bool | None:
     """Return what `jit` has set in this context, by which a recorded step is told from another."""
-    return _compiled.get(), _refused.get()
+    return _enabled.get()
 
 
 @contextmanager
@@ -88,25 +83,26 @@ def jit(enabled: bool = True) -> Iterator[None]:
     Raises:
         UsageError: when numba is not installed or does not work.
     """
-    token, refused = _compiled.set(load() if enabled else None), _refused.set(not enabled)
+    if enabled:
+        load()
+    token = _enabled.set(enabled)
     try:
         yield
     finally:
-        _compiled.reset(token)
-        _refused.reset(refused)
+        _enabled.reset(token)
 
 
 @cache
-def load() -> CompiledKernels:
-    """Return this process's compiled kernels; nothing is compiled yet.
+def load() -> ModuleType:
+    """Return numba's kernels; nothing is compiled yet.
 
     Raises:
         UsageError: when numba is not installed or does not work.
     """
     try:
-        from nnmpi.backend.jit.kernels import CompiledKernels
+        from nnmpi.backend.jit import kernels
     except ImportError as error:
         raise UsageError(
             f"compiled kernels need numba, which cannot be imported ({error}); install nnmpi[jit], or leave jit out"
         ) from error
-    return CompiledKernels()
+    return kernels

@@ -2,11 +2,11 @@
 
 Read in this order:
 
-    kernels   `CompiledKernels`: what operations call, and every compiled function with its arguments
-    loops                plain loops, each few passes over the data; exp, tanh and maxima that are vectorized
-    winograd, direct     convolutions with a 3 x 3 kernel
-    build     the compiler's flags, the cache on disk, and one process per node that compiles while others wait
+    kernels    what operations call, and every compiled function with its arguments
+    loops      plain loops, each few passes over the data; exp, tanh and maxima that are vectorized
+    conv3x3    convolutions with a 3 x 3 kernel
+    build      the compiler's flags, the cache on disk, and one process per node that compiles while others wait
 
-A new compiled function: write the loop in the file of its family, and give it a name and its arguments' types in
-`kernels`. Only `backend.kernels` imports that, and only once `jit()` is entered: numba is needed.
+A new compiled function: write the loop in the file of its family, without types, and give it a name and its arguments'
+types in `kernels`. Only `backend.kernels` imports that, and only once `jit()` is entered: numba is needed.
 """

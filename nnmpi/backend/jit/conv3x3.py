@@ -42,7 +42,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -93,8 +92,7 @@ def has_products() -> bool:
 CACHE_BYTES = 3 << 18
 
 
-@dataclass(frozen=True)
-class Sizes:
+class Sizes(NamedTuple):
     """What a kernel is made for.
 
     Attributes:
@@ -116,63 +114,25 @@ class Sizes:
         """Tiles that are worked on at a time."""
         return self.rows * (self.w // 2)
 
-    def gradients(self, *places: Array) -> FlatGradients:
-        """Return where a backward pass writes the gradients of x, weight and bias."""
-        return FlatGradients(*places)
+    def scratch(self, xp: Any, dtype: np.dtype[Any], gradients: bool = False) -> tuple[Array, ...]:
+        """Return the memory that a pass works in, of any values, all flat.
 
-    def scratch(self, xp: Any, dtype: np.dtype[Any]) -> Scratch:
-        """Return memory for a forward pass, of any values."""
-        v, m, border = 16 * self.tiles * self.c, 16 * self.tiles * self.o, (self.h + 2) * (self.w + 2) * self.c
-        return Scratch(*(xp.empty((size,), dtype) for size in (v, m, self.images * border)))
+        Of a forward pass:
 
-    def gradient_scratch(self, xp: Any, dtype: np.dtype[Any]) -> GradientScratch:
-        """Return memory for a backward pass, of any values."""
-        sums = xp.empty((self.o,), dtype)
-        du, ut = (xp.empty((16 * self.c * self.o,), dtype) for _ in range(2))
-        v, m, border = self.scratch(xp, dtype)
-        return GradientScratch(sums, du, ut, v, m, border, xp.empty(border.shape, dtype))
+            v, m        the tiles' 16 places, of the images (16, tiles, c) and of the result (16, tiles, o)
+            border      images with a border of zeros, (images, h + 2, w + 2, c)
 
+        Of a backward pass these, v and m also for their gradients, and then:
 
-class Scratch(NamedTuple):
-    """Memory that a forward pass works in; all flat.
-
-    Attributes:
-        v, m: the tiles' 16 places, of the images (16, tiles, c) and of the result (16, tiles, o).
-        border: images with a border of zeros, (images, h + 2, w + 2, c).
-    """
-
-    v: Array
-    m: Array
-    border: Array
-
-
-class GradientScratch(NamedTuple):
-    """Memory that a backward pass works in; all flat.
-
-    Attributes:
-        sums: of the result's gradient over some tiles, (o,).
-        du: the gradient of the kernels' places, (16, c, o).
-        ut: these places transposed, (16, o, c).
-        v, m: the gradients of those of `Scratch`; v is first the images' places.
-        border: as in `Scratch`.
-        spread: the gradient of the images with their border.
-    """
-
-    sums: Array
-    du: Array
-    ut: Array
-    v: Array
-    m: Array
-    border: Array
-    spread: Array
-
-
-class FlatGradients(NamedTuple):
-    """Where a backward pass writes the gradients; all flat. Those of x and weight are empty if nobody wants them."""
-
-    x: Array
-    weight: Array
-    bias: Array
+            spread      the gradient of the images with their border
+            sums        of the result's gradient over some tiles, (o,)
+            du          the gradient of the kernels' places, (16, c, o)
+            ut          these places transposed, (16, o, c)
+        """
+        border, kernel = self.images * (self.h + 2) * (self.w + 2) * self.c, 16 * self.c * self.o
+        counts = 16 * self.tiles * self.c, 16 * self.tiles * self.o, border
+        more = (border, self.o, kernel, kernel) if gradients else ()
+        return tuple([xp.empty((count,), dtype) for count in counts + more])
 
 
 def sizes(h: int, w: int, c: int, o: int) -> Sizes:
@@ -192,7 +152,7 @@ def sizes(h: int, w: int, c: int, o: int) -> Sizes:
 
 
 @inlined
-def _kernels_in(weight: Any, u: Any, s: Any) -> None:
+def _kernels_in(weight, u, s):
     """U = G weight G^T for each of the s = c o pairs of channels."""
     for j in range(3):  # G weight into the place of rows 0 .. 3, column j
         column = weight[j * s :]
@@ -209,7 +169,7 @@ def _kernels_in(weight: Any, u: Any, s: Any) -> None:
 
 
 @inlined
-def _kernels_out(u: Any, to_weight: Any, s: Any) -> None:
+def _kernels_out(u, to_weight, s):
     """dW = G^T dU G for each of the s = c o pairs of channels."""
     for r in range(4):  # dU G, in place
         row = u[4 * r * s :]
@@ -224,7 +184,7 @@ def _kernels_out(u: Any, to_weight: Any, s: Any) -> None:
 
 
 @inlined
-def _kernels_turned(u: Any, ut: Any, c: Any, o: Any) -> None:
+def _kernels_turned(u, ut, c, o):
     """Write U[k]^T: the BLAS takes half as long again for a product with a transposed matrix of this size."""
     for k in range(16):
         for j in range(o):
@@ -234,68 +194,50 @@ def _kernels_turned(u: Any, ut: Any, c: Any, o: Any) -> None:
 
 
 @inlined
-def images_in(x: Any, border: Any, first: Any, images: Any, h: Any, w: Any, c: Any) -> None:
-    """Copy images into the inside of the bordered ones.
-
-    Args:
-        x: all images (n, h, w, c), flat.
-        border: out, (images, h + 2, w + 2, c), flat.
-        first: the first image that is copied.
-        images: how many are copied.
-        h, w, c: the sizes of an image.
-    """
+def _copy(plain, bordered, inwards, first, images, h, w, c):
+    """Copy some images (n, h, w, c), from the first on, into the inside of (images, h + 2, w + 2, c), or back."""
     for b in range(images):
         for r in range(h):
-            source = ((first + b) * h + r) * w * c
-            target = ((b * (h + 2) + r + 1) * (w + 2) + 1) * c
-            inside, pixels = border[target:], x[source:]
+            pixels = plain[((first + b) * h + r) * w * c :]
+            inside = bordered[((b * (h + 2) + r + 1) * (w + 2) + 1) * c :]
             for i in range(w * c):
-                inside[i] = pixels[i]
-
-
-@inlined
-def _images_out(spread: Any, to_x: Any, first: Any, images: Any, h: Any, w: Any, c: Any) -> None:
-    """Copy the inside of bordered images."""
-    for b in range(images):
-        for r in range(h):
-            target = ((first + b) * h + r) * w * c
-            source = ((b * (h + 2) + r + 1) * (w + 2) + 1) * c
-            pixels, inside = to_x[target:], spread[source:]
-            for i in range(w * c):
-                pixels[i] = inside[i]
+                if inwards:
+                    inside[i] = pixels[i]
+                else:
+                    pixels[i] = inside[i]
 
 
 # Four places of a row or column, or of a result's two by two, are handed on as tuples of numbers.
 
 
 @inlined
-def _four(x: Any, at: Any, step: Any) -> Any:
+def _four(x, at, step):
     return x[at], x[at + step], x[at + 2 * step], x[at + 3 * step]
 
 
 @inlined
-def _put(x: Any, at: Any, step: Any, p: Any) -> None:
+def _put(x, at, step, p):
     x[at], x[at + step], x[at + 2 * step], x[at + 3 * step] = p[0], p[1], p[2], p[3]
 
 
 @inlined
-def _add(p: Any, q: Any) -> Any:
+def _add(p, q):
     return p[0] + q[0], p[1] + q[1], p[2] + q[2], p[3] + q[3]
 
 
 @inlined
-def _less(p: Any, q: Any) -> Any:
+def _less(p, q):
     return p[0] - q[0], p[1] - q[1], p[2] - q[2], p[3] - q[3]
 
 
 @inlined
-def _seen(p: Any) -> Any:
+def _seen(p):
     """Return B^T p."""
     return p[0] - p[2], p[1] + p[2], p[2] - p[1], p[1] - p[3]
 
 
 @inlined
-def _put_results(part: Any, at: Any, s: Any, y: Any) -> None:
+def _put_results(part, at, s, y):
     """Write A y A^T, y being two by two, to 16 places, s apart."""
     z0, z1, x0, x1 = y[0] + y[2], y[1] + y[3], y[0] - y[2], y[1] - y[3]
     _put(part, at, s, (y[0], y[0] + y[1], y[0] - y[1], -y[1]))
@@ -305,7 +247,7 @@ def _put_results(part: Any, at: Any, s: Any, y: Any) -> None:
 
 
 @inlined
-def _results(part: Any, at: Any, s: Any) -> Any:
+def _results(part, at, s):
     """Return A^T M A, two by two, of 16 places, s apart."""
     b, d = _four(part, at + 4 * s, s), _four(part, at + 8 * s, s)
     z = _add(_add(_four(part, at, s), b), d)
@@ -314,7 +256,7 @@ def _results(part: Any, at: Any, s: Any) -> Any:
 
 
 @inlined
-def largest_of(y: Any, bias: Any) -> Any:
+def largest_of(y, bias):
     """Return ReLU(bias + the largest of four), and which that was, or DEAD."""
     # A NaN stays: one pixel's spreads to some window's first output, which no comparison replaces.
     top, which = y[0], np.int32(0)
@@ -325,13 +267,13 @@ def largest_of(y: Any, bias: Any) -> Any:
 
 
 @inlined
-def winner_of(g: Any, which: Any) -> Any:
+def winner_of(g, which):
     """Return the gradient of each of four of which one was taken, or none."""
     return g if which == 0 else ZERO, g if which == 1 else ZERO, g if which == 2 else ZERO, g if which == 3 else ZERO
 
 
 @inlined
-def _patches_in(border: Any, v: Any, top: Any, rows: Any, h: Any, w: Any, c: Any, s: Any) -> None:
+def _patches_in(border, v, top, rows, h, w, c, s):
     """V = B^T patch B of the tile rows top .. top + rows, counted over all images; V[k] begins at k s."""
     step = (w + 2) * c
     for row in range(rows):
@@ -349,7 +291,7 @@ def _patches_in(border: Any, v: Any, top: Any, rows: Any, h: Any, w: Any, c: Any
 
 
 @inlined
-def _raise(patch: Any, at: Any, c: Any, p: Any) -> None:
+def _raise(patch, at, c, p):
     """Add B p to four pixels."""
     patch[at] += p[0]
     patch[at + c] += p[1] - p[2] + p[3]
@@ -358,7 +300,7 @@ def _raise(patch: Any, at: Any, c: Any, p: Any) -> None:
 
 
 @inlined
-def _patches_out(v: Any, spread: Any, top: Any, rows: Any, h: Any, w: Any, c: Any, s: Any) -> None:
+def _patches_out(v, spread, top, rows, h, w, c, s):
     """Add B dV B^T to the tiles' patches of the bordered images."""
     step = (w + 2) * c
     for row in range(rows):
@@ -376,7 +318,7 @@ def _patches_out(v: Any, spread: Any, top: Any, rows: Any, h: Any, w: Any, c: An
 
 
 @inlined
-def _largest_out(m: Any, bias: Any, y: Any, corner: Any, first: Any, tiles: Any, o: Any, s: Any) -> None:
+def _largest_out(m, bias, y, corner, first, tiles, o, s):
     """y = ReLU(bias + the largest of A^T M A), corner = which that was, or DEAD, from the output's tile `first` on."""
     for t in range(tiles):
         part, out, place = m[t * o :], y[(first + t) * o :], corner[(first + t) * o :]
@@ -385,7 +327,7 @@ def _largest_out(m: Any, bias: Any, y: Any, corner: Any, first: Any, tiles: Any,
 
 
 @inlined
-def _largest_in(grad: Any, corner: Any, m: Any, sums: Any, first: Any, tiles: Any, o: Any, s: Any) -> None:
+def _largest_in(grad, corner, m, sums, first, tiles, o, s):
     """dM = A dY A^T, dY being grad at each window's winner; sums gains the sum of dY."""
     for t in range(tiles):
         part, above, place = m[t * o :], grad[(first + t) * o :], corner[(first + t) * o :]
@@ -396,9 +338,7 @@ def _largest_in(grad: Any, corner: Any, m: Any, sums: Any, first: Any, tiles: An
 
 
 @inlined
-def _each_out(
-    m: Any, bias: Any, y: Any, first: Any, top: Any, rows: Any, h: Any, w: Any, o: Any, s: Any, least: Any
-) -> None:
+def _each_out(m, bias, y, first, top, rows, h, w, o, s, least):
     """y = A^T M A + bias, and not below `least`, of the tile rows top .. top + rows of the images from `first` on."""
     for row in range(rows):
         b, r = (top + row) // (h // 2), (top + row) % (h // 2)
@@ -414,9 +354,7 @@ def _each_out(
 
 
 @inlined
-def _each_in(
-    grad: Any, y: Any, m: Any, sums: Any, first: Any, top: Any, rows: Any, h: Any, w: Any, o: Any, s: Any, least: Any
-) -> None:
+def _each_in(grad, y, m, sums, first, top, rows, h, w, o, s, least):
     """dM = A dY A^T, dY being grad where y is above `least`; sums gains the sum of dY."""
     for row in range(rows):
         b, r = (top + row) // (h // 2), (top + row) % (h // 2)
@@ -437,9 +375,9 @@ def _each_in(
 
 @inlined
 def _products(
-    a: Any, a_step: Any, a_code: Any, lda: Any, b: Any, b_step: Any, b_code: Any, ldb: Any,
-    d: Any, d_step: Any, ldd: Any, rows: Any, columns: Any, inner: Any, beta: Any
-) -> None:  # fmt: skip
+    a, a_step, a_code, lda, b, b_step, b_code, ldb,
+    d, d_step, ldd, rows, columns, inner, beta
+):  # fmt: skip
     """d[k] = a[k] b[k] + beta d[k] for the 16 matrices of each, `step` elements apart."""
     a_at, b_at, d_at = a.ctypes.data, b.ctypes.data, d.ctypes.data
     for k in range(16):
@@ -447,25 +385,24 @@ def _products(
         sgemm(ROWS, a_code, b_code, rows, columns, inner, ONE, at, lda, bt, ldb, beta, dt, ldd)
 
 
-def forward(z: Sizes, pooled: bool, least: float) -> Callable[..., None]:
-    """Return the kernel of the convolution; its arguments are in `kernels.winograd`.
+def winograd(z: Sizes, pooled: bool, least: float) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return the kernels of the convolution and of its gradients; their arguments are in `kernels.winograd`.
 
     Args:
-        z: the sizes that it is made for.
+        z: the sizes that they are made for.
         pooled: whether ReLU and max-pooling over 2 x 2 pixels follow.
         least: without pooling, below which no result is: 0 for a ReLU, minus infinity for none.
     """
-    h, w, c, o, images, rows, tiles = z.h, z.w, z.c, z.o, z.images, z.rows, z.tiles
-    floor = np.float32(least)
+    (h, w, c, o, images, rows), tiles, floor = z, z.tiles, np.float32(least)
 
-    def winograd(x: Array, weight: Array, bias: Array, y: Array, corner: Array, u: Array, scratch: Scratch) -> None:
+    def forward(x, weight, bias, y, corner, u, scratch):
         v, m, border = scratch
         _kernels_in(weight, u, c * o)
         border[:] = ZERO
         count = x.size // (h * w * c)
         for first in range(0, count, images):
             here = min(images, count - first)
-            images_in(x, border, first, here, h, w, c)
+            _copy(x, border, True, first, here, h, w, c)
             for top in range(0, here * (h // 2), rows):
                 some = min(rows, here * (h // 2) - top)
                 seen = some * (w // 2)
@@ -476,23 +413,9 @@ def forward(z: Sizes, pooled: bool, least: float) -> Callable[..., None]:
                 else:
                     _each_out(m, bias, y, first, top, some, h, w, o, tiles * o, floor)
 
-    return winograd
-
-
-def backward(z: Sizes, pooled: bool, least: float) -> Callable[..., None]:
-    """Return the kernel of the gradients; the arguments are those of `forward`.
-
-    Args:
-        z, pooled, least: as for `forward`.
-    """
-    h, w, c, o, images, rows, tiles = z.h, z.w, z.c, z.o, z.images, z.rows, z.tiles
-    floor = np.float32(least)
-
-    def winograd_grad(
-        grad: Array, x: Array, y: Array, corner: Array, u: Array, to: FlatGradients, scratch: GradientScratch
-    ) -> None:
+    def backward(grad, x, y, corner, u, to, scratch):
         to_x, to_weight, to_bias = to
-        sums, du, ut, v, m, border, spread = scratch
+        v, m, border, spread, sums, du, ut = scratch
         for_x, for_weight = to_x.size > 0, to_weight.size > 0
         border[:] = ZERO
         to_bias[:] = ZERO
@@ -503,7 +426,7 @@ def backward(z: Sizes, pooled: bool, least: float) -> Callable[..., None]:
         for first in range(0, count, images):
             here = min(images, count - first)
             if for_weight:
-                images_in(x, border, first, here, h, w, c)
+                _copy(x, border, True, first, here, h, w, c)
             spread[:] = ZERO
             for top in range(0, here * (h // 2), rows):
                 some = min(rows, here * (h // 2) - top)
@@ -523,15 +446,15 @@ def backward(z: Sizes, pooled: bool, least: float) -> Callable[..., None]:
                     _products(m, tiles * o, PLAIN, o, ut, c * o, PLAIN, c, v, tiles * c, c, seen, c, o, ZERO)
                     _patches_out(v, spread, top, some, h, w, c, tiles * c)
             if for_x:
-                _images_out(spread, to_x, first, here, h, w, c)
+                _copy(to_x, spread, False, first, here, h, w, c)
         if for_weight:
             _kernels_out(du, to_weight, c * o)
 
-    return winograd_grad
+    return forward, backward
 
 
 @inlined
-def _add_row(patch: Any, below: Any, c: Any, weight: Any, s: Any, o: Any, sums: Any) -> None:
+def _add_row(patch, below, c, weight, s, o, sums):
     """Add one channel's and one kernel row's share to the four outputs of a window; s from element to element."""
     p0, p1, p2, p3 = patch[0], patch[c], patch[2 * c], patch[3 * c]
     q0, q1, q2, q3 = below[0], below[c], below[2 * c], below[3 * c]
@@ -544,7 +467,7 @@ def _add_row(patch: Any, below: Any, c: Any, weight: Any, s: Any, o: Any, sums: 
 
 
 @inlined
-def _add_products(patch: Any, below: Any, c: Any, above: Any, place: Any, s: Any, o: Any, to_weight: Any) -> None:
+def _add_products(patch, below, c, above, place, s, o, to_weight):
     """Add one window's share, of one channel, to the gradient of a row of the kernel."""
     p0, p1, p2, p3 = patch[0], patch[c], patch[2 * c], patch[3 * c]
     q0, q1, q2, q3 = below[0], below[c], below[2 * c], below[3 * c]
@@ -555,20 +478,20 @@ def _add_products(patch: Any, below: Any, c: Any, above: Any, place: Any, s: Any
         to_weight[i + 2 * s] += p2 * y[0] + p3 * y[1] + q2 * y[2] + q3 * y[3]
 
 
-def direct_forward(h: int, w: int, c: int, o: int) -> Callable[..., None]:
-    """Return the kernel of the pooled convolution; its arguments are in `kernels.direct`.
+def direct(h: int, w: int, c: int, o: int) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return the kernels of the pooled convolution, and of the gradients of its weight and bias, see `kernels.direct`.
 
     Args:
         h, w: the images' height and width, even.
         c, o: channels of the input and the output.
     """
+    step = (w + 2) * c
 
-    def direct(x: Array, weight: Array, bias: Array, y: Array, corner: Array, sums: Array, border: Array) -> None:
-        step = (w + 2) * c
+    def forward(x, weight, bias, y, corner, sums, border):
         border[:] = ZERO
         sums[:] = ZERO
         for b in range(x.size // (h * w * c)):
-            images_in(x, border, b, 1, h, w, c)
+            _copy(x, border, True, b, 1, h, w, c)
             for r in range(h // 2):
                 for t in range(w // 2):
                     for channel in range(c):
@@ -581,26 +504,12 @@ def direct_forward(h: int, w: int, c: int, o: int) -> Callable[..., None]:
                         out[i], place[i] = largest_of((sums[i], sums[i + o], sums[i + 2 * o], sums[i + 3 * o]), bias[i])
                     sums[:] = ZERO
 
-    return direct
-
-
-def direct_backward(h: int, w: int, c: int, o: int) -> Callable[..., None]:
-    """Return the kernel of the gradients of weight and bias; the arguments are those of `forward`.
-
-    Args:
-        h, w: the images' height and width, even.
-        c, o: channels of the input and the output.
-    """
-
-    def direct_grad(
-        grad: Array, x: Array, corner: Array, to_weight: Array, to_bias: Array, part: Array, border: Array
-    ) -> None:
-        step = (w + 2) * c
+    def backward(grad, x, corner, to_weight, to_bias, part, border):
         border[:] = ZERO
         to_weight[:] = ZERO
         to_bias[:] = ZERO
         for b in range(x.size // (h * w * c)):
-            images_in(x, border, b, 1, h, w, c)
+            _copy(x, border, True, b, 1, h, w, c)
             part[:] = ZERO  # one image's sum; a single sum over all windows would round ten times worse
             part_bias = part[9 * c * o :]
             for r in range(h // 2):
@@ -618,4 +527,4 @@ def direct_backward(h: int, w: int, c: int, o: int) -> Callable[..., None]:
             for i in range(o):
                 to_bias[i] += part_bias[i]
 
-    return direct_grad
+    return forward, backward

@@ -1,7 +1,7 @@
 """What numba computes for NumPy's float32 arrays, as operations ask for it (see `backend.kernels`).
 
-Each function is compiled, or read from disk, when it is first asked for. Arrays are float32 and C-contiguous unless
-another dtype is said. The functions return nothing: they write into arrays that must not overlap the others.
+Each kernel is compiled, or read from disk, when it is first asked for. Arrays are float32 and C-contiguous unless
+another dtype is said. Kernels return nothing: they write into arrays that must not overlap the others.
 """
 
 from collections.abc import Callable
@@ -14,8 +14,10 @@ from numba import float64, types
 from nnmpi.backend.array import Array, Residuals
 from nnmpi.backend.jit import conv3x3, loops
 from nnmpi.backend.jit.build import build, read, write
-from nnmpi.backend.jit.conv3x3 import FlatGradients, GradientScratch, Scratch, Sizes
+from nnmpi.backend.jit.conv3x3 import has_products, sizes
 from nnmpi.backend.recording import perform
+
+__all__ = ["adam", "bias_relu", "direct", "has_products", "lstm_step", "lstm_step_grad", "sizes", "winograd"]
 
 Kernel: TypeAlias = Callable[..., None]
 CORNER = types.uint8  # which pixel of a window was the largest
@@ -44,10 +46,10 @@ def loop(name: str) -> Kernel:
 
 
 @cache
-def winograd(z: Sizes, pooled: bool, relu: bool) -> Pair:
+def winograd(z: conv3x3.Sizes, pooled: bool, relu: bool) -> Pair:
     """Return the convolution with a 3 x 3 kernel, and its gradients, for images and channels of these sizes.
 
-    forward: (x, weight, bias, y: out, corner: out, u: out, scratch: Scratch). `corner` is like y if pooled, and
+    forward: (x, weight, bias, y: out, corner: out, u: out, scratch: tuple). `corner` is like y if pooled, and
     empty otherwise; u, of 16 c o elements, is for backward.
     backward: (grad, x, y, corner, u, to: x, weight, bias, of no elements where nobody wants them, scratch).
     All arrays are flat, `corner` of uint8; z makes the scratch memory.
@@ -56,13 +58,10 @@ def winograd(z: Sizes, pooled: bool, relu: bool) -> Pair:
         pooled: followed by ReLU and max-pooling over 2 x 2 pixels.
         relu: followed by ReLU alone.
     """
-    least = 0.0 if relu else -np.inf
-    scratch, more, gradients = map(_flat, (Scratch, GradientScratch, FlatGradients))
-    forward = (*(read(1),) * 3, write(1), write(1, CORNER), write(1), scratch)
-    backward = (*(read(1),) * 3, read(1, CORNER), read(1), gradients, more)
+    forward, backward = conv3x3.winograd(z, pooled, 0.0 if relu else -np.inf)
     return Pair(
-        build(conv3x3.forward(z, pooled, least), *forward),
-        build(conv3x3.backward(z, pooled, least), *backward),
+        build(forward, *(read(1),) * 3, write(1), write(1, CORNER), write(1), _several(3)),
+        build(backward, *(read(1),) * 3, read(1, CORNER), read(1), _several(3), _several(7)),
     )
 
 
@@ -74,63 +73,54 @@ def direct(h: int, w: int, c: int, o: int) -> Pair:
     backward: (grad, x, corner, to_weight: out, to_bias: out, part: scratch of 9 c o + o, border).
     All arrays are flat, `corner` of uint8.
     """
-    scratch = write(1), write(1)
-    forward = (*(read(1),) * 3, write(1), write(1, CORNER), *scratch)
-    backward = (read(1), read(1), read(1, CORNER), *scratch, *scratch)
+    forward, backward = conv3x3.direct(h, w, c, o)
     return Pair(
-        build(conv3x3.direct_forward(h, w, c, o), *forward), build(conv3x3.direct_backward(h, w, c, o), *backward)
+        build(forward, *(read(1),) * 3, write(1), write(1, CORNER), write(1), write(1)),
+        build(backward, read(1), read(1), read(1, CORNER), *(write(1),) * 4),
     )
 
 
-def _flat(kind: type[tuple[Any, ...]]) -> Any:
-    """Return the type of a named tuple of flat arrays that a kernel writes to."""
-    return types.NamedUniTuple(write(1), len(kind._fields), kind)  # type: ignore[attr-defined,no-untyped-call]
+def _several(count: int) -> Any:
+    """Return the type of a tuple of flat arrays that a kernel writes to."""
+    return types.UniTuple(write(1), count)  # type: ignore[no-untyped-call]
 
 
-class CompiledKernels:
-    """Kernels compiled by numba, for float32. They read and write arrays without gaps."""
+def adam(*args: Any) -> None:
+    """Adam's update of a block; see `optim.updates`."""
+    loop("adam")(*args)
 
-    __slots__ = ()
 
-    sizes = staticmethod(conv3x3.sizes)
-    winograd = staticmethod(winograd)
-    direct = staticmethod(direct)
-    has_products = staticmethod(conv3x3.has_products)
+def bias_relu(xp: Any, y: Array, bias: Array | None) -> None:
+    """y = max(y + bias, 0), in place."""
+    shift = xp.zeros((y.shape[1],), y.dtype) if bias is None else xp.ascontiguousarray(bias)
+    perform(loop("bias_relu"), y, shift)
 
-    @property
-    def adam(self) -> Kernel:
-        """Adam's update of a block; see `optim.updates`."""
-        return loop("adam")
 
-    def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> None:
-        """y = max(y + bias, 0), in place."""
-        shift = xp.zeros((y.shape[1],), y.dtype) if bias is None else xp.ascontiguousarray(bias)
-        perform(loop("bias_relu"), y, shift)
+def relu_grad_bias(xp: Any, grad: Array, y: Array, to_bias: Array | None) -> Array:
+    """Return grad where y is positive and else 0, and write its sum over the rows."""
+    result: Array = xp.empty(grad.shape, grad.dtype)
+    place = xp.empty(grad.shape[1:], grad.dtype) if to_bias is None else to_bias
+    perform(loop("relu_grad_bias"), xp.ascontiguousarray(grad), y, result, place)
+    return result
 
-    def relu_grad_bias(self, xp: Any, grad: Array, y: Array, to_bias: Array | None) -> Array:
-        """Return grad where y is positive and else 0, and write its sum over the rows."""
-        result: Array = xp.empty(grad.shape, grad.dtype)
-        place = xp.empty(grad.shape[1:], grad.dtype) if to_bias is None else to_bias
-        perform(loop("relu_grad_bias"), xp.ascontiguousarray(grad), y, result, place)
-        return result
 
-    def lstm_step(self, g: Array, product: Array, c: Array, new_c: Array, new_h: Array) -> None:
-        """See `ops.lstm`; it is not recorded call by call."""
-        loop("lstm_step")(g, product, c, new_c, new_h)
+def lstm_step(*args: Array) -> None:
+    """See `ops.lstm`; it is not recorded call by call."""
+    loop("lstm_step")(*args)
 
-    def lstm_step_grad(
-        self, g: Array, slopes: Array, h: Array, grad: Array, cell: Array, last_c: Array, c: Array
-    ) -> None:
-        """See `ops.lstm`."""
-        loop("lstm_step_grad")(g, slopes, h, grad, cell, last_c, c)
 
-    def softmax_loss(
-        self, xp: Any, logits: Array, labels: Array, ignore_index: int | None, smoothing: float
-    ) -> tuple[Array, Residuals] | None:
-        """Return losses and their gradients, where all labels count and none is smoothed; else None."""
-        if ignore_index is not None or smoothing or labels.dtype != "int64":
-            return None
-        logits, labels = xp.ascontiguousarray(logits), xp.ascontiguousarray(labels)
-        losses, gradients = xp.empty((len(logits),), logits.dtype), xp.empty(logits.shape, logits.dtype)
-        perform(loop("softmax_loss"), logits, labels, losses, gradients)
-        return losses, (gradients,)
+def lstm_step_grad(*args: Array) -> None:
+    """See `ops.lstm`."""
+    loop("lstm_step_grad")(*args)
+
+
+def softmax_loss(
+    xp: Any, logits: Array, labels: Array, ignore_index: int | None, smoothing: float
+) -> tuple[Array, Residuals] | None:
+    """Return losses and their gradients, where all labels count and none is smoothed; else None."""
+    if ignore_index is not None or smoothing or labels.dtype != "int64":
+        return None
+    logits, labels = xp.ascontiguousarray(logits), xp.ascontiguousarray(labels)
+    losses, gradients = xp.empty((len(logits),), logits.dtype), xp.empty(logits.shape, logits.dtype)
+    perform(loop("softmax_loss"), logits, labels, losses, gradients)
+    return losses, (gradients,)

@@ -12,20 +12,22 @@ import numpy as np
 from numba import types
 from numba.extending import intrinsic
 
-from nnmpi.backend.array import Array
 from nnmpi.backend.jit.build import inlined
 
 ROWS = 64  # that are added up before they are added to the rest: one long sum would round worse
 
-_LOG2E = np.float32(1.44269504088896341)
-# ln 2 in two parts, the first short enough that its products with whole numbers are exact
-_LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-_LEAST, _MOST = np.float32(-87.3), np.float32(89)
-_P0, _P1, _P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
-_P3, _P4, _P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
-_ZERO, _ONE, _TWO, _ABOVE = np.float32(0), np.float32(1), np.float32(2), np.float32(128.5)
-_T0, _T1, _T2 = np.float32(-5.70498872745e-3), np.float32(2.06390887954e-2), np.float32(-5.37397155531e-2)
-_T3, _T4, _NEAR = np.float32(1.33314422036e-1), np.float32(-3.33332819422e-1), np.float32(0.625)
+_ZERO, _ONE, _TWO, _ABOVE = map(np.float32, (0, 1, 2, 128.5))
+_LEAST, _MOST, _NEAR = map(np.float32, (-87.3, 89, 0.625))
+# log2 e, and ln 2 in two parts, the first short enough that its products with whole numbers are exact
+_LOG2E, _LN2_HIGH, _LN2_LOW = map(np.float32, (1.44269504088896341, 0.693359375, -2.12194440e-4))
+_P0, _P1, _P2, _P3, _P4, _P5 = map(
+    np.float32,
+    (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1),
+)
+_T0, _T1, _T2, _T3, _T4 = map(
+    np.float32,
+    (-5.70498872745e-3, 2.06390887954e-2, -5.37397155531e-2, 1.33314422036e-1, -3.33332819422e-1),
+)
 
 
 def _reinterpret(source: Any, target: Any) -> Any:
@@ -45,7 +47,7 @@ _as_int = _reinterpret(types.float32, types.int32)
 
 
 @inlined
-def exp(x: Any) -> Any:
+def exp(x):
     """Return e^x for a float32, within 2 units of the last place; NaN stays NaN, and e^-inf is 1e-38.
 
     Above 88.37 it is infinity, as 2^128 written so is: 1 / e^x is then exactly 0, whatever that is multiplied by.
@@ -63,7 +65,7 @@ def exp(x: Any) -> Any:
 
 
 @inlined
-def tanh(x: Any) -> Any:
+def tanh(x):
     """Return the hyperbolic tangent of a float32, within 2 units of the last place; NaN stays NaN.
 
     Near 0 by the polynomial of the Cephes library's tanhf (Moshier, 1989), else by e^(2 |x|).
@@ -77,26 +79,20 @@ def tanh(x: Any) -> Any:
 
 
 @inlined
-def log(x: Any) -> Any:
-    """Return the natural logarithm of a float32."""
-    return np.float32(math.log(x))
-
-
-@inlined
-def order(x: Any) -> Any:
+def order(x):
     """Return an int32 for a float32, larger for a larger one: loops for the largest int are vectorized."""
     bits = _as_int(x)
     return bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF))
 
 
 @inlined
-def ordered(key: Any) -> Any:
+def ordered(key):
     """Return the float32 with this `order`."""
     return _as_float(key ^ ((key >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
 @inlined
-def largest(row: Any) -> Any:
+def largest(row):
     """Return the largest of at least one number. Of NaN among them nothing is known."""
     top = order(row[0])
     for i in range(1, row.size):
@@ -106,14 +102,14 @@ def largest(row: Any) -> Any:
 
 
 @inlined
-def empty_into(part: Any, total: Any) -> None:
+def empty_into(part, total):
     """total += part, which becomes 0. A loop, since array statements were slower."""
     for i in range(part.size):
         total[i] += part[i]
         part[i] = _ZERO
 
 
-def bias_relu(y: Array, bias: Array) -> None:
+def bias_relu(y, bias):
     """y = max(y + bias, 0), in place."""
     for r in range(y.shape[0]):
         row = y[r]
@@ -122,7 +118,7 @@ def bias_relu(y: Array, bias: Array) -> None:
             row[i] = _ZERO if value < _ZERO else value  # NaN stays
 
 
-def relu_grad_bias(grad: Array, y: Array, out: Array, to_bias: Array) -> None:
+def relu_grad_bias(grad, y, out, to_bias):
     """out = grad where y > 0, else 0; to_bias = its sum over the rows."""
     to_bias[:] = _ZERO
     part = np.zeros(to_bias.size, np.float32)
@@ -136,7 +132,7 @@ def relu_grad_bias(grad: Array, y: Array, out: Array, to_bias: Array) -> None:
             empty_into(part, to_bias)
 
 
-def softmax_loss(logits: Array, labels: Array, losses: Array, gradient: Array) -> None:
+def softmax_loss(logits, labels, losses, gradient):
     """losses[r] = -log softmax(logits[r])[labels[r]]; gradient[r] = softmax(logits[r]), less 1 at the label."""
     for r in range(logits.shape[0]):
         row, result, label = logits[r], gradient[r], labels[r]
@@ -145,7 +141,7 @@ def softmax_loss(logits: Array, labels: Array, losses: Array, gradient: Array) -
             value = exp(row[i] - top)
             result[i] = value
             total += value
-        losses[r] = log(total) - (chosen - top)
+        losses[r] = np.float32(math.log(total)) - (chosen - top)
         share = _ONE / total
         for i in range(row.size):
             result[i] *= share
@@ -155,7 +151,7 @@ def softmax_loss(logits: Array, labels: Array, losses: Array, gradient: Array) -
 # A step of long short-term memory beside its product, see `ops.lstm`: the gates are i, f, o, g.
 
 
-def lstm_step(g: Array, product: Array, c: Array, new_c: Array, new_h: Array) -> None:
+def lstm_step(g, product, c, new_c, new_h):
     """g += product, and becomes the gates; new_c = f c + i g; new_h = o tanh(new_c)."""
     n = c.shape[1]
     for r in range(c.shape[0]):
@@ -174,7 +170,7 @@ def lstm_step(g: Array, product: Array, c: Array, new_c: Array, new_h: Array) ->
             hidden[j] = o[j] * tanh(value)
 
 
-def lstm_step_grad(g: Array, slopes: Array, h: Array, grad: Array, cell: Array, last_c: Array, to_c: Array) -> None:
+def lstm_step_grad(g, slopes, h, grad, cell, last_c, to_c):
     """slopes = the gradient of what goes into the gates, given those of h, h + grad, and of c; to_c then goes on."""
     n = cell.shape[1]
     for r in range(cell.shape[0]):
@@ -193,17 +189,17 @@ def lstm_step_grad(g: Array, slopes: Array, h: Array, grad: Array, cell: Array, 
 
 
 def adam(
-    data: Array,
-    grad: Array,
-    m: Array,
-    v: Array,
-    rate: float,
-    eps: float,
-    beta1: float,
-    beta2: float,
-    decay: float,
-    factor: float,
-) -> None:
+    data,
+    grad,
+    m,
+    v,
+    rate,
+    eps,
+    beta1,
+    beta2,
+    decay,
+    factor,
+):
     """m and v move towards g and its square; data = factor * data - rate * m / (sqrt(v) + eps)."""
     step, small, shrink, kept = np.float32(rate), np.float32(eps), np.float32(decay), np.float32(factor)
     move1, keep2, move2 = np.float32(1 - beta1), np.float32(beta2), np.float32(1 - beta2)

@@ -109,9 +109,9 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Al
         if compiled is not None and single and o >= FEWEST_OUTPUTS:
             # the direct kernel gives no gradient of the images
             if c <= DIRECT_CHANNELS and spec.pool != NO_POOL and not (x.requires_grad and recording()):
-                return CompiledDirect(spec, compiled)
+                return CompiledDirect(spec)
             if compiled.has_products():
-                return CompiledWinograd(spec, compiled)
+                return CompiledWinograd(spec)
         small = image_bytes(h, w, c, o, x.dtype.itemsize) <= LARGE_BYTES
         if n > 0 and min(c, o) >= FEW_CHANNELS and x.dtype.kind == "f" and small:
             return WinogradNumpy(spec)
