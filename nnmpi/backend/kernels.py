@@ -100,7 +100,7 @@ def load() -> ModuleType:
         UsageError: when numba is not installed or does not work.
     """
     try:
-        from nnmpi.backend.jit import kernels
+        import nnmpi.backend.jit.kernels as kernels
     except ImportError as error:
         raise UsageError(
             f"compiled kernels need numba, which cannot be imported ({error}); install nnmpi[jit], or leave jit out"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partialmethod
 from math import prod, sqrt
 from types import ModuleType
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, Residuals
-from nnmpi.backend.cuda.launch import NAMES, Dtype, KernelLauncher
+from nnmpi.backend.cuda.launch import KERNELS, NAMES, Dtype, KernelLauncher
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import is_low
 
@@ -20,58 +20,31 @@ def works_on(dtype: Dtype) -> bool:
     return dtype.name in NAMES
 
 
-class DeviceKernels:
+class DeviceKernels(KernelLauncher):
     """Kernels of one library (CuPy), queued on its current stream. Nothing is compiled before it is first used.
 
     They read and write arrays without gaps. `xp` is the library, or a recorder's stand-in for it.
     """
 
-    __slots__ = ("_launcher",)
+    def _update(self, name: str, *args: Any) -> None:
+        count, data = len(KERNELS[name][1]), args[0]
+        numbers = map(float, args[count:])
+        self.flat(name, data.size, data.dtype.itemsize, *args[:count], *numbers, data.size)
 
-    def __init__(self, xp: ModuleType) -> None:
-        self._launcher = KernelLauncher(xp)
-
-    # ---- optimizers' updates of whole blocks; nnmpi/optim explains the letters
-
-    def sgd(self, data: Array, grad: Array, lr: float, decay: float) -> None:
-        """data -= lr * (grad + decay * data)."""
-        self._update("sgd", data, grad, float(lr), float(decay))
-
-    def sgd_momentum(
-        self, data: Array, grad: Array, momentum: Array, lr: float, keep: float, decay: float, nesterov: bool
-    ) -> None:
-        """momentum = keep * momentum + g, g = grad + decay * data; data -= lr * momentum, or what Nesterov's takes."""
-        self._update("sgd_momentum", data, grad, momentum, float(lr), float(keep), float(decay), int(nesterov))
-
-    def adam(
-        self,
-        data: Array,
-        grad: Array,
-        m: Array,
-        v: Array,
-        rate: float,
-        eps: float,
-        beta1: float,
-        beta2: float,
-        decay: float,
-        factor: float,
-    ) -> None:
-        """m and v move towards g and its square; data = factor * data - rate * m / (sqrt(v) + eps)."""
-        numbers = (float(rate), float(eps), 1.0 - beta1, float(beta2), 1.0 - beta2, float(decay), float(factor))
-        self._update("adam", data, grad, m, v, *numbers)
-
-    def _update(self, name: str, data: Array, *args: Any) -> None:
-        self._launcher.flat(name, data.size, data.dtype.itemsize, data, *args, data.size)
+    # Optimizers' updates of whole blocks; nnmpi/optim explains the arguments.
+    sgd = partialmethod(_update, "sgd")  # data, grad, lr, decay
+    sgd_momentum = partialmethod(_update, "sgd_momentum")  # data, grad, momentum, lr, keep, decay, nesterov
+    adam = partialmethod(_update, "adam")  # data, grad, m, v, rate, eps, beta1, beta2, decay, factor
 
     # ---- dense layers: rows are all axes but the last
 
     def bias_grad(self, xp: Any, grad: Array, to_bias: Array) -> None:
         """Add up the rows; with few columns this is several times as fast as CuPy's sum."""
-        self._launcher.sums("column_sum", "column_total", (grad,), (to_bias,))
+        self.sums("column_sum", "column_total", (grad,), (to_bias,))
 
     def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> None:
         """y = max(y + bias, 0), in place; NaN stays."""
-        self._launcher.over_columns("bias_relu", y, y.shape[-1], _shift(xp, y, bias))
+        self.over_columns("bias_relu", y, y.shape[-1], _shift(xp, y, bias))
 
     def relu_grad_bias(self, xp: Any, grad: Array, y: Array, to_bias: Array | None) -> Array:
         """Return grad where the ReLU's output y is positive, else 0, and write its sum over the rows."""
@@ -88,7 +61,7 @@ class DeviceKernels:
     def bias_gelu(self, xp: Any, y: Array, bias: Array | None, slope: Array, tanh: bool) -> None:
         """y = gelu(y + bias), in place, and its derivative."""
         name = "bias_gelu_tanh_slope" if tanh else "bias_gelu_slope"
-        self._launcher.over_columns(name, y, y.shape[-1], _shift(xp, y, bias), slope)
+        self.over_columns(name, y, y.shape[-1], _shift(xp, y, bias), slope)
 
     def slope_grad_bias(self, xp: Any, grad: Array, slope: Array, to_bias: Array | None) -> Array:
         """Return grad * slope, and write its sum over the rows."""
@@ -97,9 +70,9 @@ class DeviceKernels:
     def _grad_bias(self, xp: Any, name: str, grad: Array, kept: Array, to_bias: Array | None) -> Array:
         result: Array = xp.empty(grad.shape, grad.dtype)
         if to_bias is not None:
-            self._launcher.sums(name, "column_total", (grad, kept, result), (to_bias,))
+            self.sums(name, "column_total", (grad, kept, result), (to_bias,))
         else:
-            self._launcher.over_columns(name, grad, grad.shape[-1], kept, result, None, None)
+            self.over_columns(name, grad, grad.shape[-1], kept, result, None, None)
         return result
 
     # ---- attention
@@ -154,7 +127,7 @@ class DeviceKernels:
         shape = arrays[0].shape
         rows, queries = prod(shape[:-1]), shape[-2] if causal else 1
         numbers = (float(scale), rows, shape[-1], queries, int(causal))
-        self._launcher.over_rows(name, rows, shape[-1], *arrays, *numbers)
+        self.over_rows(name, rows, shape[-1], *arrays, *numbers)
 
     def softmax(self, xp: Any, x: Array) -> Array:
         """Return the softmax along the last axis."""
@@ -179,7 +152,7 @@ class DeviceKernels:
         losses, gradients = xp.empty((len(logits),), wide), xp.empty(logits.shape, wide)
         ignored = (0, 0) if ignore_index is None else (1, int(ignore_index))
         numbers = (*logits.shape, *ignored, float(smoothing))
-        self._launcher.over_rows(
+        self.over_rows(
             "softmax_loss", *logits.shape, logits, labels, _integer_bytes(labels), losses, gradients, *numbers
         )
         return losses, (gradients,)
@@ -189,7 +162,7 @@ class DeviceKernels:
         x, scale, shift = xp.ascontiguousarray(x), xp.ascontiguousarray(scale), xp.ascontiguousarray(shift)
         y, wide = xp.empty(x.shape, x.dtype), _accumulated(x)
         inverse, mean = xp.empty((len(x),), wide), xp.empty((len(x),), wide)
-        self._launcher.over_rows("layer_norm", *x.shape, x, scale, shift, float(eps), y, inverse, mean, *x.shape)
+        self.over_rows("layer_norm", *x.shape, x, scale, shift, float(eps), y, inverse, mean, *x.shape)
         return y, (x, inverse, mean, scale)
 
     def layer_norm_grad(
@@ -206,9 +179,9 @@ class DeviceKernels:
         x, inverse, mean, scale = residuals  # the scale here is one without gaps
         kept = (xp.ascontiguousarray(grad), x, inverse, mean)
         if to_x is not None:
-            self._launcher.over_rows("layer_norm_grad", *x.shape, *kept, scale, to_x, *x.shape)
+            self.over_rows("layer_norm_grad", *x.shape, *kept, scale, to_x, *x.shape)
         if to_scale is not None or to_shift is not None:
-            self._launcher.sums("layer_norm_sums", "layer_norm_total", kept, (to_scale, to_shift))
+            self.sums("layer_norm_sums", "layer_norm_total", kept, (to_scale, to_shift))
 
     # ---- tables
 
@@ -217,7 +190,7 @@ class DeviceKernels:
         rows: Array = xp.empty((*indices.shape, table.shape[1]), dtype)
         table, indices = xp.ascontiguousarray(table), xp.ascontiguousarray(indices)
         args = (table, indices, _integer_bytes(indices), rows, indices.size, *table.shape)
-        self._launcher.flat("embedding", rows.size, dtype.itemsize, *args)
+        self.flat("embedding", rows.size, dtype.itemsize, *args)
         return rows
 
     def embedding_grad(
@@ -238,7 +211,7 @@ class DeviceKernels:
         if grad.size and shape[0]:
             order = xp.argsort(indices.reshape(count)).astype("int64", copy=False)
             args = (grad, indices, _integer_bytes(indices), order, spread, count, *shape, int(add))
-            self._launcher.run("embedding_grad", (count, min(1 + (shape[1] - 1) // 32, 65535)), (32, 8), *args)
+            self.run("embedding_grad", (count, min(1 + (shape[1] - 1) // 32, 65535)), (32, 8), *args)
         return spread
 
     def dropout(
@@ -252,7 +225,7 @@ class DeviceKernels:
         x, rows = xp.ascontiguousarray(x), x.shape[0] if x.ndim else 1  # of a number it makes an array of one axis
         threshold = min(round(rate * 2**32), 2**32 - 1)
         numbers = (key[0], (first_row + key[1]) & 0xFFFFFFFF, threshold, 1 / (1 - rate), rows, x.size // max(rows, 1))
-        self._launcher.flat("dropout", x.size, x.dtype.itemsize, x, result, columns, *numbers)
+        self.flat("dropout", x.size, x.dtype.itemsize, x, result, columns, *numbers)
         return result
 
     # ---- images
@@ -267,7 +240,7 @@ class DeviceKernels:
         winner = xp.empty(y.shape, np.min_scalar_type(prod(over.kernel))) if keep else None
         width = 1 if winner is None else winner.dtype.itemsize
         numbers = (width, *x.shape, *y.shape[1:3], *over.kernel, *over.stride, *over.padding)
-        self._launcher.flat("max_pool", y.size, x.dtype.itemsize, x, y, winner, *numbers)
+        self.flat("max_pool", y.size, x.dtype.itemsize, x, y, winner, *numbers)
         return y, winner
 
     def max_pool_grad(self, xp: Any, grad: Array, winner: Array, shape: tuple[int, ...], over: Any) -> Array:
@@ -275,7 +248,7 @@ class DeviceKernels:
         to_x: Array = xp.empty(shape, grad.dtype)
         numbers = (winner.dtype.itemsize, *shape, *grad.shape[1:3], *over.kernel, *over.stride, *over.padding)
         args = (xp.ascontiguousarray(grad), winner, to_x, *numbers)
-        self._launcher.flat("max_pool_grad", to_x.size, to_x.dtype.itemsize, *args)
+        self.flat("max_pool_grad", to_x.size, to_x.dtype.itemsize, *args)
         return to_x
 
 
@@ -294,11 +267,7 @@ def _integer_bytes(array: Array) -> int:
     return array.dtype.itemsize if array.dtype.kind == "i" or array.dtype.itemsize == 8 else -array.dtype.itemsize
 
 
+@cache
 def device_kernels(xp: ModuleType) -> DeviceKernels | None:
     """Return the kernels of a device's library, or None for a library that compiles none."""
-    return _made_once(xp) if hasattr(xp, "RawModule") else None
-
-
-@cache
-def _made_once(xp: ModuleType) -> DeviceKernels:
-    return DeviceKernels(xp)
+    return DeviceKernels(xp) if hasattr(xp, "RawModule") else None

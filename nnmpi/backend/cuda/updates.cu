@@ -7,7 +7,7 @@ extern "C" __global__ void __launch_bounds__(256) sgd(T* data, const T* grad, do
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    sgd_momentum(T* data, const T* grad, T* momentum, double lr, double keep, double decay, long long nesterov, long long n) {
+    sgd_momentum(T* data, const T* grad, T* momentum, double lr, double keep, double decay, double nesterov, long long n) {
     A rate = (A)lr, kept = (A)keep, shrink = (A)decay;
     bool ahead = nesterov != 0;
     each(
@@ -20,9 +20,9 @@ extern "C" __global__ void __launch_bounds__(256)
         both(data), in(grad), both(momentum));
 }
 
-extern "C" __global__ void __launch_bounds__(256) adam(T* data, const T* grad, T* m, T* v, double rate, double eps, double move1, double keep2,
-                                                       double move2, double decay, double factor, long long n) {
-    A step = (A)rate, small = (A)eps, to_g = (A)move1, kept = (A)keep2, to_square = (A)move2, shrink = (A)decay, scale = (A)factor;
+extern "C" __global__ void __launch_bounds__(256) adam(T* data, const T* grad, T* m, T* v, double rate, double eps, double beta1, double beta2,
+                                                       double decay, double factor, long long n) {
+    A step = (A)rate, small = (A)eps, to_g = (A)(1 - beta1), kept = (A)beta2, to_square = (A)(1 - beta2), shrink = (A)decay, scale = (A)factor;
     each(
         n,
         [=](T& at, T& above, T& mean, T& square) {
