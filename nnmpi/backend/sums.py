@@ -24,7 +24,6 @@ import numpy as np
 from nnmpi.backend.array import Array, ones
 
 ROWS = 512  # in a block
-NUMBERS = 2**14  # in a block of one long row, which `dot` adds up in several lanes
 
 
 def row_sum(xp: Any, rows: Array, out: Array | None = None) -> Array:
@@ -68,20 +67,6 @@ def sum_over(xp: Any, x: Array, axes: Sequence[int], keepdims: bool = False) -> 
         total = row_sum(xp, x.reshape(-1, prod(kept)))
         return total.reshape((1,) * leading + kept if keepdims else kept)
     return xp.add.reduce(x, axis=axes, dtype=x.dtype if x.dtype.kind == "f" else None, keepdims=keepdims)
-
-
-def sum_of_squares(xp: Any, x: Array) -> Array:
-    """Return the sum of the squares of all elements of a C-contiguous array, a 0-d array."""
-    flat = x.reshape(-1)
-    if type(x) is not np.ndarray or flat.size <= NUMBERS:
-        return xp.dot(flat, flat)
-    whole = flat.size // NUMBERS
-    blocks, rest = flat[: whole * NUMBERS], flat[whole * NUMBERS :]
-    parts = xp.empty((whole + 1,), x.dtype)
-    left, right = blocks.reshape(whole, 1, NUMBERS), blocks.reshape(whole, NUMBERS, 1)
-    xp.matmul(left, right, out=parts[:whole].reshape(whole, 1, 1))
-    xp.dot(rest, rest, out=parts[whole:].reshape(()))
-    return xp.add.reduce(parts, axis=0)  # pairwise
 
 
 def product_sum(xp: Any, a: Array, b: Array) -> Array:

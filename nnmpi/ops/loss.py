@@ -3,6 +3,8 @@
 `reduction` is "mean", "sum" or "none". Parallel training takes sums and divides once by the global count.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -11,7 +13,7 @@ from nnmpi.backend.array import Array, Residuals, is_array, namespace, ones, ste
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.precision import cast
 from nnmpi.backend.recording import perform
-from nnmpi.backend.sums import row_blocks, sum_of_squares
+from nnmpi.backend.sums import row_blocks
 from nnmpi.errors import DtypeError, ShapeError, UsageError
 from nnmpi.ops.linear import with_kernels
 from nnmpi.tensor.function import Function, Variable
@@ -194,91 +196,61 @@ def _max_along(xp: Any, array: Array, axis: int) -> Array:
     return result
 
 
-class _Error(Function):
-    """A loss of each element, summed or averaged; `_judge` returns the losses and their slopes in x."""
+class Error(Function):
+    """A loss of each element, summed or averaged.
 
-    __slots__ = ("reduction",)
+    Args:
+        reduction: one of REDUCTIONS.
+        judge: (xp, x, target) -> the losses, their slopes in x, and those in the target if they are not the negative.
+    """
+
+    __slots__ = ("judge", "reduction")
 
     replayable = True
 
-    def __init__(self, reduction: str) -> None:
-        self.reduction = reduction
+    def __init__(self, reduction: str, judge: Callable[[Any, Array, Array], tuple[Array, ...]]) -> None:
+        self.reduction, self.judge = reduction, judge
 
     def forward(self, x: Array, target: Array) -> Array:
-        losses, slope = self._judge(x, target)
-        self.saved = (slope,)
+        losses, *self.saved = self.judge(self.xp, x, target)  # type: ignore[assignment]
         return losses if self.reduction == "none" else _averaged(self.xp, self.xp.sum(losses), x.size, self.reduction)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        (slope,), xp = self.saved, self.xp
-        result = xp.multiply(slope, _averaged(xp, grad, slope.size, self.reduction))
-        return result if self.needs[0] else None, xp.negative(result) if self.needs[1] else None
-
-    def _judge(self, x: Array, target: Array) -> tuple[Array, Array]:
-        raise NotImplementedError
-
-
-class SquaredError(_Error):
-    """(x - target)^2, summed or averaged."""
-
-    def forward(self, x: Array, target: Array) -> Array:
-        xp = self.xp
-        difference = xp.subtract(x, target)
-        self.saved = (difference,)
-        if self.reduction == "none":
-            return xp.multiply(difference, difference)
-        return _averaged(xp, sum_of_squares(xp, difference), x.size, self.reduction)
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        (difference,) = self.saved
-        xp = self.xp
-        result = xp.multiply(difference, xp.multiply(_averaged(xp, grad, difference.size, self.reduction), 2))
-        return result if self.needs[0] else None, xp.negative(result) if self.needs[1] else None
+        xp, slopes = self.xp, self.saved
+        share = _averaged(xp, grad, slopes[0].size, self.reduction)
+        to_x = xp.multiply(slopes[0], share) if self.needs[0] or len(slopes) == 1 else None
+        if not self.needs[1]:
+            return to_x, None
+        to_target = xp.negative(to_x) if len(slopes) == 1 else xp.multiply(slopes[1], share)
+        return to_x if self.needs[0] else None, to_target
 
 
-class Huber(_Error):
+def _squared(xp: Any, x: Array, target: Array) -> tuple[Array, ...]:
+    """(x - target)^2"""
+    difference = xp.subtract(x, target)
+    return xp.multiply(difference, difference), xp.multiply(difference, 2)
+
+
+def _absolute(xp: Any, x: Array, target: Array) -> tuple[Array, ...]:
+    """|x - target|; where both are equal its gradient is 0."""
+    difference = xp.subtract(x, target)
+    return xp.absolute(difference), xp.sign(difference)
+
+
+def _huber(delta: float, xp: Any, x: Array, target: Array) -> tuple[Array, ...]:
     """Huber's error, with d = x - target and c = d cut to [-delta, delta]: c (d - c / 2)."""
-
-    __slots__ = ("delta",)
-
-    def __init__(self, reduction: str, delta: float) -> None:
-        super().__init__(reduction)
-        self.delta = delta
-
-    def _judge(self, x: Array, target: Array) -> tuple[Array, Array]:
-        xp = self.xp
-        difference = xp.subtract(x, target)
-        slope = xp.clip(difference, -self.delta, self.delta)
-        return xp.multiply(slope, xp.subtract(difference, xp.multiply(slope, 0.5))), slope
+    difference = xp.subtract(x, target)
+    slope = xp.clip(difference, -delta, delta)
+    return xp.multiply(slope, xp.subtract(difference, xp.multiply(slope, 0.5))), slope
 
 
-class AbsoluteError(_Error):
-    """|x - target|, summed or averaged; where both are equal its gradient is 0."""
-
-    def _judge(self, x: Array, target: Array) -> tuple[Array, Array]:
-        difference = self.xp.subtract(x, target)
-        return self.xp.absolute(difference), self.xp.sign(difference)
-
-
-class BinaryCrossEntropy(_Error):
+def _from_logits(xp: Any, x: Array, target: Array) -> tuple[Array, ...]:
     """log(1 + e^x) - t x, the loss of a sigmoid's logit, in a form that does not overflow."""
-
-    def forward(self, x: Array, target: Array) -> Array:
-        xp = self.xp
-        small = xp.exp(xp.negative(xp.absolute(x)))
-        above = xp.divide(1, xp.add(small, 1))
-        self.saved = (xp.where(xp.greater_equal(x, 0), above, xp.multiply(small, above)), target, x)
-        losses: Array = xp.add(xp.subtract(xp.maximum(x, 0), xp.multiply(x, target)), xp.log1p(small))
-        if self.reduction == "none":
-            return losses
-        return _averaged(xp, xp.sum(losses), x.size, self.reduction)
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        probability, target, x = self.saved
-        xp = self.xp
-        share = _averaged(xp, grad, x.size, self.reduction)
-        to_x = xp.multiply(xp.subtract(probability, target), share) if self.needs[0] else None
-        return to_x, xp.multiply(xp.negative(x), share) if self.needs[1] else None
+    small = xp.exp(xp.negative(xp.absolute(x)))
+    above = xp.divide(1, xp.add(small, 1))
+    probability = xp.where(xp.greater_equal(x, 0), above, xp.multiply(small, above))
+    losses = xp.add(xp.subtract(xp.maximum(x, 0), xp.multiply(x, target)), xp.log1p(small))
+    return losses, xp.subtract(probability, target), xp.negative(x)
 
 
 def cross_entropy(
@@ -348,8 +320,7 @@ def mse(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
         DtypeError: when the dtypes differ.
         UsageError: for an unknown reduction.
     """
-    check_reduction(reduction)
-    return in_float32(SquaredError(reduction), require_floating("mse", x), _target("mse", x, target), narrow=False)
+    return _error("mse", _squared, x, target, reduction)
 
 
 def mae(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
@@ -357,8 +328,7 @@ def mae(x: Tensor, target: Any, reduction: str = "mean") -> Tensor:
 
     Args and errors are those of `mse`.
     """
-    check_reduction(reduction)
-    return in_float32(AbsoluteError(reduction), require_floating("mae", x), _target("mae", x, target), narrow=False)
+    return _error("mae", _absolute, x, target, reduction)
 
 
 def huber(x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0) -> Tensor:
@@ -373,11 +343,9 @@ def huber(x: Tensor, target: Any, reduction: str = "mean", delta: float = 1.0) -
     Raises:
         UsageError: for another delta; see also `mse`.
     """
-    check_reduction(reduction)
     if not delta > 0:
         raise UsageError(f"delta is {delta}; give a number above 0")
-    function = Huber(reduction, float(delta))
-    return in_float32(function, require_floating("huber", x), _target("huber", x, target), narrow=False)
+    return _error("huber", partial(_huber, float(delta)), x, target, reduction)
 
 
 def binary_cross_entropy(logits: Tensor, target: Any, reduction: str = "mean") -> Tensor:
@@ -393,10 +361,7 @@ def binary_cross_entropy(logits: Tensor, target: Any, reduction: str = "mean") -
         DtypeError: when the dtypes differ.
         UsageError: for an unknown reduction.
     """
-    check_reduction(reduction)
-    require_floating("binary_cross_entropy", logits)
-    target = _target("binary_cross_entropy", logits, target)
-    return in_float32(BinaryCrossEntropy(reduction), logits, target, narrow=False)
+    return _error("binary_cross_entropy", _from_logits, logits, target, reduction)
 
 
 def check_reduction(reduction: str) -> None:
@@ -430,14 +395,17 @@ def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None
         raise ShapeError(f"label {label} at row {place} is outside 0..{classes - 1}{leave}")
 
 
-def _target(name: str, x: Tensor, target: Any) -> Any:
+def _error(name: str, judge: Callable[..., tuple[Array, ...]], x: Tensor, target: Any, reduction: str) -> Tensor:
+    """Return an error of x beside a target, of its shape and dtype."""
+    check_reduction(reduction)
+    require_floating(name, x)
     refuse_parts(name, x, target)
     values = target.data if isinstance(target, Variable) else namespace(x.data).asarray(target)
     if values.shape != x.shape:
         raise ShapeError(f"{name} of shapes {x.shape} and {values.shape}: they must be the same")
     if values.dtype != x.dtype and not mixes(values.dtype, x.dtype):
         raise DtypeError(f"{name} of {x.dtype} and a target of {values.dtype}; convert one with astype")
-    return target if isinstance(target, Variable) else values
+    return in_float32(Error(reduction, judge), x, target if isinstance(target, Variable) else values, narrow=False)
 
 
 def _averaged(xp: Any, values: Array, count: Any, reduction: str) -> Array:
