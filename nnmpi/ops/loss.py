@@ -5,7 +5,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from nnmpi.tensor.function import Function, Variable
 from nnmpi.tensor.operand import in_float32, mixes, refuse_parts, require_floating, whole_values
 from nnmpi.tensor.tensor import Tensor
 
-FEW_CLASSES = 32
 REDUCTIONS = ("mean", "sum", "none")
 _UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
@@ -67,97 +66,50 @@ class CrossEntropy(Function):
         return to_rows if len(shape) == 2 else to_rows.reshape(shape), None  # a view in either case
 
     def _losses(self, logits: Array, labels: Array) -> tuple[Array, Residuals]:
-        """Return the loss of each row, and what the gradient needs: powers of e and their sums.
+        """Return the loss of each row (rows, classes), and what the gradient needs: powers of e and their sums.
 
-        Few classes are laid out class by class, as NumPy is slow on short rows:
-
-            logits      (rows, classes)          powers, up to FEW_CLASSES    (classes, rows)
-                                                 powers, for more classes     (rows, classes)
+        They are computed for a block of rows after the other, while it lies in the cache.
         """
-        xp = self.xp
+        xp, (count, classes), smoothing, kept = self.xp, logits.shape, self.smoothing, None
         kernels = kernels_for(logits, "softmax_loss")
-        found = None if kernels is None else kernels.softmax_loss(xp, logits, labels, self.ignore_index, self.smoothing)
+        found = None if kernels is None else kernels.softmax_loss(xp, logits, labels, self.ignore_index, smoothing)
         if found is not None:
             return found
-        kept = None
         if self.ignore_index is not None:
             kept = xp.not_equal(labels, self.ignore_index)
             labels = xp.where(kept, labels, 0)
-        axis = int(logits.shape[1] > FEW_CLASSES)
-        powers, sums, target, mean, places = (_by_rows if axis else _by_classes)(xp, logits, labels, self.smoothing > 0)
+        logits = xp.ascontiguousarray(logits)
+        places = xp.add(steps(xp, count, classes), labels, dtype="int64", casting="unsafe")
+        powers, target = xp.empty(logits.shape, logits.dtype), _take(xp, logits, places)
+        sums, each = xp.empty((count,), logits.dtype), ones(xp, classes, logits.dtype)
+        mean = xp.empty((count,), logits.dtype) if smoothing else None
+        for part in row_blocks(logits):
+            block, top = powers[part], _largest(xp, logits[part])
+            xp.subtract(logits[part], top[:, None], out=block)
+            xp.subtract(target[part], top, out=target[part])
+            if mean is not None:
+                xp.mean(block, axis=1, out=mean[part])
+            xp.exp(block, out=block)
+            xp.dot(block, each, out=sums[part])
         if mean is not None:
-            target = xp.add(xp.multiply(target, 1 - self.smoothing), xp.multiply(mean, self.smoothing))
+            target = xp.add(xp.multiply(target, 1 - smoothing), xp.multiply(mean, smoothing))
         losses = xp.subtract(xp.log(sums), target)
         if kept is not None:
             losses = xp.where(kept, losses, 0)  # not a product: what is ignored may be NaN
-        return losses, (powers, sums, places, kept, axis)
+        return losses, (powers, sums, places, kept)
 
     def _gradient(self, share: Array, residuals: Residuals) -> Array:
         """Return softmax(logits) - target, times the gradients of the losses, (rows,), or (1,), one for all."""
-        xp = self.xp
-        powers, sums, places, kept, axis = residuals
-        result: Array = xp.multiply(powers, _beside(xp.divide(share, sums), axis))
+        xp, (powers, sums, places, kept) = self.xp, residuals
+        result: Array = xp.multiply(powers, xp.divide(share, sums)[:, None])
         hit = share
         if self.smoothing:
             hit = xp.multiply(share, 1 - self.smoothing)
-            spread = xp.multiply(share, self.smoothing / powers.shape[axis])
-            xp.subtract(result, _beside(spread, axis), out=result)
+            xp.subtract(result, xp.multiply(share, self.smoothing / powers.shape[1])[:, None], out=result)
         xp.put(result, places, xp.subtract(_take(xp, result, places), hit))
         if kept is not None:
-            xp.copyto(result, 0, where=_beside(xp.logical_not(kept), axis))
-        return result if axis else result.T
-
-
-Powers: TypeAlias = tuple[Array, Array, Array, Array | None, Array]
-
-
-def _by_classes(xp: Any, logits: Array, labels: Array, averages: bool) -> Powers:
-    """Return powers of e of the logits less the largest of their row, and what comes of them on the way.
-
-    Args:
-        xp: the array's module, or a recorder's stand-in for it.
-        logits: (rows, classes).
-        labels: (rows,).
-        averages: whether the means are wanted.
-
-    Returns:
-        (classes, rows) the powers; (rows,) each: their sums, the labels' logits less the largest, the means of these
-        over the classes or None, and the labels' places among the powers.
-    """
-    count, classes = logits.shape
-    labels = xp.multiply(labels, count, dtype="int64", casting="unsafe")
-    places = xp.add(steps(xp, count, 1), labels, dtype="int64", casting="unsafe")
-    powers = xp.empty((classes, count), logits.dtype)
-    xp.copyto(powers, logits.T)
-    xp.subtract(powers, _max_along(xp, powers, 0), out=powers)
-    target = _take(xp, powers, places)
-    mean = xp.mean(powers, axis=0) if averages else None
-    xp.exp(powers, out=powers)
-    return powers, xp.dot(ones(xp, classes, powers.dtype), powers), target, mean, places
-
-
-def _by_rows(xp: Any, logits: Array, labels: Array, averages: bool) -> Powers:
-    """Return the same for powers (rows, classes), a block of rows after the other, while it lies in the cache."""
-    count, classes = logits.shape
-    logits = xp.ascontiguousarray(logits)
-    places = xp.add(steps(xp, count, classes), labels, dtype="int64", casting="unsafe")
-    powers, target = xp.empty(logits.shape, logits.dtype), _take(xp, logits, places)
-    sums, each = xp.empty((count,), logits.dtype), ones(xp, classes, logits.dtype)
-    mean = xp.empty((count,), logits.dtype) if averages else None
-    for part in row_blocks(logits):
-        block, top = powers[part], _max_along(xp, logits[part], 1)
-        xp.subtract(logits[part], top[:, None], out=block)
-        xp.subtract(target[part], top, out=target[part])
-        if mean is not None:
-            xp.mean(block, axis=1, out=mean[part])
-        xp.exp(block, out=block)
-        xp.dot(block, each, out=sums[part])
-    return powers, sums, target, mean, places
-
-
-def _beside(values: Array, axis: int) -> Array:
-    """Return one value per row in the shape that stands beside powers whose classes lie along the axis."""
-    return values[:, None] if axis else values
+            xp.copyto(result, 0, where=xp.logical_not(kept)[:, None])
+        return result
 
 
 def _take(xp: Any, array: Array, places: Array) -> Array:
@@ -176,24 +128,14 @@ def _take(xp: Any, array: Array, places: Array) -> Array:
     return xp.take(array, places, mode="clip") if xp.__name__ == "numpy" else xp.take(array, places)
 
 
-def _max_along(xp: Any, array: Array, axis: int) -> Array:
-    """Return the largest elements along an axis, NaN where there is one.
+def _largest(xp: Any, rows: Array) -> Array:
+    """Return the largest element of each row, NaN where there is one; rows are C-contiguous.
 
     NumPy finds the place of the largest of neighbours five times as fast as the number itself.
-
-    Args:
-        xp: the array's module, or a recorder's stand-in for it.
-        array: (rows, columns), C-contiguous.
-        axis: 0 or 1.
     """
-    result: Array
     if xp.__name__ != "numpy":
-        result = xp.max(array, axis=axis)
-    elif axis == 0:
-        result = xp.maximum.reduce(array, axis=0)
-    else:
-        result = _take(xp, array, xp.add(steps(xp, *array.shape), xp.argmax(array, axis=1)))
-    return result
+        return xp.max(rows, axis=1)
+    return _take(xp, rows, xp.add(steps(xp, *rows.shape), xp.argmax(rows, axis=1)))
 
 
 class Error(Function):
