@@ -64,33 +64,22 @@ class LeakyRelu(Elementwise):
 
 
 class SigmoidFunction(Elementwise):
-    """1 / (1 + e^-x)"""
+    """1 / (1 + e^-x), as e^min(x, 0) / (1 + e^-|x|), in which no exponential overflows."""
 
     replayable = True
 
     def forward(self, x: Array) -> Array:
-        y: Array = _sigmoid(self.xp, x)
+        xp, y, below = self.xp, *(self.xp.empty(x.shape, x.dtype) for _ in range(2))
+        xp.exp(xp.negative(xp.absolute(x, out=below), out=below), out=below)
+        xp.exp(xp.minimum(x, 0, out=y), out=y)
+        xp.divide(y, xp.add(below, 1, out=below), out=y)
         self.saved = (y,)
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         (y,), xp = self.saved, self.xp
         to_x = xp.subtract(1, y, out=xp.empty(y.shape, y.dtype))  # with a place also for a number without axes
-        xp.multiply(to_x, y, out=to_x)
-        return (xp.multiply(to_x, grad, out=to_x),)
-
-
-def _sigmoid(xp: Any, x: Array) -> Any:
-    """Return 1 / (1 + e^-x) as e^min(x, 0) / (1 + e^-|x|), in which no exponential overflows."""
-    small, below = xp.empty(x.shape, x.dtype), xp.empty(x.shape, x.dtype)
-    xp.minimum(x, 0, out=small)
-    xp.exp(small, out=small)
-    xp.absolute(x, out=below)
-    xp.negative(below, out=below)
-    xp.exp(below, out=below)
-    xp.add(below, 1, out=below)
-    xp.divide(small, below, out=small)
-    return small
+        return (xp.multiply(xp.multiply(to_x, y, out=to_x), grad, out=to_x),)
 
 
 def relu(x: Tensor) -> Tensor:
@@ -240,18 +229,12 @@ def _exact(xp: Any, x: Array, y: Array, slope: Array | None, scratch: Array) -> 
         scratch: two arrays like x.
     """
     phi, rest = scratch
+    erf(xp.multiply(x, 1 / sqrt(2), out=rest), xp, out=phi)
+    xp.multiply(xp.add(phi, 1, out=phi), 0.5, out=phi)
     if slope is not None:
-        xp.multiply(x, x, out=slope)
-        xp.multiply(slope, -0.5, out=slope)
-        xp.exp(slope, out=slope)
-        xp.multiply(slope, 1 / sqrt(2 * pi), out=slope)
-        xp.multiply(slope, x, out=slope)
-    xp.multiply(x, 1 / sqrt(2), out=rest)
-    erf(rest, xp, out=phi)
-    xp.add(phi, 1, out=phi)
-    xp.multiply(phi, 0.5, out=phi)
-    if slope is not None:
-        xp.add(slope, phi, out=slope)
+        xp.multiply(xp.multiply(x, x, out=slope), -0.5, out=slope)
+        xp.multiply(xp.exp(slope, out=slope), 1 / sqrt(2 * pi), out=slope)
+        xp.add(xp.multiply(slope, x, out=slope), phi, out=slope)
     xp.multiply(x, phi, out=y)
 
 
@@ -265,22 +248,16 @@ def _by_tanh(xp: Any, x: Array, y: Array, slope: Array | None, scratch: Array) -
     """
     c, (p, rest) = sqrt(2 / pi), scratch
     s = rest if slope is None else slope
-    xp.multiply(x, x, out=p)
-    xp.multiply(p, 0.044715 * c, out=p)
+    xp.multiply(xp.multiply(x, x, out=p), 0.044715 * c, out=p)
     xp.add(p, c, out=p)
-    xp.multiply(p, x, out=s)
-    xp.tanh(s, out=s)
-    xp.multiply(s, 0.5, out=s)
-    xp.add(s, 0.5, out=s)
+    xp.tanh(xp.multiply(p, x, out=s), out=s)
+    xp.add(xp.multiply(s, 0.5, out=s), 0.5, out=s)
     xp.multiply(x, s, out=y)
-    if slope is None:
-        return
-    xp.multiply(p, 6, out=p)
-    xp.subtract(p, 4 * c, out=p)
-    xp.subtract(1, s, out=rest)
-    xp.multiply(p, rest, out=p)
-    xp.multiply(p, y, out=p)  # last: where 1 - s is 0, p y may be too large, and infinity * 0 is NaN
-    xp.add(s, p, out=slope)
+    if slope is not None:
+        xp.subtract(xp.multiply(p, 6, out=p), 4 * c, out=p)
+        xp.multiply(p, xp.subtract(1, s, out=rest), out=p)
+        xp.multiply(p, y, out=p)  # last: where 1 - s is 0, p y may be too large, and infinity * 0 is NaN
+        xp.add(s, p, out=slope)
 
 
 def erf(x: Array, xp: Any = None, out: Array | None = None) -> Array:
@@ -295,26 +272,23 @@ def erf(x: Array, xp: Any = None, out: Array | None = None) -> Array:
     """
     xp = namespace(x) if xp is None else xp
     size, t, u, high, higher, spare = (xp.empty(x.shape, x.dtype) for _ in range(6))
-    xp.absolute(x, out=size)
-    xp.minimum(size, 100, out=size)  # it is 1 long before; the square of a larger number may be beyond the range
+    xp.minimum(
+        xp.absolute(x, out=size), 100, out=size
+    )  # it is 1 long before; the square of a larger number may be beyond the range
     xp.divide(2, xp.add(size, 2, out=t), out=t)
     xp.subtract(xp.multiply(t, 4, out=u), 2, out=u)  # twice the point, as the recurrence wants it
     terms = _ERFC_SERIES if x.dtype.itemsize > 4 else _ERFC_SERIES[:13]  # float32 ends at 1e-8
     xp.copyto(high, terms[-1])
     xp.copyto(higher, 0)
     for coefficient in reversed(terms[1:-1]):
-        xp.multiply(u, high, out=spare)
-        xp.subtract(spare, higher, out=spare)
+        xp.subtract(xp.multiply(u, high, out=spare), higher, out=spare)
         xp.add(spare, coefficient, out=spare)
         high, higher, spare = spare, high, higher
-    series = xp.multiply(u, high, out=spare)
-    xp.multiply(series, 0.5, out=series)
-    xp.subtract(series, higher, out=series)
-    xp.add(series, terms[0], out=series)
+    series = xp.multiply(xp.multiply(u, high, out=spare), 0.5, out=spare)
+    xp.add(xp.subtract(series, higher, out=series), terms[0], out=series)
     xp.subtract(series, xp.multiply(size, size, out=size), out=series)
     xp.multiply(t, xp.exp(series, out=series), out=t)
-    xp.subtract(1, t, out=t)
-    return xp.multiply(xp.sign(x, out=u), t, out=t if out is None else out)
+    return xp.multiply(xp.sign(x, out=u), xp.subtract(1, t, out=t), out=t if out is None else out)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
@@ -370,9 +344,9 @@ class SoftmaxFunction(Function):
         if kernels is not None:
             y = kernels.softmax(xp, x)
         else:
-            y = xp.subtract(x, xp.max(x, axis=self.axis, keepdims=True))
+            y = self._below_largest(x)
             xp.exp(y, out=y)
-            xp.divide(y, xp.sum(y, axis=self.axis, keepdims=True), out=y)
+            xp.divide(y, self._sum(y), out=y)
         self.saved = (y, kernels)
         return y
 
@@ -381,35 +355,30 @@ class SoftmaxFunction(Function):
         if kernels is not None:
             return (kernels.softmax_grad(xp, grad, y),)
         weighted = xp.multiply(grad, y)
-        total = xp.sum(weighted, axis=self.axis, keepdims=True)
-        return (xp.subtract(weighted, xp.multiply(y, total), out=weighted),)
+        return (xp.subtract(weighted, xp.multiply(y, self._sum(weighted)), out=weighted),)
+
+    def _below_largest(self, x: Array) -> Array:
+        return self.xp.subtract(x, self.xp.max(x, axis=self.axis, keepdims=True))
+
+    def _sum(self, x: Array) -> Array:
+        return self.xp.sum(x, axis=self.axis, keepdims=True)
 
 
-class LogSoftmax(Function):
+class LogSoftmax(SoftmaxFunction):
     """x - log(sum(e^x)) along an axis."""
 
-    __slots__ = ("axis",)
-
-    replayable = True
-
-    def __init__(self, axis: int) -> None:
-        self.axis = axis
-
-    def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: as before, where the axis is another one."""
-        return uncut(self, inputs[0], (self.axis,), "adds up all of its axis")
+    __slots__ = ()
 
     def forward(self, x: Array) -> Array:
-        xp = self.xp
-        y: Array = xp.subtract(x, xp.max(x, axis=self.axis, keepdims=True))
-        xp.subtract(y, xp.log(xp.sum(xp.exp(y), axis=self.axis, keepdims=True)), out=y)
+        xp, y = self.xp, self._below_largest(x)
+        xp.subtract(y, xp.log(self._sum(xp.exp(y))), out=y)
         self.saved = (y,)
         return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         (y,), xp = self.saved, self.xp
         share = xp.exp(y)
-        xp.multiply(share, xp.sum(grad, axis=self.axis, keepdims=True), out=share)
+        xp.multiply(share, self._sum(grad), out=share)
         return (xp.subtract(grad, share, out=share),)
 
 
