@@ -67,27 +67,6 @@ class AttentionDropout:
         """Return the same for some of the heads, from the first one on."""
         return replace(self, key=((self.key[0] + first * length**2) & 0xFFFFFFFF, self.key[1]))
 
-    def mark(self, p: Array, block: tuple[slice, slice], first: int, length: int, first_key: int) -> None:
-        """Turn the sign of the powers whose probabilities are dropped.
-
-        So one array is both: the powers are |p|, and what is left of them max(p, 0) times `factor`.
-
-        Args:
-            p: (sequences, heads, some keys, some queries), changed in place.
-            block: which sequences and heads these are.
-            first: the first query.
-            length: how many queries, and keys, there are in all.
-            first_key: the first key.
-        """
-        xp, count = namespace(p), p.shape
-        heads, rows, columns = (xp.arange(n, dtype=xp.uint32) for n in (count[1], count[3], count[2]))
-        heads = heads + xp.uint32(block[1].start)
-        rows, columns = rows + xp.uint32(first), columns + xp.uint32(first_key)
-        places = (heads[:, None, None] * xp.uint32(length) + rows) * xp.uint32(length) + columns[:, None]
-        bits = random_bits(xp, self.first_row + block[0].start, count[0], places.reshape(-1), self.key)
-        dropped = (bits < xp.uint32(min(round(self.rate * 2**32), 2**32 - 1))).reshape(count)
-        p[...] = xp.where(dropped, -p, p)
-
 
 def attend(
     xp: Any, inputs: Trio, y: Heads, causal: bool, keep: bool, drop: AttentionDropout | None = None
@@ -172,11 +151,18 @@ def attend_more(
             p = which.scores(xp, kb[:, :, :seen], scaled[:, :, i:j], i, place)
             own = [each[block][:, :, i:j] for each in (top, total, sums)]
             new = own if first else [xp.empty(each.shape, each.dtype) for each in own]
-            _powers(xp, p, new[0], new[1], None if first else own[0])
+            xp.max(p, axis=2, out=new[0])
+            if not first:
+                xp.maximum(new[0], own[0], out=new[0])
+            xp.exp(xp.subtract(p, new[0][:, :, None], out=p), out=p)
+            xp.matmul(ones(xp, seen, p.dtype)[None], p, out=new[1][:, :, None])
             which.mark(p, block, i)
             gemm(xp, _left(xp, p, which.drop).swapaxes(2, 3), vb[:, :, :seen], out=new[2])
             if not first:
-                _add_up(xp, own, new)
+                shrink = xp.exp(own[0] - new[0])
+                for before, more, factor in zip(own[1:], new[1:], (shrink, shrink[..., None]), strict=True):
+                    xp.add(xp.multiply(before, factor, out=before), more, out=before)
+                xp.copyto(own[0], new[0])
 
 
 def attend_more_grad(
@@ -224,49 +210,18 @@ def attend_more_grad(
             d, p = _piece(None, d_all, part, shape), _piece(kept, room, part, shape)
             if top is not None:
                 which.scores(xp, kb[:, :, :seen], qb[:, :, i:j] * scale, i, p)
-                xp.subtract(p, top[block][:, :, None, i:j], out=p)
-                xp.exp(p, out=p)
+                xp.exp(xp.subtract(p, top[block][:, :, None, i:j], out=p), out=p)
                 which.mark(p, block, i)
             adds = not (first and j == qb.shape[2])
             gemm(xp, _left(xp, p, which.drop), gb[:, :, i:j], to_v[block][:, :, :seen], add=adds)
             gemm(xp, vb[:, :, :seen], scaled[:, :, i:j].swapaxes(2, 3), out=d)
-            _score_gradients(xp, d, p, less[:, :, i:j], which.drop)
+            if which.drop is not None:
+                factor = p.dtype.type(which.drop.factor)
+                xp.multiply(d, xp.where(p > 0, factor, p.dtype.type(0)), out=d)
+                p = xp.abs(p)
+            xp.multiply(xp.subtract(d, less[:, :, None, i:j], out=d), p, out=d)
             gemm(xp, d, qb[:, :, i:j], to_k[block][:, :, :seen], add=adds)
             gemm(xp, d.swapaxes(2, 3), kb[:, :, :seen], to_q[block][:, :, i:j], add=not first)
-
-
-def _powers(xp: Any, p: Array, top: Array, total: Array, before: Array | None) -> None:
-    """Turn scores into e^(score - top), in place.
-
-    Args:
-        xp: as for `attend`.
-        p: (sequences, heads, keys, queries), without gaps.
-        top: (sequences, heads, queries), becomes the largest scores.
-        total: like it, becomes the sums of the powers.
-        before: like it, the largest of scores that were seen before; None for none.
-    """
-    xp.max(p, axis=2, out=top)
-    if before is not None:
-        xp.maximum(top, before, out=top)
-    xp.subtract(p, top[:, :, None], out=p)
-    xp.exp(p, out=p)
-    xp.matmul(ones(xp, p.shape[2], p.dtype)[None], p, out=total[:, :, None])
-
-
-def _score_gradients(xp: Any, d: Array, p: Array, inner: Array, drop: AttentionDropout | None) -> None:
-    """Turn the gradients of probabilities into those of scores, (d - inner) p, in place.
-
-    Args:
-        xp: as for `attend`.
-        d, p: (sequences, heads, keys, queries), without gaps; p the powers, marked where they are dropped.
-        inner: (sequences, heads, queries).
-        drop: which are dropped, if some are.
-    """
-    if drop is not None:
-        xp.multiply(d, xp.where(p > 0, p.dtype.type(drop.factor), p.dtype.type(0)), out=d)
-        p = xp.abs(p)
-    xp.subtract(d, inner[:, :, None], out=d)
-    xp.multiply(d, p, out=d)
 
 
 @dataclass(frozen=True)
@@ -310,9 +265,29 @@ class KeyBlock:
         return out
 
     def mark(self, p: Array, block: Block, first: int) -> None:
-        """Turn the sign of what is dropped, see `AttentionDropout.mark`."""
-        if self.drop is not None:
-            self.drop.mark(p, block, self.queries.start + first, self.length, self.keys.start)
+        """Turn the sign of the powers whose probabilities are dropped.
+
+        So one array is both: the powers are |p|, and what is left of them max(p, 0) times `AttentionDropout.factor`.
+
+        Args:
+            p: (sequences, heads, keys, some queries), changed in place.
+            block: which sequences and heads these are.
+            first: the first of the queries.
+        """
+        drop = self.drop
+        if drop is None:
+            return
+        xp, count = namespace(p), p.shape
+        starts = block[1].start, self.queries.start + first, self.keys.start
+        heads, rows, columns = (
+            xp.arange(n, dtype=xp.uint32) + xp.uint32(start)
+            for n, start in zip((count[1], count[3], count[2]), starts, strict=True)
+        )
+        length = xp.uint32(self.length)
+        places = (heads[:, None, None] * length + rows) * length + columns[:, None]
+        bits = random_bits(xp, drop.first_row + block[0].start, count[0], places.reshape(-1), drop.key)
+        dropped = (bits < xp.uint32(min(round(drop.rate * 2**32), 2**32 - 1))).reshape(count)
+        p[...] = xp.where(dropped, -p, p)
 
     def pieces(self, q: Heads) -> list[tuple[Block, list[Piece]]]:
         """Return the sequences and heads whose scores are computed together, the most of them first, and their bands.
@@ -352,17 +327,6 @@ def _like_packed(xp: Any, like: Heads, shape: tuple[int, ...]) -> Heads:
     """Return room, (batch, heads, time, features), with time before heads as in the packed projection."""
     batch, heads, time, features = shape
     return xp.swapaxes(xp.empty((batch, time, heads, features), like.dtype), 1, 2)
-
-
-def _add_up(xp: Any, before: list[Array], new: list[Array]) -> None:
-    """Put together top, total and sums of other keys, in place of the ones before."""
-    (top, total, sums), (new_top, new_total, new_sums) = before, new
-    shrink = xp.exp(top - new_top)
-    xp.multiply(total, shrink, out=total)
-    xp.add(total, new_total, out=total)
-    xp.multiply(sums, shrink[..., None], out=sums)
-    xp.add(sums, new_sums, out=sums)
-    xp.copyto(top, new_top)
 
 
 def _blocks(q: Heads, keys: int, bands: tuple[Band, ...]) -> Iterator[Block]:
