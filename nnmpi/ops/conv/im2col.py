@@ -32,7 +32,7 @@ On a device float16 and bfloat16 are added up in float32, and the kernels' gradi
 
 from collections.abc import Iterator
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -50,113 +50,77 @@ DEVICE_BYTES = 1 << 28  # of the same on a device, which has more to do at a tim
 SHORT_RUN = 24  # elements
 
 
-class Strip(NamedTuple):
-    """Some rows of the result, of all images of a block, and memory for their columns.
-
-    Attributes:
-        images: which images the block has.
-        rows: which rows of what the pooling leaves.
-        source: what is copied, in that order.
-        target: where it goes, of the same shape.
-        matrix: the same memory, (pool_h pool_w images rows columns, kh kw c).
-    """
-
-    images: slice
-    rows: slice
-    source: Array
-    target: Array
-    matrix: Array
-
-
 class Columns:
     """The columns of one block of images after another, in memory that every block uses again.
 
-        for block in columns.blocks():                  a slice of the images
-            for strip in columns.strips(block, x):      some rows of them: all, unless images are large
-                matrix = columns.fill(strip)
+        for block in columns.blocks():                          a slice of the images
+            for rows, matrix in columns.strips(block):          some rows of them: all, unless images are large
 
     Args:
         xp: the library that copies.
-        shape: of all images, (n, h, w, c).
-        dtype: of their elements.
+        x: all images, (n, h, w, c). Without a border, windows lie in them and not in a copy.
         spec: the convolution.
         outputs: elements of the result of each row of columns.
-        count: the most images in a block.
-        source: all images, if they are known by now: without a border, windows then lie in them and not in a copy.
 
     Attributes:
         out: rows and columns that the pooling leaves.
         count: images in a block; the last one may have fewer.
-        inner: (count, h, w, c), where a block's images go, unless they lie in `source`. The border around it is zero.
     """
 
-    __slots__ = ("_in_place", "_memory", "_n", "_short", "_strip_rows", "_view", "_xp", "count", "inner", "out")
-
-    def __init__(
-        self,
-        xp: Any,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        spec: ConvSpec,
-        outputs: int,
-        count: int | None = None,
-        source: Array | None = None,
-    ) -> None:
-        self._xp = xp
-        (self._n, h, w, c), (top, left) = shape, spec.padding
+    def __init__(self, xp: Any, x: Array, spec: ConvSpec, outputs: int) -> None:
+        self._xp, self._x = xp, x
+        (n, h, w, c), (top, left) = x.shape, spec.padding
         self.out = spec.pooled_size(h, w)
         row = self.out[1] * prod(spec.pool)  # pixels of the convolution for a row of the result
         terms = prod(spec.kernel) * c
         room = COLUMNS_BYTES if xp.__name__ == "numpy" else DEVICE_BYTES
-        most = room // (max(1, row * (terms + outputs)) * dtype.itemsize)  # rows of the result
-        self.count = max(1, min(self._n, most // max(1, self.out[0]), self._n if count is None else count))
+        most = room // (max(1, row * (terms + outputs)) * x.dtype.itemsize)  # rows of the result
+        self.count = max(1, min(n, most // max(1, self.out[0])))
         self._strip_rows = max(1, min(self.out[0], most))
-        self._memory: Array = xp.empty((self.count * self._strip_rows * row * terms,), dtype)
-        self._in_place = source is not None and top == left == 0
-        bordered = source
-        if bordered is None or not self._in_place:
-            bordered = xp.zeros((self.count, h + 2 * top, w + 2 * left, c), dtype)
-        self.inner: Array = bordered[:, top : top + h, left : left + w]
+        self._memory: Array = xp.empty((self.count * self._strip_rows * row * terms,), x.dtype)
+        self._inner: Array | None = None  # where a block's images are copied to, in a border of zeros
+        bordered = x
+        if top or left:
+            bordered = xp.zeros((self.count, h + 2 * top, w + 2 * left, c), x.dtype)
+            self._inner = bordered[:, top : top + h, left : left + w]
         view = windows(bordered, spec.kernel, spec.stride, spec.dilation)  # (n, out_h, out_w, kh, kw, c)
         self._view = corners(view, spec.pool)  # (pool_h, pool_w, n, rows, columns, kh, kw, c)
         self._short = spec.kernel[1] * c < SHORT_RUN
 
     def blocks(self) -> Iterator[slice]:
         """Yield the images of one block after another."""
-        for start in range(0, self._n, self.count):
-            yield slice(start, min(start + self.count, self._n))
+        for start in range(0, len(self._x), self.count):
+            yield slice(start, min(start + self.count, len(self._x)))
 
-    def strips(self, block: slice, x: Array | None = None) -> Iterator[Strip]:
-        """Yield the strips of a block, of whose images, out of all (n, h, w, c), the columns are to be made.
+    def strips(self, block: slice, fill: bool = True) -> Iterator[tuple[slice, Array]]:
+        """Yield some rows of what the pooling leaves of a block's images, and their columns, after one another.
 
-        Without x the images lie in `inner`, or are not looked at.
+        The columns, (pool_h pool_w images rows columns, kh kw c), overwrite those before. They are of any values unless
+        they are to be filled.
         """
         images, height = block, self.out[0]
-        if not self._in_place:
+        if self._inner is not None:
             images = slice(0, block.stop - block.start)
-            if x is not None:
-                self._xp.copyto(self.inner[images], x[block])
+            if fill:
+                self._xp.copyto(self._inner[images], self._x[block])
         for start in range(0, height, self._strip_rows):
             rows = slice(start, min(start + self._strip_rows, height))
             seen = self._view[:, :, images, rows]
-            terms = prod(seen.shape[5:])
-            pixels = prod(seen.shape[:5])
+            terms, pixels = prod(seen.shape[5:]), prod(seen.shape[:5])
             memory = self._memory[: pixels * terms]
             if self._short:
                 seen = seen.transpose(5, 6, 7, 0, 1, 2, 3, 4)  # (kh, kw, c, pool_h, pool_w, n, rows, columns)
-            matrix = memory.reshape(terms, pixels).T if self._short else memory.reshape(pixels, terms)
-            yield Strip(block, rows, seen, memory.reshape(seen.shape), matrix)
-
-    def fill(self, strip: Strip) -> Array:
-        """Return the columns of a strip; they overwrite the columns before."""
-        self._xp.copyto(strip.target, strip.source)
-        return strip.matrix
+            if fill:
+                self._xp.copyto(memory.reshape(seen.shape), seen)
+            yield rows, memory.reshape(terms, pixels).T if self._short else memory.reshape(pixels, terms)
 
 
-def multiply(xp: Any, left: Array, right: Array, out: Array) -> None:
-    """Write left @ right; also of whole numbers, which no BLAS multiplies, and of a vector."""
+def multiply(xp: Any, left: Array, right: Array, out: Array, add: bool = False) -> None:
+    """Write, or add, left @ right; also of whole numbers, which no BLAS multiplies, and of a vector."""
     if left.ndim > 1 and is_floating(left.dtype):
-        gemm(xp, left, right, out=out)
+        gemm(xp, left, right, out, add)
+    elif add:
+        xp.add(out, xp.matmul(left, right), out=out)
     else:
         xp.matmul(left, right, out=out)
 
@@ -169,21 +133,12 @@ class ProductSum:
         total: where the sum goes, in the shape of a product.
     """
 
-    __slots__ = ("_begun", "_product", "_total", "_xp")
-
     def __init__(self, xp: Any, total: Array) -> None:
         self._xp, self._total, self._begun = xp, total, False
-        self._product: Array | None = None
 
     def add(self, left: Array, right: Array) -> None:
         """Add left @ right."""
-        xp = self._xp
-        if self._begun and self._product is None:
-            self._product = xp.empty(self._total.shape, self._total.dtype)
-        place = self._total if self._product is None else self._product
-        multiply(xp, left, right, place)
-        if self._begun:
-            xp.add(self._total, place, out=self._total)
+        multiply(self._xp, left, right, self._total, self._begun)
         self._begun = True
 
     def finish(self) -> Array:
@@ -193,50 +148,32 @@ class ProductSum:
         return self._total
 
 
-class InputGradient:
-    """The input's gradient of a convolution of stride 1: the result's gradient, convolved with the flipped kernel.
+def input_gradient(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: Array) -> None:
+    """Write the input's gradient of any convolution, see the head of this file.
 
-        dx[i, j] = sum over r, s of dy[i + top - r d, j + left - s d] W[r, s]^T
+    For stride 1, dx[i, j] = sum over r, s of dy[i + top - r d, j + left - s d] W[r, s]^T.
 
     Args:
         xp: the library that computes.
-        shape: of the result's gradient, (n, out_h, out_w, o).
-        weight: (kh, kw, c, o).
+        grad: of the result, (n, out_h, out_w, o), without gaps.
+        weight: (kh, kw, c / groups, o).
         spec: the convolution.
-        dtype: of the result's gradient.
-        out: where the gradient goes, (n, h, w, c), in memory without gaps but perhaps between its pixels.
-        source: the result's gradient, if it is known by now (see `Columns`).
+        out: (n, h, w, c).
     """
-
-    __slots__ = ("_kernel", "_out", "_xp", "columns")
-
-    def __init__(
-        self,
-        xp: Any,
-        shape: tuple[int, ...],
-        weight: Array,
-        spec: ConvSpec,
-        dtype: np.dtype[Any],
-        out: Array,
-        source: Array | None = None,
-    ) -> None:
-        self._xp, self._out = xp, out
-        kh, kw, c, o = weight.shape
-        self.columns = Columns(xp, shape, dtype, spec.backwards(), c, source=source)
-        kernel = xp.empty((kh, kw, o, c), dtype)
-        xp.copyto(kernel, weight[::-1, ::-1].swapaxes(2, 3), casting="unsafe")
-        self._kernel = kernel.reshape(kh * kw * o, c)
-
-    def write(self, block: slice, grad: Array | None = None) -> None:
-        """Compute some images' gradient, of the result's whole one, or of the block of it in `columns.inner`."""
-        for strip in self.columns.strips(block, grad):
-            rows = self._out[block][:, strip.rows]
-            matrix = self.columns.fill(strip)  # (pixels, kh kw o)
-            multiply(self._xp, matrix, self._kernel, rows.reshape(len(matrix), rows.shape[3]))
+    (kh, kw, c, o), groups = weight.shape, spec.groups
+    if spec.reversible:
+        turned = xp.empty((kh, kw, o // groups, groups, c), grad.dtype)
+        apart = xp.reshape(weight, (kh, kw, c, groups, o // groups))[::-1, ::-1].transpose(0, 1, 4, 3, 2)
+        xp.copyto(turned, apart, casting="unsafe")
+        kernel = turned.reshape(kh, kw, o // groups, groups * c)
+        Im2col(spec.backwards()).forward(xp, grad, kernel, None, out, False)
+        return
+    for inputs, outputs in _groups(spec, out.shape[3], o):
+        _scatter_windows(xp, grad[..., outputs], weight[..., outputs], spec, out[..., inputs])
 
 
-def scatter_windows(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: Array) -> None:
-    """Write the input's gradient of any convolution: each window's share is added to the pixels that it saw.
+def _scatter_windows(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: Array) -> None:
+    """Write the input's gradient in one group: each window's share is added to the pixels that it saw.
 
     Args:
         xp: the library that computes.
@@ -279,48 +216,36 @@ class Im2col(Algorithm):
     __slots__ = ()
 
     def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> None:
-        for inputs, outputs in self._groups(x.shape[3], weight.shape[3]):
-            images, result = x[..., inputs], y[..., outputs]  # (n, h, w, c / groups), (n, out_h, out_w, o / groups)
+        for inputs, outputs in _groups(self.spec, x.shape[3], weight.shape[3]):
+            result = y[..., outputs]  # (n, out_h, out_w, o / groups)
             kernel = _matrix(xp, cast(xp, weight[..., outputs], x.dtype))
-            columns = Columns(xp, images.shape, x.dtype, self.spec, kernel.shape[1], source=images)
+            columns = Columns(xp, x[..., inputs], self.spec, kernel.shape[1])
             for block in columns.blocks():
-                for strip in columns.strips(block, images):
-                    multiply(xp, columns.fill(strip), kernel, _pixels(result[block][:, strip.rows]))
+                for rows, matrix in columns.strips(block):
+                    multiply(xp, matrix, kernel, _pixels(result[block][:, rows]))
         if bias is not None:
             flat = y.reshape(len(y), prod(y.shape[1:]))  # (n, out_h out_w o)
             xp.add(flat, repeated(xp, bias, y.shape[1] * y.shape[2]), out=flat, casting="unsafe")
 
     def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: None, out: Gradients) -> None:
-        spec, dtype = self.spec, x.dtype
-        grad = cast(xp, xp.reshape(grad, (grad.size,)).reshape(grad.shape), dtype)  # without gaps
+        spec = self.spec
+        grad = cast(xp, xp.reshape(grad, (grad.size,)).reshape(grad.shape), x.dtype)  # without gaps
         if out.bias is not None:
             _sum_pixels(xp, grad, out.bias)
-        for inputs, outputs in self._groups(x.shape[3], weight.shape[3]):
-            images, sent, part = x[..., inputs], grad[..., outputs], weight[..., outputs]
-            if out.x is not None and not spec.reversible:
-                scatter_windows(xp, sent, part, spec, out.x[..., inputs])
-            elif out.x is not None:
-                reverse = InputGradient(xp, sent.shape, part, spec, dtype, out.x[..., inputs], source=sent)
-                for block in reverse.columns.blocks():
-                    reverse.write(block, sent)
-            if out.weight is not None:
-                place = out.weight[..., outputs]
-                shape = (prod(part.shape[:3]), part.shape[3])  # (kh kw c / groups, o / groups)
-                # a group's outputs lie apart in `place`, where no product can be written
-                total = ProductSum(xp, place.reshape(shape) if spec.groups == 1 else xp.empty(shape, place.dtype))
-                columns = Columns(xp, images.shape, dtype, spec, shape[1], source=images)
-                for block in columns.blocks():
-                    for strip in columns.strips(block, images):
-                        total.add(columns.fill(strip).T, _pixels(sent[block][:, strip.rows]))
-                summed = total.finish()
-                if spec.groups > 1:
-                    xp.copyto(place, summed.reshape(place.shape))
-
-    def _groups(self, c: int, o: int) -> Iterator[tuple[slice, slice]]:
-        """Yield each group's slice of the input channels and of the output channels."""
-        c, o = c // self.spec.groups, o // self.spec.groups
-        for g in range(self.spec.groups):
-            yield slice(g * c, (g + 1) * c), slice(g * o, (g + 1) * o)
+        if out.x is not None:
+            input_gradient(xp, grad, weight, spec, out.x)
+        for inputs, outputs in _groups(spec, x.shape[3], weight.shape[3]) if out.weight is not None else ():
+            sent, place = grad[..., outputs], out.weight[..., outputs]  # type: ignore[index]
+            shape = (prod(place.shape[:3]), place.shape[3])  # (kh kw c / groups, o / groups)
+            # a group's outputs lie apart in `place`, where no product can be written
+            total = ProductSum(xp, place.reshape(shape) if spec.groups == 1 else xp.empty(shape, place.dtype))
+            columns = Columns(xp, x[..., inputs], spec, shape[1])
+            for block in columns.blocks():
+                for rows, matrix in columns.strips(block):
+                    total.add(matrix.T, _pixels(sent[block][:, rows]))
+            summed = total.finish()
+            if spec.groups > 1:
+                xp.copyto(place, summed.reshape(place.shape))
 
 
 class Im2colReluPool(Algorithm):
@@ -330,7 +255,7 @@ class Im2colReluPool(Algorithm):
 
     def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> Array | None:
         o, places = weight.shape[3], prod(self.spec.pool)
-        columns = Columns(xp, x.shape, x.dtype, self.spec, o, source=x)
+        columns = Columns(xp, x, self.spec, o)
         row = columns.out[1] * o  # elements of y
         image = columns.out[0] * row
         flat = y.reshape(y.size)
@@ -341,9 +266,8 @@ class Im2colReluPool(Algorithm):
         memory = xp.empty((places * columns.count * image,), x.dtype) if places > 1 else None
         biases = None if bias is None else repeated(xp, bias, columns.count * prod(columns.out))
         for block in columns.blocks():
-            for strip in columns.strips(block, x):
-                matrix = columns.fill(strip)  # (places pooled pixels, kh kw c)
-                start, size = block.start * image + strip.rows.start * row, len(matrix) * o // places
+            for rows, matrix in columns.strips(block):  # (places pooled pixels, kh kw c)
+                start, size = block.start * image + rows.start * row, len(matrix) * o // places
                 h = flat[start : start + size]
                 z = (h if memory is None else memory[: places * size]).reshape(places, size)
                 multiply(xp, matrix, kernel, z.reshape(len(matrix), o))
@@ -359,37 +283,41 @@ class Im2colReluPool(Algorithm):
         spec, (n, height, width, o), dtype = self.spec, grad.shape, x.dtype
         places, row = prod(spec.pool), width * o
         flat = xp.reshape(grad, (grad.size,))
-        reverse = None
-        if out.x is not None:
-            shape = (n, *spec._replace(pool=(1, 1)).pooled_size(*x.shape[1:3]), o)
-            reverse = InputGradient(xp, shape, weight, spec, dtype, out.x)
-        # both work on the same images at a time: dy is computed once
-        columns = Columns(xp, x.shape, dtype, spec, o, None if reverse is None else reverse.columns.count, x)
-        reverse_places = None if reverse is None else corners(reverse.columns.inner, spec.pool)
+        columns = Columns(xp, x, spec, o)
         memory = xp.empty((places * columns.count * height * row,), dtype)
         planes = Planes(xp, places, columns.count * height * row)
         to_weight = None if out.weight is None else ProductSum(xp, out.weight.reshape(prod(weight.shape[:3]), o))
         to_bias = None if out.bias is None else ProductSum(xp, out.bias)
         ones = xp.ones(places * columns.count * height * width, dtype)
+        spread = None  # dy of all images, for that of x
+        if out.x is not None:
+            spread = xp.zeros((n, *spec._replace(pool=(1, 1)).pooled_size(*x.shape[1:3]), o), dtype)
         for block in columns.blocks():
-            for strip in columns.strips(block, None if to_weight is None else x):
-                start = (block.start * height + strip.rows.start) * row
-                size = len(strip.matrix) * o // places
+            for rows, matrix in columns.strips(block, to_weight is not None):
+                start = (block.start * height + rows.start) * row
+                size = len(matrix) * o // places
                 dy = memory[: places * size].reshape(places, size)
                 planes.gradient(flat[start : start + size], kept[start : start + size], dy)
-                pixels = dy.reshape(len(strip.matrix), o)  # in the order of the columns
+                pixels = dy.reshape(len(matrix), o)  # in the order of the columns
                 if to_weight is not None:
-                    to_weight.add(columns.fill(strip).T, pixels)
+                    to_weight.add(matrix.T, pixels)
                 if to_bias is not None:
                     to_bias.add(ones[: len(pixels)], pixels)
-                if reverse_places is not None:
-                    target = reverse_places[:, :, : block.stop - block.start, strip.rows]
+                if spread is not None:
+                    target = corners(spread, spec.pool)[:, :, block, rows]
                     xp.copyto(target, dy.reshape(target.shape))
-            if reverse is not None:
-                reverse.write(block)
         for each in (to_weight, to_bias):
             if each is not None:
                 each.finish()
+        if out.x is not None and spread is not None:
+            input_gradient(xp, spread, weight, spec, out.x)
+
+
+def _groups(spec: ConvSpec, c: int, o: int) -> Iterator[tuple[slice, slice]]:
+    """Yield each group's slice of the input channels and of the output channels."""
+    c, o = c // spec.groups, o // spec.groups
+    for g in range(spec.groups):
+        yield slice(g * c, (g + 1) * c), slice(g * o, (g + 1) * o)
 
 
 def _matrix(xp: Any, weight: Array) -> Array:
