@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, ones
 from nnmpi.backend.windows import corners
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, Gradients
 from nnmpi.ops.conv.im2col import ProductSum
@@ -100,23 +100,24 @@ class WinogradNumpy(Algorithm):
 
     def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: Array | None, out: Gradients) -> None:
         o = weight.shape[3]
-        kernel = _transposed_places(xp, weight) if out.x is not None else None  # (16, o, c)
+        kernel = (
+            xp.ascontiguousarray(kernel_places(xp, weight).swapaxes(1, 2)) if out.x is not None else None
+        )  # (16, o, c)
         to_kernel = ProductSum(xp, xp.empty((16, *weight.shape[2:]), weight.dtype))
         to_bias = ProductSum(xp, out.bias) if out.bias is not None else None
-        ones: Array | None = None
         for images, tiles in _blocks(xp, x, o):
             self._start(xp, tiles, grad[images], None if kept is None else _of(kept, images))
             sums = tiles.spread()
             if to_bias is not None:
-                ones = xp.ones(len(sums), sums.dtype) if ones is None else ones
-                to_bias.add(ones[: len(sums)], sums)
+                to_bias.add(ones(xp, len(sums), sums.dtype), sums)
             if out.weight is not None:
                 tiles.load(x[images])
                 to_kernel.add(*tiles.kernel_gradient())
             if out.x is not None and kernel is not None:
                 tiles.input_gradient(kernel, out.x[images])
         if out.weight is not None:
-            weight_gradient(xp, to_kernel.finish(), out.weight)
+            places = to_kernel.finish().reshape(16, out.weight[0, 0].size)
+            xp.matmul(_GG.T.astype(places.dtype), places, out=out.weight.reshape(9, places.shape[1]))
         if to_bias is not None:
             to_bias.finish()
 
@@ -156,32 +157,12 @@ def _of(kept: Array, images: slice) -> Array:
     return part.reshape(part.size)
 
 
-def _transposed_places(xp: Any, weight: Array) -> Array:
-    """Return the kernels' places as (16, o, c)."""
-    places = kernel_places(xp, weight).swapaxes(1, 2)
-    result: Array = xp.empty(places.shape, places.dtype)
-    xp.copyto(result, places)
-    return result
-
-
 def kernel_places(xp: Any, weight: Array) -> Array:
     """Return G g G^T for the kernels g of a weight (3, 3, c, o): (16, c, o)."""
     _, _, c, o = weight.shape
     places: Array = xp.empty((16, c, o), weight.dtype)
     xp.matmul(_GG.astype(weight.dtype), xp.reshape(weight, (9, c * o)), out=places.reshape(16, c * o))
     return places
-
-
-def weight_gradient(xp: Any, places: Array, out: Array) -> None:
-    """Write the weight's gradient, given that of `kernel_places`.
-
-    Args:
-        xp: the array library.
-        places: (16, c, o).
-        out: (3, 3, c, o), C-contiguous.
-    """
-    _, c, o = places.shape
-    xp.matmul(_GG.T.astype(places.dtype), places.reshape(16, c * o), out=out.reshape(9, c * o))
 
 
 def image_bytes(h: int, w: int, c: int, o: int, itemsize: int) -> int:
@@ -205,21 +186,6 @@ class Tiles:
         pooled: (h / 2, w / 2, count, o), for one element of each tile.
         planes: pools the results' places.
     """
-
-    __slots__ = (
-        "_back",
-        "_inner",
-        "_matrices",
-        "_patches",
-        "_places",
-        "_rows",
-        "_seen",
-        "_tiles",
-        "_xp",
-        "planes",
-        "pooled",
-        "results",
-    )
 
     def __init__(self, xp: Any, shape: tuple[int, ...], o: int, dtype: Any) -> None:
         count, h, w, c = shape
