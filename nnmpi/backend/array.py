@@ -60,9 +60,7 @@ def ones(xp: Any, count: int, dtype: Any) -> Array:
         count: how many.
         dtype: of the result, (count,).
     """
-    if xp is np or xp.__name__ == "numpy":
-        return _ones(count, dtype)
-    return xp.ones(count, dtype)
+    return _kept("ones", count, dtype) if _is_numpy(xp) else xp.ones(count, dtype)
 
 
 def steps(xp: Any, count: int, step: int) -> Array:
@@ -71,11 +69,10 @@ def steps(xp: Any, count: int, step: int) -> Array:
     Args:
         xp: the array library, or a recorder's stand-in for it.
         count: how many.
-        step: from one number to the next.
+        step: from one number to the next, at least 1.
     """
-    if xp is np or xp.__name__ == "numpy":
-        return _steps(count, step)
-    return xp.multiply(xp.arange(count, dtype="int64"), step)
+    numbers = 0, count * step, step, "int64"
+    return _kept("arange", *numbers) if _is_numpy(xp) else xp.arange(*numbers)
 
 
 def zero(xp: Any, dtype: Any) -> Array | int:
@@ -83,24 +80,15 @@ def zero(xp: Any, dtype: Any) -> Array | int:
 
     NumPy takes 0.4 us to make an array of a number of Python's, in each call.
     """
-    return _zero(dtype) if xp is np or xp.__name__ == "numpy" else 0
+    return _kept("zeros", (), dtype) if _is_numpy(xp) else 0
 
 
-@lru_cache(KEPT)
-def _zero(dtype: Any) -> Array:
-    return _constant(np.zeros((), dtype))
+def _is_numpy(xp: Any) -> bool:
+    return xp is np or xp.__name__ == "numpy"
 
 
-@lru_cache(KEPT)
-def _ones(count: int, dtype: Any) -> Array:
-    return _constant(np.ones(count, dtype))
-
-
-@lru_cache(KEPT)
-def _steps(count: int, step: int) -> Array:
-    return _constant(np.arange(count, dtype="int64") * step)
-
-
-def _constant(array: Array) -> Array:
+@lru_cache(3 * KEPT)
+def _kept(name: str, *args: Any) -> Array:
+    array: Array = getattr(np, name)(*args)
     array.flags.writeable = False
     return array

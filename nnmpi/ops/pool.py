@@ -15,7 +15,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.kernels import kernels_for
-from nnmpi.backend.windows import Pair, bordered, out_size, pair, tap, windows
+from nnmpi.backend.windows import Pair, bordered, out_size, pair, windows
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.linear import with_kernels
 from nnmpi.ops.planes import Planes
@@ -36,10 +36,8 @@ class PoolWindows(NamedTuple):
 
     def out(self, h: int, w: int) -> Pair:
         """Return the rows and columns of the result for images of h x w; 0 where there are too few pixels."""
-        return (
-            max(0, out_size(h, self.kernel[0], self.stride[0], self.padding[0])),
-            max(0, out_size(w, self.kernel[1], self.stride[1], self.padding[1])),
-        )
+        rows, columns = (max(0, out_size(*axis)) for axis in zip((h, w), *self, strict=True))
+        return rows, columns
 
     @property
     def overlap(self) -> bool:
@@ -50,10 +48,10 @@ class PoolWindows(NamedTuple):
         """Return images with their border as a view (kernel_h, kernel_w, n, out_h, out_w, c)."""
         return windows(x, self.kernel, self.stride).transpose(3, 4, 0, 1, 2, 5)
 
-    def taps(self, x: Array, out: Pair) -> Iterator[Array]:
-        """Yield, per place in the window, the view (n, out_h, out_w, c) of images with their border that it sees."""
-        for place in np.ndindex(*self.kernel):
-            yield tap(x, place, out, self.stride)
+    def taps(self, x: Array) -> list[Array]:
+        """Return, per place in the window, the view (n, out_h, out_w, c) of images with their border that it sees."""
+        seen = self.places(x)
+        return [seen[place] for place in np.ndindex(*self.kernel)]
 
     def inside(self, x: Array) -> Array:
         """Return a view of images without their border."""
@@ -131,27 +129,20 @@ class AvgPool2dFunction(Pool2dFunction):
     def forward(self, x: Array) -> Array:
         xp, over = self.xp, self.over
         self.saved = x.shape
-        out = over.out(*x.shape[1:3])
-        x = bordered(x, over.padding, 0.0, xp)
-        y: Array = xp.empty((len(x), *out, x.shape[3]), x.dtype)
-        for number, values in enumerate(over.taps(x, out)):
-            if number:
-                xp.add(y, values, out=y)
-            else:
-                xp.copyto(y, values)
-        xp.multiply(y, 1 / prod(over.kernel), out=y)
-        return y
+        first, *others = over.taps(bordered(x, over.padding, 0.0, xp))
+        y: Array = xp.empty(first.shape, x.dtype)
+        xp.copyto(y, first)
+        for values in others:
+            xp.add(y, values, out=y)
+        return xp.multiply(y, 1 / prod(over.kernel), out=y)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         shape, xp, over = self.saved, self.xp, self.over
         (n, h, w, c), (top, left) = shape, over.padding
         result: Array = xp.zeros((n, h + 2 * top, w + 2 * left, c), grad.dtype)
         share = xp.multiply(grad, 1 / prod(over.kernel))
-        for place in over.taps(result, (grad.shape[1], grad.shape[2])):
-            if over.overlap:
-                xp.add(place, share, out=place)
-            else:
-                xp.copyto(place, share)
+        for place in over.taps(result):
+            xp.add(place, share, out=place)
         return (over.inside(result),)
 
 
@@ -213,8 +204,7 @@ def pool_windows(kernel_size: int | Pair, stride: int | Pair | None, padding: in
 
 def _count(y: Array, over: PoolWindows) -> int:
     """Return how many images of a result, or of its gradient, make a block."""
-    each = y[:1].size * prod(over.kernel) * y.dtype.itemsize
-    return max(1, min(len(y), PLANES_BYTES // max(1, each)))
+    return max(1, min(len(y), PLANES_BYTES // max(1, y[:1].nbytes * prod(over.kernel))))
 
 
 def _blocks(xp: Any, y: Array, over: PoolWindows) -> Iterator[tuple[slice, Array]]:
@@ -234,5 +224,4 @@ def _flat(images: Array) -> Array:
 
 def _stacked(planes: Array) -> Array:
     """Return planes (kernel_h, kernel_w, ...) as a view (kernel_h kernel_w, elements)."""
-    places = planes.shape[0] * planes.shape[1]
-    return planes.reshape(places, planes.size // places)
+    return planes.reshape(prod(planes.shape[:2]), prod(planes.shape[2:]))
