@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace, zero
-from nnmpi.backend.kernels import bias_grad, kernels_for
+from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.sums import row_blocks
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.linear import LinearFunction, check_linear, multiply, with_kernels
@@ -179,6 +179,8 @@ class LinearGeluFunction(LinearFunction):
 
     __slots__ = ("tanh",)
 
+    kernel = "slope_grad_bias"
+
     def __init__(self, tanh: bool, reads: np.dtype[Any] | None) -> None:
         super().__init__(reads)
         self.tanh = tanh
@@ -192,19 +194,6 @@ class LinearGeluFunction(LinearFunction):
         else:
             _in_blocks(xp, self.tanh, y, y, slope, bias)
         return slope
-
-    def before_activation(self, grad: Array, kept: Array | None, to_bias: Array | None) -> Array:
-        """Return the gradient of x W + b, given that of the result, and the derivative; write that of b."""
-        assert kept is not None
-        kernels = kernels_for(grad, "slope_grad_bias")
-        result: Array
-        if kernels is not None:
-            result = kernels.slope_grad_bias(self.xp, grad, kept, to_bias)
-            return result
-        result = self.xp.multiply(grad, kept)
-        if to_bias is not None:
-            bias_grad(self.xp, result, to_bias)
-        return result
 
 
 def _in_blocks(xp: Any, tanh: bool, x: Array, y: Array, slope: Array | None, bias: Array | None = None) -> None:

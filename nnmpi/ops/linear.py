@@ -36,6 +36,7 @@ class LinearFunction(Function):
     __slots__ = ("gives", "reads")
 
     replayable = True
+    kernel = ""  # what gives the gradient before the activation in one pass, where it is compiled
 
     def __init__(self, reads: np.dtype[Any] | None, gives: np.dtype[Any] | None = None) -> None:
         self.reads, self.gives = reads, gives
@@ -98,9 +99,19 @@ class LinearFunction(Function):
             kept: what `activate` returned.
             to_bias: (out,), the place for the gradient of b; None where nobody wants it.
         """
+        xp = self.xp
+        if kept is not None:
+            kernels = kernels_for(grad, self.kernel)
+            if kernels is not None:
+                return getattr(kernels, self.kernel)(xp, grad, kept, to_bias)
+            grad = xp.multiply(grad, self.slope(kept))
         if to_bias is not None:
-            bias_grad(self.xp, grad, to_bias)
+            bias_grad(xp, grad, to_bias)
         return grad
+
+    def slope(self, kept: Array) -> Array:
+        """Return the derivative of the activation, of what `activate` returned."""
+        return kept
 
     def weight_factors(self, rows: Array, grad: Array) -> tuple[Array, Array]:
         """Return the two matrices whose product is the gradient of W."""
@@ -135,6 +146,8 @@ class LinearReluFunction(LinearFunction):
 
     __slots__ = ()
 
+    kernel = "relu_grad_bias"
+
     def activate(self, y: Array, bias: Array | None) -> Array | None:
         """Turn x W into the result, in place; return it."""
         xp, kernels = self.xp, kernels_for(y, "bias_relu")
@@ -146,18 +159,9 @@ class LinearReluFunction(LinearFunction):
         xp.maximum(y, zero(xp, y.dtype), out=y)
         return y
 
-    def before_activation(self, grad: Array, kept: Array | None, to_bias: Array | None) -> Array:
-        """Return the gradient of x W + b, given that of the result, and the result; write that of b."""
-        assert kept is not None
-        xp, kernels = self.xp, kernels_for(grad, "relu_grad_bias")
-        result: Array
-        if kernels is not None:
-            result = kernels.relu_grad_bias(xp, grad, kept, to_bias)
-            return result
-        result = xp.multiply(grad, xp.greater(kept, zero(xp, kept.dtype)))
-        if to_bias is not None:
-            bias_grad(xp, result, to_bias)
-        return result
+    def slope(self, kept: Array) -> Array:
+        """Return where the result is positive."""
+        return self.xp.greater(kept, zero(self.xp, kept.dtype))
 
 
 def with_kernels(name: str, function: Function, *inputs: Any, narrow: bool = True) -> Any:

@@ -84,9 +84,10 @@ class CrossEntropy(Function):
         sums, each = xp.empty((count,), logits.dtype), ones(xp, classes, logits.dtype)
         mean = xp.empty((count,), logits.dtype) if smoothing else None
         for part in row_blocks(logits):
-            block, top = powers[part], _largest(xp, logits[part])
-            xp.subtract(logits[part], top[:, None], out=block)
-            xp.subtract(target[part], top, out=target[part])
+            rows, block, near = logits[part], powers[part], target[part]
+            top = _largest(xp, rows)
+            xp.subtract(rows, top[:, None], out=block)
+            xp.subtract(near, top, out=near)
             if mean is not None:
                 xp.mean(block, axis=1, out=mean[part])
             xp.exp(block, out=block)
