@@ -23,9 +23,8 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from itertools import product
+from itertools import product as product_of
 from math import prod
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -35,7 +34,7 @@ import numpy as np
 from nnmpi.backend.array import Array, mixed_error
 from nnmpi.errors import DtypeError, ShapeError
 
-KEPT_CALLS = 4096  # a run has as many as it has products of different shapes
+KEPT_PRODUCTS = 4096  # a run has as many as it has products of different shapes
 FEW_CALLS = 8  # a copy costs about as much
 LIMIT = 2**31 - 1  # of numbers given to BLAS
 
@@ -49,6 +48,7 @@ WIDE_SUMS = 16
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
 Shape = tuple[int, ...]
+Product = Callable[[Any, Any, Any, bool], None]  # of arrays a and b, written or added to a third
 
 
 def cublas_bindings() -> tuple[ModuleType, Callable[[], int]]:
@@ -103,30 +103,6 @@ class Matrices(NamedTuple):
         return not repeated and len(_collapsed(leading, strides)) > 1
 
 
-@dataclass(frozen=True, slots=True)
-class Calls:
-    """The calls of one function of cuBLAS that multiply arrays of one layout in memory: all but the addresses.
-
-    Attributes:
-        function: gemmEx or gemmStridedBatchedEx.
-        swapped: whether a comes before b, because the result lies in columns.
-        head, first, second, result: the arguments before the first address, and behind each of the three.
-        factors: the addresses of 0 and 1, one of which is beta.
-        narrow: whether the result has 16 bits.
-        starts: per call, the bytes to skip in each of the three.
-    """
-
-    function: Callable[..., None]
-    swapped: bool
-    head: Shape
-    first: Shape
-    second: Shape
-    result: Shape
-    factors: tuple[int, int]
-    narrow: bool
-    starts: tuple[tuple[int, int, int], ...]
-
-
 class Products:
     """Products of CuPy's arrays.
 
@@ -137,7 +113,7 @@ class Products:
     def __init__(self, xp: ModuleType) -> None:
         self._xp = xp
         self._bindings, self._handle = cublas_bindings()
-        self._calls: dict[Any, Calls] = {}
+        self._prepared: dict[Any, Product] = {}
         # cuBLAS reads its two factors from the host's memory, in the type in which it adds up.
         self._factors = {dtype: np.array([0, 1], dtype) for dtype in (_SINGLE, _DOUBLE)}
 
@@ -152,8 +128,8 @@ class Products:
             DeviceError: when one of them is in the host's memory.
         """
         key = (a.shape, b.shape, out.shape, a.strides, b.strides, out.strides, a.dtype, b.dtype, out.dtype, tf32)
-        calls = self._calls.get(key)
-        if calls is None:
+        product = self._prepared.get(key)
+        if product is None:
             if a.dtype.name not in REAL or out.dtype.name not in REAL:
                 raise DtypeError(f"a device multiplies no matrices of {a.dtype} to {out.dtype}; convert them")
             if out.size == 0:
@@ -162,87 +138,74 @@ class Products:
                 if not add:
                     out.fill(0)
                 return
-            leading, lies = out.shape[:-2], [Matrices.of(x) for x in (a, b, out)]
+            lies = [Matrices.of(x) for x in (a, b, out)]
             copied = [x.form is None for x in lies]
             if True not in copied:
-                calls = self._prepare(lies[0], lies[1], lies[2], a.dtype, out.dtype, tf32)
-                if len(calls.starts) > FEW_CALLS:
-                    copied = [x.is_spread(leading) for x in lies]
-            if True in copied or calls is None:
+                product, calls = self._prepare(lies, a.dtype, out.dtype, tf32)
+                if calls > FEW_CALLS:
+                    copied = [x.is_spread(out.shape[:-2]) for x in lies]
+            if True in copied or product is None:
                 self._multiply_copied(copied, a, b, out, add, tf32)
                 return
-            if len(self._calls) >= KEPT_CALLS:
-                self._calls.clear()
-            self._calls[key] = calls
-        self._launch(calls, a, b, out, add)
+            if len(self._prepared) >= KEPT_PRODUCTS:
+                self._prepared.clear()
+            self._prepared[key] = product
+        product(a, b, out, add)
 
     def _prepare(
-        self, a: Matrices, b: Matrices, out: Matrices, given: np.dtype[Any], wanted: np.dtype[Any], tf32: bool
-    ) -> Calls:
-        """Return the calls for arrays that BLAS can read as they lie."""
-        swapped = _form(out)[0] == 1
+        self, lies: list[Matrices], given: np.dtype[Any], wanted: np.dtype[Any], tf32: bool
+    ) -> tuple[Product, int]:
+        """Return what multiplies arrays that BLAS can read as they lie, and how many calls it makes."""
+        a, b, out = lies
+        swapped = out.form is not None and out.form[0] == 1
         if swapped:  # out^T = b^T a^T lies in rows
             a, b, out = b.flipped, a.flipped, out.flipped
-        a, b, out = _stacked_up(a, b, out)
-        leading, three = out.shape[:-2], (b, a, out)
-        axes = _collapsed(leading, *(x.over(leading) for x in three))
+        three = b, a, out = _stacked_up(a, b, out)
+        axes = _collapsed(out.shape[:-2], *(x.over(out.shape[:-2]) for x in three))
         batch: Shape = (1, 0, 0, 0)
         if axes:
             batch = axes.pop(max(range(len(axes)), key=lambda i: axes[i][0]))
-        stacked, forms = batch[0] > 1, [_form(x) for x in three]
+        stacked, forms = batch[0] > 1, [x.form or (0, 0) for x in three]
         m, n, k = b.shape[-1], a.shape[-2], a.shape[-1]
         if max(m, n, k, batch[0], *(lead for _, lead in forms)) > LIMIT:
             raise ShapeError(f"cuBLAS takes no sizes above {LIMIT}, as of shapes {a.shape} and {b.shape}; cut them")
-        wide = given == _DOUBLE
+        bindings, wide, narrow = self._bindings, given == _DOUBLE, wanted.itemsize < _SINGLE.itemsize
+        function = bindings.gemmStridedBatchedEx if stacked else bindings.gemmEx
         compute = COMPUTE_64F if wide else COMPUTE_32F_FAST_TF32 if tf32 and given == _SINGLE else COMPUTE_32F
         factors = self._factors[_DOUBLE if wide else _SINGLE]
         zero, one = factors.ctypes.data, factors.ctypes.data + factors.itemsize
-        sizes = given.itemsize, given.itemsize, wanted.itemsize
-        kinds = (REAL[given.name], REAL[given.name], REAL[wanted.name])
-        behind = [
-            (kind, lead, *((apart,) if stacked else ()))
-            for kind, (_, lead), apart in zip(kinds, forms, batch[1:], strict=True)
-        ]
-        starts = [
-            tuple(size * sum(i * axis[x] for i, axis in zip(at, axes, strict=True)) for x, size in enumerate(sizes, 1))
-            for at in product(*(range(axis[0]) for axis in axes))
-        ]
-        return Calls(
-            function=self._bindings.gemmStridedBatchedEx if stacked else self._bindings.gemmEx,
-            swapped=swapped,
-            head=(forms[0][0], forms[1][0], m, n, k, one),
-            first=behind[0],
-            second=behind[1],
-            result=(*behind[2], *((batch[0],) if stacked else ()), compute, DEFAULT_ALGORITHM),
-            factors=(zero, one),
-            narrow=wanted.itemsize < _SINGLE.itemsize,
-            starts=tuple(starts),  # type: ignore[arg-type]  # three each
+        dtypes = given, given, wanted
+        head = (forms[0][0], forms[1][0], m, n, k, one)
+        # what stands behind the address of each of the three
+        first, second, result = (
+            (REAL[dtype.name], lead, *((apart,) if stacked else ()))
+            for dtype, (_, lead), apart in zip(dtypes, forms, batch[1:], strict=True)
         )
+        tail = (*result, *((batch[0],) if stacked else ()), compute, DEFAULT_ALGORITHM)
+        starts = [  # per call, the bytes to skip in each of the three
+            [x.itemsize * sum(i * axis[j] for i, axis in zip(at, axes, strict=True)) for j, x in enumerate(dtypes, 1)]
+            for at in product_of(*(range(axis[0]) for axis in axes))
+        ]
 
-    def _launch(self, calls: Calls, a: Array, b: Array, out: Array, add: bool) -> None:
-        """Call cuBLAS with the addresses of the arrays."""
-        if calls.swapped:
-            a, b = b, a
-        try:
-            at_b, at_a, at_out = b.data.ptr, a.data.ptr, out.data.ptr  # type: ignore[attr-defined]
-        except AttributeError as error:
-            raise mixed_error((a, b)) or mixed_error((a, b, out)) or error from None
-        handle, beta = self._handle(), calls.factors[add]
-        if calls.narrow:
-            self._bindings.setMathMode(handle, WIDE_SUMS)  # each time: others use this handle too
-        for x, y, z in calls.starts:
-            calls.function(
-                handle, *calls.head, at_b + x, *calls.first, at_a + y, *calls.second, beta, at_out + z, *calls.result
-            )
+        def call(a: Any, b: Any, out: Any, add: bool) -> None:
+            if swapped:
+                a, b = b, a
+            try:
+                at_b, at_a, at_out = b.data.ptr, a.data.ptr, out.data.ptr
+            except AttributeError as error:
+                raise mixed_error((a, b)) or mixed_error((a, b, out)) or error from None
+            handle, beta = self._handle(), one if add else zero
+            if narrow:
+                bindings.setMathMode(handle, WIDE_SUMS)  # each time: others use this handle too
+            for x, y, z in starts:
+                function(handle, *head, at_b + x, *first, at_a + y, *second, beta, at_out + z, *tail)
+
+        return call, len(starts)
 
     def _multiply_copied(self, copies: Sequence[bool], a: Array, b: Array, out: Array, add: bool, tf32: bool) -> None:
         """Multiply contiguous copies of some of the arrays."""
         xp = self._xp
-        a = xp.array(a, order="C") if copies[0] else a
-        b = xp.array(b, order="C") if copies[1] else b
-        place = out
-        if copies[2]:
-            place = xp.array(out, order="C") if add else xp.empty(out.shape, out.dtype)
+        a, b, place = (xp.array(x, order="C") if copy else x for x, copy in zip((a, b, out), copies, strict=True))
         self.multiply(a, b, place, add, tf32)
         if place is not out:
             out[...] = place
@@ -268,7 +231,7 @@ def _collapsed(lengths: Shape, *strides: Shape) -> list[Shape]:
 
 
 def _stacked_up(a: Matrices, b: Matrices, out: Matrices) -> tuple[Matrices, Matrices, Matrices]:
-    """Return one matrix in the place of a stack, where one b serves all and those of a and out lie one below another.
+    """Return b, a and out, with one matrix in the place of a stack where one b serves all and the others lie in rows.
 
     [a1]         [a1 b]          It is one product then, and a larger one, which devices are quicker at.
     [a2]  [b] =  [a2 b]
@@ -282,11 +245,5 @@ def _stacked_up(a: Matrices, b: Matrices, out: Matrices) -> tuple[Matrices, Matr
             tall = Matrices((rows, a.shape[-1]), (down_a, a.strides[-1]))
             tall_out = Matrices((rows, out.shape[-1]), (down_out, out.strides[-1]))
             if tall.form is not None and (tall_out.form or (1,))[0] == 0:
-                return tall, Matrices(b.shape[-2:], b.strides[-2:]), tall_out
-    return a, b, out
-
-
-def _form(x: Matrices) -> tuple[int, int]:
-    found = x.form
-    assert found is not None, x
-    return found
+                return Matrices(b.shape[-2:], b.strides[-2:]), tall, tall_out
+    return b, a, out
