@@ -27,6 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import partial
+from math import prod
 from types import ModuleType
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -172,10 +173,16 @@ class Recorder:
 
     def copy(self, array: Array) -> Array:
         """Return a copy, in the recording's memory where that can be, in the order of the array's elements there."""
+        place = self.place_like(array)
+        return array.copy(order="K") if place is array else place
+
+    def place_like(self, array: Array, copied: bool = True) -> Array:
+        """Return an array like this, of its values, over the recording's memory; itself if that is not NumPy's."""
         if type(array) is not np.ndarray or not array.flags.c_contiguous:
-            return array.copy(order="K")
+            return array
         place = self.pool.allocate(array.shape, array.dtype)
-        np.copyto(place, array)
+        if copied:
+            np.copyto(place, array)
         return place
 
     def alone(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -220,9 +227,9 @@ class _Noting:
         result = self._function(*args, **kwargs)
         note = self._recorder.note
         if self._name in _EMPTY:
-            return self._allocate_like(result)
+            return self._recorder.place_like(result, copied=False)
         if self._name in _FILLED:
-            result = self._copied_to_pool(result)
+            result = self._recorder.place_like(result)
             note(*_filling(self._xp, self._name, result, args, kwargs))
             return result
         if self._name in _CONSTANT:
@@ -241,24 +248,11 @@ class _Noting:
         place: Array = self._xp.asarray(result)
         if any(is_array(each) and self._xp.may_share_memory(each, place) for each in args):
             return place
-        place = self._copied_to_pool(place)
+        place = self._recorder.place_like(place)
         if _writes_out(self._xp, self._name, self._function):
             self._recorder.note(_bound(self._xp, self._name, self._function, args, {**kwargs, "out": place}))
         else:
             self._recorder.note(_copy_result, self._xp, place, partial(self._function, *args, **kwargs))
-        return place
-
-    def _allocate_like(self, like: Array) -> Array:
-        """Return an array of that shape and type over the recording's memory (as it is, if that is not NumPy's)."""
-        if type(like) is not np.ndarray or not like.flags.c_contiguous:
-            return like
-        return self._recorder.pool.allocate(like.shape, like.dtype)
-
-    def _copied_to_pool(self, array: Array) -> Array:
-        """Return the same values over the recording's memory."""
-        place = self._allocate_like(array)
-        if place is not array:
-            np.copyto(place, array)
         return place
 
 
@@ -306,7 +300,6 @@ def _copy_result(xp: ModuleType, place: Array, function: Callable[[], Any]) -> N
 
 LEAST_BYTES = 1024  # smaller results have memory of their own
 LINE_BYTES = 64
-LEAST_MAPPED_BYTES = 128 * 1024
 
 
 class ChunkPart(NamedTuple):
@@ -345,8 +338,8 @@ class PooledBlock:
         self.pool.returned.append(self.span)
 
 
-class ChunkParts:
-    """Which parts of chunks are in use, and which are free.
+class MemoryPool:
+    """Memory in chunks, of which parts are in use, and others free.
 
     A result gets the tightest part that is free, and of these the one that was given back last, whose lines may still
     be in the cache. What it does not need stays free, and parts that meet become one again. So a pass of fewer rows
@@ -355,32 +348,42 @@ class ChunkParts:
     Attributes:
         returned: parts over which there is no array any more, since the last result.
         size_bytes: of all chunks together.
-        chunks: how many there are.
     """
 
     def __init__(self) -> None:
         # A collection of garbage may give back at any time: nothing is joined there.
         self.returned: list[ChunkPart] = []
-        self.size_bytes = self.chunks = 0
+        self.size_bytes = 0
+        self._chunks: list[Array] = []
         self._free: list[ChunkPart] = []
 
-    def take(self, count_bytes: int) -> ChunkPart:
+    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return a C-contiguous array of any values, over memory of the pool unless it is short."""
+        bytes_needed = dtype.itemsize * prod(shape)
+        if bytes_needed < LEAST_BYTES:
+            return np.empty(shape, dtype)
+        span = self._take(-(-bytes_needed // LINE_BYTES) * LINE_BYTES)
+        block = self._chunks[span.chunk][span.start : span.stop]
+        array: Array = np.asarray(PooledBlock(self, span, block, shape, dtype))
+        return array if array.dtype == dtype else array.view(dtype)
+
+    def _take(self, count_bytes: int) -> ChunkPart:
         """Return so many bytes that are free."""
         while self.returned:
             self._join(self.returned.pop(0))
         fitting = [span for span in self._free if span.stop - span.start >= count_bytes]
         if not fitting:
-            self._add_chunk(count_bytes)
-            return ChunkPart(self.chunks - 1, 0, count_bytes)
+            # A mapping of its own: between what malloc gives and takes back while a step is recorded it would leave
+            # holes, which nobody uses later.
+            mapping = mmap.mmap(-1, count_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._chunks.append(np.frombuffer(mapping, np.uint8))
+            self.size_bytes += count_bytes
+            return ChunkPart(len(self._chunks) - 1, 0, count_bytes)
         chunk, start, stop = found = min(reversed(fitting), key=lambda span: span.stop - span.start)
         self._free.remove(found)
         if stop - start > count_bytes:
             self._free.append(ChunkPart(chunk, start + count_bytes, stop))
         return ChunkPart(chunk, start, start + count_bytes)
-
-    def _add_chunk(self, count_bytes: int) -> None:
-        self.size_bytes += count_bytes
-        self.chunks += 1
 
     def _join(self, span: ChunkPart) -> None:
         """Let a part be free, as one with those beside it."""
@@ -389,29 +392,6 @@ class ChunkParts:
                 self._free.remove(other)
                 span = ChunkPart(span.chunk, min(span.start, other.start), max(span.stop, other.stop))
         self._free.append(span)
-
-
-class MemoryPool(ChunkParts):
-    """The same, with memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._chunks: list[Array] = []
-
-    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
-        """Return a C-contiguous array of any values, over memory of the pool unless it is short."""
-        bytes_needed = dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        if bytes_needed < LEAST_BYTES:
-            return np.empty(shape, dtype)
-        rounded = -(-bytes_needed // LINE_BYTES) * LINE_BYTES
-        span = self.take(rounded)
-        block = self._chunks[span.chunk][span.start : span.stop]
-        array: Array = np.asarray(PooledBlock(self, span, block, shape, dtype))
-        return array if array.dtype == dtype else array.view(dtype)
-
-    def _add_chunk(self, count_bytes: int) -> None:
-        self._chunks.append(_aligned(count_bytes))
-        super()._add_chunk(count_bytes)
 
 
 def alias(x: Any) -> Any:
@@ -425,8 +405,6 @@ def alias(x: Any) -> Any:
     if isinstance(x, partial):
         words = {name: alias(each) for name, each in x.keywords.items()}
         return partial(alias(x.func), *map(alias, x.args), **words)
-    if hasattr(x, "_fields"):
-        return type(x)(*map(alias, x))
     if type(x) is tuple:
         return tuple(map(alias, x))
     owner = getattr(x, "__self__", None)
@@ -444,17 +422,3 @@ def _bare(array: Array) -> Array:
         return array
     block = base.block
     return np.ndarray(array.shape, array.dtype, block.data, array.ctypes.data - block.ctypes.data, array.strides)
-
-
-def _aligned(count_bytes: int) -> Array:
-    """Return bytes that begin where a line of the cache does.
-
-    Many are a mapping of their own: between what malloc gives and takes back while a step is recorded they would leave
-    holes, which nobody uses later.
-    """
-    if count_bytes >= LEAST_MAPPED_BYTES and hasattr(mmap, "MAP_ANONYMOUS"):
-        mapping = mmap.mmap(-1, count_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        return np.frombuffer(mapping, np.uint8)
-    whole = np.empty(-(-count_bytes // LINE_BYTES) * LINE_BYTES + LINE_BYTES, np.uint8)
-    skip = -whole.ctypes.data % LINE_BYTES
-    return whole[skip : skip + whole.size - LINE_BYTES]
