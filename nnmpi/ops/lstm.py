@@ -115,17 +115,21 @@ class LSTMFunction(Function):
     def forward(
         self, x: Array, weight: Array, recurrent: Array, bias: Array, h: Any, c: Any, lengths: Any = None
     ) -> Array:
-        xp = namespace(x)
-        batch, time = x.shape[:2]
-        features = recurrent.shape[0]
+        xp, (batch, time), features = namespace(x), x.shape[:2], len(recurrent)
         packing = Packing.of(batch, time, lengths, xp)
         zeros = xp.zeros((batch, features), x.dtype)
         first_h, first_c = (zeros if state is None else packing.sort(state) for state in (h, c))
         rows = packing.pack(xp, x)
         gates = gemm(xp, rows, weight)
         xp.add(gates, bias, out=gates)
-        last_h, last_c = first_h.copy(), first_c.copy()
-        hidden, cells = _run_steps(xp, gates, recurrent, last_h, last_c, packing.sizes, self.reverse)
+        h, c = first_h.copy(), first_c.copy()
+        hidden, cells = (xp.empty((len(gates), features), c.dtype) for _ in range(2))
+        scratch = xp.empty((batch, 4 * features), c.dtype)
+        for here, n, _ in steps(packing.sizes, self.reverse):
+            product, new_c, new_h = scratch[:n], cells[here], hidden[here]
+            gemm(xp, h[:n], recurrent, out=product)
+            _step(xp, gates[here], product, c[:n], new_c, new_h)
+            h[:n], c[:n] = new_h, new_c
         if True in self.needs:
             self.saved = (packing, rows, weight, recurrent, gates, hidden, cells, first_h, first_c)
         if packing.rows is None and not self.ends:
@@ -133,62 +137,46 @@ class LSTMFunction(Function):
         y: Array = xp.empty((time + 2 * self.ends, batch, features), x.dtype)
         packing.unpack(hidden, y[:time])
         if self.ends:
-            y[time], y[time + 1] = packing.unsort(last_h), packing.unsort(last_c)
+            y[time], y[time + 1] = packing.unsort(h), packing.unsort(c)
         return y.swapaxes(0, 1)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         packing, rows, weight, recurrent, gates, hidden, cells, first_h, first_c = self.saved
         xp, time = namespace(grad), len(packing.sizes)
+        # the gradients of the last h and c, which those of the initial state replace
         ends = [packing.sort(grad[:, time + i]) if self.ends else xp.zeros_like(first_c) for i in (0, 1)]
+        to_h, to_c = ends
         to_hidden = packing.pack(xp, grad[:, :time])
-        sizes, reverse = packing.sizes, self.reverse
-        to_gates = _run_back(xp, to_hidden, (ends[0], ends[1]), gates, cells, first_c, recurrent, sizes, reverse)
-        to_x = to_recurrent = to_bias = None
+        to_gates, before_c, before_h = (xp.empty(like.shape, like.dtype) for like in (gates, to_c, hidden))
+        turned = xp.empty(to_h.size, to_h.dtype)
+        for here, n, earlier in reversed(list(steps(packing.sizes, self.reverse))):
+            slopes, last_c = to_gates[here], before_c[:n]
+            _carry(last_c, first_c, cells, earlier)
+            if self.needs[2]:
+                _carry(before_h[here], first_h, hidden, earlier)
+            _step_grad(xp, gates[here], slopes, to_h[:n], to_hidden[here], cells[here], last_c, to_c[:n])
+            product = turned[: n * len(recurrent)].reshape(len(recurrent), n)
+            gemm(xp, recurrent, slopes.T, out=product)  # for few rows OpenBLAS is a third quicker this way round
+            to_h[:n] = product.T
+        to_x = to_bias = None
         if self.needs[0]:
             to_x = xp.empty((time, grad.shape[0], weight.shape[0]), grad.dtype)
             packing.unpack(gemm(xp, to_gates, weight.T), to_x)
             to_x = to_x.swapaxes(0, 1)
-        to_weight = self._product(xp, 1, rows, to_gates) if self.needs[1] else None
-        if self.needs[2]:
-            before = xp.empty_like(hidden)
-            for here, _, earlier in steps(sizes, reverse):
-                carry(before[here], first_h, hidden, earlier)
-            to_recurrent = self._product(xp, 2, before, to_gates)
+        to_weight, to_recurrent = (self._product(xp, i, left, to_gates) for i, left in ((1, rows), (2, before_h)))
         if self.needs[3]:
             place = self.into(3)
             to_bias = xp.empty(to_gates.shape[1:], grad.dtype) if place is None else place
             bias_grad(xp, to_gates, to_bias)
-        to_h, to_c = (packing.unsort(end) if need else None for end, need in zip(ends, self.needs[4:6], strict=True))
-        return to_x, to_weight, to_recurrent, to_bias, to_h, to_c, None
+        first = (packing.unsort(end) if need else None for end, need in zip(ends, self.needs[4:6], strict=True))
+        return to_x, to_weight, to_recurrent, to_bias, *first, None
 
-    def _product(self, xp: Any, i: int, rows: Array, to_gates: Array) -> Array:
+    def _product(self, xp: Any, i: int, rows: Array, to_gates: Array) -> Array | None:
         """Return rows^T to_gates, the gradient of input i, computed where it belongs, if that place is known."""
+        if not self.needs[i]:
+            return None
         place, add = self.sum_into(i)
         return gemm(xp, rows.T, to_gates, out=place, add=add)
-
-
-def _run_steps(
-    xp: Any, gates: Array, recurrent: Array, h: Array, c: Array, sizes: Sequence[int], reverse: bool
-) -> tuple[Array, Array]:
-    """Return h and c of all steps, (rows, features) each.
-
-    Args:
-        xp: the arrays' module.
-        gates: (rows, 4 features), x W + b of all steps, which the gates replace.
-        recurrent: (features, 4 features), R.
-        h, c: (batch, features), the initial state, which the last one replaces.
-        sizes: how many sequences run at each time, not increasing.
-        reverse: whether time runs backwards.
-    """
-    features = c.shape[1]
-    hidden, cells = (xp.empty((len(gates), features), c.dtype) for _ in range(2))
-    scratch = xp.empty((len(c), 4 * features), c.dtype)
-    for here, n, _ in steps(sizes, reverse):
-        product, new_c, new_h = scratch[:n], cells[here], hidden[here]
-        gemm(xp, h[:n], recurrent, out=product)
-        _step(xp, gates[here], product, c[:n], new_c, new_h)
-        h[:n], c[:n] = new_h, new_c
-    return hidden, cells
 
 
 def _step(xp: Any, g: Array, product: Array, c: Array, new_c: Array, new_h: Array) -> None:
@@ -209,64 +197,14 @@ def _step(xp: Any, g: Array, product: Array, c: Array, new_c: Array, new_h: Arra
     sigmoids = g[:, : 3 * features]
     xp.multiply(sigmoids, 0.5, out=sigmoids)
     xp.tanh(g, out=g)
-    xp.multiply(sigmoids, 0.5, out=sigmoids)
-    xp.add(sigmoids, 0.5, out=sigmoids)
-    i, f, o, candidate = four(g)
+    xp.add(xp.multiply(sigmoids, 0.5, out=sigmoids), 0.5, out=sigmoids)
+    i, f, o, candidate = _four(g)
     xp.multiply(i, candidate, out=new_h)
-    xp.multiply(f, c, out=new_c)
-    xp.add(new_c, new_h, out=new_c)
-    xp.tanh(new_c, out=new_h)
-    xp.multiply(new_h, o, out=new_h)
+    xp.add(xp.multiply(f, c, out=new_c), new_h, out=new_c)
+    xp.multiply(xp.tanh(new_c, out=new_h), o, out=new_h)
 
 
-def _run_back(
-    xp: Any,
-    grad: Array,
-    to_state: tuple[Array, Array],
-    gates: Array,
-    cells: Array,
-    first_c: Array,
-    recurrent: Array,
-    sizes: Sequence[int],
-    reverse: bool,
-) -> Array:
-    """Return the gradient of x W + h R + b of all steps, (rows, 4 features).
-
-    Args:
-        xp: the arrays' module.
-        grad: (rows, features), the gradient of h of all steps.
-        to_state: (batch, features) each, the gradients of the last h and c, which those of the initial state
-            replace.
-        gates: as `_run_steps` left them.
-        cells: from `_run_steps`.
-        first_c: (batch, features), the initial c.
-        recurrent, sizes, reverse: those of `_run_steps`.
-    """
-    to_h, to_c = to_state
-    to_gates: Array = xp.empty(gates.shape, gates.dtype)
-    before = xp.empty(to_c.shape, to_c.dtype)
-    turned = xp.empty(to_h.size, to_h.dtype)
-    for here, n, earlier in reversed(list(steps(sizes, reverse))):
-        g, slopes, h, c = gates[here], to_gates[here], to_h[:n], to_c[:n]
-        last_c = before[:n]
-        carry(last_c, first_c, cells, earlier)
-        _step_grad(xp, g, slopes, h, grad[here], cells[here], last_c, c)
-        product = turned[: h.size].reshape(len(recurrent), n)
-        gemm(xp, recurrent, slopes.T, out=product)  # for few rows OpenBLAS is a third quicker this way round
-        h[...] = product.T
-    return to_gates
-
-
-def _step_grad(
-    xp: Any,
-    g: Array,
-    slopes: Array,
-    h: Array,
-    grad: Array,
-    cell: Array,
-    last_c: Array,
-    c: Array,
-) -> None:
+def _step_grad(xp: Any, g: Array, slopes: Array, h: Array, grad: Array, cell: Array, last_c: Array, c: Array) -> None:
     """Compute what comes before the product of one step backward.
 
     Args:
@@ -281,22 +219,18 @@ def _step_grad(
     if kernels is not None:
         kernels.lstm_step_grad(g, slopes, h, grad, cell, last_c, c)
         return
-    (i, f, o, candidate), (to_i, to_f, to_o, to_g) = four(g), four(slopes)
-    _slopes(xp, g, slopes)
+    (i, f, o, candidate), (to_i, to_f, to_o, to_g) = _four(g), _four(slopes)
+    # the derivatives of the gates: s (1 - s) of sigmoids, 1 - t^2 of tanh
+    n = 3 * c.shape[1]
+    xp.multiply(xp.subtract(1, g[:, :n], out=slopes[:, :n]), g[:, :n], out=slopes[:, :n])
+    xp.subtract(1, xp.multiply(candidate, candidate, out=to_g), out=to_g)
     xp.add(h, grad, out=h)
     t = xp.tanh(cell)
-    xp.multiply(to_o, t, out=to_o)
-    xp.multiply(to_o, h, out=to_o)
-    xp.multiply(t, t, out=t)
-    xp.subtract(1, t, out=t)
-    xp.multiply(t, o, out=t)
-    xp.multiply(t, h, out=t)
-    xp.add(c, t, out=c)
-    xp.multiply(to_i, candidate, out=to_i)
-    xp.multiply(to_f, last_c, out=to_f)
-    xp.multiply(to_g, i, out=to_g)
-    for each in (to_i, to_f, to_g):
-        xp.multiply(each, c, out=each)
+    xp.multiply(xp.multiply(to_o, t, out=to_o), h, out=to_o)
+    xp.subtract(1, xp.multiply(t, t, out=t), out=t)
+    xp.add(c, xp.multiply(xp.multiply(t, o, out=t), h, out=t), out=c)
+    for each, factor in ((to_i, candidate), (to_f, last_c), (to_g, i)):
+        xp.multiply(xp.multiply(each, factor, out=each), c, out=each)
     xp.multiply(c, f, out=c)
 
 
@@ -317,7 +251,7 @@ def steps(sizes: Sequence[int], reverse: bool) -> Iterator[tuple[slice, int, sli
         earlier = here
 
 
-def carry(out: Array, first: Array, rows: Array, earlier: slice) -> None:
+def _carry(out: Array, first: Array, rows: Array, earlier: slice) -> None:
     """Write the state before a step: of the step before where there was one, else the initial one.
 
     Args:
@@ -331,19 +265,10 @@ def carry(out: Array, first: Array, rows: Array, earlier: slice) -> None:
     out[running:] = first[running:n]
 
 
-def four(gates: Array) -> tuple[Array, Array, Array, Array]:
+def _four(gates: Array) -> tuple[Array, Array, Array, Array]:
     """Return the parts i, f, o and g of (rows, 4 features)."""
     n = gates.shape[1] // 4
     return gates[:, :n], gates[:, n : 2 * n], gates[:, 2 * n : 3 * n], gates[:, 3 * n :]
-
-
-def _slopes(xp: Any, gates: Array, slopes: Array) -> None:
-    """Write the derivatives of the gates by what goes into them: s (1 - s) of sigmoids, 1 - t^2 of tanh."""
-    n = gates.shape[1] // 4 * 3
-    xp.subtract(1, gates[:, :n], out=slopes[:, :n])
-    xp.multiply(slopes[:, :n], gates[:, :n], out=slopes[:, :n])
-    xp.multiply(gates[:, n:], gates[:, n:], out=slopes[:, n:])
-    xp.subtract(1, slopes[:, n:], out=slopes[:, n:])
 
 
 def lstm(
