@@ -111,7 +111,7 @@ def ask(function: Callable[..., Iterable[Any]], kind: type, *values: Any) -> tup
         given = tuple(found) if isinstance(found, Iterable) else (found,)
     except NnmpiError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a function that ends the program must not seem right
         raise ScheduleError(fault(function, values, error)) from error
     for each in given:
         if not isinstance(each, kind):
@@ -144,7 +144,12 @@ def _load_file(file: Path, given: str) -> Any:
     assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[title] = module  # where classes that the file defines look for themselves
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SystemExit as left:
+        raise UsageError(
+            f"{given}: {file} ends the program, by SystemExit({left}); let it define names alone"
+        ) from left
     return module
 
 

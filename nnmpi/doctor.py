@@ -220,7 +220,8 @@ def _written(file: Path) -> float:
 
 
 def _command(starts: list[Any], path: Path) -> str:
-    ranks = starts[-1].get("ranks", 1) if starts else 1
+    ranks = starts[-1].get("ranks") if starts else 1
+    ranks = ranks if isinstance(ranks, int) else 1  # the command is there to be copied, and the folder may be anybody's
     return f"python -m nnmpi.run -n {ranks} -- --resume {quote(str(path))}"
 
 

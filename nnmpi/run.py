@@ -395,6 +395,8 @@ def main(words: Sequence[str]) -> str:
     if options.ranks % replica:
         raise UsageError(f"-n {options.ranks} is no multiple of the {replica} ranks that hold the model once")
     hosts = tuple(filter(None, options.hosts.split(","))) or tuple(given_hosts())
+    if any(host.startswith("-") for host in hosts):
+        raise UsageError(f"--hosts {options.hosts} has a name that begins with a dash, an option of ssh; give hosts")
     plan = SupervisedRun(
         words=tuple(without(("--out", "--resume"), train)),
         folder=Path(folder),
@@ -410,7 +412,8 @@ def main(words: Sequence[str]) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"nnmpi.run: {printable(text)}", flush=True)
+    with suppress(OSError):  # a reader that has gone, or a log on a full disk, ends the words, not the supervision
+        print(f"nnmpi.run: {printable(text)}", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from functools import partial
 from os import EX_DATAERR
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -63,6 +64,19 @@ def play(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple
         return [command.partition(f"{sys.executable} -m nnmpi.train ")[::2] for command in commands], said  # type: ignore[misc]
 
     return supervise
+
+
+def test_a_reader_that_has_gone_ends_no_supervision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a log on a full disk."""
+    monkeypatch.setattr("builtins.print", Mock(side_effect=BrokenPipeError))
+    supervisor._say("started again")
+    monkeypatch.setattr("builtins.print", Mock(side_effect=OSError(28, "No space left on device")))
+    supervisor._say("started again")
+
+
+def test_a_host_is_no_option_of_ssh() -> None:
+    with pytest.raises(UsageError, match="begins with a dash"):
+        main(["-n", "2", "--hosts=-oProxyCommand=touch x", "--", "--dataset", "iris"])
 
 
 def test_it_starts_again_until_the_run_has_proved_its_end(play: Callable[..., tuple[list[str], list[str]]]) -> None:

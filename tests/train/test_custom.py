@@ -189,6 +189,15 @@ def test_nothing_is_written_through_a_link_in_a_run(name: str, tmp_path: Path) -
     assert precious.read_bytes() == before
 
 
+@pytest.mark.parametrize("text", ["raise SystemExit(0)", "def steps(rank, size):\n    raise SystemExit(0)\n"])
+def test_a_file_that_ends_the_program_proves_nothing(text: str, tmp_path: Path) -> None:
+    """Its status would be that of a proof."""
+    file = tmp_path / "own.py"
+    file.write_text(text)
+    with pytest.raises((UsageError, ScheduleError), match="SystemExit"):
+        comm(["prove", f"{file}:steps", "--ranks", "3"])
+
+
 NET = """
 from nnmpi import nn
 
