@@ -71,10 +71,6 @@ class Fit:
         collective = find_collective(operation, algorithm, self.machine.nodes)
         return price(collective, self.ranks, nbytes, self.machine)
 
-    def fits(self, ranks: int, nodes: list[int], mpi: str) -> bool:
-        """Return whether it was made for so many ranks, on these nodes (one number per rank), with this MPI library."""
-        return (self.ranks, list(self.facts["nodes"]), self.facts["mpi"]) == (ranks, nodes, mpi)
-
     def to_json(self) -> dict[str, Any]:
         """Return everything as JSON values, but tuples."""
         return {"format": FORMAT, **asdict(self)}

@@ -239,7 +239,7 @@ class Group(Communicator):
         if is_device(array) and cuda_aware():
             return Choice(NATIVE, "MPI takes device arrays")
         memory = None if self._memory is None or self._memory.closed or is_device(array) else self._memory
-        shared = memory is not None and memory.holds(array)
+        shared = memory is not None and memory.place(array) is not None
         return choose(array.nbytes, self.size, self.fit, shared, started)
 
     def check_same(self, array: Buffer) -> None:

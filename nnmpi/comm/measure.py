@@ -80,10 +80,11 @@ def find_fit(group: Group, otherwise: str = "fit") -> Fit | None:
     if group.is_root:
         with suppress(UsageError, OSError):
             files = [file for name in ("fit", otherwise) if (file := default_file(known, name)).exists()]
-            kept = load_fit(files[0]).to_json() if files else None
+            fit = load_fit(files[0]) if files else None
+            if fit is not None and all(fit.facts[name] == known[name] for name in ("ranks", "nodes", "mpi")):
+                kept = fit.to_json()
     answer = group.share(kept)
-    fit = None if answer is None else Fit.from_json(answer)
-    return fit if fit is not None and fit.fits(group.size, known["nodes"], known["mpi"]) else None
+    return None if answer is None else Fit.from_json(answer)
 
 
 def facts(group: Group) -> dict[str, Any]:

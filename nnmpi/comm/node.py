@@ -12,7 +12,6 @@ import os
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
-from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike
@@ -214,7 +213,6 @@ class SharedMemory:
         closed: whether it was closed, or freed: then it makes no arrays and no barriers any more.
 
     Raises:
-        UsageError: for `nodes` of another length than the group's.
         DeviceError: on all ranks, when there is no shared memory on one of their nodes.
     """
 
@@ -224,8 +222,6 @@ class SharedMemory:
         nodes: Sequence[int] | None = None,
         ordered: bool | None = None,
     ) -> None:
-        if nodes is not None and len(nodes) != group.size:
-            raise UsageError(f"{len(nodes)} nodes are given for {group.size} ranks; give the node of each rank")
         self.group, self._options = group, (nodes, ordered)
         ordered = group.comm.world.keeps_order if ordered is None else ordered
         self.node_of = tuple(group.nodes() if nodes is None else nodes)
@@ -268,10 +264,10 @@ class SharedMemory:
 
         Raises:
             DeviceError: on all ranks, when it does not fit on one of the nodes.
-            UsageError: on all ranks, when one asks for less than none, or the memory was closed.
+            UsageError: when the memory was closed.
         """
         kind = np.dtype(dtype)
-        return self._make(self._length(elements, kind)).parts[self.rank].view(kind)
+        return self._make(elements * kind.itemsize).parts[self.rank].view(kind)
 
     def common_all(self, arrays: Iterable[tuple[int, DTypeLike]]) -> list[Buffer]:
         """Return (elements,) zeros that stand once per node, for each of the pairs: what one rank writes, all have.
@@ -282,13 +278,12 @@ class SharedMemory:
             DeviceError, UsageError: as in `allocate`.
         """
         kinds = [(elements, np.dtype(dtype)) for elements, dtype in arrays]
-        lengths = [self._length(elements, kind) for elements, kind in kinds]
-        ends = list(accumulate(-(-length // LINE_BYTES) * LINE_BYTES for length in lengths))
-        part = self._make(ends[-1] if ends and self.rank == 0 else 0).parts[0]
-        starts = [0, *ends[:-1]]
+        lines = [-(-elements * kind.itemsize // LINE_BYTES) for elements, kind in kinds]
+        *starts, end = accumulate((LINE_BYTES * count for count in lines), initial=0)
+        part = self._make(end if self.rank == 0 else 0).parts[0]
         return [
-            part[start : start + length].view(kind)
-            for start, length, (_, kind) in zip(starts, lengths, kinds, strict=False)
+            part[start : start + elements * kind.itemsize].view(kind)
+            for start, (elements, kind) in zip(starts, kinds, strict=True)
         ]
 
     def place(self, array: Buffer) -> tuple[int, int] | None:
@@ -299,10 +294,6 @@ class SharedMemory:
             if start >= 0 and start + array.nbytes <= window.parts[self.rank].nbytes:
                 return number, start
         return None
-
-    def holds(self, array: Buffer) -> bool:
-        """Return whether the array, or what it is a slice of, was allocated here by this rank (not collective)."""
-        return self.place(array) is not None
 
     def parts(self, array: Buffer) -> list[Buffer]:
         """Return every rank's array of the same allocation, cut like this one, in rank order (not collective).
@@ -393,14 +384,6 @@ class SharedMemory:
         """Refuse what needs barriers and communicators when they are gone: on all ranks, as all have closed it."""
         if self.closed:
             raise UsageError("this shared memory was closed or freed; ask the group for its memory() again")
-
-    def _length(self, elements: int, dtype: np.dtype[Any]) -> int:
-        """Return the bytes of an array; let all ranks raise if a rank asks for less than none, or it is closed."""
-        self._check_open()
-        with agreed(self.group):
-            if elements < 0:
-                raise UsageError(f"an array of {elements} elements cannot be shared; give 0 or more")
-        return elements * dtype.itemsize
 
     def _find(self, array: Buffer) -> tuple[int, int]:
         place = self.place(array)

@@ -29,12 +29,12 @@
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 
 import numpy as np
 
 from nnmpi.comm.collective import Algorithm, Chunks, Collective, Step, as_collective, runs
-from nnmpi.comm.machine import INSTANT_S, Curve, Links, Machine
+from nnmpi.comm.machine import INSTANT_S, Links, Machine
 from nnmpi.comm.prove import Engine
 from nnmpi.custom import ask
 from nnmpi.errors import ScheduleError, UsageError
@@ -113,8 +113,7 @@ class _Seconds(Engine):
         self._machine, self._nodes, self._itemsize = machine, nodes, itemsize
         self._short, self._longer = divmod(elements, len(nodes))  # elements of a chunk; the first chunks have one more
         self._links = Links(max(nodes) + 1)
-        self._bytes: dict[Chunks, tuple[int, ...]] = {}
-        self._messages: dict[tuple[bool, bool, bool, tuple[int, ...]], tuple[float, float]] = {}
+        self._sent, self._message = cache(self._find_sent), cache(self._find_message)
         self._steps: dict[tuple[int | None, int, int, bool], float] = {}
 
     def carry(self, sender: int, receiver: int, out: Step, into: Step, ready: float) -> float:
@@ -136,22 +135,18 @@ class _Seconds(Engine):
             return over
         return over + sum(self._machine.add(nbytes) for nbytes in self._sent(step.recv))
 
-    def _sent(self, chunks: Chunks) -> tuple[int, ...]:
+    def _find_sent(self, chunks: Chunks) -> tuple[int, ...]:
         """Return the bytes of the messages in which these chunks travel."""
-        if chunks not in self._bytes:
-            short, longer = self._short, self._longer
-            ends = [[short * at + min(at, longer) for at in (run.start, run.stop)] for run in runs(chunks)]
-            self._bytes[chunks] = tuple((stop - start) * self._itemsize for start, stop in ends if stop > start)
-        return self._bytes[chunks]
+        short, longer = self._short, self._longer
+        ends = [[short * at + min(at, longer) for at in (run.start, run.stop)] for run in runs(chunks)]
+        return tuple((stop - start) * self._itemsize for start, stop in ends if stop > start)
 
-    def _message(self, across: bool, out: bool, into: bool, messages: tuple[int, ...]) -> tuple[float, float]:
+    def _find_message(self, across: bool, out: bool, into: bool, messages: tuple[int, ...]) -> tuple[float, float]:
         """Return (latency, wire) in seconds: a link is taken for `wire` only, and messages are there after both."""
-        key = across, out, into, messages
-        if key not in self._messages:
-            link = self._machine.link(across)
-            curves = {link.both_ways if both else link.one_way for both in (out, into)}
-            self._messages[key] = max((_cost(curve, messages) for curve in curves), key=sum)
-        return self._messages[key]
+        link = self._machine.link(across)
+        curves = {link.both_ways if both else link.one_way for both in (out, into)}
+        costs = [(curve.alpha_s, sum(curve(nbytes) - curve.alpha_s for nbytes in messages)) for curve in curves]
+        return max(costs, key=sum)
 
     # ---- all ranks at once ----
 
@@ -185,7 +180,3 @@ class _Seconds(Engine):
 
 def _is_both(step: Step) -> bool:
     return step.to is not None and step.from_ is not None
-
-
-def _cost(curve: Curve, messages: tuple[int, ...]) -> tuple[float, float]:
-    return curve.alpha_s, sum(curve(nbytes) - curve.alpha_s for nbytes in messages)

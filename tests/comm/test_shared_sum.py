@@ -194,7 +194,7 @@ def test_a_closed_twin_leaves_the_arrays(group: Group) -> None:
     whole.all_reduce(array, "shared")
     assert (array == whole.size**2).all()
     whole.memory().free()
-    assert not twin.holds(array)
+    assert twin.place(array) is None
     whole.comm.free()
 
 
@@ -240,7 +240,7 @@ def test_it_is_given_back_once_however_often_it_is_asked_for(group: Group, nodes
     kept = memory.allocate(5, "float64")
     memory.barrier_of(3)
     for give_back in (memory.close, memory.free):
-        assert memory.holds(kept)
+        assert memory.place(kept) is not None
         give_back()
         give_back()
         for ask in (
@@ -252,6 +252,6 @@ def test_it_is_given_back_once_however_often_it_is_asked_for(group: Group, nodes
         ):
             with pytest.raises(UsageError, match="was closed or freed; ask the group"):
                 ask()
-    assert not memory.holds(kept)
+    assert memory.place(kept) is None
     assert whole.sum_floats([1.0]) == [whole.size]
     whole.free()

@@ -113,7 +113,7 @@ class SimulatedRank:
         news: a number that changes when one of its requests becomes complete, and when it has waited for one: then
             looking once more may find something.
         calls: how many calls it has made.
-        step: of training, in which it is; None where nobody trains.
+        world: as this rank sees it, with the step of training in which it is.
     """
 
     number: int
@@ -123,7 +123,7 @@ class SimulatedRank:
     ended: bool = False
     news: int = 0
     calls: int = 0
-    step: int | None = None
+    world: Any = None
     _awaits: set[Any] | None = None
     _blames: Callable[[], Sequence[int]] = tuple
     _cpu_s: float = 0.0
@@ -398,8 +398,8 @@ class Scheduler:
 
 
 def _since(rank: SimulatedRank) -> str:
-    step = "" if rank.step is None else f" and step {rank.step}"
-    return f"since {rank.clock_s:.6g} s, in its call {rank.calls}{step}"
+    step = getattr(rank.world, "step", None)
+    return f"since {rank.clock_s:.6g} s, in its call {rank.calls}{'' if step is None else f' and step {step}'}"
 
 
 def _at(lines: Lines) -> str:

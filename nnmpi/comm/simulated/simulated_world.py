@@ -46,15 +46,8 @@ class SimulatedWorld:
         self._scheduler, self._own, self._made = board.scheduler, own, board.made
         self.comm = SimulatedComm(board, self, own, range(len(board.scheduler.ranks)), 0)
         self.waiter: object = None
-
-    @property
-    def step(self) -> int | None:
-        """The step of training that this rank is in."""
-        return self._own.step
-
-    @step.setter
-    def step(self, step: int | None) -> None:
-        self._own.step = step
+        self.step: int | None = None
+        own.world = self
 
     def wait_until(self, ready: Callable[[], bool], until_s: float = inf) -> bool:
         """Return when `ready()` is true, or at a time limit.
