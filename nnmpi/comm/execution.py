@@ -13,6 +13,7 @@ it is polled, so that it can run while something else is computed, and several c
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -190,7 +191,10 @@ def _bind(steps: Sequence[Step], array: Buffer, size: int, max_bytes: int) -> li
     bound = []
     for step in steps:
         targets = list(_slices(step.recv, array, chunks))
-        landing = list(_landing(targets, scratch)) if step.reduce else targets
+        landing = targets
+        if step.reduce:  # one behind the other
+            stops = accumulate(target.size for target in targets)
+            landing = [scratch[stop - target.size : stop] for target, stop in zip(targets, stops, strict=True)]
         receives = () if step.from_ is None else _messages(landing, step.from_, max_bytes)
         sends = () if step.to is None else _messages(_slices(step.send, array, chunks), step.to, max_bytes)
         if receives or sends:
@@ -204,14 +208,6 @@ def _slices(numbers: Chunks, array: Buffer, chunks: Sequence[range]) -> Iterator
         part = array[chunks[run[0]].start : chunks[run[-1]].stop]
         if part.size:
             yield part
-
-
-def _landing(targets: Sequence[Buffer], scratch: Buffer) -> Iterator[Buffer]:
-    """Yield a view of scratch, one behind the other, for each target."""
-    start = 0
-    for target in targets:
-        yield scratch[start : start + target.size]
-        start += target.size
 
 
 def _messages(

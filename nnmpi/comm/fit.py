@@ -214,12 +214,11 @@ def choose(nbytes: int, size: int, fit: Fit | None = None, shared: bool = False,
     if fit is None or size > MOST_RANKS:
         return _by_rule(nbytes, size, shared)
     seconds = {name: fit.predict(name, nbytes, started) for name in _candidates(fit, shared)}
-    order = sorted(seconds, key=lambda name: seconds[name])
-    best = order[0]
-    others = ", ".join(f"{name} {format_seconds(seconds[name], DIGITS)}" for name in order[1:3])
-    against = f", against {others}" if others else ""
-    reason = f"predicted {format_seconds(seconds[best], DIGITS)} for {format_bytes(nbytes)}{against}"
-    return Choice(best, reason, seconds[best])
+    order = sorted(seconds, key=lambda name: seconds[name])[:3]
+    told = {name: format_seconds(seconds[name], DIGITS) for name in order}
+    best, *others = order
+    against = ", against " * bool(others) + ", ".join(f"{name} {told[name]}" for name in others)
+    return Choice(best, f"predicted {told[best]} for {format_bytes(nbytes)}{against}", seconds[best])
 
 
 def _by_rule(nbytes: int, size: int, shared: bool) -> Choice:

@@ -54,13 +54,12 @@ def start_exchange(
         group, sends, receives: see `send_and_receive`; it raises the same.
     """
     hosts = to_hosts([array if is_device(array) else check_contiguous(array) for _, array in sends])
-    room = [room_like(array, array.shape) if is_device(array) else array for _, array in receives]
+    filled = [(room_like(array, array.shape) if is_device(array) else array, array) for _, array in receives]
     requests: list[Request] = []
-    for (rank, _), array in zip(receives, room, strict=True):
-        requests += _post(group.comm.irecv, check_contiguous(array), rank, BLOCKING_TAG)
-    for (rank, _), array in zip(sends, hosts, strict=True):
-        requests += _post(group.comm.isend, check_contiguous(array), rank, BLOCKING_TAG)
-    filled = [(host, array) for (_, array), host in zip(receives, room, strict=True)]
+    for (rank, _), (room, _) in zip(receives, filled, strict=True):
+        requests += _post(group.comm.irecv, check_contiguous(room), rank, BLOCKING_TAG)
+    for (rank, _), host in zip(sends, hosts, strict=True):
+        requests += _post(group.comm.isend, host, rank, BLOCKING_TAG)
     return MessageRequest(group.comm, requests, hosts, filled)
 
 

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -144,7 +144,7 @@ def test_words_that_have_no_bytes_are_printed(capsys: pytest.CaptureFixture[str]
 
     comm = SimpleNamespace(Get_rank=lambda: 0, Get_size=lambda: 1, Iallgather=gather)
     mpi: Any = SimpleNamespace(BYTE=None, COMM_WORLD=SimpleNamespace(Dup=lambda: comm))
-    shutdown = Shutdown(mpi, 1.0, cast(Any, SimpleNamespace(step=None)))
+    shutdown = Shutdown(mpi, 1.0, SimpleNamespace(step=None, operations=[], wait_until=lambda ready, until_s: ready()))
     with pytest.raises(SystemExit):
         shutdown.on_exception(DataError, DataError("\udcff"), None)
     assert capsys.readouterr().err == "\\udcff\n"

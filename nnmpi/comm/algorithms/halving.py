@@ -55,16 +55,12 @@ def _butterfly(place: int, power: int, folded: int, size: int) -> tuple[Step, ..
         middle = mine.start + len(mine) // 2
         lower, upper = range(mine.start, middle), range(middle, mine.stop)
         mine, theirs = (upper, lower) if place & distance else (lower, upper)
-        partner = _rank(place ^ distance, folded)
+        other = place ^ distance
+        partner = 2 * other if other < folded else other + folded
         halving.append(Step(to=partner, send=theirs, from_=partner, recv=mine, reduce=True))
         distance *= 2
     doubling = [Step(to=step.to, send=step.recv, from_=step.from_, recv=step.send) for step in reversed(halving)]
     return (*halving, *doubling)
-
-
-def _rank(place: int, folded: int) -> int:
-    """Return the rank that stands at a place of the butterfly."""
-    return 2 * place if place < folded else place + folded
 
 
 def halving_cost(N: int) -> tuple[float, float, float]:

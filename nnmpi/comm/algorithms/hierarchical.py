@@ -61,15 +61,11 @@ def _members(nodes: tuple[int, ...]) -> dict[int, list[int]]:
 
 def _renamed(steps: Sequence[Step], ranks: Sequence[int], everything: Chunks) -> tuple[Step, ...]:
     """Return steps over the whole buffer among these ranks, which were numbered 0, 1 ... in them."""
+    named: dict[int | None, int | None] = {None: None, **dict(enumerate(ranks))}
+    wholes = [(everything if step.send else (), everything if step.recv else ()) for step in steps]
     return tuple(
-        Step(
-            to=None if step.to is None else ranks[step.to],
-            send=everything if step.send else (),
-            from_=None if step.from_ is None else ranks[step.from_],
-            recv=everything if step.recv else (),
-            reduce=step.reduce,
-        )
-        for step in steps
+        Step(named[step.to], send, named[step.from_], recv, step.reduce)
+        for step, (send, recv) in zip(steps, wholes, strict=True)
     )
 
 

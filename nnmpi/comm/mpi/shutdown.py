@@ -27,6 +27,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any, NoReturn
 
+import nnmpi.clock as clock
 from nnmpi.command import printable
 from nnmpi.errors import NnmpiError, name_ranks
 
@@ -67,7 +68,7 @@ class Shutdown:
         world: MPI's.
     """
 
-    def __init__(self, mpi: ModuleType, limit_s: float, world: Activity) -> None:
+    def __init__(self, mpi: ModuleType, limit_s: float, world: Any) -> None:
         self.limit_s, self._world = limit_s, world
         self._mpi = mpi
         self._comm: Any = mpi.COMM_WORLD.Dup()
@@ -129,19 +130,14 @@ class Shutdown:
 
     def _announce(self, status: int, text: str, limit_s: float) -> list[int] | None:
         """Announce this rank's end; return the ranks with the same status and text, None if not all come in time."""
-        self._announced = True
-        self._world.waiter, self._world.waiting = None, (time.monotonic(), "MPI's end, for the other ranks")
+        self._announced, self._world.waiter = True, None
+        self._world.operations.append((time.perf_counter(), "MPI's end, for the other ranks"))
         own = hashlib.blake2b(f"{status} {text}".encode(errors="backslashreplace"), digest_size=16).digest()
         everyones = bytearray(len(own) * self._comm.Get_size())
         # Not blocking: a rank whose partners never come to their end must notice and abort.
         request = self._comm.Iallgather([own, self._mpi.BYTE], [everyones, self._mpi.BYTE])
-        deadline = time.monotonic() + limit_s
-        pause = 1e-4
-        while not request.Test():
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)
+        if not self._world.wait_until(request.Test, clock.now() + limit_s):
+            return None
         digests = [bytes(everyones[i : i + len(own)]) for i in range(0, len(everyones), len(own))]
         return [rank for rank, digest in enumerate(digests) if digest == own]
 

@@ -12,7 +12,7 @@ each rank brings what it has, and the last one to come lets all go on.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial, partialmethod
 from itertools import count
@@ -165,16 +165,8 @@ def checksum(memory: NDArray[np.uint8] | None) -> int:
     return int(memory[:whole].view(np.uint64).sum()) + int.from_bytes(memory[whole:].tobytes(), "little")
 
 
-class OpenRequests:
-    """What one rank has started and not yet waited for.
-
-    Attributes:
-        receives: how many of them write memory.
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[SimulatedRequest, tuple[int, int]] = {}
-        self.receives = 0
+class OpenRequests(dict[SimulatedRequest, tuple[int, int]]):
+    """What one rank has started and not yet waited for, with the addresses between which it reads or writes."""
 
     def add(self, request: SimulatedRequest) -> None:
         """Note a request.
@@ -185,17 +177,14 @@ class OpenRequests:
         memory = request.memory
         begin = 0 if memory is None else memory.__array_interface__["data"][0]
         end = begin + (0 if memory is None else memory.nbytes)
-        if begin < end:
-            for other, (low, high) in self._open.items():
-                if begin < high and low < end and (request.writes or other.writes):
-                    use = "writes" if other.writes else "reads"
-                    raise CommError(
-                        f"rank {request.owner.number} gives its {request.what} memory "
-                        f"({describe_lines(request.lines)}) that its {other.what} still {use} "
-                        f"({describe_lines(other.lines)}); wait for that one first"
-                    )
-        self._open[request] = begin, end
-        self.receives += request.writes
+        for other, (low, high) in self.items() if begin < end else ():
+            if begin < high and low < end and (request.writes or other.writes):
+                use = "writes" if other.writes else "reads"
+                raise CommError(
+                    f"rank {request.owner.number} gives its {request.what} memory ({describe_lines(request.lines)}) "
+                    f"that its {other.what} still {use} ({describe_lines(other.lines)}); wait for that one first"
+                )
+        self[request] = begin, end
 
     def close(self, request: SimulatedRequest) -> None:
         """Note that a request was waited for.
@@ -203,19 +192,14 @@ class OpenRequests:
         Raises:
             CommError: when what it sent was changed meanwhile.
         """
-        if self._open.pop(request, None) is None:
+        if self.pop(request, None) is None:
             return
-        self.receives -= request.writes
         if request.checksum is not None and request.checksum != checksum(request.memory):
             raise CommError(
                 f"rank {request.owner.number} changed an array while its {request.what} read it "
                 f"({describe_lines(request.lines)}); wait for the request before the array is written"
             )
         request.memory = None  # whoever still knows the request does not keep the array
-
-    def left(self) -> Iterable[SimulatedRequest]:
-        """Return what was never waited for."""
-        return list(self._open)
 
 
 @dataclass(eq=False)
@@ -253,16 +237,6 @@ class MessageQueue:
     sends: deque[SimulatedMessage] = field(default_factory=deque)
     receives: deque[SimulatedRequest] = field(default_factory=deque)
     last_s: float = 0.0
-
-
-def refuse_length(message: SimulatedMessage, receive: SimulatedRequest) -> CommError:
-    """Return the error for a message that is not as long as what it is received into."""
-    assert receive.memory is not None
-    return CommError(
-        f"rank {message.request.owner.number} sends {message.nbytes} bytes ({describe_lines(message.request.lines)}), "
-        f"which rank {receive.owner.number} receives into {receive.memory.nbytes} ({describe_lines(receive.lines)}); "
-        "give both the same length"
-    )
 
 
 LEAVES_AT_ONCE = 0.5  # the share of short messages that have left when they are sent, where the seed decides
@@ -322,7 +296,7 @@ class MessageBoard:
         waited = [
             f"rank {request.owner.number} never waited for its {request.what} ({describe_lines(request.lines)})"
             for opened in self.open
-            for request in opened.left()
+            for request in opened
         ]
         lost = [
             f"nobody received rank {message.request.owner.number}'s {message.request.what} of {message.nbytes} bytes "
@@ -363,7 +337,7 @@ class SimulatedComm:
         memory = as_bytes(data).reshape(-1)
         request = self._open(f"send to rank {self._members[to]} with tag {tag}", memory, False, self._members[to])
         leaves = not synchronous and memory.nbytes <= EAGER_BYTES
-        receiving = board.open[own.number].receives > 0
+        receiving = any(request.writes for request in board.open[own.number])
         message = SimulatedMessage(request, memory.nbytes, memory.copy() if leaves else None, own.clock_s, receiving)
         queue = board.queues[self._number, own.number, self._members[to], tag]
         if leaves:
@@ -405,7 +379,12 @@ class SimulatedComm:
         """Let a message and the receive for it know one another."""
         assert receive.memory is not None
         if message.nbytes != receive.memory.nbytes:
-            raise refuse_length(message, receive)
+            sender, ends = message.request, (message.request.lines, receive.lines)
+            sent, received = map(describe_lines, ends)
+            raise CommError(
+                f"rank {sender.owner.number} sends {message.nbytes} bytes ({sent}), which rank {receive.owner.number} "
+                f"receives into {receive.memory.nbytes} ({received}); give both the same length"
+            )
         message.receive = receive
         if message.there:
             self._deliver(message, receive, self._own.clock_s)
@@ -518,11 +497,6 @@ class SimulatedComm:
     broadcast = partialmethod(_wait_for, _broadcast, "broadcast")
     ibroadcast = partialmethod(_broadcast, "ibroadcast")
 
-    def allgather(self, own: Buffer, into: Buffer) -> None:
-        """Gather arrays of one length."""
-        signature = ("allgather", own.size, own.dtype.name)
-        self.wait_all([self._join(signature, (own, into), into.nbytes, _gather, writes=into)])
-
     def _allgatherv(self, name: str, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> SimulatedRequest:
         begin = sum(counts[: self.rank])
         flat = into.reshape(-1)
@@ -537,6 +511,10 @@ class SimulatedComm:
 
     allgatherv = partialmethod(_wait_for, _allgatherv, "allgatherv")
     iallgatherv = partialmethod(_allgatherv, "iallgatherv")
+
+    def allgather(self, own: Buffer, into: Buffer) -> None:
+        """Gather arrays of one length."""
+        self._wait_for(type(self)._allgatherv, "allgather", own, into, [own.size] * self.size)
 
     def _reduce_scatter(self, name: str, array: Buffer, own: Buffer, counts: Sequence[int]) -> SimulatedRequest:
         def combine(everyones: list[tuple[Buffer, Buffer]]) -> None:
