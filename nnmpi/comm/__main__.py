@@ -30,7 +30,7 @@ from nnmpi.comm.render import coefficients, compare, render
 from nnmpi.comm.simulate import price, simulate_collective
 from nnmpi.command import Parser, positive_count, say
 from nnmpi.custom import is_custom, load_custom
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, raised_as
 from nnmpi.pages.page import write_page
 from nnmpi.units import format_bytes, format_seconds, parse_bytes, parse_seconds
 
@@ -105,11 +105,9 @@ def _fit(arguments: argparse.Namespace) -> str:
 
 def _check_place(file: Path) -> None:
     """Refuse a file that cannot be written; folders are made."""
-    try:
+    with raised_as(UsageError, f"the fit cannot be written to {file}", "give another --out"):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.open("a").close()
-    except OSError as error:
-        raise UsageError(f"the fit cannot be written to {file} ({error.strerror}); give another --out") from None
 
 
 _COMMANDS: Mapping[str, Callable[[argparse.Namespace], str]] = MappingProxyType(

@@ -18,12 +18,12 @@ from nnmpi.comm.algorithms.registry import ALGORITHMS, HIERARCHICAL, NATIVE, SHA
 from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.machine import Curve, Machine
 from nnmpi.comm.simulate import price
-from nnmpi.errors import NnmpiError, UsageError, counted
+from nnmpi.errors import NnmpiError, UsageError, counted, raised_as
 from nnmpi.files import cache_folder, read_json, write_atomically
 from nnmpi.units import format_bytes, format_seconds
 
 FORMAT = 2
-COMMAND = "mpirun -n {ranks} python -m nnmpi.comm fit"
+MAKE_ONE = "make one: mpirun -n RANKS python -m nnmpi.comm fit"
 
 
 @dataclass(frozen=True)
@@ -105,16 +105,11 @@ def load_fit(file: Path) -> Fit:
     Raises:
         UsageError: when there is none, or what is there is no fit.
     """
-    try:
-        return Fit.from_json(read_json(file))
-    except OSError as error:
-        raise UsageError(
-            f"the fit {file} cannot be read ({error.strerror or error}); make one: {COMMAND.format(ranks='RANKS')}"
-        ) from None
-    except (KeyError, TypeError, ValueError, AttributeError, NnmpiError) as error:
-        raise UsageError(
-            f"{file} is no fit ({type(error).__name__}: {error}); make one: {COMMAND.format(ranks='RANKS')}"
-        ) from None
+    with raised_as(UsageError, f"the fit {file} cannot be read", MAKE_ONE):
+        try:
+            return Fit.from_json(read_json(file))
+        except (KeyError, TypeError, ValueError, AttributeError, NnmpiError) as error:
+            raise UsageError(f"{file} is no fit ({type(error).__name__}: {error}); {MAKE_ONE}") from None
 
 
 def save_fit(fit: Fit, file: Path) -> None:

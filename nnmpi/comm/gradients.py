@@ -145,9 +145,17 @@ class BucketExchange:
         with agreed(group):
             itemsizes = [check_buffer(buffer, low=True).itemsize for buffer in buffers]
             self.buckets = plan_buckets(spans, itemsizes, bucket_bytes)
-            given = [algorithm] if isinstance(algorithm, str) or callable(algorithm) else list(algorithm)
-            names = given * len(self.buckets) if given == [algorithm] else given
-            _check_names(given, len(names), len(self.buckets), group.size)
+            given = [algorithm] if isinstance(algorithm, str) or callable(algorithm) else [*algorithm]
+            for name in {*given} - {AUTO, NATIVE, SHARED}:
+                found = find_collective(ALL_REDUCE.name, name)
+                if not isinstance(name, str):
+                    proved_steps(found, group.size)
+            count = len(self.buckets)
+            names = given * count if len(given) == 1 else given
+            if len(names) != count:
+                raise UsageError(
+                    f"{len(names)} all-reduce algorithms are given for {count} buckets; give one, or one for each"
+                )
         require_equal(
             group,
             [[[bucket.start, bucket.stop, buffers[bucket.buffer].dtype.name] for bucket in self.buckets]],
@@ -346,15 +354,6 @@ def predict_traffic(group: Group, nbytes: int, spent_s: float) -> Traffic:
     """
     predicted_s = predict(group, NATIVE, nbytes)
     return Traffic(spent_s, 0.0, nbytes, 1, nan if predicted_s is None else predicted_s)
-
-
-def _check_names(names: Sequence[How], given: int, buckets: int, size: int) -> None:
-    for name in {*names} - {AUTO, NATIVE, SHARED}:
-        found = find_collective(ALL_REDUCE.name, name)
-        if not isinstance(name, str):
-            proved_steps(found, size)
-    if given != buckets:
-        raise UsageError(f"{given} all-reduce algorithms are given for {buckets} buckets; give one, or one for each")
 
 
 def _name_lengths(plan: Sequence[Sequence[int | str]]) -> str:

@@ -171,14 +171,22 @@ class Proof:
     Attributes:
         size: number of ranks, and of chunks.
         rounds: time until the last rank is done, when every message takes one round and none is in another's way.
-        messages: messages sent by all ranks together (neighbouring chunks travel as one).
-        chunk_transfers: chunks sent by all ranks together.
+        sent: by all ranks together, in the order in which it begins.
     """
 
     size: int
     rounds: int
-    messages: int
-    chunk_transfers: int
+    sent: tuple[ProvedMessage, ...]
+
+    @property
+    def messages(self) -> int:
+        """How many messages are sent (neighbouring chunks travel as one)."""
+        return sum(len(runs(one.chunks)) for one in self.sent)
+
+    @property
+    def chunk_transfers(self) -> int:
+        """How many chunks are sent."""
+        return sum(len(one.chunks) for one in self.sent)
 
 
 def prove(algorithm: Collective | Algorithm, size: int, contract: Contract | None = None) -> Proof:
@@ -218,27 +226,16 @@ def proved_steps(collective: Collective, size: int) -> tuple[tuple[Step, ...], .
     return steps
 
 
-def prove_steps(
-    steps: Sequence[Sequence[Step]], contract: Contract = ALL_REDUCE, messages: list[ProvedMessage] | None = None
-) -> Proof:
-    """Return the proof for steps that are given outright, one sequence per rank. See `prove`.
-
-    Args:
-        messages: filled with all messages, in the order in which they begin.
-    """
+def prove_steps(steps: Sequence[Sequence[Step]], contract: Contract = ALL_REDUCE) -> Proof:
+    """Return the proof for steps that are given outright, one sequence per rank. See `prove`."""
     for rank, own in enumerate(steps):
         for index, step in enumerate(own):
             _check_step(f"rank {rank}, step {index}", step, len(steps))
-    sums = PartialSums(contract, len(steps), messages)
+    sums = PartialSums(contract, len(steps))
     states = sums.run(steps, [(0, 0)] * len(steps))
     _check_finished(states)
     sums.check()
-    return Proof(
-        size=len(steps),
-        rounds=max(state.clock[0] for state in states),
-        messages=sum(len(runs(step.send)) for own in steps for step in own),
-        chunk_transfers=sum(len(step.send) for own in steps for step in own),
-    )
+    return Proof(len(steps), max(state.clock[0] for state in states), tuple(sums.sent))
 
 
 class PartialSums(Engine):
@@ -253,10 +250,12 @@ class PartialSums(Engine):
         written: by rank and chunk, the step that changed it last.
         at: by rank, the step in which it is.
         arrived: by rank, what has come in this step.
+        sent: all messages so far.
     """
 
-    def __init__(self, contract: Contract, size: int, messages: list[ProvedMessage] | None = None) -> None:
-        self.contract, self.size, self.messages = contract, size, messages
+    def __init__(self, contract: Contract, size: int) -> None:
+        self.contract, self.size = contract, size
+        self.sent: list[ProvedMessage] = []
         self.held = [[contract.begins(rank, chunk, size) or 0 for chunk in range(size)] for rank in range(size)]
         self.written: list[dict[int, int]] = [{} for _ in range(size)]
         self.at = [0] * size
@@ -276,8 +275,7 @@ class PartialSums(Engine):
         clock = ready[0] + 1, ready[1] + len(out.send)
         message = ProvedMessage(sender, receiver, out.send, into.reduce, clock)
         self.arrived[receiver] = message, parts
-        if self.messages is not None:
-            self.messages.append(message)
+        self.sent.append(message)
         return clock
 
     def turn(self, ready: tuple[int, int]) -> int:

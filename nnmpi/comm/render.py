@@ -18,7 +18,7 @@ from typing import Any
 
 from nnmpi.comm.collective import Algorithm, Chunks, Collective, as_collective, runs
 from nnmpi.comm.machine import Machine
-from nnmpi.comm.prove import ProvedMessage, prove, prove_steps
+from nnmpi.comm.prove import prove
 from nnmpi.comm.simulate import price
 from nnmpi.errors import ScheduleError, UsageError, counted
 
@@ -48,7 +48,7 @@ def render(algorithm: Collective | Algorithm, size: int) -> str:
     """
     collective = as_collective(algorithm)
     rounds: defaultdict[int, list[list[str]]] = defaultdict(lambda: [[] for _ in range(size)])
-    for one in _messages(collective, size):
+    for one in prove(collective, size).sent:
         cells = rounds[one.clock[0] - 1]
         what = _name(one.chunks, size)
         cells[one.sender].insert(0, f"{what} -> {one.receiver}")
@@ -65,13 +65,6 @@ def render(algorithm: Collective | Algorithm, size: int) -> str:
     return "\n".join([title, "", *table, "", _LEGEND])
 
 
-def _messages(collective: Collective, size: int) -> list[ProvedMessage]:
-    prove(collective, size)
-    messages: list[ProvedMessage] = []
-    prove_steps([collective(rank, size) for rank in range(size)], collective.contract, messages)
-    return messages
-
-
 def _name(chunks: Chunks, size: int) -> str:
     """Return chunk numbers in short: "all", "3", "0-3", "4,0-1"."""
     if len(chunks) == size:
@@ -85,7 +78,7 @@ def animation(collective: Collective, size: int) -> dict[str, Any]:
     Raises:
         ScheduleError: for one that is not; see `prove`.
     """
-    messages = sorted(_messages(collective, size), key=lambda one: (one.clock[0], one.sender))
+    messages = sorted(prove(collective, size).sent, key=lambda one: (one.clock[0], one.sender))
     begins = [[collective.contract.begins(rank, chunk, size) for chunk in range(size)] for rank in range(size)]
     return {
         "begins": [[f"{parts:x}" if parts else "" for parts in own] for own in begins],
