@@ -164,7 +164,7 @@ class Group(Communicator):
             DtypeError: for integers, which have no halves.
             ShapeError, CommError: as in `all_reduce`.
         """
-        self.check_same(array)
+        self.check_same(array)  # before anybody refuses
         if not is_floating(array.dtype):
             raise DtypeError(f"an average of {array.dtype} numbers is not whole; convert to float32 or float64")
         self._run(array, "gossip", NEIGHBOUR_AVERAGE.name, check=False)
@@ -313,9 +313,8 @@ class Group(Communicator):
             ShapeError: when it is not 1-D and contiguous.
             DtypeError: for 16-bit floating point.
         """
-        check_buffer(array, low=True)
-        host = to_host(array)
-        self.comm.allreduce_max(check_buffer(host))
+        host = to_host(check_buffer(array))
+        self.comm.allreduce_max(host)
         put(host, array)
 
     def _check_length(self, array: Buffer, length: int) -> None:

@@ -149,15 +149,13 @@ def parse_network(text: str, ranks: int) -> Machine:
     Raises:
         UsageError: says how it is written.
     """
-    values: dict[str, float] = {}
-    for item in text.split(","):
-        name, _, number = (each.strip() for each in item.partition("="))
-        try:
-            values[name] = float(number) if name not in values else math.nan
-        except ValueError:
-            values[name] = math.nan
-    fits = all(math.isfinite(value) and value >= 0 for value in values.values()) and values.get("gbit") != 0
-    if not fits or not values.keys() <= {"alpha_us", "gbit"}:
+    pairs = [item.partition("=")[::2] for item in text.split(",")]
+    try:
+        values = {name.strip(): float(number) for name, number in pairs}
+    except ValueError:
+        values = {"": 0.0}
+    known = len(values) == len(pairs) and values.keys() <= {"alpha_us", "gbit"} and values.get("gbit") != 0
+    if not known or not all(0 <= value < math.inf for value in values.values()):
         raise UsageError(
             f"network {text!r} is not understood; give a latency in microseconds and a rate in Gbit/s above 0, such as "
             "alpha_us=50,gbit=10"

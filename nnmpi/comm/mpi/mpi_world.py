@@ -204,7 +204,7 @@ class MpiWorld(Activity):
 
     def __init__(self) -> None:
         super().__init__()
-        self.watchdog: Watchdog | None = None
+        self.watchdog: Watchdog | None = None  # which `start` sets
         self.comm: Comm = MpiComm(MPI.COMM_WORLD, self)
         vendor, version = MPI.get_vendor()
         self.library = f"{vendor} {'.'.join(map(str, version))}"
@@ -235,11 +235,6 @@ class MpiWorld(Activity):
     def beside(self, work: Callable[[], T]) -> Future[T]:
         """Start some work on a thread."""
         return self._thread.submit(work)
-
-    def watch_over_ranks(self) -> Callable[[], None]:
-        """Start the watchdog, and return what ends it. Collective."""
-        self.watchdog = Watchdog(self)
-        return self.watchdog.close
 
     def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
         """Say for how long a wait for other ranks may last; see `watchdog`."""

@@ -175,9 +175,14 @@ def _start() -> tuple[Group, Shutdown]:
     try:
         mpi = load_mpi(os.environ)
     except LaunchError as error:
-        _silence_all_but_rank_0(error)
+        launch = read_launch(os.environ)
+        if launch is not None and launch.rank > 0:  # later: the job ends with the first one, when rank 0 has told why
+            time.sleep(SILENT_S)
+            raise SystemExit(error.exit_status) from None
         raise
-    from nnmpi.comm.mpi.mpi_world import mpi_world  # imports mpi4py.MPI, which must have been loaded by then
+    # These import mpi4py.MPI, which must have been loaded by then.
+    from nnmpi.comm.mpi.mpi_world import mpi_world
+    from nnmpi.comm.mpi.watchdog import Watchdog
 
     if is_rank():  # the variables that a BLAS reads come too late for one that was loaded before
         threadpoolctl.threadpool_limits(limits=1, user_api="blas")
@@ -188,7 +193,8 @@ def _start() -> tuple[Group, Shutdown]:
         threading.excepthook = shutdown.on_thread_exception
         atexit.register(shutdown.on_end)
         if mpi.Query_thread() >= mpi.THREAD_MULTIPLE:
-            shutdown.close = world.watch_over_ranks()
+            world.watchdog = Watchdog(world)
+            shutdown.close = world.watchdog.close
     group = Group(world.comm)
     return group, shutdown
 
@@ -204,15 +210,3 @@ def _failed_alone(kind: type[BaseException], error: BaseException, trace: Traceb
     if text:
         sys.stderr.write(printable(text) + "\n")
     raise SystemExit(status)
-
-
-def _silence_all_but_rank_0(error: LaunchError) -> None:
-    """End this process, unless it is the launcher's rank 0.
-
-    It ends a little later than it could: the launcher ends the whole job with the first process, and rank 0 must have
-    printed the error by then.
-    """
-    launch = read_launch(os.environ)
-    if launch is not None and launch.rank > 0:
-        time.sleep(SILENT_S)
-        raise SystemExit(error.exit_status)

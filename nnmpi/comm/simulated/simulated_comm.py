@@ -18,7 +18,7 @@ from functools import partial, partialmethod
 from itertools import count
 from mmap import mmap
 from types import MappingProxyType
-from typing import Any, Self, cast
+from typing import Any, Self, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,8 @@ from nnmpi.comm.machine import Links, Machine
 from nnmpi.comm.simulated.scheduler import Lines, Scheduler, SimulatedRank, describe_lines, find_lines
 from nnmpi.comm.world import World
 from nnmpi.errors import CommError
+
+Bytes: TypeAlias = NDArray[np.uint8]
 
 # When a message arrives, by the same machine that the cost model has (`comm.machine`).
 #
@@ -150,14 +152,14 @@ class SimulatedRequest:
     what: str
     lines: Lines
     missing: Callable[[], Sequence[int]] = tuple
-    memory: NDArray[np.uint8] | None = None
+    memory: Bytes | None = None
     writes: bool = False
     checksum: int | None = None
     complete: bool = False
     complete_s: float = 0.0
 
 
-def checksum(memory: NDArray[np.uint8] | None) -> int:
+def checksum(memory: Bytes | None) -> int:
     """Return a number that changes when the bytes do, nearly always: the sum of their 8-byte words."""
     if memory is None:
         return 0
@@ -218,7 +220,7 @@ class SimulatedMessage:
 
     request: SimulatedRequest
     nbytes: int
-    data: NDArray[np.uint8] | None
+    data: Bytes | None
     ready_s: float
     both_ways: bool
     there: bool = False
@@ -368,7 +370,7 @@ class SimulatedComm:
         self._scheduler.leave(own)
         return request
 
-    def _open(self, what: str, memory: NDArray[np.uint8] | None, writes: bool, *missing: int) -> SimulatedRequest:
+    def _open(self, what: str, memory: Bytes | None, writes: bool, *missing: int) -> SimulatedRequest:
         """Return a new request of this rank, noted as open."""
         read = None if memory is None or writes else checksum(memory)
         request = SimulatedRequest(self._own, what, find_lines(), lambda: missing, memory, writes, read)
@@ -487,7 +489,7 @@ class SimulatedComm:
     def _broadcast(self, name: str, data: Buffer, root: int) -> SimulatedRequest:
         memory = as_bytes(data).reshape(-1)
 
-        def combine(everyones: list[NDArray[np.uint8]]) -> None:
+        def combine(everyones: list[Bytes]) -> None:
             for rank, each in enumerate(everyones):
                 if rank != root:
                     each[...] = everyones[root]
@@ -626,7 +628,7 @@ class SimulatedComm:
     def share_pages(self, own_bytes: int) -> SimulatedPages:
         """Return memory that all ranks see; see `comm.world.Comm`."""
 
-        def make(lengths: list[int]) -> list[tuple[NDArray[np.uint8], ...]]:
+        def make(lengths: list[int]) -> list[tuple[Bytes, ...]]:
             return [tuple(map(_aligned_zeros, lengths))] * self.size
 
         return SimulatedPages(self._exchange("share_pages", own_bytes, make))
@@ -636,7 +638,7 @@ class SimulatedComm:
 class SimulatedPages:
     """Memory of this process: all ranks see it anyway."""
 
-    parts: tuple[NDArray[np.uint8], ...]
+    parts: tuple[Bytes, ...]
 
     def sync(self) -> None:
         """Do nothing: one rank runs at a time."""
@@ -684,6 +686,6 @@ def _all_to_all(everyones: list[tuple[Buffer, Sequence[int], Buffer, Sequence[in
             at += came[sender]
 
 
-def _aligned_zeros(nbytes: int) -> NDArray[np.uint8]:
+def _aligned_zeros(nbytes: int) -> Bytes:
     """Return zeros that begin on a page."""
     return np.frombuffer(mmap(-1, max(nbytes, 1)), np.uint8)[:nbytes]
