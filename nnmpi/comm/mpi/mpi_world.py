@@ -21,6 +21,7 @@ import functools
 import platform
 import shutil
 import time
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -34,7 +35,6 @@ from numpy.typing import NDArray
 
 import nnmpi.clock as clock
 from nnmpi.comm.buffers import Buffer
-from nnmpi.comm.mpi.shutdown import Activity
 from nnmpi.comm.mpi.watchdog import Watchdog
 from nnmpi.comm.world import PAGE_BYTES, Comm, World
 from nnmpi.errors import DeviceError
@@ -122,6 +122,7 @@ def free_bytes() -> int:
 T = TypeVar("T")
 
 FIRST_S, LONGEST_S = 50e-6, 1e-3
+OPERATIONS = 200  # that a flight record lists
 # On these a processor's stores, and its loads, are seen in the order in which the program has them.
 ORDERED_MACHINES = ("x86_64", "amd64", "i686", "i386")
 
@@ -197,13 +198,21 @@ class MpiComm:
         return Window(cast(MPI.Intracomm, self.mpi), own_bytes)
 
 
-class MpiWorld(Activity):
-    """The world that is MPI; see `comm.world.World` for the calls. There is one: `mpi_world`."""
+class MpiWorld:
+    """The world that is MPI; see `comm.world.World` for the calls. There is one: `mpi_world`.
+
+    Attributes:
+        waiting: since when the main thread waits for other ranks, of `time.monotonic`, and for what.
+        operations: when the last calls began, of `time.perf_counter`, and their names.
+    """
 
     simulated = False
 
     def __init__(self) -> None:
-        super().__init__()
+        self.step: int | None = None
+        self.waiter: object = None
+        self.waiting: tuple[float, str] | None = None
+        self.operations: deque[tuple[float, str]] = deque(maxlen=OPERATIONS)
         self.watchdog: Watchdog | None = None  # which `start` sets
         self.comm: Comm = MpiComm(MPI.COMM_WORLD, self)
         vendor, version = MPI.get_vendor()

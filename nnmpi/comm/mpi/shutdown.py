@@ -21,7 +21,6 @@ import sys
 import threading
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType, TracebackType
@@ -37,26 +36,6 @@ STAGGER_S = 0.35  # more than DRAIN_S, so that the first to give up ends the job
 LONGEST_TURN_S = 1.4
 INTERRUPTED = 130
 STALLED = os.EX_TEMPFAIL  # the status of a job that is ended because it has waited for too long
-
-
-OPERATIONS = 200  # that a flight record lists
-
-
-class Activity:
-    """What this rank does now, for reports.
-
-    Attributes:
-        step: of training; None where nobody trains.
-        waiter: what waits for other ranks, whose `waits_for()` says for what.
-        waiting: since when the main thread waits for other ranks, of `time.monotonic`, and for what.
-        operations: when the last calls to the world began, of `time.perf_counter`, and their names.
-    """
-
-    def __init__(self) -> None:
-        self.step: int | None = None
-        self.waiter: object = None
-        self.waiting: tuple[float, str] | None = None
-        self.operations: deque[tuple[float, str]] = deque(maxlen=OPERATIONS)
 
 
 class Shutdown:

@@ -1,6 +1,6 @@
 """A thread in each rank that names who is missing when ranks wait for long, and ends the job at a limit.
 
-Every wait for other ranks says in `Activity.waiting` what it waits for, and since when. Each rank's thread sends
+Every wait for other ranks says in `MpiWorld.waiting` what it waits for, and since when. Each rank's thread sends
 that to ranks 0 and 1, over a communicator of its own; MPI was started for several threads, so this works while the main
 thread is stuck in MPI.
 
@@ -32,7 +32,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from nnmpi.comm.mpi.shutdown import STALLED, Activity, abort
+from nnmpi.comm.mpi.shutdown import STALLED, abort
 from nnmpi.comm.world import WARNING_S
 from nnmpi.command import printable
 from nnmpi.errors import name_ranks
@@ -77,7 +77,7 @@ class Watchdog:
         folder: of the run, for flight records; None for none.
     """
 
-    def __init__(self, world: Activity) -> None:
+    def __init__(self, world: Any) -> None:
         self.warning_s, self.limit_s = WARNING_S, 0.0
         self.folder: Path | None = None
         self._world, self._comm = world, MPI.COMM_WORLD.Dup()
