@@ -111,9 +111,6 @@ def sum_in_fixed_order(group: Group, tree: SumTree, out: Buffer) -> None:
     check_buffer(out)
     mine = tree.blocks
     everyones = _compare(group, tree, mine, out)
-    if group.size == 1:
-        out[...] = mine[(tree.leaves - 1).bit_length(), 0]
-        return
     most = max(len(blocks) for blocks in everyones)
     length = max(ROUND_BYTES // (most * out.itemsize), group.size)
     for start in range(0, out.size, length):

@@ -147,10 +147,9 @@ class MpiComm:
         self.iallreduce = partial(mpi.Iallreduce, MPI.IN_PLACE)
         self.broadcast, self.ibroadcast = named("a broadcast", mpi.Bcast), mpi.Ibcast
         self.reduce_scatter, self.ireduce_scatter = named("a reduce-scatter", mpi.Reduce_scatter), mpi.Ireduce_scatter
-        self._allgatherv, self._alltoallv = (
-            named("an all-gather", mpi.Allgatherv),
-            named("an all-to-all", mpi.Alltoallv),
-        )
+        self.allgatherv = named("an all-gather", partial(_gather, mpi.Allgatherv))
+        self.iallgatherv = partial(_gather, mpi.Iallgatherv)
+        self._alltoallv = named("an all-to-all", mpi.Alltoallv)
         self.free = mpi.Free
 
     def poke(self) -> None:
@@ -162,14 +161,6 @@ class MpiComm:
     def allreduce_max(self, array: Buffer) -> None:
         """Replace the array everywhere by the largest of each element."""
         self.allreduce(array, MPI.MAX)
-
-    def allgatherv(self, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> None:
-        """Gather arrays of any lengths."""
-        self._allgatherv(MPI.IN_PLACE if own is None else own, [into, list(counts)])
-
-    def iallgatherv(self, own: Buffer | None, into: Buffer, counts: Sequence[int]) -> MPI.Request:
-        """Start it."""
-        return self.mpi.Iallgatherv(MPI.IN_PLACE if own is None else own, [into, list(counts)])
 
     def alltoallv(self, data: Buffer, counts: Sequence[int], into: Buffer, came: Sequence[int]) -> None:
         """Send every rank its part."""
@@ -213,7 +204,7 @@ class MpiWorld:
         self.waiter: object = None
         self.waiting: tuple[float, str] | None = None
         self.operations: deque[tuple[float, str]] = deque(maxlen=OPERATIONS)
-        self.watchdog: Watchdog | None = None  # which `start` sets
+        self.watchdog: Watchdog | None = None
         self.comm: Comm = MpiComm(MPI.COMM_WORLD, self)
         vendor, version = MPI.get_vendor()
         self.library = f"{vendor} {'.'.join(map(str, version))}"
@@ -245,11 +236,20 @@ class MpiWorld:
         """Start some work on a thread."""
         return self._thread.submit(work)
 
+    def watch_over_ranks(self) -> Callable[[], None]:
+        """Start the watchdog, and return what ends it. Collective."""
+        self.watchdog = Watchdog(self)
+        return self.watchdog.close
+
     def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
         """Say for how long a wait for other ranks may last; see `watchdog`."""
         if self.watchdog is not None:
             self.watchdog.warning_s, self.watchdog.limit_s = warning_s, limit_s
             self.watchdog.folder = None if folder is None else folder.absolute()
+
+
+def _gather(call: Callable[..., T], own: Buffer | None, into: Buffer, counts: Sequence[int]) -> T:
+    return call(MPI.IN_PLACE if own is None else own, [into, list(counts)])
 
 
 def _named(world: MpiWorld, size: int, name: str, call: Callable[..., T]) -> Callable[..., T]:

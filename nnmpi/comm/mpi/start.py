@@ -180,9 +180,7 @@ def _start() -> tuple[Group, Shutdown]:
             time.sleep(SILENT_S)
             raise SystemExit(error.exit_status) from None
         raise
-    # These import mpi4py.MPI, which must have been loaded by then.
-    from nnmpi.comm.mpi.mpi_world import mpi_world
-    from nnmpi.comm.mpi.watchdog import Watchdog
+    from nnmpi.comm.mpi.mpi_world import mpi_world  # imports mpi4py.MPI, which must have been loaded by then
 
     if is_rank():  # the variables that a BLAS reads come too late for one that was loaded before
         threadpoolctl.threadpool_limits(limits=1, user_api="blas")
@@ -193,8 +191,7 @@ def _start() -> tuple[Group, Shutdown]:
         threading.excepthook = shutdown.on_thread_exception
         atexit.register(shutdown.on_end)
         if mpi.Query_thread() >= mpi.THREAD_MULTIPLE:
-            world.watchdog = Watchdog(world)
-            shutdown.close = world.watchdog.close
+            shutdown.close = world.watch_over_ranks()
     group = Group(world.comm)
     return group, shutdown
 
