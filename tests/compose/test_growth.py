@@ -10,7 +10,7 @@ import pytest
 from nnmpi import models, optim
 from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.comm.group import Group
-from nnmpi.comm.mpi.shutdown import OPERATIONS
+from nnmpi.comm.mpi.mpi_world import OPERATIONS
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
