@@ -13,6 +13,7 @@ its ranks with it. What runs is the train command with --resume, which takes any
 It needs no MPI: a supervisor that took part in the job would end with it.
 """
 
+import ctypes
 import json
 import os
 import signal
@@ -203,7 +204,9 @@ class Supervisor:
         self._say(f"start {number}: {counted(ranks, 'rank')}{without}, into {folder}")
         begin_s, step = time.monotonic(), self._step()
         with raised_as(LaunchError, f"{command[0]} cannot be started"):
-            job = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+            job = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, start_new_session=True, preexec_fn=_end_with_parent
+            )
         try:
             status, fault = self._watch(job, launcher, begin_s)
         finally:
@@ -295,6 +298,15 @@ class Supervisor:
             time.sleep(POLL_S)
         if self._asked:
             self._check(StartEnd(0, "", self._step(), 0.0))
+
+
+PR_SET_PDEATHSIG = 1  # of Linux's prctl
+
+
+def _end_with_parent() -> None:
+    """Let the job end if this program is killed: nobody would start it again, and the next supervisor cannot."""
+    with suppress(AttributeError):  # another system, on which it goes on alone
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def describe_status(status: int, launcher: Launcher) -> str:

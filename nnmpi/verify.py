@@ -74,10 +74,10 @@ DIFFERENT: Mapping[str, Mapping[str, Any]] = {
     "dtype": {"default": "float64"},
     "backend": {"default": "numpy", "help": "Where both runs are; ranks share devices."},
 }
-LAYERS = 30  # whose rounding adds up
+LAYERS = 60  # whose rounding adds up; with 30 a resnet by Adam differed by 1.2 times as much, of random layouts
 GROWTH = 2.0  # of rounding, by each step: gradients divide by batch statistics, Adam's updates by sizes (VERIFIED_EPS)
 LEAST_SCALE = 1e-2
-MOST = 1e-3  # of a tolerance: what rounding may make of more steps, faults make, too
+MOST = 2e-3  # of a tolerance: what rounding may make of more steps, faults make, too
 
 
 @dataclass(frozen=True)

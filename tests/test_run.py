@@ -224,6 +224,22 @@ def test_killed_at_random_it_ends_with_the_bits_of_an_undisturbed_run(tmp_path: 
 
 
 @pytest.mark.timeout(120)
+def test_a_supervisor_that_is_killed_leaves_the_folder_to_the_next(tmp_path: Path) -> None:
+    """Its job does not go on alone: nobody would start that again."""
+    folder = tmp_path / "run"
+    words = f"{FIXED} --save-every 5steps --eval-every 0 --log-every 5 --out {folder}".split()
+    command = [sys.executable, "-m", "nnmpi.run", "-n", "2", "--", *words]
+    with subprocess.Popen([*command, "--max-steps", "1000000", "--epochs", "1000000", "--no-jit"]) as job:
+        while lines(folder / "metrics.jsonl") < 5 and job.poll() is None:
+            time.sleep(0.05)
+        job.kill()
+    steps = 5 * lines(folder / "metrics.jsonl") + 100
+    again = [sys.executable, "-m", "nnmpi.run", "-n", "2", "--", "--resume", str(folder), "--max-steps", str(steps)]
+    ending = run(again, tmp_path / "output", LIMIT_S)
+    assert ending.status == 0 and "finished after 1 start" in ending.output, ending.output
+
+
+@pytest.mark.timeout(120)
 def test_a_signal_to_the_supervisor_saves_and_ends_the_training(tmp_path: Path) -> None:
     """Its ranks are told, not their launcher, which would give them half a second."""
     broken = tmp_path / "a run"  # what is printed is quoted, as a shell takes it
