@@ -72,11 +72,10 @@ class Reporter:
             more: what else stands in the record, or stands there in the place of a mean over the window.
         """
         window = state.window
-        self._recorder.write(
+        self._write(
+            "train",
+            state,
             {
-                "kind": "train",
-                "global_step": state.step,
-                "epoch": self._extent.passes(state),
                 "loss": window.loss,
                 **self.measures(window),
                 "learning_rate": lr,
@@ -90,7 +89,7 @@ class Reporter:
                 "predicted_sync_s": window.predicted_step_s,
                 **self._of_tokens(window.perplexity, window.targets_per_second),
                 **more,
-            }
+            },
         )
         if clock.now() >= self._due_s:
             self._progress(f"{self._place(state)}: {self.result(window)}, {self._rate(window)}")
@@ -175,11 +174,10 @@ class Reporter:
         batches = max(report.batches, 1)
         stale = report.staleness
         counted = {"mean": None, "max": None, "workers": []} if stale is None else stale.to_json()
-        self._recorder.write(
+        self._write(
+            "staleness",
+            state,
             {
-                "kind": "staleness",
-                "global_step": state.step,
-                "epoch": self._extent.passes(state),
                 "mean": counted["mean"],
                 "max": counted["max"],
                 "lead": report.lead,
@@ -188,15 +186,14 @@ class Reporter:
                 "messages": report.messages / batches,
                 "bytes": report.bytes / batches,
                 "workers": counted["workers"],
-            }
+            },
         )
 
     def whole_run(self, state: RunState) -> None:
         """Record and print how stale the gradients of the whole run were, its parts before a resume as well."""
         total = sum_staleness(self._recorder.read())
         if total.count():
-            record = {"kind": RUN_STALENESS, "global_step": state.step, "epoch": self._extent.passes(state)}
-            self._recorder.write(record | total.to_json())
+            self._write(RUN_STALENESS, state, total.to_json())
             words = f"{total.mean():.2f} on average, at most {total.largest()}"
             self._console.say(f"staleness over the run: {words}, of {total.count():,} gradients")
 
@@ -209,11 +206,10 @@ class Reporter:
             report: loss, accuracy and time over the test data.
         """
         seconds = max(report.wall_s, 1e-9)
-        self._recorder.write(
+        self._write(
+            kind,
+            state,
             {
-                "kind": kind,
-                "global_step": state.step,
-                "epoch": self._extent.passes(state),
                 "loss": report.loss,
                 **self.measures(report),
                 "elapsed_s": state.elapsed_s,
@@ -221,5 +217,9 @@ class Reporter:
                 "samples_per_second": report.samples / seconds,
                 "steps_per_second": self._extent.test_batches / seconds,
                 **self._of_tokens(report.perplexity, report.targets / seconds),
-            }
+            },
         )
+
+    def _write(self, kind: str, state: RunState, values: Mapping[str, Any]) -> None:
+        place = {"kind": kind, "global_step": state.step, "epoch": self._extent.passes(state)}
+        self._recorder.write({**place, **values})
