@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice
 from math import prod
@@ -102,6 +102,7 @@ def _full_targets(global_rows: int, microbatches: int, each: int) -> tuple[int, 
     return tuple(each * len(part) for part in split(global_rows, microbatches))
 
 
+@dataclass(eq=False, repr=False)
 class Loader:
     """Gives a rank its part of every global batch, in an order that depends on (seed, epoch) alone.
 
@@ -121,53 +122,45 @@ class Loader:
         UsageError: for sizes and counts that make no sense; the message names the value.
     """
 
-    def __init__(
-        self,
-        dataset: Samples,
-        batch_size: int,
-        *,
-        seed: int = 0,
-        rank: int = 0,
-        world: int = 1,
-        microbatches: int = 1,
-        whole: bool = False,
-        shuffle: bool = True,
-        partition: str = "none",
-        transform: Transform | None = None,
-        dtype: DTypeLike = "float32",
-        workers: int | None = None,
-    ) -> None:
+    dataset: Samples
+    batch_size: int
+    _: KW_ONLY
+    seed: int = 0
+    rank: int = 0
+    world: int = 1
+    microbatches: int = 1
+    whole: bool = False
+    shuffle: bool = True
+    partition: str = "none"
+    transform: Transform | None = None
+    dtype: DTypeLike = "float32"
+    workers: int | None = None
+
+    def __post_init__(self) -> None:
+        dataset, partition = self.dataset, self.partition
         if not isinstance(dataset, Samples):
             what = type(dataset).__name__
             raise UsageError(f"a Loader takes a data set, not a {what}; make one: data.Dataset(name, x, y, classes=10)")
-        self.batch_size, self.microbatches = whole_of("batch_size", batch_size), whole_of("microbatches", microbatches)
-        if not 0 <= rank < world:
-            raise UsageError(f"rank {rank} of {world} ranks does not exist")
-        if whole and partition != "none":
+        self.batch_size = size = whole_of("batch_size", self.batch_size)
+        self.microbatches = whole_of("microbatches", self.microbatches)
+        if not 0 <= self.rank < self.world:
+            raise UsageError(f"rank {self.rank} of {self.world} ranks does not exist")
+        if self.whole and partition != "none":
             raise UsageError(
                 f"the partition {partition!r} does not go with whole microbatches, which are dealt to any rank"
             )
-        if workers is not None:
-            whole_of("workers", workers, 0)
-        if np.dtype(dtype).kind != "f":
-            raise UsageError(f"samples cannot be given as {np.dtype(dtype)}; choose float32 or float64")
-        self.dataset = dataset
-        self.seed = seed
-        self.rank = rank
-        self.world = world
-        self.whole = whole
-        self.shuffle = shuffle
-        self.partition = partition
-        self.transform = transform
-        self.dtype = np.dtype(dtype)
-        self.workers = workers
-        self._steps = [] if transform is None or dataset.is_tokens else steps_of(transform)
+        if self.workers is not None:
+            whole_of("workers", self.workers, 0)
+        self._kind = np.dtype(self.dtype)
+        if self._kind.kind != "f":
+            raise UsageError(f"samples cannot be given as {self._kind}; choose float32 or float64")
+        self._steps = [] if self.transform is None or dataset.is_tokens else steps_of(self.transform)
         self._asked = 0  # how often for the next epoch
-        check_partition(len(dataset), partition, world)
+        check_partition(len(dataset), partition, self.world)
         if partition != "none":
-            sizes = [min(batch_size, len(dataset) - first) for first in range(0, len(dataset), batch_size)]
-            self._owners = np.concatenate([takers(size, world, microbatches) for size in sizes])
-            self._own = own_samples(self._classes(), partition, seed, self._owners)
+            rows = [min(size, len(dataset) - first) for first in range(0, len(dataset), size)]
+            self._owners = np.concatenate([takers(each, self.world, self.microbatches) for each in rows])
+            self._own = own_samples(self._classes(), partition, self.seed, self._owners)
 
     def __repr__(self) -> str:
         """Say which part of how large batches it gives."""
@@ -219,7 +212,7 @@ class Loader:
         """Return whether making a part of a batch may take longer than having it made by a thread."""
         if self.dataset.is_tokens or not all(isinstance(each, Normalize) for each in self._steps):
             return True
-        return -(-self.batch_size // self.world) * prod(self.dataset.sample_shape) * self.dtype.itemsize > SMALL_BYTES
+        return -(-self.batch_size // self.world) * prod(self.dataset.sample_shape) * self._kind.itemsize > SMALL_BYTES
 
     def order(self, epoch: int) -> Integers:
         """Return the order of the samples in an epoch: (n,). Shuffled sentences of like length come together.
@@ -256,7 +249,7 @@ class Loader:
         targets, length = self._extent(epoch_order[start : start + global_rows])
         x, y = self._samples(indices, epoch, length), self.dataset.labels(indices, length)
         if y.dtype.kind == "f":
-            y = y.astype(self.dtype, copy=False)
+            y = y.astype(self._kind, copy=False)
         microbatches = min(self.microbatches, global_rows)
         return Batch(x, y, indices, cuts, global_rows, epoch, number, microbatches, targets=targets)
 
@@ -274,12 +267,12 @@ class Loader:
         return counts, None if lengths is None else int(lengths[batch_order].max(initial=0))
 
     def _samples(self, indices: Integers, epoch: int, length: int | None) -> Array:
-        x = self.dataset.rows(indices, self.dtype, length)
+        x = self.dataset.rows(indices, self._kind, length)
         for step in self._steps:
             x = step(x, indices, epoch, self.seed)
-            if len(x) != len(indices) or x.dtype != self.dtype:
+            if len(x) != len(indices) or x.dtype != self._kind:
                 raise ShapeError(
-                    f"the transform made {len(x)} rows of {x.dtype} out of {len(indices)} rows of {self.dtype}"
+                    f"the transform made {len(x)} rows of {x.dtype} out of {len(indices)} rows of {self._kind}"
                 )
         return np.ascontiguousarray(x)
 
