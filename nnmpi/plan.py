@@ -17,7 +17,7 @@ from nnmpi.errors import counted
 from nnmpi.memory.ledger import KINDS
 from nnmpi.train.build import build_whole
 from nnmpi.train.cli import ask, read_shared, run_on_ranks
-from nnmpi.train.computing import check_backend, choose_computing, take_backend
+from nnmpi.train.computing import check_backend, choose_computing, computing, take_backend
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
     Config,
@@ -136,8 +136,8 @@ def main(words: Sequence[str], group: Group) -> None:
             samples = match_loss(config.optimization.loss, drawn)
         check_backend(config.run, backend)
     model = build_whole(config, samples, backend, group)
-    config, computing = choose_computing(config, model, samples, backend, group)
-    with computing.in_use():
+    config, _ = choose_computing(config, model, samples, backend, group)
+    with computing(config):
         _plan(asked._replace(config=config), samples, ranks, group, backend, console)
     with agreed(group):
         console.check()

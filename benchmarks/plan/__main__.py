@@ -17,7 +17,7 @@ from nnmpi.comm.mpi.start import start  # noqa: E402
 from nnmpi.memory.ledger import ACTIVATIONS, KINDS  # noqa: E402
 from nnmpi.train.build import build_whole  # noqa: E402
 from nnmpi.train.cli import parse  # noqa: E402
-from nnmpi.train.computing import choose_computing  # noqa: E402
+from nnmpi.train.computing import choose_computing, computing  # noqa: E402
 from nnmpi.train.inputs import load_samples  # noqa: E402
 from nnmpi.train.planner.auto_layout import RACE_S, choose  # noqa: E402
 from nnmpi.train.planner.network import take_network  # noqa: E402
@@ -54,8 +54,8 @@ def run(words, group, wanted, rounds, say):
     backend, config = numpy_backend(), parse(words.split())
     samples = load_samples(config, group, group.rank, say)
     model = build_whole(config, samples[0], backend, group)
-    config, computing = choose_computing(config, model, samples[0], backend, group)
-    with computing.in_use():
+    config, _ = choose_computing(config, model, samples[0], backend, group)
+    with computing(config):
         workload = Workload(config, samples)
         profile, _ = take_profile(workload, group, group.size, backend, say)
         network = take_network(group, say, group.size)

@@ -7,7 +7,7 @@ Nothing is timed, so a repeated command has the same bits.
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 
 from nnmpi.backend.backend import Backend, numpy_backend
@@ -30,36 +30,24 @@ from nnmpi.units import format_bytes
 PAYS = 3e11
 
 
-@dataclass(frozen=True)
-class Computing:
-    """What computes on the host.
-
-    Attributes:
-        jit: whether numba's kernels compute what is around the products.
-        line: for the header: why; empty where there was nothing to choose.
-    """
-
-    jit: bool = False
-    line: str = ""
-
-    @contextmanager
-    def in_use(self) -> Iterator[None]:
-        """Compute so inside the block, each rank with one BLAS thread unless the environment sets another number."""
-        with one_blas_thread(), jit() if self.jit else nullcontext():
-            yield
+@contextmanager
+def computing(config: Config) -> Iterator[None]:
+    """Compute on the host as was chosen, each rank with one BLAS thread unless the environment sets another number."""
+    with one_blas_thread(), jit() if config.run.jit == "on" else nullcontext():
+        yield
 
 
 def choose_computing(
     config: Config, model: Module, train: Samples, backend: Backend, group: Group
-) -> tuple[Config, Computing]:
-    """Return the configuration with --jit on or off, and what computes: the same on all ranks. Collective.
+) -> tuple[Config, str]:
+    """Return the configuration with --jit on or off, the same on all ranks, and a line that says why. Collective.
 
     The choice depends on the options and on the installed numba, so the same command on other ranks has the same bits.
     A run that resumes finds "on" or "off" in its config.json.
     """
     run = config.run
     if run.jit != "auto":
-        return config, Computing(run.jit == "on")
+        return config, ""
     plain = not backend.is_device and run.dtype == run.precision == "float32"
     versions = set(group.gather(installed_numba() if plain else ""))
     chosen: Switch = "off"
@@ -71,7 +59,7 @@ def choose_computing(
             line = f"kernels: NumPy's; loading numba's, which are faster, {why}"
         elif all(group.gather(_loads())):
             chosen, line = "on", f"kernels: numba's, which are faster than NumPy's; loading them {why}"
-    return replace(config, run=replace(run, jit=chosen)), Computing(chosen == "on", line)
+    return replace(config, run=replace(run, jit=chosen)), line
 
 
 def installed_numba() -> str:

@@ -402,8 +402,7 @@ def begin(config: Config, group: Group, console: Console, words: Sequence[str] =
                 check_open(config.parallel, config.sync.rule.asynchronous, resuming)
             chosen = choose(config, group, backend, local_rank, console.say)
             config = chosen.config
-        computing = None if chosen is None else chosen.computing
-        run = set_up(config, group, backend, folder, last, console.say, local_rank, computing, stack)
+        run = set_up(config, group, backend, folder, last, console.say, local_rank, stack)
         facts, settled = header(run), run.settled()
         first = RunState(samples=len(run.inputs.train), data=run.inputs.identity)
         state, notices = restore(run.trainer, last, folder, first) if resuming else (first, [])

@@ -48,7 +48,7 @@ from nnmpi.train.build import (
     find_layout,
 )
 from nnmpi.train.checkpoint import Checkpoint, Extent, find, load_weights
-from nnmpi.train.computing import Computing, choose_computing, explained
+from nnmpi.train.computing import choose_computing, computing, explained
 from nnmpi.train.config import Config, ModelConfig, assemble, check_positions, flatten
 from nnmpi.train.folder import RunFolder, check_trust, read_run
 from nnmpi.train.inputs import Inputs, load_inputs, text_source
@@ -184,7 +184,6 @@ def set_up(
     last: Checkpoint | None,
     say: Callable[[str], None],
     local_rank: int,
-    computing: Computing | None,
     stack: ExitStack,
 ) -> TrainingRun:
     """Load the data, build everything, and return it. Collective.
@@ -194,7 +193,6 @@ def set_up(
         last: the checkpoint that the run goes on from: its cuts hold again.
         say: called with a sentence when a download begins.
         local_rank: this rank's number on its node.
-        computing: what computes, where that has been chosen; None to choose it.
         stack: gets what must be left at the end of the run: what computes.
 
     Raises:
@@ -214,9 +212,8 @@ def set_up(
     if cuts is not None and layout.split == AUTO:  # measured again, they might fall elsewhere
         layout = replace(layout, split=cuts)
     model = build_whole(config, inputs.train, backend, group)
-    if computing is None:
-        config, computing = choose_computing(config, model, inputs.train, backend, group)
-    stack.enter_context(computing.in_use())
+    config, kernels = choose_computing(config, model, inputs.train, backend, group)
+    stack.enter_context(computing(config))
     trainer = build_trainer(config, model, group, inputs, backend, layout)
     return TrainingRun(
         config=config,
@@ -232,7 +229,7 @@ def set_up(
         trainer=trainer,
         schedule=schedule,
         extent=extent,
-        kernels=computing.line,
+        kernels=kernels,
     )
 
 

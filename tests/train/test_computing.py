@@ -20,7 +20,8 @@ from nnmpi.launcher import VARIABLES
 from nnmpi.train import computing
 from nnmpi.train.build import build_model
 from nnmpi.train.cli import main, parse
-from nnmpi.train.computing import Computing, choose_computing, multiplications
+from nnmpi.train.computing import choose_computing, multiplications
+from nnmpi.train.config import Config
 
 
 def threads() -> set[int]:
@@ -33,11 +34,11 @@ def test_a_rank_has_one_thread_unless_told_otherwise(monkeypatch: pytest.MonkeyP
     """A process of its own and simulated ranks; what was there comes back."""
     with threadpoolctl.threadpool_limits(2, "blas"):
         monkeypatch.setenv(VARIABLES[0], "2")
-        with Computing().in_use():
+        with computing.computing(Config()):
             assert threads() == {2}
         for name in VARIABLES:
             monkeypatch.delenv(name, raising=False)
-        with Computing().in_use():
+        with computing.computing(Config()):
             assert threads() == {1}
         assert simulate(lambda group: threads(), 2) == [{1}, {1}]
         assert threads() == {2}
@@ -98,7 +99,7 @@ def test_when_numbas_kernels_compute(
         parse(words), models.cnn((28, 28, 1), 10), samples(60000, 28, 28, 1), numpy_backend(), group
     )
     assert config.run.jit == chosen
-    assert found.line.removeprefix("kernels: ").startswith(said) and bool(found.line) == bool(said)
+    assert found.removeprefix("kernels: ").startswith(said) and bool(found) == bool(said)
 
 
 @pytest.mark.simulated(max_size=4)
@@ -116,7 +117,7 @@ def test_one_rank_without_numba_is_enough(
     config, found = choose_computing(
         parse(MNIST), models.cnn((28, 28, 1), 10), samples(60000, 28, 28, 1), numpy_backend(), group
     )
-    assert (config.run.jit, found.line) == ("off", "")
+    assert (config.run.jit, found) == ("off", "")
 
 
 def weights(folder: Path) -> list[Any]:

@@ -373,7 +373,7 @@ def test_a_model_has_an_output_for_each_number_that_is_predicted() -> None:
 
 def test_a_step_is_compared_with_its_prediction() -> None:
     records = [{"kind": "train", "samples_per_second": rate} for rate in (1.0, 100.0, 200.0, 300.0)]
-    chosen: Any = ChosenLayout(assemble({}), None, (), 0.1)  # type: ignore[arg-type]
+    chosen: Any = ChosenLayout(assemble({}), (), 0.1)
     assert chosen.compare(20, records) == ["step predicted 100 ms, measured 100 ms (+0 %)"]
     assert "too few steps" in chosen.compare(20, [])[0]
 

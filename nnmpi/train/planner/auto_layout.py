@@ -15,9 +15,9 @@ from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
 from nnmpi.command import flag_of
 from nnmpi.errors import UsageError, counted
-from nnmpi.train import computing as kernels
+from nnmpi.train import computing as host
 from nnmpi.train.build import build_whole
-from nnmpi.train.computing import Computing, choose_computing, multiplications
+from nnmpi.train.computing import choose_computing, multiplications
 from nnmpi.train.config import Config, ParallelConfig, given
 from nnmpi.train.inputs import load_samples
 from nnmpi.train.planner.network import Say, take_network
@@ -36,13 +36,11 @@ class ChosenLayout:
 
     Attributes:
         config: with the layout's options.
-        computing: what computes on the host, as it was priced.
         lines: for the header.
         predicted_s: of a step; None where nothing was measured.
     """
 
     config: Config
-    computing: Computing
     lines: tuple[str, ...]
     predicted_s: float | None = None
 
@@ -78,18 +76,17 @@ def choose(config: Config, group: Group, backend: Backend, local_rank: int, say:
     """
     samples = load_samples(config, group, local_rank, say)
     model = build_whole(config, samples[0], backend, group)
-    config, computing = choose_computing(config, model, samples[0], backend, group)
+    config, kernels = choose_computing(config, model, samples[0], backend, group)
     work = multiplications(config.optimization, model, samples[0])
-    if group.size == 1 or (work < kernels.PAYS and config.parallel.memory_limit is None):
-        line = (
-            f"planner: replicas; a search pays in runs of {kernels.PAYS:.0e} multiplications, this one has {work:.0e}"
-        )
-        return ChosenLayout(with_options(config, {}), computing, (line,))
-    with computing.in_use():
-        return _search(Workload(config, samples), computing, group, backend, say)
+    if group.size == 1 or (work < host.PAYS and config.parallel.memory_limit is None):
+        line = f"planner: replicas; a search pays in runs of {host.PAYS:.0e} multiplications, this one has {work:.0e}"
+        return ChosenLayout(with_options(config, {}), (line, *filter(None, [kernels])))
+    with host.computing(config):
+        found = _search(Workload(config, samples), group, backend, say)
+    return replace(found, lines=(*found.lines, *filter(None, [kernels])))
 
 
-def _search(workload: Workload, computing: Computing, group: Group, backend: Backend, say: Say) -> ChosenLayout:
+def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> ChosenLayout:
     begin, config = clock.now(), workload.config
     profile, keep = take_profile(workload, group, group.size, backend, say)
     network = take_network(group, say, group.size)
@@ -124,7 +121,7 @@ def _search(workload: Workload, computing: Computing, group: Group, backend: Bac
         f"chosen: {name}; a step is predicted to take {format_seconds(seconds, 3)} (found in "
         f"{format_seconds(clock.now() - begin, 2)})",
     ]
-    return ChosenLayout(with_options(config, options), computing, tuple(lines), seconds)
+    return ChosenLayout(with_options(config, options), tuple(lines), seconds)
 
 
 def race(workload: Workload, layouts: Sequence[Mapping[str, Any]], group: Group, backend: Backend) -> list[float]:
