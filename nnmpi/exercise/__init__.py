@@ -1,7 +1,7 @@
 """Exercises with a checker that says what is wrong: which chunk, which rank, after which step.
 
     exercise     what an exercise is: a statement, a file to begin with, a check of the function that is written
-    messages, training     the exercises, a table of each kind
+    exercises    all of them, a table of each kind
     __main__     python -m nnmpi.exercise
 
 The checks are the package's own: `comm.prove`, `comm.simulate.price`, `schedule.check`, the simulated

@@ -6,17 +6,14 @@ python -m nnmpi.exercise ring-all-reduce my_ring.py    checks what was written t
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from nnmpi.command import Parser, entry, folded, say, suggest
 from nnmpi.custom import load_custom
 from nnmpi.errors import UsageError
-from nnmpi.exercise import messages, training
-from nnmpi.exercise.exercise import Exercise, guarded
-
-KINDS: Mapping[str, tuple[Exercise, ...]] = {**messages.KINDS, **training.KINDS}
-EXERCISES: Mapping[str, Exercise] = {each.name: each for kind in KINDS.values() for each in kind}
+from nnmpi.exercise.exercise import guarded
+from nnmpi.exercise.exercises import EXERCISES, KINDS
 
 
 def main(words: Sequence[str]) -> str:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import wraps
 from typing import Any
 
-from nnmpi.exercise.__main__ import KINDS
+from nnmpi.exercise.exercises import KINDS
 from nnmpi.schedule.schedule import Kind
 from tests.exercise import solutions
 

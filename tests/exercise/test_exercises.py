@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from nnmpi.errors import UsageError
-from nnmpi.exercise.__main__ import EXERCISES, KINDS, main
+from nnmpi.exercise.__main__ import main
 from nnmpi.exercise.exercise import WrongAnswer
+from nnmpi.exercise.exercises import EXERCISES, KINDS
 from tests.exercise import solutions
 from tests.exercise.mistakes import all_mistakes
 

@@ -1,18 +1,19 @@
-"""What ranks send one another, to write: collectives as steps, what they cost, and what ranks share out.
+"""The exercises: collectives as steps, what they cost, what ranks share out; pipeline schedules, and who may go on.
 
 A collective is a function of (rank, size) that returns that rank's steps. It is proved on several numbers of ranks;
 then its rounds, what a rank sends and with whom it talks are held against what is asked for. Costs are for N ranks, M
 bytes, alpha seconds for a message and beta for a byte, and are held against `price`. What is written against a group
-runs on simulated ranks, and is compared with the serial result.
+runs on simulated ranks, and is compared with the serial result. Schedules are checked, then timed and counted beside
+the package's; rules are held against `synchrony` on drawn cases.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
 from math import isclose
+from random import Random
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -45,7 +46,13 @@ from nnmpi.comm.simulate import price
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CommError, ScheduleError, counted
 from nnmpi.exercise.exercise import Exercise, Function, WrongAnswer, call, compare
+from nnmpi.schedule.check import check
+from nnmpi.schedule.lower import lower
+from nnmpi.schedule.schedule import Instruction, Schedule
+from nnmpi.schedule.schedules import make
+from nnmpi.schedule.simulate import even_costs, simulate_schedule
 from nnmpi.shard import split
+from nnmpi.synchrony.consistency import WorkerClocks
 
 ANY, POWERS = (1, 2, 3, 4, 5, 8), (1, 2, 4, 8, 16)
 
@@ -56,38 +63,30 @@ REDUCE = Contract(
 )
 
 
-@dataclass(frozen=True)
-class Wanted:
-    """What a collective must do.
+def check_collective(
+    contract: Contract, right: Algorithm, near: bool, sizes: tuple[int, ...], function: Function
+) -> str:
+    """Return what a right collective does.
 
-    Attributes:
+    Args:
         contract: what every rank has before and after it.
         right: does it; in no more rounds, and with no more chunks from any one rank, it must be done.
         near: whether only those ranks may talk to one another that do so there.
         sizes: the numbers of ranks.
-    """
-
-    contract: Contract
-    right: Algorithm
-    near: bool = False
-    sizes: tuple[int, ...] = ANY
-
-
-def check_collective(wanted: Wanted, function: Function) -> str:
-    """Return what a right collective does.
 
     Raises:
         WrongAnswer: naming the number of ranks, and rank, step and chunk of the fault.
     """
-    for size in wanted.sizes:
+    for size in sizes:
         steps = [_steps(function, rank, size) for rank in range(size)]
+        best = [right(rank, size) for rank in range(size)]
         try:
-            proof = prove_steps(steps, wanted.contract)
+            proof = prove_steps(steps, contract)
         except ScheduleError as error:
             raise WrongAnswer(f"on {counted(size, 'rank')}: {error}") from None
-        _check_limits(wanted, steps, proof)
-    sizes = ", ".join(map(str, wanted.sizes))
-    return f"right on {sizes} ranks; on {size} it takes {proof.rounds} rounds and {proof.messages} messages"
+        _check_limits(steps, proof, best, prove_steps(best, contract).rounds, near)
+    tried = ", ".join(map(str, sizes))
+    return f"right on {tried} ranks; on {size} it takes {proof.rounds} rounds and {proof.messages} messages"
 
 
 def _steps(function: Function, rank: int, size: int) -> tuple[Step, ...]:
@@ -100,17 +99,16 @@ def _steps(function: Function, rank: int, size: int) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def _check_limits(wanted: Wanted, steps: Sequence[Sequence[Step]], proof: Proof) -> None:
+def _check_limits(
+    steps: Sequence[Sequence[Step]], proof: Proof, best: Sequence[Sequence[Step]], rounds: int, near: bool
+) -> None:
     """Refuse what is right but not what was asked for."""
-    size = len(steps)
-    best = [wanted.right(rank, size) for rank in range(size)]
-    enough, rounds = max(map(_chunks, best)), prove_steps(best, wanted.contract).rounds
-    right = f"on {counted(size, 'rank')}: the result is right, but"
+    right, enough = f"on {counted(len(steps), 'rank')}: the result is right, but", max(map(_chunks, best))
     for rank, own in enumerate(steps):
-        near = {partner for step in best[rank] for partner in (step.to, step.from_)}
+        friends = {partner for step in best[rank] for partner in (step.to, step.from_)}
         for at, step in enumerate(own):
-            for partner in {step.to, step.from_} - near - {None}:
-                if wanted.near:
+            for partner in {step.to, step.from_} - friends - {None}:
+                if near:
                     raise WrongAnswer(f"{right} rank {rank}, step {at} talks to rank {partner}, which it may not")
         if _chunks(own) > enough:
             raise WrongAnswer(f"{right} rank {rank} sends {_chunks(own)} chunks, and {enough} are enough")
@@ -127,92 +125,122 @@ def _line(rank: int, size: int) -> tuple[Step, ...]:
     return first if rank == ROOT else (*first, Step(to=rank - 1, send=range(size)))
 
 
-_COLLECTIVES: tuple[tuple[str, str, Wanted], ...] = (
-    (
-        "line-reduce",
-        "The sum of all ranks at rank 0, passed along a line.\n\nRank r talks to r - 1 and r + 1 only; all chunks "
-        "travel at once, in size - 1 rounds.",
-        Wanted(REDUCE, _line, near=True),
-    ),
-    (
-        "star-all-reduce",
-        "A parameter server: rank 0 adds up what all bring, and sends the sum back.\n\nOnly rank 0 talks to the "
-        "others: 2 (size - 1) rounds.",
-        Wanted(ALL_REDUCE, star, near=True),
-    ),
-    (
-        "ring-reduce-scatter",
-        "Around a ring: rank r ends with the sum of chunk r.\n\nRank r talks to its two neighbours only: size - 1 "
-        "rounds, and a rank sends size - 1 chunks.",
-        Wanted(REDUCE_SCATTER, ring_reduce_scatter, near=True),
-    ),
-    (
-        "ring-all-gather",
-        "Around a ring: rank r's chunk r gets to everybody.\n\nRank r talks to its two neighbours only: size - 1 "
-        "rounds, and a rank sends size - 1 chunks.",
-        Wanted(ALL_GATHER, ring_all_gather, near=True),
-    ),
-    (
-        "ring-all-reduce",
-        "Everybody gets the sum of all buffers, around a ring.\n\nA reduce-scatter, then an all-gather: 2 (size - 1) "
-        "rounds, and a rank sends 2 (size - 1) chunks.",
-        Wanted(ALL_REDUCE, ring, near=True),
-    ),
-    (
-        "tree-broadcast",
-        "Rank 0's buffer to everybody along a tree.\n\nIn each round twice as many ranks have it: log2 of size rounds, "
-        "rounded up.",
-        Wanted(BROADCAST, tree_broadcast),
-    ),
-    (
-        "tree-reduce",
-        "The sum of all buffers at rank 0, up a tree.\n\nThe broadcast's picture from the bottom to the top: log2 of "
-        "size rounds, rounded up.",
-        Wanted(REDUCE, tree_reduce),
-    ),
-    (
-        "tree-all-reduce",
-        "Everybody gets the sum, up a tree and down again.\n\n2 log2 of size rounds, rounded up; all chunks travel at "
-        "once.",
-        Wanted(ALL_REDUCE, tree),
-    ),
-    (
-        "all-gather-doubling",
-        "Rank r's chunk r gets to everybody in log2 of size rounds; size is a power of two.\n\nWhat a rank has doubles "
-        "in each round: it sends size - 1 chunks in all.",
-        Wanted(ALL_GATHER, bruck_all_gather, sizes=POWERS),
-    ),
-    (
-        "reduce-scatter-halving",
-        "Rank r ends with the sum of chunk r in log2 of size rounds; size is a power of two.\n\nWhat a rank is "
-        "responsible for halves in each round: it sends size - 1 chunks in all.",
-        Wanted(REDUCE_SCATTER, bruck_reduce_scatter, sizes=POWERS),
-    ),
-    (
-        "halving-doubling",
-        "An all-reduce with few rounds and few bytes; size is a power of two.\n\nHalve, then double: 2 log2 of size "
-        "rounds, and a rank sends 2 (size - 1) chunks.",
-        Wanted(ALL_REDUCE, halving_doubling, sizes=POWERS),
-    ),
-    (
-        "bruck-all-gather",
-        "Rank r's chunk r gets to everybody; log2 of size rounds for any size, rounded up.\n\nIn round k rank r gets "
-        "from rank r + 2^k what that rank has, as far as it is still missing.",
-        Wanted(ALL_GATHER, bruck_all_gather),
-    ),
-    (
-        "neighbour-average",
-        "Gossip: each rank ends with twice its own buffer and once each neighbour's.\n\nThe neighbours are r - 1 and "
-        "r + 1 on a ring. With two ranks each ends with the sum of both.",
-        Wanted(NEIGHBOUR_AVERAGE, gossip, near=True),
-    ),
-)
-
 _FORM = """
 The buffer is cut into as many chunks as there are ranks. Return a list of steps, such as
     Step(to=1, send=[0], from_=3, recv=[2], reduce=True)
 chunk 0 goes to rank 1, while chunk 2 comes from rank 3 and is added; without reduce it takes the place of the old one.
 A step may also only send, or only receive."""
+
+
+def _collective(
+    name: str, statement: str, contract: Contract, right: Algorithm, near: bool = False, sizes: tuple[int, ...] = ANY
+) -> Exercise:
+    check = partial(check_collective, contract, right, near, sizes)
+    return Exercise(name, f"{statement}\n{_FORM}", "rank, size", check, "from nnmpi.comm.collective import Step")
+
+
+_COLLECTIVES = (
+    _collective(
+        "line-reduce",
+        "The sum of all ranks at rank 0, passed along a line.\n\nRank r talks to r - 1 and r + 1 only; all chunks "
+        "travel at once, in size - 1 rounds.",
+        REDUCE,
+        _line,
+        near=True,
+    ),
+    _collective(
+        "star-all-reduce",
+        "A parameter server: rank 0 adds up what all bring, and sends the sum back.\n\nOnly rank 0 talks to the "
+        "others: 2 (size - 1) rounds.",
+        ALL_REDUCE,
+        star,
+        near=True,
+    ),
+    _collective(
+        "ring-reduce-scatter",
+        "Around a ring: rank r ends with the sum of chunk r.\n\nRank r talks to its two neighbours only: size - 1 "
+        "rounds, and a rank sends size - 1 chunks.",
+        REDUCE_SCATTER,
+        ring_reduce_scatter,
+        near=True,
+    ),
+    _collective(
+        "ring-all-gather",
+        "Around a ring: rank r's chunk r gets to everybody.\n\nRank r talks to its two neighbours only: size - 1 "
+        "rounds, and a rank sends size - 1 chunks.",
+        ALL_GATHER,
+        ring_all_gather,
+        near=True,
+    ),
+    _collective(
+        "ring-all-reduce",
+        "Everybody gets the sum of all buffers, around a ring.\n\nA reduce-scatter, then an all-gather: 2 (size - 1) "
+        "rounds, and a rank sends 2 (size - 1) chunks.",
+        ALL_REDUCE,
+        ring,
+        near=True,
+    ),
+    _collective(
+        "tree-broadcast",
+        "Rank 0's buffer to everybody along a tree.\n\nIn each round twice as many ranks have it: log2 of size rounds, "
+        "rounded up.",
+        BROADCAST,
+        tree_broadcast,
+    ),
+    _collective(
+        "tree-reduce",
+        "The sum of all buffers at rank 0, up a tree.\n\nThe broadcast's picture from the bottom to the top: log2 of "
+        "size rounds, rounded up.",
+        REDUCE,
+        tree_reduce,
+    ),
+    _collective(
+        "tree-all-reduce",
+        "Everybody gets the sum, up a tree and down again.\n\n2 log2 of size rounds, rounded up; all chunks travel at "
+        "once.",
+        ALL_REDUCE,
+        tree,
+    ),
+    _collective(
+        "all-gather-doubling",
+        "Rank r's chunk r gets to everybody in log2 of size rounds; size is a power of two.\n\nWhat a rank has doubles "
+        "in each round: it sends size - 1 chunks in all.",
+        ALL_GATHER,
+        bruck_all_gather,
+        sizes=POWERS,
+    ),
+    _collective(
+        "reduce-scatter-halving",
+        "Rank r ends with the sum of chunk r in log2 of size rounds; size is a power of two.\n\nWhat a rank is "
+        "responsible for halves in each round: it sends size - 1 chunks in all.",
+        REDUCE_SCATTER,
+        bruck_reduce_scatter,
+        sizes=POWERS,
+    ),
+    _collective(
+        "halving-doubling",
+        "An all-reduce with few rounds and few bytes; size is a power of two.\n\nHalve, then double: 2 log2 of size "
+        "rounds, and a rank sends 2 (size - 1) chunks.",
+        ALL_REDUCE,
+        halving_doubling,
+        sizes=POWERS,
+    ),
+    _collective(
+        "bruck-all-gather",
+        "Rank r's chunk r gets to everybody; log2 of size rounds for any size, rounded up.\n\nIn round k rank r gets "
+        "from rank r + 2^k what that rank has, as far as it is still missing.",
+        ALL_GATHER,
+        bruck_all_gather,
+    ),
+    _collective(
+        "neighbour-average",
+        "Gossip: each rank ends with twice its own buffer and once each neighbour's.\n\nThe neighbours are r - 1 and "
+        "r + 1 on a ring. With two ranks each ends with the sum of both.",
+        NEIGHBOUR_AVERAGE,
+        gossip,
+        near=True,
+    ),
+)
 
 
 # ---- what they cost ----
@@ -269,17 +297,6 @@ def _number(function: Function, *values: float) -> float:
     if not isinstance(found, int | float):
         raise WrongAnswer(f"it gives {found!r}, and must give a number of seconds or bytes")
     return float(found)
-
-
-_COSTS = (
-    (
-        "server-cost",
-        "The parameter server's all-reduce: rank 0 takes from one after another, then sends to each.",
-        "ps",
-    ),
-    ("ring-cost", "The ring's all-reduce: 2 (N - 1) steps with an N-th of the buffer each.", "ring"),
-    ("tree-cost", "The tree's all-reduce: up and down, the whole buffer on every level.", "tree"),
-)
 
 
 # ---- what ranks share out ----
@@ -389,62 +406,231 @@ _SHARED: tuple[tuple[str, str, str, Trial], ...] = (
     ),
 )
 
-_COST = "N, M, alpha, beta"
+
+def _cost(name: str, statement: str, operation: str, algorithm: str, returns: str) -> Exercise:
+    check = partial(check_cost, partial(_exact, operation, algorithm), [()])
+    return Exercise(name, f"{statement}\n\nReturn its seconds {returns}", "N, M, alpha, beta", check)
+
+
+_BYTES = "for M bytes on N ranks; adding takes no time."
+_COSTS = (
+    _cost(
+        "server-cost",
+        "The parameter server's all-reduce: rank 0 takes from one after another, then sends to each.",
+        "all-reduce",
+        "ps",
+        _BYTES,
+    ),
+    _cost(
+        "ring-cost",
+        "The ring's all-reduce: 2 (N - 1) steps with an N-th of the buffer each.",
+        "all-reduce",
+        "ring",
+        _BYTES,
+    ),
+    _cost(
+        "tree-cost",
+        "The tree's all-reduce: up and down, the whole buffer on every level.",
+        "all-reduce",
+        "tree",
+        _BYTES,
+    ),
+    _cost(
+        "all-gather-cost",
+        "The ring's all-gather: N - 1 steps.",
+        "all-gather",
+        "ring",
+        "on N ranks; M are the bytes of all chunks together.",
+    ),
+    Exercise(
+        "bucket-cost",
+        "Gradients in equal buckets, each summed around the ring, one after another.\n\nReturn the seconds for M bytes "
+        "in all on N ranks.",
+        "N, M, alpha, beta, buckets",
+        partial(check_cost, _buckets, [(1,), (2,), (5,)]),
+    ),
+    Exercise(
+        "ring-tree-crossover",
+        "From how many bytes on is the ring faster than the tree?\n\nReturn the M at which both all-reduces take as "
+        "long; N is a power of two, at least 4.",
+        "N, alpha, beta",
+        check_crossover,
+    ),
+)
+_GROUP = """
+
+group has rank, size, all_reduce(array), reduce_scatter(array), all_gather(array): on flat arrays, in place."""
+
+
+# ---- pipeline schedules ----
+
+VIRTUAL = 2  # stages on each rank of the interleaved one
+SHAPES = ((2, 2), (2, 4), (3, 6), (4, 4), (4, 8))  # ranks and microbatches
+
+
+def check_order(name: str, virtual: int, function: Function) -> str:
+    """Return what a right schedule takes.
+
+    Args:
+        name: the package's schedule that is wanted; another one that is as good passes, too.
+        virtual: stages on each rank.
+
+    Raises:
+        WrongAnswer: showing the programs with the fault marked, or saying which rank keeps too much, or what is slow.
+    """
+    for ranks, microbatches in SHAPES:
+        where = f"with {ranks} ranks and {microbatches} microbatches"
+        programs = tuple(_program(function, rank, ranks, microbatches) for rank in range(ranks))
+        try:
+            schedule = lower(Schedule(name, ranks, ranks * virtual, microbatches, programs))
+            check(schedule)
+        except ScheduleError as error:
+            raise WrongAnswer(f"{where}: {error}") from None
+        costs = even_costs(ranks * virtual)
+        found = simulate_schedule(schedule, costs)
+        best = simulate_schedule(lower(make(name, ranks, microbatches, virtual)), costs)
+        right = f"{where}: everything is done, in a possible order, but"
+        for rank, (kept, enough) in enumerate(zip(found.peak_activations, best.peak_activations, strict=True)):
+            if kept > enough:
+                raise WrongAnswer(f"{right} rank {rank} keeps {kept} activations at once, and {enough} are enough")
+        if found.makespan_s > best.makespan_s + 1e-9:
+            raise WrongAnswer(
+                f"{right} it takes {found.makespan_s:g} units of time, where {best.makespan_s:g} are enough; a forward "
+                f"takes one, a backward two"
+            )
+    return f"right; {where} it takes {found.makespan_s:g} units, bubble {found.bubble:.0%}"
+
+
+def _program(function: Function, rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
+    program = call(function, rank, ranks, microbatches)
+    if not isinstance(program, tuple | list) or not all(isinstance(each, Instruction) for each in program):
+        raise WrongAnswer(f"rank {rank} of {ranks} gives {program!r}; give a list such as [Kind.F.at(rank, 0)]")
+    return tuple(program)
+
+
+_ORDER = "\n\nReturn what the rank computes, in order: Kind.F.at(stage, microbatch) and Kind.B.at(stage, microbatch)."
+_SCHEDULES = (
+    ("naive-pipeline", "naive", 1, f"One microbatch after another: forward through all ranks, and back.{_ORDER}"),
+    ("gpipe", "gpipe", 1, f"GPipe: all forwards, then all backwards.{_ORDER}"),
+    (
+        "one-f-one-b",
+        "1f1b",
+        1,
+        f"1F1B: as soon as a backward can be done it is done; rank r keeps at most ranks - r activations.{_ORDER}",
+    ),
+    (
+        "interleaved",
+        "interleaved",
+        VIRTUAL,
+        f"Interleaved 1F1B: rank r has the stages r and r + ranks.{_ORDER}\nMicrobatches are a multiple of ranks; a "
+        "round is as many of them as there are ranks.",
+    ),
+    (
+        "zero-bubble",
+        "zero-bubble",
+        1,
+        "Zero bubble (ZB-H1): a backward in two halves, the second when there is time.\n\nReturn what the rank "
+        "computes, in order: Kind.F.at(rank, m), then Kind.I.at(rank, m) for the gradient of the input,\n"
+        "which the rank before waits for, and Kind.W.at(rank, m) for those of the weights, which nobody waits for.",
+    ),
+    (
+        "inference-pipeline",
+        "inference",
+        VIRTUAL,
+        "Forwards only: rank r has the stages r and r + ranks.\n\nReturn what the rank computes, in order: "
+        "Kind.F.at(stage, microbatch). Microbatches are a multiple of ranks.",
+    ),
+)
+
+
+# ---- who may go on ----
+
+Cases: TypeAlias = Callable[[Random], Iterator[tuple[str, tuple[Any, ...], Any]]]
+"""Yields (the case in words, the values that are given, what must come out)."""
+
+
+def check_rule(cases: Cases, function: Function) -> str:
+    """Return in how many cases the rule is right.
+
+    Raises:
+        WrongAnswer: showing the first case in which it is not.
+    """
+    tried = 0
+    for case, values, wanted in cases(Random(0)):
+        tried += 1
+        found = call(function, *values)
+        if type(found) is not type(wanted) or found != wanted:
+            raise WrongAnswer(f"{case}: it gives {found!r}, and must give {wanted!r}")
+    return f"right in {tried} cases"
+
+
+def _ssp(draw: Random) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
+    for _ in range(100):
+        clocks = WorkerClocks(draw.randint(1, 5))
+        clocks.steps[:] = [draw.randint(3, 6) for _ in clocks.steps]
+        worker, bound = draw.randrange(len(clocks.steps)), draw.randint(0, 3)
+        lead = f"it leads the slowest by {clocks.lead(worker)}"
+        case = f"workers have done {clocks.steps} steps, and worker {worker} asks under the bound {bound} ({lead})"
+        yield case, (list(clocks.steps), worker, bound), clocks.may_start(worker, bound)
+
+
+def _gradients(draw: Random) -> Iterator[tuple[str, tuple[Any, ...], Any]]:
+    for length in range(1, 40):
+        events: list[tuple[str, int]] = []
+        read: dict[int, int] = {}
+        wanted: list[int] = []
+        for _ in range(length):
+            worker = draw.randrange(3)
+            if worker in read:
+                wanted.append(len(wanted) - read.pop(worker))
+                events.append(("push", worker))
+            else:
+                read[worker] = len(wanted)
+                events.append(("read", worker))
+        yield f"events {events}", (list(events),), wanted
+
+
+_RULES: tuple[tuple[str, str, str, Cases], ...] = (
+    (
+        "ssp-rule",
+        "Stale synchronous: may a worker begin a step?\n\nsteps[w] is how many steps worker w has done. It may, if it "
+        "leads the slowest by at most bound.\nReturn True or False.",
+        "steps, worker, bound",
+        _ssp,
+    ),
+    (
+        "gradient-staleness",
+        'How stale is each gradient?\n\nevents are in order: ("read", worker) takes the weights, ("push", worker) '
+        "gives the "
+        "gradient made with them,\nwhich is one update. Return a list: for each push, how many updates there were "
+        "between the worker's read and it.",
+        "events",
+        _gradients,
+    ),
+)
 
 KINDS: Mapping[str, tuple[Exercise, ...]] = MappingProxyType(
     {
-        "collectives": tuple(
-            Exercise(
-                name,
-                f"{statement}\n{_FORM}",
-                "rank, size",
-                partial(check_collective, wanted),
-                "from nnmpi.comm.collective import Step",
-            )
-            for name, statement, wanted in _COLLECTIVES
-        ),
-        "what they cost": (
-            *(
-                Exercise(
-                    name,
-                    f"{statement}\n\nReturn its seconds for M bytes on N ranks; adding takes no time.",
-                    _COST,
-                    partial(check_cost, partial(_exact, "all-reduce", algorithm), [()]),
-                )
-                for name, statement, algorithm in _COSTS
-            ),
-            Exercise(
-                "all-gather-cost",
-                "The ring's all-gather: N - 1 steps.\n\nReturn its seconds on N ranks; M are the bytes of all chunks "
-                "together.",
-                _COST,
-                partial(check_cost, partial(_exact, "all-gather", "ring"), [()]),
-            ),
-            Exercise(
-                "bucket-cost",
-                "Gradients in equal buckets, each summed around the ring, one after another.\n\nReturn the seconds for "
-                "M bytes in all on N ranks.",
-                f"{_COST}, buckets",
-                partial(check_cost, _buckets, [(1,), (2,), (5,)]),
-            ),
-            Exercise(
-                "ring-tree-crossover",
-                "From how many bytes on is the ring faster than the tree?\n\nReturn the M at which both all-reduces "
-                "take as long; N is a power of two, at least 4.",
-                "N, alpha, beta",
-                check_crossover,
-            ),
-        ),
+        "collectives": _COLLECTIVES,
+        "what they cost": _COSTS,
         "what ranks share out": tuple(
+            Exercise(name, f"{statement}{_GROUP}", arguments, partial(check_shared, trial), "import numpy as np")
+            for name, statement, arguments, trial in _SHARED
+        ),
+        "pipeline schedules": tuple(
             Exercise(
                 name,
-                f"{statement}\n\ngroup has rank, size, all_reduce(array), reduce_scatter(array), all_gather(array): on "
-                "flat arrays, in place.",
-                arguments,
-                partial(check_shared, trial),
-                "import numpy as np",
+                statement,
+                "rank, ranks, microbatches",
+                partial(check_order, schedule, virtual),
+                "from nnmpi.schedule.schedule import Kind",
             )
-            for name, statement, arguments, trial in _SHARED
+            for name, schedule, virtual, statement in _SCHEDULES
+        ),
+        "who may go on": tuple(
+            Exercise(name, statement, arguments, partial(check_rule, cases))
+            for name, statement, arguments, cases in _RULES
         ),
     }
 )
+EXERCISES: Mapping[str, Exercise] = {each.name: each for kind in KINDS.values() for each in kind}
