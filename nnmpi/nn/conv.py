@@ -63,10 +63,6 @@ class Conv2d(Module):
         """Return the convolution. See `ops.conv2d`."""
         return conv2d(self.enter(x), self.weight, self.bias, self.stride, self.padding, self.dilation, self.groups)
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Return the images as the convolution wants them: where ranks share the layer, an exchange comes first."""
-        return x
-
 
 class Pool2d(Module):
     """One number for each window: (batch, height, width, channels) -> (batch, out_h, out_w, channels).

@@ -35,10 +35,6 @@ class Linear(Module):
         """Return x W + b. See `ops.linear`."""
         return linear(self.enter(x), self.weight, self.bias)
 
-    def enter(self, x: Tensor) -> Tensor:
-        """Return the input as the product wants it: where ranks share the layer, an exchange comes first."""
-        return x
-
 
 class Embedding(Module):
     """Rows of a trained table: integers (...) -> (..., embedding_dim).
@@ -83,7 +79,3 @@ class TiedLinear(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return x W^T. See `ops.linear.linear_transposed`."""
         return linear_transposed(self.enter(x), self.weight)
-
-    def enter(self, x: Tensor) -> Tensor:
-        """Return the input as the product wants it. See `Linear.enter`."""
-        return x

@@ -95,6 +95,10 @@ class Module:
         """Compute the result. Subclasses define it."""
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
+    def enter(self, x: Tensor) -> Tensor:
+        """Return what comes as a product wants it: where ranks share the layer, an exchange comes first."""
+        return x
+
     def __call__(self, *inputs: Any, **named: Any) -> Any:
         """Return forward's result; arrays among the inputs become tensors.
 
