@@ -67,10 +67,6 @@ class TimeCurve:
     seconds: Any
     choice: Any
 
-    def at(self, budget: int) -> int:
-        """Return the number of the best point within a budget; -1 if there is none."""
-        return int(np.searchsorted(self.bytes, budget, "right")) - 1
-
 
 class OptimalPlans:
     """All plans of least time for a chain, one for each budget.
@@ -81,7 +77,6 @@ class OptimalPlans:
 
     Attributes:
         least: the budget below which there is no plan.
-        most: the budget from which nothing is gained by more.
     """
 
     def __init__(self, costs: Costs, swap_s: Sequence[float] = ()) -> None:
@@ -96,8 +91,7 @@ class OptimalPlans:
             place = (s, s + length, owned)
             if s + length <= last:
                 self._curves[place] = self._curve(*place)
-        curve = self._curves[0, last, False]
-        self.least, self.most = int(curve.bytes[0]), int(curve.bytes[-1])
+        self.least = int(self._curves[0, last, False].bytes[0])
 
     @cached_property
     def all(self) -> int:
@@ -164,7 +158,7 @@ class OptimalPlans:
         """Write down the plan for the layers s..t within a budget."""
         while True:
             curve = self._curves[s, t, owned]
-            choice = int(curve.choice[curve.at(budget)])
+            choice = int(curve.choice[np.searchsorted(curve.bytes, budget, "right") - 1])  # the best within the budget
             if choice in (KEEP, SWAP):
                 break
             plan.append(Action(Act.FORWARD, s))

@@ -90,11 +90,6 @@ class LayerCost:
     elements: int = 0
 
     @property
-    def weights_s(self) -> float:
-        """The seconds of the second half of a backward, which gives the parameters' gradients."""
-        return self.backward_s - self.input_s
-
-    @property
     def seconds(self) -> float:
         """The seconds of an ordinary pass, forward and backward."""
         return self.keep_s + self.backward_s
