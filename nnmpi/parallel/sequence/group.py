@@ -18,30 +18,17 @@ scattered is taken (`take_part` in `sharded.collectives`), and gathered by `gath
 from dataclasses import dataclass, replace
 from typing import Any
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import namespace
 from nnmpi.data.loader import Batch
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.nn.sharding import RING, ULYSSES
 from nnmpi.parallel.sequence.attention import RingAttention, UlyssesAttention
 from nnmpi.parallel.sharded.collectives import PartExchange
 from nnmpi.tensor.cut import CutTensor, mark
-from nnmpi.tensor.function import Function
 from nnmpi.tensor.placement import PairPlacement, Placement, TensorCut, is_cut
 from nnmpi.tensor.tensor import Tensor
 
 POSITIONS = 1  # the axis
-
-
-class Enter(Function):
-    """x as it is: a leaf behind which its part stands in the graph."""
-
-    __slots__ = ()
-
-    def forward(self, x: Array) -> Array:
-        return x
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (grad,)
 
 
 @dataclass(frozen=True)
@@ -93,7 +80,7 @@ class SequenceGroup(PartExchange):
             x: (batch, this rank's positions, ...).
             length: of the whole sequences.
         """
-        x = Enter()(x) if x.requires_grad else x
+        x = x.reshape(x.shape) if x.requires_grad else x  # a leaf stays behind its part
         return mark(x, TensorCut(self.placement(length), self, ""))
 
     def leave(self, x: Any, length: int) -> Tensor:
