@@ -162,14 +162,7 @@ class LayerContext:
     def on_parts(self, module: Module) -> Placed:
         """Return a layer whose operations know themselves what to do with a part (see `tensor.placement`)."""
         exchange = PartExchange(self.group)
-
-        def as_part(x: Tensor) -> CutTensor:
-            placement, axis = self.placement, self.placement.axis % x.ndim
-            if placement.repeats is None:
-                width = placement.width(exchange.size, exchange.rank)
-                placement = replace(placement, repeats=x.shape[axis] // width if width else 1)
-            return mark(x, TensorCut(replace(placement, axis=axis), exchange, self.name))
-
+        as_part = partial(_mark, placement=self.placement, exchange=exchange, name=self.name)
         return Redistributed(module, as_part, CutTensor.part), self.placement
 
     def to_replicated(self, features: int | None = None, way: str = "gather") -> Redistribute:
@@ -254,6 +247,18 @@ class Redistributed(Module):
         return y if self._after is None else self._after(y)
 
 
+def _cut(x: Tensor, placement: Placement, exchange: PartExchange, name: str) -> TensorCut:
+    """Return which part of a tensor a rank has, as a tensor says it; where repeats are not known, x is the part."""
+    axis, width = placement.axis % x.ndim, placement.width(exchange.size, exchange.rank)
+    if placement.repeats is None:
+        placement = replace(placement, repeats=x.shape[axis] // width if width else 1)
+    return TensorCut(replace(placement, axis=axis), exchange, name)
+
+
+def _mark(x: Tensor, placement: Placement, exchange: PartExchange, name: str) -> Tensor:
+    return x if placement.is_replicated else mark(x, _cut(x, placement, exchange, name))
+
+
 class ShardedChild(Redistributed):
     """What the forward of a custom module sees of a layer or container below it that is shared out.
 
@@ -275,19 +280,15 @@ class ShardedChild(Redistributed):
 
     def forward(self, x: Any) -> Any:
         """Return the layer's result, marked as a part where it is one."""
-        y = self.inner(self._arranged(x))
-        return y if self._gives.is_replicated else mark(y, self._cut(self._gives, y))
+        return _mark(self.inner(self._arranged(x)), self._gives, self._group, self._name)
 
     def _arranged(self, x: Any) -> Any:
         if self._expects.is_replicated:
             return whole(x, self._group)
-        wanted = self._cut(self._expects, x)
+        wanted = _cut(x, self._expects, self._group, self._name)
         if is_cut(x) and x.cut.group == self._group and x.cut.is_like(wanted):
             return x.part()
         return scatter(whole(x, self._group), self._group.group, self._expects)
-
-    def _cut(self, placement: Placement, x: Tensor) -> TensorCut:
-        return TensorCut(replace(placement, axis=placement.axis % x.ndim), self._group, self._name)
 
     def _closed(self, *_: Any) -> NoReturn:
         raise LayoutError(
