@@ -18,7 +18,7 @@ def model_state(model: Module, group: Group, arrangement: Arrangement) -> ModelS
     storage = model.storage
     parts = {} if storage.is_whole else _parts(storage, {"": storage.data})
     entries = [
-        StateEntry.of(name, parts.get(f"/{name}", leaf.data), leaf.region, arrangement.writes(name, leaf))
+        StateEntry(name, parts.get(f"/{name}", leaf.data), leaf.region, arrangement.writes(name, leaf))
         for name, leaf in leaves
     ]
     return ModelState(entries, list(arrangement.order), group)
@@ -34,7 +34,7 @@ def optimizer_state(model: Module, optimizer: Optimizer, group: Group, arrangeme
     for name, view in views.items():
         parameter = parameters[name.partition("/")[2]]
         writes = arrangement.writes(parameter.name, parameter)
-        entries.append(StateEntry.of(name, view, parameter.region, writes))
+        entries.append(StateEntry(name, view, parameter.region, writes))
     order = [f"{slot}/{name}" for slot in optimizer.slots() for name in arrangement.parameters]
     return ModelState(entries, order, group)
 
@@ -48,7 +48,7 @@ def gradient_state(model: Module, group: Group, arrangement: Arrangement) -> Mod
         grad = parts.get(f"/{parameter.name}", parameter.buffer)
         assert grad is not None
         writes = arrangement.writes(parameter.name, parameter)
-        entries.append(StateEntry.of(parameter.name, grad, parameter.region, writes))
+        entries.append(StateEntry(parameter.name, grad, parameter.region, writes))
     return ModelState(entries, list(arrangement.parameters), group)
 
 

@@ -52,11 +52,11 @@ class Compiled:
         pool: the memory of all recordings: one is replayed at a time, and copies of its results go out.
     """
 
-    def __init__(self, step: Callable[..., Any], pool: MemoryPool | None = None) -> None:
+    def __init__(self, step: Callable[..., Any]) -> None:
         update_wrapper(self, step, updated=())
         self._step = step
         self._held: dict[Any, Recording] = {}
-        self.pool = MemoryPool() if pool is None else pool
+        self.pool = MemoryPool()
         self._lock = RLock()
         self.calls = 0
 

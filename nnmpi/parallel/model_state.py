@@ -219,9 +219,8 @@ class StateEntry:
 
     Attributes:
         name: the full name in the full model ("2.weight"; "momentum/2.weight").
-        shape, dtype: of the whole array.
-        region: the part that this rank has; None for all of it.
         array: the values, a live view (of `region.local_shape`), on the host or a device; or shared out further.
+        region: the part that this rank has; None for all of it.
         owned: whether this rank is the one that writes it; each element must have exactly one owner.
 
     Raises:
@@ -229,37 +228,24 @@ class StateEntry:
     """
 
     name: str
-    shape: tuple[int, ...]
-    dtype: str
-    region: Region | None
     array: Array | ShardedArray
-    owned: bool
+    region: Region | None = None
+    owned: bool = True
 
     def __post_init__(self) -> None:
         """Check that the array has the region's shape."""
-        whole, local = (self.shape, self.shape)
-        if self.region is not None:
-            whole, local = self.region.shape, self.region.local_shape
-        if whole != self.shape or tuple(self.array.shape) != local:
+        if self.region is not None and tuple(self.array.shape) != self.region.local_shape:
             raise ShapeError(
-                f"{self.name} has shape {tuple(self.array.shape)} here, but this rank's part of {self.shape} is {local}"
+                f"{self.name} has shape {tuple(self.array.shape)} here, but this rank's part of {self.region.shape} is "
+                f"{self.region.local_shape}"
             )
-
-    @classmethod
-    def of(cls, name: str, array: Array | ShardedArray, region: Region | None = None, owned: bool = True) -> StateEntry:
-        """Return the entry of an array; the whole array's shape is the region's, its dtype the array's.
-
-        Args:
-            name, array, region, owned: see `StateEntry`.
-        """
-        shape = tuple(array.shape) if region is None else region.shape
-        return cls(name, shape, str(array.dtype), region, array, owned)
 
     def describe(self) -> list[Any]:
         """Return what a rank reports to the others about an array, as a JSON value."""
-        part = self.region
-        region = None if part is None else [part.axis, part.start, part.stop, part.repeats]
-        return [self.name, self.shape, self.dtype, region, self.owned]
+        part, shape, region = self.region, self.array.shape, None
+        if part is not None:
+            shape, region = part.shape, [part.axis, part.start, part.stop, part.repeats]
+        return [self.name, shape, str(self.array.dtype), region, self.owned]
 
 
 class ModelState:

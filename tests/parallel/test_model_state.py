@@ -86,7 +86,7 @@ def make(layout: Layout, group: Group, filled: bool) -> tuple[ModelState, dict[s
         padded[..., 0] = values if filled else -1
         arrays[name] = (padded[..., 0] if group.rank % 2 else padded[..., 0].copy(), region)
     entries = [
-        StateEntry.of(name, arrays[name][0], region, owned) for name, (region, owned) in reversed(layout(group).items())
+        StateEntry(name, arrays[name][0], region, owned) for name, (region, owned) in reversed(layout(group).items())
     ]
     return ModelState(entries, list(SHAPES), group), arrays
 
@@ -196,7 +196,7 @@ def test_a_failure_of_another_rank_is_raised_on_all_with_its_name(group: Group) 
     for name, (region, owned) in sharded(group).items():
         values = (WHOLE[name] if region is None else region.take(WHOLE[name])).copy()
         broken = name == "row" and group.rank == guilty
-        entries.append(StateEntry.of(name, values.view(Broken) if broken else values, region, owned))
+        entries.append(StateEntry(name, values.view(Broken) if broken else values, region, owned))
     state = ModelState(entries, list(SHAPES), group)
     prefix = "" if guilty == 0 else f"rank {guilty}: "
     written: list[str] = []
@@ -211,7 +211,7 @@ def test_a_failure_of_another_rank_is_raised_on_all_with_its_name(group: Group) 
 @pytest.mark.simulated
 def test_ranks_that_know_other_names_are_refused(group: Group) -> None:
     order = ["w"] if group.rank == 0 else ["w", "v"]
-    state = ModelState([StateEntry.of("w", np.zeros(2), owned=group.is_root)], order, group)
+    state = ModelState([StateEntry("w", np.zeros(2), owned=group.is_root)], order, group)
     if group.size > 1:
         text = text_on_all(group, state.specs, LayoutError)
         others = "rank 1 of 2 has" if group.size == 2 else f"ranks 1-{group.size - 1} of {group.size} have"
@@ -227,9 +227,8 @@ def columns(start: int, stop: int, repeats: int = 1) -> Region:
 
 
 def say(region: Region | None = None, owned: bool = True, spec: ArraySpec = OUTLINE, name: str = "w") -> list[Any]:
-    return StateEntry(
-        name, spec.shape, spec.dtype, region, np.empty(region.local_shape if region else spec.shape), owned
-    ).describe()
+    shape = spec.shape if region is None else region.local_shape
+    return StateEntry(name, np.empty(shape, spec.dtype), region, owned).describe()
 
 
 @pytest.mark.parametrize(
