@@ -251,7 +251,11 @@ class Group(Communicator):
             CommError: on all ranks, with each different array and the ranks that have it.
             ShapeError, DtypeError: on all ranks, when all have the same wrong one.
         """
-        wrong = _find_problem(array)
+        wrong = ""
+        try:
+            check_buffer(array, low=True)
+        except (ShapeError, DtypeError) as error:
+            wrong = str(error)
         own = np.array([-1, -1] if wrong else [array.size, array.dtype.num], np.int64)
         everyones = np.empty((self.size, 2), np.int64)
         self.comm.allgather(own, everyones)  # 16 bytes are all that is exchanged if all is well
@@ -352,15 +356,6 @@ class Group(Communicator):
 def _describe(array: Any) -> str:
     """Return length and dtype in words."""
     return f"{array.size} elements of {array.dtype}" if is_array(array) else type(array).__name__
-
-
-def _find_problem(array: object) -> str:
-    """Return what keeps the array from being summed, nothing if nothing does."""
-    try:
-        check_buffer(array, low=True)
-    except (ShapeError, DtypeError) as error:
-        return str(error)
-    return ""
 
 
 def _find_world(comm: Any) -> Comm:

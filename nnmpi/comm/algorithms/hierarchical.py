@@ -61,11 +61,15 @@ def _members(nodes: tuple[int, ...]) -> dict[int, list[int]]:
 
 def _renamed(steps: Sequence[Step], ranks: Sequence[int], everything: Chunks) -> tuple[Step, ...]:
     """Return steps over the whole buffer among these ranks, which were numbered 0, 1 ... in them."""
-    named: dict[int | None, int | None] = {None: None, **dict(enumerate(ranks))}
-    wholes = [(everything if step.send else (), everything if step.recv else ()) for step in steps]
     return tuple(
-        Step(named[step.to], send, named[step.from_], recv, step.reduce)
-        for step, (send, recv) in zip(steps, wholes, strict=True)
+        Step(
+            None if step.to is None else ranks[step.to],
+            everything if step.send else (),
+            None if step.from_ is None else ranks[step.from_],
+            everything if step.recv else (),
+            step.reduce,
+        )
+        for step in steps
     )
 
 
