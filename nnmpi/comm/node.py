@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -43,42 +43,6 @@ POLLS_PER_POKE = 64
 MOST_CORES = 4096
 
 
-class Watch:
-    """How the ranks of a node wait for one another, and what is done meanwhile. Making one is collective.
-
-    Who waits for long is reported, and ended, by the world's own watch (`World.watch`).
-
-    Args:
-        comm: the ranks of the node; its messages move on meanwhile.
-        names: the number under which each of them is known to the user.
-    """
-
-    def __init__(self, comm: Comm, names: Sequence[int]) -> None:
-        self.comm, self.names = comm, tuple(names)
-        self.polls = CROWDED_POLLS if comm.size > count_cores(comm) else PATIENT_POLLS
-
-    def until(self, barrier: FlagBarrier) -> None:
-        """Return when all ranks have come to a barrier, offering the core to others at every look."""
-        world = self.comm.world
-        if world.simulated:
-            world.wait_until(barrier.poll)
-            return
-        give_way = getattr(os, "sched_yield", lambda: time.sleep(0))
-        world.waiter, looks = barrier, 0
-        try:
-            while not barrier.poll():
-                give_way()
-                looks += 1
-                if looks % POLLS_PER_POKE == 0:
-                    self.comm.poke()
-        finally:
-            world.waiter = None
-
-    def name(self, ranks: Sequence[int]) -> str:
-        """Return ranks of the node in words, by the numbers that the user knows."""
-        return name_ranks([self.names[rank] for rank in ranks])
-
-
 def count_cores(comm: Comm) -> int:
     """Return how many cores the ranks of a node may run on, all together. Collective."""
     usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
@@ -93,12 +57,12 @@ class FlagBarrier:
 
     Args:
         counters: every rank's counter, in rank order, as memoryviews of one int64.
-        watch: how to wait.
+        memory: of the node whose ranks meet.
     """
 
-    def __init__(self, counters: Sequence[memoryview], watch: Watch) -> None:
-        rank = watch.comm.rank
-        self._counters, self._watch = tuple(counters), watch
+    def __init__(self, counters: Sequence[memoryview], memory: SharedMemory) -> None:
+        rank = memory.rank
+        self._counters, self._memory = tuple(counters), memory
         self._own = counters[rank]
         self._others = tuple(counter for other, counter in enumerate(counters) if other != rank)
         self._goal = 0
@@ -116,11 +80,11 @@ class FlagBarrier:
         """Return when all ranks have arrived."""
         goal = self._goal
         for counter in self._others:
-            polls = self._watch.polls
+            polls = self._memory.polls
             while counter[0] < goal:
                 polls -= 1
                 if polls < 0:
-                    self._watch.until(self)
+                    self._memory.wait_for(self)
 
     def free(self) -> None:
         """Do nothing: the counters are the memory's."""
@@ -136,11 +100,12 @@ class FlagBarrier:
 
     def waits_for(self) -> str:
         """Return what it waits for, in words."""
-        return f"crossing {self._goal} of a barrier in shared memory, for {self._watch.name(self.missing())}"
+        return f"crossing {self._goal} of a barrier in shared memory, for {name_ranks(self.missing())}"
 
     def missing(self) -> list[int]:
-        """Return which ranks of the node have not arrived."""
-        return [rank for rank, counter in enumerate(self._counters) if counter[0] < self._goal]
+        """Return which ranks of the group have not arrived."""
+        pairs = zip(self._memory.members, self._counters, strict=True)
+        return [rank for rank, counter in pairs if counter[0] < self._goal]
 
 
 class CollectiveBarrier(FlagBarrier):
@@ -150,13 +115,12 @@ class CollectiveBarrier(FlagBarrier):
     is missing.
 
     Args:
-        counters, watch: as `FlagBarrier` has them.
-        sync: synchronizes this rank's view of the shared memory.
+        counters, memory: as `FlagBarrier` has them.
     """
 
-    def __init__(self, counters: Sequence[memoryview], watch: Watch, sync: Callable[[], None]) -> None:
-        super().__init__(counters, watch)
-        self._sync, self._comm = sync, watch.comm.duplicate()
+    def __init__(self, counters: Sequence[memoryview], memory: SharedMemory) -> None:
+        super().__init__(counters, memory)
+        self._sync, self._comm = memory.sync, memory.node.duplicate()
         self._sum = np.zeros(1, np.int64)  # one element: a sum of none need not wait for anybody
         self._requests: list[Request] = []
 
@@ -175,7 +139,7 @@ class CollectiveBarrier(FlagBarrier):
 
     def wait(self) -> None:
         """Return when all ranks have arrived; see `FlagBarrier`."""
-        self._watch.until(self)
+        self._memory.wait_for(self)
 
     def run(self) -> None:
         """Arrive, and return when all others have."""
@@ -208,6 +172,7 @@ class SharedMemory:
         rank, size: this rank's number on its node, and the number of ranks there.
         node_of: the number of each group rank's node.
         members: the group's numbers of this node's ranks, in their order here.
+        polls: how often a rank looks before it offers its core to others.
         across: the communicator between nodes, of the ranks that have the same number on theirs; `rank` 0 are leaders.
             None where there is one node.
         closed: whether it was closed, or freed: then it makes no arrays and no barriers any more.
@@ -233,7 +198,8 @@ class SharedMemory:
         self.rank, self.size = self.node.rank, self.node.size
         self.across = group.comm.split(self.rank, group.rank) if several else None
         self.members = tuple(each for each, node in enumerate(self.node_of) if node == self.node_of[group.rank])
-        self._watch, self._ordered = Watch(self.node, self.members), ordered
+        self._make_barrier = FlagBarrier if ordered else CollectiveBarrier
+        self.polls = CROWDED_POLLS if self.size > count_cores(self.node) else PATIENT_POLLS
         self._pages: list[SharedPages] = []  # of the barriers' flags
         self._barriers: dict[int, FlagBarrier] = {}
         self._windows: dict[int, SharedPages] = {}  # by allocation number; twins have the same
@@ -326,17 +292,36 @@ class SharedMemory:
         self._check_open()
         if tag not in self._barriers:
             with agreed(self.group):
-                self._barriers[tag] = self._make_barrier()
+                self._barriers[tag] = self._make_barrier(self._find_counters(len(self._barriers)), self)
         return self._barriers[tag]
 
-    def _make_barrier(self) -> FlagBarrier:
-        page, place = divmod(len(self._barriers), FLAGS_PER_PAGE)
+    def _find_counters(self, number: int) -> list[memoryview]:
+        """Return every rank's counter for a barrier."""
+        page, place = divmod(number, FLAGS_PER_PAGE)
         if page == len(self._pages):
             self._pages.append(self.node.share_pages(PAGE_BYTES))
         views = [memoryview(part).cast("B").cast("q") for part in self._pages[page].parts]  # type: ignore[arg-type]
-        counters = [view[place : place + 1] for view in views]
-        ordered = self._ordered
-        return FlagBarrier(counters, self._watch) if ordered else CollectiveBarrier(counters, self._watch, self.sync)
+        return [view[place : place + 1] for view in views]
+
+    def wait_for(self, barrier: FlagBarrier) -> None:
+        """Return when all ranks have come to a barrier, offering the core to others at every look.
+
+        Who waits for long is reported, and ended, by the world's own watch (`World.watch`).
+        """
+        world = self.node.world
+        if world.simulated:
+            world.wait_until(barrier.poll)
+            return
+        give_way = getattr(os, "sched_yield", lambda: time.sleep(0))
+        world.waiter, looks = barrier, 0
+        try:
+            while not barrier.poll():
+                give_way()
+                looks += 1
+                if looks % POLLS_PER_POKE == 0:
+                    self.node.poke()
+        finally:
+            world.waiter = None
 
     def sync(self) -> None:
         """Order this rank's reads and writes of all shared arrays before against those after (not collective)."""

@@ -336,7 +336,7 @@ class SimulatedComm:
         """Start sending; see `comm.world.Comm`."""
         own, board = self._own, self._board
         self._scheduler.enter(own)
-        memory = as_bytes(data).reshape(-1)
+        memory = as_bytes(data)
         request = self._open(f"send to rank {self._members[to]} with tag {tag}", memory, False, self._members[to])
         leaves = not synchronous and memory.nbytes <= EAGER_BYTES
         receiving = any(request.writes for request in board.open[own.number])
@@ -359,7 +359,7 @@ class SimulatedComm:
         """Start receiving; see `comm.world.Comm`."""
         own, board = self._own, self._board
         self._scheduler.enter(own)
-        memory = as_bytes(into).reshape(-1)
+        memory = as_bytes(into)
         partner = self._members[source]
         request = self._open(f"receive from rank {partner} with tag {tag}", memory, True, partner)
         queue = board.queues[self._number, partner, own.number, tag]
@@ -487,7 +487,7 @@ class SimulatedComm:
     iallreduce = partialmethod(_reduce, "iallreduce", np.add)
 
     def _broadcast(self, name: str, data: Buffer, root: int) -> SimulatedRequest:
-        memory = as_bytes(data).reshape(-1)
+        memory = as_bytes(data)
 
         def combine(everyones: list[Bytes]) -> None:
             for rank, each in enumerate(everyones):
@@ -557,7 +557,7 @@ class SimulatedComm:
         scheduler.enter(own)
         number = self._collectives
         self._collectives += 1
-        memory = None if writes is None else as_bytes(writes).reshape(-1)
+        memory = None if writes is None else as_bytes(writes)
         request = self._open(f"{signature[0]} (collective {number} of its communicator)", memory, writes=True)
         call = board.calls.setdefault((self._number, number), CollectiveCall(signature, (own.number, request.lines)))
         if call.signature != signature:
@@ -667,9 +667,9 @@ def _total(arrays: Sequence[Buffer], combine: np.ufunc) -> Buffer:
 
 
 def _gather(everyones: list[tuple[Buffer, Buffer]]) -> None:
-    whole = np.concatenate([as_bytes(own).reshape(-1) for own, _ in everyones])
+    whole = np.concatenate([as_bytes(own) for own, _ in everyones])
     for _, into in everyones:
-        as_bytes(into).reshape(-1)[...] = whole
+        as_bytes(into)[...] = whole
 
 
 def _all_to_all(everyones: list[tuple[Buffer, Sequence[int], Buffer, Sequence[int]]]) -> None:

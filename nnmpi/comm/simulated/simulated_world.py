@@ -32,7 +32,7 @@ from nnmpi.errors import CommError, UsageError
 
 T = TypeVar("T")
 # What says how to compute: ranks do it as who simulates them does (names of context variables).
-COMPUTING = ("nnmpi_kernels", "nnmpi_kernels_refused", "nnmpi_precision")
+COMPUTING = ("nnmpi_kernels", "nnmpi_precision")
 
 
 class SimulatedWorld:

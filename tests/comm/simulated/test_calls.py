@@ -295,11 +295,11 @@ def test_what_cannot_be_simulated_is_refused(ranks: int, cpu_factor: float) -> N
 def test_ranks_compute_as_who_simulates_them_does() -> None:
     """With the same kernels and precision: what the planner measures on them is what a run would take."""
 
-    def settings(group: Group) -> tuple[bool, str]:
-        return lookup.setting()[1], precision()
+    def settings(group: Group) -> tuple[bool | None, str]:
+        return lookup.setting(), precision()
 
-    assert simulate(settings, 2) == [(False, "float32")] * 2
+    assert simulate(settings, 2) == [(None, "float32")] * 2
     with lookup.jit(False), use_precision("fp16"):
-        assert simulate(settings, 2) == [(True, "fp16")] * 2
-    variables = (lookup._compiled, lookup._refused, precisions._mode)
+        assert simulate(settings, 2) == [(False, "fp16")] * 2
+    variables = (lookup._enabled, precisions._mode)
     assert {each.name for each in variables} == set(COMPUTING)
