@@ -34,6 +34,7 @@ from nnmpi.errors import DataError, UsageError, shortened
 from nnmpi.files import opened
 
 SURE_CLASSES = 1000  # so many may be meant even if there are fewer labels
+MOST_LOST = 0.01  # of a column's deviation, by rounding to float32
 HINT = "give classes, or predict numbers: wanted='quantities', as the losses mse, mae and huber do"
 
 
@@ -92,11 +93,19 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
         values.extend(nan if (number := _number(cell)) is None else number for cell in cells)
     if not labels:
         raise DataError(f"{path}: the table has no rows of data")
+    exact = np.frombuffer(values).reshape(len(labels), -1)
     with np.errstate(over="ignore"):  # the check names the place
-        found = np.frombuffer(values).reshape(len(labels), -1).astype(np.float32)
+        found = exact.astype(np.float32)
     for row, column in np.argwhere(~np.isfinite(found))[:1].tolist():
         where = f"{path}, line {lines[row]}, column {column + 1 + (column >= place)}"
         raise DataError(f"{where}: the cell is not a finite number")
+    lost = np.abs(found - exact).max(axis=0) > MOST_LOST * exact.std(axis=0)
+    for column in np.flatnonzero(lost & (exact != exact[0]).any(axis=0))[:1].tolist():
+        least, most = exact[:, column].min(), exact[:, column].max()
+        raise DataError(
+            f"{path}, column {column + 1 + (column >= place)}: float32 cannot tell its values apart, from {least:.10g} "
+            f"to {most:.10g}; subtract what they have in common"
+        )
     if place < width and "" in labels:
         raise DataError(f"{path}, line {lines[labels.index('')]}, column {place + 1}: the label is missing")
     return Table(path, found, tuple(labels), tuple(lines))

@@ -78,6 +78,10 @@ def test_quotes_windows_lines_and_byte_order_mark(tmp_path: Path) -> None:
         ("1,2,a\n-inf,inf,b\n", "line 2, column 1"),
         ("1,2,a\n1e39,2,b\n", "line 2, column 1"),
         ("1,2,a\n1,,b\n", "line 2, column 2"),
+        (
+            "1,100000001,a\n1,100000003,b\n",
+            "column 2: float32 cannot tell its values apart, from 100000001 to 100000003",
+        ),
         ("1,2,a\n1,1_0,b\n", "line 2, column 2"),
         ("oops,2,a\n1,2,b\n", "line 1, column 1"),
         ("1,2,a\n1,2,\n", "line 2, column 3: the label is missing"),
