@@ -99,7 +99,8 @@ def matched(signature: ModelSignature, samples: Samples) -> Samples:
     is_bytes = samples.x.dtype == np.uint8 and signature.stored == BYTES  # the run's own, maybe from another file
     scale = signature.scale if is_bytes else samples.scale
     classes = max(signature.classes, 2 * (predicts == "yes-or-no"))
-    return replace(samples, y=labels, classes=classes, class_names=ours, scale=scale)
+    x = signature.in_order(samples.x, samples.columns, samples.name)
+    return replace(samples, x=x, y=labels, classes=classes, class_names=ours, scale=scale, columns=signature.columns)
 
 
 # ---- the command ----

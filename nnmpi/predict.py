@@ -50,7 +50,8 @@ def read_file(file: Path, signature: ModelSignature, dtype: str, invert: bool = 
         if file.name.endswith((".csv", ".csv.gz")):
             if len(signature.sample_shape) != 1:
                 raise DataError(f"rows of a table do not fit a model that takes {signature.sample_shape}")
-            return signature.prepare(read_csv(file, signature.target, signature.sample_shape[0]).features, dtype)
+            table = read_csv(file, signature.target, signature.sample_shape[0])
+            return signature.prepare(signature.in_order(table.features, table.columns, file), dtype)
     except DataError as error:
         raise error if str(file) in str(error) else DataError(f"{file}: {error}") from None
     return read_image(file, signature, dtype, invert)

@@ -168,6 +168,20 @@ def test_the_best_weights_stay(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     assert (found["step"], found["accuracy"]) == (best, scores[best])
 
 
+def test_a_tables_columns_are_found_by_their_names(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In another order they mean the same; a name at a place of its own says that the table is another one."""
+    data, moved, other = files(tmp_path)["table.csv"], tmp_path / "moved.csv", tmp_path / "other.csv"
+    folder, _ = run(tmp_path, f"--dataset {data} --model mlp --hidden 6", capfd)
+    a, b, c, tree = zip(*(line.split(",") for line in data.read_text().splitlines()), strict=True)
+    moved.write_text("".join(",".join(cells) + "\n" for cells in zip(c, a, b, tree, strict=True)))
+    other.write_text("".join(",".join(cells) + "\n" for cells in zip(("d", *c[1:]), a, b, tree, strict=True)))
+    for main, words in ((predict, ""), (evaluate, "--part train --dataset")):
+        right, found = (said(main, f"{folder} {words} {file}", 1, capfd) for file in (data, moved))
+        assert re.sub("table|moved", "", found) == re.sub("table|moved", "", right)
+        with pytest.raises(DataError, match="has the columns d, a, b, and the model takes a, b, c; put them in"):
+            said(main, f"{folder} {words} {other}", 1, capfd)
+
+
 def test_what_cannot_be_used(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """A sentence each, on all ranks."""
     data = files(tmp_path)

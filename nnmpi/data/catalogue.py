@@ -311,7 +311,10 @@ def _load_folder(folder: Path, wanted: Wanted, target: str) -> Pair:
     if tables[0] and tables[1]:
         train = to_dataset(read_csv(tables[0], target), name, wanted=wanted)
         kind: Wanted = "classes" if train.predicts == "classes" else "quantities"
-        return train, to_dataset(read_csv(tables[1], target), name, train.class_names, kind)
+        test = to_dataset(read_csv(tables[1], target), name, train.class_names, kind)
+        if train.columns and test.columns and test.columns != train.columns:
+            raise DataError(f"{tables[1]} has other columns than {tables[0]}, or in another order; give both the same")
+        return train, test
     if has_idx(folder):
         return load_idx(folder, name)
     if place := locate_cifar(folder):

@@ -105,6 +105,7 @@ class Dataset(Samples):
         classes: number of classes; 0 where quantities are predicted.
         scale: what x is multiplied by to become model input (1/255 for bytes, 1/16 for the 8x8 digits, 1 for floats).
         class_names: one name for each class, or empty.
+        columns: the names of a table's features, or empty.
 
     Raises:
         DataError: when the arrays do not fit one another or a label is out of range.
@@ -116,6 +117,7 @@ class Dataset(Samples):
     classes: int
     scale: float = 1.0
     class_names: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not is_array(self.x) or not is_array(self.y):

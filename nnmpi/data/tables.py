@@ -40,12 +40,17 @@ HINT = "give classes, or predict numbers: wanted='quantities', as the losses mse
 
 @dataclass(frozen=True)
 class Table:
-    """A parsed file: features (rows, columns) float32, and the label cells as text, each with its line."""
+    """A parsed file: features (rows, columns) float32, and the label cells as text, each with its line.
+
+    Attributes:
+        columns: the features' names, where there is a header.
+    """
 
     path: Path
     features: NDArray[np.float32]
     labels: tuple[str, ...]
     lines: tuple[int, ...]
+    columns: tuple[str, ...] = ()
 
 
 def read_lines(path: Path) -> Iterator[str]:
@@ -79,7 +84,7 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
         target: the column of the label, by its name in the header or its number from 1; empty for the last one.
         features: how many there are, of a table that may have no labels; None for all columns but the label's.
     """
-    values, labels, lines, place, width = array("d"), list[str](), list[int](), -1, 0
+    values, labels, lines, names, place, width = array("d"), list[str](), list[int](), list[str](), -1, 0
     for line, cells in read_cells(path):
         if not width:
             width = len(cells)
@@ -87,6 +92,7 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
                 raise DataError(f"{path}, line {line}: {width} cells; needs {features} features, and maybe a label")
             place = width if width == features else _target_column(path, cells, target)
             if all(_number(cell) is None for column, cell in enumerate(cells) if column != place):
+                names = [cell.strip() for column, cell in enumerate(cells) if column != place]
                 continue  # a header
         labels.append(cells.pop(place).strip() if place < width else "")
         lines.append(line)
@@ -108,7 +114,7 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
         )
     if place < width and "" in labels:
         raise DataError(f"{path}, line {lines[labels.index('')]}, column {place + 1}: the label is missing")
-    return Table(path, found, tuple(labels), tuple(lines))
+    return Table(path, found, tuple(labels), tuple(lines), tuple(names))
 
 
 def _target_column(path: Path, first: list[str], target: str) -> int:
@@ -149,7 +155,7 @@ def to_dataset(table: Table, name: str, class_names: tuple[str, ...] = (), wante
         for row in np.flatnonzero(~np.isfinite(quantities))[:1]:
             label = shortened(table.labels[row])
             raise DataError(f"{table.path}, line {table.lines[row]}: the target {label!r} is not a finite number")
-        return Dataset(name, table.features, quantities, 0)
+        return Dataset(name, table.features, quantities, 0, columns=table.columns)
     if is_numeric and fraction is not None:
         raise DataError(f"{table.path}: label {shortened(fraction)!r} is not a whole number; {HINT}")
     spelled = {
@@ -161,7 +167,7 @@ def to_dataset(table: Table, name: str, class_names: tuple[str, ...] = (), wante
         unknown = next(label for label, number in place.items() if number < 0)
         raise DataError(f"{table.path}: label {shortened(unknown)!r} is not among the training labels {list(names)}")
     y = np.array([place[label] for label in table.labels], np.int64)
-    return Dataset(name, table.features, y, len(names), 1.0, names)
+    return Dataset(name, table.features, y, len(names), 1.0, names, table.columns)
 
 
 def load_csv(path: Path, name: str, wanted: Wanted = "classes", target: str = "") -> tuple[Dataset, None]:

@@ -11,7 +11,7 @@ The layout stands in state.json beside it: the same weights are the same file, w
 
 import json
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
 from typing import Any, Self
@@ -21,7 +21,7 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.data.dataset import Dataset, Predicts, Samples
 from nnmpi.data.transform import Normalize
-from nnmpi.errors import CheckpointError, DataError
+from nnmpi.errors import CheckpointError, DataError, shortened
 from nnmpi.version import VERSION
 
 METADATA = "nnmpi"  # the name of the JSON in a file's metadata
@@ -43,6 +43,7 @@ class ModelSignature:
         predicts: "classes"; "quantities"; or "yes-or-no", of which an output is the logit.
         target_shape: of quantities, and yes or no, how many are predicted for a sample.
         target: the column of a table that is predicted, by name or number; empty for the last.
+        columns: the names of a table's features, or empty.
     """
 
     data: str
@@ -56,6 +57,7 @@ class ModelSignature:
     predicts: Predicts = "classes"
     target_shape: tuple[int, ...] = ()
     target: str = ""
+    columns: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, samples: Samples, normalize: Normalize | None, target: str = "") -> Self:
@@ -71,6 +73,7 @@ class ModelSignature:
             return cls(*first, stored=TOKENS)
         shape = () if samples.predicts == "classes" else samples.target_shape
         last: dict[str, Any] = {"predicts": samples.predicts, "target_shape": shape, "target": target}
+        last["columns"] = samples.columns
         if samples.is_tokens:
             return cls(*first, samples.class_names, TOKENS, **last)
         stored = BYTES if samples.x.dtype == np.uint8 else "float32"
@@ -92,6 +95,20 @@ class ModelSignature:
     def normalize(self) -> Normalize | None:
         """What shifts and scales samples; None where nothing does."""
         return Normalize(np.array(self.mean), np.array(self.std)) if self.mean else None
+
+    def in_order(self, x: Array, columns: Sequence[str], source: object) -> Array:
+        """Return a table's features in the order of the run's, by their names; names that the run has not say nothing.
+
+        Raises:
+            DataError: for a table that has a name of the run's at another place, and not all of its names.
+        """
+        places = {name: place for place, name in enumerate(self.columns)}
+        if all(places.get(name, place) == place for place, name in enumerate(columns)):
+            return x
+        if sorted(columns) != sorted(places):
+            theirs, ours = (shortened(", ".join(each)) for each in (columns, self.columns))
+            raise DataError(f"{source} has the columns {theirs}, and the model takes {ours}; put them in this order")
+        return x[:, [columns.index(name) for name in self.columns]]
 
     def name_of(self, number: int) -> str:
         """Return the name of a class, its number where it has none."""
