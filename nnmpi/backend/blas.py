@@ -147,14 +147,10 @@ def _lead(x: Array) -> tuple[int, int] | None:
     return None
 
 
+@cache
 def installed_mkl() -> Mkl | None:
     """Return MKL's products on Intel's processors, where it is installed: on others it was slower than OpenBLAS."""
-    return load_mkl() if _is_intel() else None
-
-
-@cache
-def _is_intel() -> bool:
-    return read_cpu("vendor_id") == "GenuineIntel"
+    return load_mkl() if read_cpu("vendor_id") == "GenuineIntel" else None
 
 
 @cache

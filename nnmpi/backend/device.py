@@ -20,7 +20,6 @@ from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.memory import MemoryUse
 from nnmpi.errors import DeviceError, UsageError
 from nnmpi.units import format_bytes
-from nnmpi.units import format_bytes as words
 
 # Of the memory that is free, what the pools of the ranks on a device share; the rest is for what takes no memory from
 # the pools: contexts of CUDA (some hundred MB each), workspaces of libraries.
@@ -79,16 +78,6 @@ def _versions(cupy: ModuleType) -> tuple[int, int]:
         return 0, 0
 
 
-def name_card(xp: ModuleType, number: int) -> str:
-    """Return a device's address on its bus and its identity, by which ranks that see different numbers for it know it.
-
-    Parts of one card, which NVIDIA calls MIG, have the same address and memory of their own.
-    """
-    runtime = xp.cuda.runtime
-    identity = runtime.getDeviceProperties(number).get("uuid", b"")
-    return f"{runtime.deviceGetPCIBusId(number)} {bytes(identity[:UUID_BYTES]).hex()}"
-
-
 @dataclass
 class _Pool:
     """What is noted of the memory pool.
@@ -119,8 +108,13 @@ class DeviceBackend(Backend):
 
     @property
     def card(self) -> str:
-        """What ranks on the same device have in common."""
-        return name_card(self.xp, self.number)
+        """A device's address on its bus and its identity, by which ranks that see different numbers for it know it.
+
+        Parts of one card, which NVIDIA calls MIG, have the same address and memory of their own.
+        """
+        runtime = self.xp.cuda.runtime
+        identity = runtime.getDeviceProperties(self.number).get("uuid", b"")
+        return f"{runtime.deviceGetPCIBusId(self.number)} {bytes(identity[:UUID_BYTES]).hex()}"
 
     def memory(self) -> MemoryUse:
         """Return what this process's arrays use of the device's memory, and what they may."""
@@ -310,18 +304,18 @@ def explain_error(error: BaseException, facts: Callable[[], Facts]) -> DeviceErr
 
 
 def _out_of_memory(asked: int | None, error: BaseException, facts: Callable[[], Facts]) -> DeviceError:
-    wanted = "some memory" if asked is None else words(asked)
+    wanted = "some memory" if asked is None else format_bytes(asked)
     try:
         now = facts()
     except Exception:  # CUDA may answer to nothing any more
         return DeviceError(f"the device has no room for {wanted} more ({_short(error)}); {REMEDY}")
     use = now.use
     others = max(now.total_bytes - now.free_bytes - use.pool_bytes, 0)
-    limit = "" if use.limit_bytes is None else f" of the {words(use.limit_bytes)} that it may ({use.note})"
+    limit = "" if use.limit_bytes is None else f" of the {format_bytes(use.limit_bytes)} that it may ({use.note})"
     return DeviceError(
-        f"{now.device} has no room for {wanted} more: arrays of this process use {words(use.used_bytes)}, its pool "
-        f"holds {words(use.pool_bytes)}{limit}, other processes and CUDA itself use {words(others)} and "
-        f"{words(now.free_bytes)} of {words(now.total_bytes)} are free; {REMEDY}"
+        f"{now.device} has no room for {wanted} more: arrays of this process use {format_bytes(use.used_bytes)}, its "
+        f"pool holds {format_bytes(use.pool_bytes)}{limit}, other processes and CUDA itself use {format_bytes(others)} "
+        f"and {format_bytes(now.free_bytes)} of {format_bytes(now.total_bytes)} are free; {REMEDY}"
     )
 
 

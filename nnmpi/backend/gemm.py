@@ -44,9 +44,19 @@ def gemm(xp: Any, a: Array, b: Array, out: Array | None = None, add: bool = Fals
         raise UsageError("a product can only be added to something: give `out`")
     library = xp.__name__
     if library != "numpy" or a.dtype.itemsize == HALF_BYTES:
+        shape = product_shape(a.shape, b.shape)
         if out is None:
-            out = xp.empty(product_shape(a.shape, b.shape), a.dtype if dtype is None else dtype)
-        check_operands(a, b, out)
+            out = xp.empty(shape, a.dtype if dtype is None else dtype)
+        if not is_floating(a.dtype):
+            raise DtypeError(f"no product of {a.dtype} arrays: convert them to a floating dtype")
+        if a.dtype != b.dtype:
+            raise DtypeError(f"no product of {a.dtype} and {b.dtype}: convert one of them")
+        if out.dtype != a.dtype and not (a.dtype.itemsize == HALF_BYTES and out.dtype == np.float32):
+            raise DtypeError(f"the product of {a.dtype} arrays cannot be written to {out.dtype}")
+        if out.shape != shape:
+            raise ShapeError(
+                f"the product of shapes {a.shape} and {b.shape} is {shape}, but the place for it {out.shape}"
+            )
         if library == "cupy":
             products = products_of(sys.modules[library])  # xp may be a stand-in for the module
             perform(products.multiply, a, b, out, add, precision() == "tf32")
@@ -92,26 +102,3 @@ def product_shape(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     except ValueError:
         raise ShapeError(f"no product of arrays of shapes {a} and {b}: the leading axes do not fit") from None
     return (*leading, a[-2], b[-1])
-
-
-def check_operands(a: Array, b: Array, out: Array) -> None:
-    """Refuse a product of these arrays that is none.
-
-    Args:
-        a: (..., n, k).
-        b: (..., k, m).
-        out: where the product is to go.
-
-    Raises:
-        DtypeError: for two dtypes, or a result that they cannot have.
-        ShapeError: when they do not fit.
-    """
-    if not is_floating(a.dtype):
-        raise DtypeError(f"no product of {a.dtype} arrays: convert them to a floating dtype")
-    if a.dtype != b.dtype:
-        raise DtypeError(f"no product of {a.dtype} and {b.dtype}: convert one of them")
-    if out.dtype != a.dtype and not (a.dtype.itemsize == HALF_BYTES and out.dtype == np.float32):
-        raise DtypeError(f"the product of {a.dtype} arrays cannot be written to {out.dtype}")
-    shape = product_shape(a.shape, b.shape)
-    if out.shape != shape:
-        raise ShapeError(f"the product of shapes {a.shape} and {b.shape} is {shape}, but the place for it {out.shape}")

@@ -108,17 +108,3 @@ def corners(x: Array, pool: Pair) -> Array:
     rows, columns = h // p, w // q
     covered = x[:, : rows * p, : columns * q].reshape(n, rows, p, columns, q, *x.shape[3:])  # splits axes: a view
     return covered.transpose(2, 4, 0, 1, 3, *range(5, covered.ndim))
-
-
-def tap(x: Array, place: Pair, out: Pair, stride: Pair, dilation: Pair = (1, 1)) -> Array:
-    """Return the view (n, out_h, out_w, c) of x that one of the kernel's elements sees in every window.
-
-    Args:
-        x: (n, h, w, c), with its border.
-        place: the element's row and column in the kernel.
-        out: rows and columns of windows.
-        stride, dilation: rows and columns.
-    """
-    top, left = place[0] * dilation[0], place[1] * dilation[1]
-    bottom, right = top + max(0, (out[0] - 1) * stride[0] + 1), left + max(0, (out[1] - 1) * stride[1] + 1)
-    return x[:, top : bottom : stride[0], left : right : stride[1]]

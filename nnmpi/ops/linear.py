@@ -72,9 +72,7 @@ class LinearFunction(Function):
             grad = xp.reshape(grad, (len(rows), weight.shape[1]))
         to_x = to_weight = to_bias = None
         if self.needs[2]:
-            to_bias = self.into(2)
-            if to_bias is None:
-                to_bias = xp.empty(grad.shape[1:], grad.dtype if dtypes is None else dtypes[2])
+            to_bias = place_for(self, 2, grad.shape[1:], grad.dtype if dtypes is None else dtypes[2])
         grad = self.before_activation(grad, kept, to_bias)
         if self.needs[1]:
             to_weight = self._weight_grad(rows, grad, None if dtypes is None else dtypes[1])
@@ -162,6 +160,12 @@ class LinearReluFunction(LinearFunction):
     def slope(self, kept: Array) -> Array:
         """Return where the result is positive."""
         return self.xp.greater(kept, zero(self.xp, kept.dtype))
+
+
+def place_for(function: Function, i: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Return where the gradient of a parameter, input i, is computed: its own place, if it has one without gaps."""
+    place = function.into(i)
+    return place if place is not None and place.flags.c_contiguous else function.xp.empty(shape, dtype)
 
 
 def with_kernels(name: str, function: Function, *inputs: Any, narrow: bool = True) -> Any:

@@ -32,6 +32,7 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.errors import DtypeError, ShapeError
+from nnmpi.ops.linear import place_for
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import in_float32, may_meet, require_floating
 from nnmpi.tensor.tensor import Tensor
@@ -165,8 +166,7 @@ class LSTMFunction(Function):
             to_x = to_x.swapaxes(0, 1)
         to_weight, to_recurrent = (self._product(xp, i, left, to_gates) for i, left in ((1, rows), (2, before_h)))
         if self.needs[3]:
-            place = self.into(3)
-            to_bias = xp.empty(to_gates.shape[1:], grad.dtype) if place is None else place
+            to_bias = place_for(self, 3, to_gates.shape[1:], grad.dtype)
             bias_grad(xp, to_gates, to_bias)
         first = (packing.unsort(end) if need else None for end, need in zip(ends, self.needs[4:6], strict=True))
         return to_x, to_weight, to_recurrent, to_bias, *first, None

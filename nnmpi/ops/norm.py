@@ -17,7 +17,7 @@ from nnmpi.backend.array import Array, Residuals, namespace
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.sums import product_sum, row_blocks, row_sum
 from nnmpi.errors import ShapeError
-from nnmpi.ops.linear import with_kernels
+from nnmpi.ops.linear import place_for, with_kernels
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import in_float32, may_meet, require_floating
 from nnmpi.tensor.placement import Placement, is_cut, uncut
@@ -135,7 +135,7 @@ class LayerNormFunction(Function):
         xp, n = self.xp, scale.size
         rows = xp.reshape(grad, (grad.size // n, n))
         to_x = xp.empty(rows.shape, grad.dtype) if self.needs[0] else None
-        to_scale, to_shift = (self._place(i, scale) if self.needs[i] else None for i in (1, 2))
+        to_scale, to_shift = (place_for(self, i, scale.shape, scale.dtype) if self.needs[i] else None for i in (1, 2))
         sums = [None if each is None else each.reshape(n) for each in (to_scale, to_shift)]
         write = self._write_gradients if kernels is None else partial(kernels.layer_norm_grad, xp)
         write(rows, residuals, xp.reshape(scale, (n,)), to_x, *sums)
@@ -198,11 +198,6 @@ class LayerNormFunction(Function):
                 xp.multiply(normal[part], both[1], out=product)
                 xp.subtract(result, product, out=result)
                 xp.multiply(result, inverse[part], out=result)
-
-    def _place(self, i: int, parameter: Array) -> Array:
-        """Return where the gradient of a parameter is computed."""
-        place = self.into(i)
-        return self.xp.empty(parameter.shape, parameter.dtype) if place is None else place
 
 
 def column_sums(xp: Any, a: Array, b: Array | None = None, out: Array | None = None) -> Array:

@@ -277,7 +277,7 @@ def _patches_in(border, v, top, rows, h, w, c, s):
     """V = B^T patch B of the tile rows top .. top + rows, counted over all images; V[k] begins at k s."""
     step = (w + 2) * c
     for row in range(rows):
-        b, r = (top + row) // (h // 2), (top + row) % (h // 2)
+        b, r = divmod(top + row, h // 2)
         begin = (b * (h + 2) + 2 * r) * step
         for t in range(w // 2):
             patch, part = border[begin + 2 * t * c :], v[(row * (w // 2) + t) * c :]
@@ -304,7 +304,7 @@ def _patches_out(v, spread, top, rows, h, w, c, s):
     """Add B dV B^T to the tiles' patches of the bordered images."""
     step = (w + 2) * c
     for row in range(rows):
-        b, r = (top + row) // (h // 2), (top + row) % (h // 2)
+        b, r = divmod(top + row, h // 2)
         begin = (b * (h + 2) + 2 * r) * step
         for t in range(w // 2):
             patch, part = spread[begin + 2 * t * c :], v[(row * (w // 2) + t) * c :]
@@ -341,7 +341,7 @@ def _largest_in(grad, corner, m, sums, first, tiles, o, s):
 def _each_out(m, bias, y, first, top, rows, h, w, o, s, least):
     """y = A^T M A + bias, and not below `least`, of the tile rows top .. top + rows of the images from `first` on."""
     for row in range(rows):
-        b, r = (top + row) // (h // 2), (top + row) % (h // 2)
+        b, r = divmod(top + row, h // 2)
         begin = ((first + b) * h + 2 * r) * w * o
         for t in range(w // 2):
             part, out = m[(row * (w // 2) + t) * o :], y[begin + 2 * t * o :]
@@ -357,7 +357,7 @@ def _each_out(m, bias, y, first, top, rows, h, w, o, s, least):
 def _each_in(grad, y, m, sums, first, top, rows, h, w, o, s, least):
     """dM = A dY A^T, dY being grad where y is above `least`; sums gains the sum of dY."""
     for row in range(rows):
-        b, r = (top + row) // (h // 2), (top + row) % (h // 2)
+        b, r = divmod(top + row, h // 2)
         begin = ((first + b) * h + 2 * r) * w * o
         for t in range(w // 2):
             part, above, out = m[(row * (w // 2) + t) * o :], grad[begin + 2 * t * o :], y[begin + 2 * t * o :]

@@ -80,8 +80,6 @@ class Algorithm:
         spec: what is computed.
     """
 
-    __slots__ = ("spec",)
-
     def __init__(self, spec: ConvSpec) -> None:
         self.spec = spec
 

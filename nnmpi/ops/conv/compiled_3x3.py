@@ -23,8 +23,6 @@ from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, Gradients
 class CompiledDirect(Algorithm):
     """max_pool2d(relu(conv2d(x, weight, bias, padding=1)), 2) of images that need no gradient; keeps the winners."""
 
-    __slots__ = ()
-
     def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> Array:
         (_, h, w, c), o = x.shape, weight.shape[3]
         corner: Array = xp.empty((y.size,), np.uint8)  # which of the four pixels was the largest
@@ -48,8 +46,6 @@ class CompiledWinograd(Algorithm):
 
     Kept are the result, from which the ReLU's gradient is seen, the pooling's winners, and the kernels' 16 places.
     """
-
-    __slots__ = ()
 
     def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> tuple[Array, ...]:
         z, pools, dtype = load().sizes(*x.shape[1:], weight.shape[3]), self.spec.pool != NO_POOL, x.dtype

@@ -32,7 +32,7 @@ from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
 from nnmpi.ops.conv.im2col import Im2col, Im2colReluPool
 from nnmpi.ops.conv.winograd_numpy import WinogradNumpy, image_bytes
-from nnmpi.ops.linear import multiply
+from nnmpi.ops.linear import multiply, place_for
 from nnmpi.ops.pool import max_pool2d
 from nnmpi.tensor.function import Function, recording
 from nnmpi.tensor.operand import read_as, require_floating
@@ -76,18 +76,13 @@ class Conv2dFunction(Function):
         x, weight, kept, dtype = self.saved
         out = Gradients(
             self.xp.empty(x.shape, dtype) if self.needs[0] else None,
-            self._place(1, weight.shape, weight.dtype),
-            self._place(2, weight.shape[3:], weight.dtype),
+            *(
+                place_for(self, i, shape, weight.dtype) if self.needs[i] else None
+                for i, shape in ((1, weight.shape), (2, weight.shape[3:]))
+            ),
         )
         self.algorithm.backward(self.xp, grad, x, weight, kept, out)
         return out
-
-    def _place(self, i: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array | None:
-        """Return where the gradient of a parameter goes: its own place, if it has one without gaps."""
-        if not self.needs[i]:
-            return None
-        place = self.into(i)
-        return place if place is not None and place.flags.c_contiguous else self.xp.empty(shape, dtype)
 
 
 def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Algorithm | None:

@@ -41,7 +41,7 @@ from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels import bias_grad
 from nnmpi.backend.precision import FLOAT32, cast, is_floating, is_low
 from nnmpi.backend.sums import row_sum
-from nnmpi.backend.windows import corners, tap, windows
+from nnmpi.backend.windows import corners, windows
 from nnmpi.ops.conv.algorithm import Algorithm, ConvSpec, Gradients
 from nnmpi.ops.planes import Planes, repeated
 
@@ -194,9 +194,10 @@ def _scatter_windows(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: A
         rows, block = images.reshape(len(images) * pixels, o), bordered[: len(images)]
         share = memory[: len(rows)]
         xp.copyto(block, 0)
+        view = windows(block, spec.kernel, spec.stride, spec.dilation)  # (images, out_h, out_w, kh, kw, c)
         for i, j in np.ndindex(kh, kw):
             multiply(xp, rows, weight[i, j].T, share)  # (pixels, c)
-            seen = tap(block, (i, j), (images.shape[1], images.shape[2]), spec.stride, spec.dilation)
+            seen = view[:, :, :, i, j]
             xp.add(seen, share.reshape(seen.shape), out=seen)
         xp.copyto(out[start : start + count], block[:, top : top + h, left : left + w], casting="unsafe")
 
@@ -212,8 +213,6 @@ def _sum_pixels(xp: Any, images: Array, out: Array) -> None:
 
 class Im2col(Algorithm):
     """Any convolution without ReLU and pooling, group by group."""
-
-    __slots__ = ()
 
     def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> None:
         for inputs, outputs in _groups(self.spec, x.shape[3], weight.shape[3]):
@@ -250,8 +249,6 @@ class Im2col(Algorithm):
 
 class Im2colReluPool(Algorithm):
     """A convolution of stride 1 in one group with ReLU, and with max-pooling if there is some."""
-
-    __slots__ = ()
 
     def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> Array | None:
         o, places = weight.shape[3], prod(self.spec.pool)

@@ -56,8 +56,6 @@ class WinogradNumpy(Algorithm):
     the order of the tiles, with ReLU where it passed (bool), with pooling the winners (uint8).
     """
 
-    __slots__ = ()
-
     def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> Array | None:
         n, o, spec = len(x), weight.shape[3], self.spec
         kept: Array | None = None
