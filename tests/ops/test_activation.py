@@ -1,4 +1,4 @@
-"""Activations and softmax: far from zero, at NaN, and what does not fit."""
+"""Activations and softmax: far from zero, and at NaN."""
 
 import math
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from nnmpi import ops
-from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor.tensor import Tensor
 
 FUNCTIONS = {
@@ -70,20 +69,3 @@ def test_softmax_of_large_logits(dtype):
     rng = np.random.default_rng(0)
     y = ops.softmax(Tensor(rng.standard_normal((3, 4, 5)).astype(dtype)), 1)
     np.testing.assert_allclose(y.data.sum(1), np.ones((3, 5)), rtol=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda: ops.softmax(Tensor(np.zeros((2, 0)))), ShapeError, r"axis -1 of shape \(2, 0\)"),
-        (lambda: ops.softmax(Tensor(np.zeros(2)), 1), ShapeError, "axis 1"),
-        (lambda: ops.log_softmax(Tensor(np.zeros(()))), ShapeError, r"shape \(\)"),
-        (lambda: ops.gelu(Tensor([1.0]), "erf"), UsageError, "'none' or 'tanh', not 'erf'"),
-        (lambda: ops.relu(Tensor([True])), DtypeError, "relu needs floating point, not bool"),
-        (lambda: ops.sigmoid(np.ones(2)), GraphError, "sigmoid needs a Tensor, not ndarray"),
-    ],
-)
-def test_what_does_not_fit(make, error, words):
-    """One sentence that names the values."""
-    with pytest.raises(error, match=words):
-        make()

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import nn, ops
+from nnmpi import ops
 from nnmpi.backend.random import random_bits
-from nnmpi.errors import DtypeError, ShapeError, UsageError
 from nnmpi.ops import attend as module
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
@@ -161,61 +160,6 @@ def test_nan_of_later_positions_is_not_seen(of, dtype):
         np.testing.assert_array_equal(one, other)
 
 
-def zeros(*shape, dtype="float64"):
-    """Return a tensor of zeros."""
-    return Tensor(np.zeros(shape, dtype))
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda: ops.attention(zeros(2, 3, 12), 0), UsageError, "at least 1 head, not 0"),
-        (lambda: ops.attention(zeros(2, 3, 12), 3), ShapeError, r"multiple of 3, not \(2, 3, 12\)"),
-        (lambda: ops.attention(zeros(3, 12), 2), ShapeError, r"not \(3, 12\)"),
-        (lambda: ops.attention(zeros(2, 3, 0), 2), ShapeError, r"not \(2, 3, 0\)"),
-        (lambda: ops.attention(zeros(2, 3, 12, dtype="int64"), 2), DtypeError, "int64"),
-        (
-            lambda: ops.scaled_dot_product_attention(zeros(2, 1, 3, 4), zeros(2, 1, 3, 5), zeros(2, 1, 3, 4)),
-            ShapeError,
-            r"keys \(2, 1, 3, 5\)",
-        ),
-        (
-            lambda: ops.scaled_dot_product_attention(zeros(2, 1, 3, 4), zeros(2, 1, 0, 4), zeros(2, 1, 0, 4)),
-            ShapeError,
-            r"needs keys",
-        ),
-        (
-            lambda: ops.scaled_dot_product_attention(zeros(2, 1, 3, 4), zeros(2, 1, 5, 4), zeros(2, 1, 4, 4)),
-            ShapeError,
-            "as many values",
-        ),
-        (
-            lambda: ops.scaled_dot_product_attention(zeros(2, 1, 3, 4), zeros(2, 2, 3, 4), zeros(2, 2, 3, 4)),
-            ShapeError,
-            "same batch and heads",
-        ),
-        (
-            lambda: ops.scaled_dot_product_attention(
-                zeros(2, 1, 3, 4), zeros(2, 1, 5, 4), zeros(2, 1, 5, 4), causal=True
-            ),
-            ShapeError,
-            "as many queries as keys",
-        ),
-        (
-            lambda: ops.scaled_dot_product_attention(
-                zeros(2, 1, 3, 4), zeros(2, 1, 3, 4), zeros(2, 1, 3, 4, dtype="float32")
-            ),
-            DtypeError,
-            "float64, float64, float32",
-        ),
-    ],
-)
-def test_what_does_not_fit(make, error, words):
-    """One sentence that names the values."""
-    with pytest.raises(error, match=words):
-        make()
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_dropped_probabilities(dtype, causal, monkeypatch):
@@ -236,12 +180,3 @@ def test_dropped_probabilities(dtype, causal, monkeypatch):
     exact = reference(*split(qkv, 3, heads), split(grad, 1, heads)[0], causal, left)
     near(split(y.data, 1, heads), exact[:1], dtype)
     near(split(x.grad, 3, heads), exact[1:], dtype)
-
-
-def test_dropout_that_does_not_work():
-    qkv = Tensor(np.zeros((1, 2, 6)))
-    for options in ({"dropout": 1.0, "place": lambda: ((0, 0), 0)}, {"dropout": 0.5}):
-        with pytest.raises(UsageError, match=r"a probability in \[0, 1\) and needs a place, .* not"):
-            ops.attention(qkv, 1, **options)
-    with pytest.raises(UsageError, match=r"dropout's p is a probability in \[0, 1\), not 1.5"):
-        nn.CausalSelfAttention(4, 2, dropout=1.5)

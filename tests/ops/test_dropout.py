@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.random import key_pair
-from nnmpi.errors import UsageError
 from nnmpi.ops.dropout import dropout
 from nnmpi.shard import split
 from nnmpi.tensor.tensor import Tensor
@@ -56,10 +55,3 @@ def test_another_key_is_another_mask():
             for shift in (0, 1, 2):
                 agree = (one[shift:] == other[: ROWS - shift]).mean()
                 assert abs(agree - 0.5) < 4 * 0.5 / np.sqrt(one.size - shift * COLUMNS), (i, j, shift)
-
-
-@pytest.mark.parametrize("rate", [1.0, 1, 1.5, -0.1, float("nan")])
-def test_no_probability(rate):
-    """The value is named."""
-    with pytest.raises(UsageError, match=rf"probability in \[0, 1\), not {rate}"):
-        dropout(Tensor([1.0]), rate, (1, 2))

@@ -1,11 +1,11 @@
-"""Losses: their definitions, their size limits, labels that count for nothing, and what does not fit."""
+"""Losses: their definitions, their size limits and labels that count for nothing."""
 
 import math
 
 import numpy as np
 import pytest
 
-from nnmpi.errors import DtypeError, ShapeError, UsageError
+from nnmpi.errors import ShapeError
 from nnmpi.ops.loss import binary_cross_entropy, cross_entropy, mse
 from nnmpi.tensor.tensor import Tensor
 
@@ -91,43 +91,6 @@ def test_squared_and_binary_errors_by_hand():
     for loss, each in ((mse, (x - t) ** 2), (binary_cross_entropy, -t * np.log(s) - (1 - t) * np.log(1 - s))):
         for reduction, expected in (("none", each), ("sum", each.sum()), ("mean", each.mean())):
             np.testing.assert_allclose(run(loss, x, t, reduction)[0], expected, rtol=1e-12)
-
-
-X = Tensor(LOGITS)
-
-
-@pytest.mark.parametrize(
-    ("make", "error", "words"),
-    [
-        (lambda: cross_entropy(X, [0, 1]), ShapeError, r"logits \(3, 3\) needs labels of shape \(3,\), not \(2,\)"),
-        (lambda: cross_entropy(X, np.eye(3, dtype=int)), ShapeError, r"not \(3, 3\)"),
-        (lambda: cross_entropy(Tensor(1.0), []), DtypeError, "integer labels, not float64"),
-        (lambda: cross_entropy(Tensor(1.0), 0), ShapeError, r"logits \(\)"),
-        (lambda: cross_entropy(Tensor(np.zeros((1, 0))), [0]), ShapeError, r"logits \(1, 0\)"),
-        (lambda: cross_entropy(X, [0, 3, 7]), ShapeError, r"label 3 at row 1 is outside 0\.\.2$"),
-        (lambda: cross_entropy(X, [0, -100, 2]), ShapeError, r"label -100 .* ignore_index=-100 leaves such rows out$"),
-        (lambda: cross_entropy(X, [0, 1, -1]), ShapeError, "label -1 at row 2"),
-        (lambda: cross_entropy(X, [0, -1, -2], ignore_index=-1), ShapeError, "label -2 at row 2"),
-        (lambda: cross_entropy(X, [0.0, 1.0, 2.0]), DtypeError, "integer labels, not float64"),
-        (
-            lambda: cross_entropy(X, LABELS, "average"),
-            UsageError,
-            "'average' is unknown; choose one of mean, sum, none",
-        ),
-        (lambda: cross_entropy(X, LABELS, label_smoothing=1.0), UsageError, "label_smoothing .* not 1.0"),
-        (lambda: cross_entropy(X, LABELS, label_smoothing=-0.1), UsageError, "not -0.1"),
-        (lambda: mse(X, np.zeros(3)), ShapeError, r"mse of shapes \(3, 3\) and \(3,\)"),
-        (lambda: mse(X, np.zeros((3, 3), "float32")), DtypeError, "mse of float64 and a target of float32"),
-        (lambda: mse(X, X, "total"), UsageError, "'total'"),
-        (lambda: binary_cross_entropy(X, np.zeros((3, 1))), ShapeError, r"\(3, 3\) and \(3, 1\)"),
-        (lambda: binary_cross_entropy(X, np.zeros((3, 3), int)), DtypeError, "target of int64"),
-        (lambda: binary_cross_entropy(X, X, "total"), UsageError, "'total'"),
-    ],
-)
-def test_what_does_not_fit(make, error, words):
-    """One sentence that names the values."""
-    with pytest.raises(error, match=words):
-        make()
 
 
 @pytest.mark.host_only("on a device they make the loss NaN")

@@ -4,16 +4,13 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi import Tensor, nn, ops
-from nnmpi.errors import DtypeError, ShapeError, UsageError
+from nnmpi import Tensor, nn
 from tests.device.here import here
 
 BATCH, TIME, INPUTS, FEATURES = 5, 7, 3, 4
 LENGTHS = np.array([3, 7, 1, 7, 5])
 DRAW = np.random.default_rng(0)
 X = DRAW.standard_normal((BATCH, TIME, INPUTS))
-WEIGHTS = [DRAW.standard_normal(shape) for shape in ((INPUTS, 16), (FEATURES, 16), (16,))]
-STATE = [DRAW.standard_normal((BATCH, FEATURES)) for _ in range(2)]
 
 
 def layer(**options: bool) -> nn.LSTM:
@@ -72,19 +69,3 @@ def test_compiled() -> None:
         loss.backward()
         assert found == loss.item()
         assert all(np.array_equal(a, Tensor(p.grad).numpy()) for a, p in zip(grads, model.parameters(), strict=True))
-
-
-def test_what_does_not_work() -> None:
-    x, weights = Tensor(here(X)), [Tensor(here(each)) for each in WEIGHTS]
-    with pytest.raises(ShapeError, match="needs 5 lengths, not"):
-        ops.lstm(x, *weights, lengths=[1, 2])
-    with pytest.raises(ShapeError, match=r"length 8 of sequence 1 is outside 1\.\.7"):
-        ops.lstm(x, *weights, lengths=[1, 8, 0, 1, 1])
-    with pytest.raises(DtypeError, match="integer lengths"):
-        ops.lstm(x, *weights, lengths=[1.0] * 5)
-    with pytest.raises(ShapeError, match=r"two of shape \(5, 4\)"):
-        ops.lstm(x, *weights, state=(STATE[0][:2], STATE[1]))
-    with pytest.raises(ShapeError, match="4 features"):
-        ops.lstm(x, weights[1], *weights[1:])
-    with pytest.raises(UsageError, match="hidden_size is 0"):
-        nn.LSTM(3, 0)

@@ -1,4 +1,4 @@
-"""Pooling against plain loops over its definition, ties, NaN, and what does not fit."""
+"""Pooling against plain loops over its definition, ties, and NaN."""
 
 import itertools
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops import pool as pooling
 from nnmpi.ops.pool import avg_pool2d, max_pool2d
 from nnmpi.tensor.tensor import Tensor
@@ -108,23 +107,3 @@ def test_nan_is_not_hidden():
     for kind in (max_pool2d, avg_pool2d):
         found = np.isnan(kind(Tensor(values), 2).data).ravel()
         np.testing.assert_array_equal(found, [True, False, False, False])
-
-
-@pytest.mark.parametrize("kind", [max_pool2d, avg_pool2d])
-@pytest.mark.parametrize(
-    ("shape", "options", "error", "words"),
-    [
-        ((4, 4, 1), (2,), ShapeError, r"images .* not an array of shape \(4, 4, 1\)"),
-        ((1, 1, 4, 1), (2,), ShapeError, r"window of \(2, 2\) does not fit the height of images \(1, 1, 4, 1\)"),
-        ((1, 4, 1, 1), (2,), ShapeError, "the width"),
-        ((1, 4, 4, 1), (0,), UsageError, "kernel_size .* at least 1"),
-        ((1, 4, 4, 1), (2, 0), UsageError, "stride .* at least 1"),
-        ((1, 4, 4, 1), (2, 2, -1), UsageError, "padding .* at least 0"),
-        ((1, 4, 4, 1), (2, 2, 2), UsageError, r"padding \(2, 2\) is more than half of its kernel_size \(2, 2\)"),
-        ((1, 4, 4, 1), ((2, 2, 2),), UsageError, r"kernel_size .* \(2, 2, 2\)"),
-    ],
-)
-def test_what_does_not_fit(kind, shape, options, error, words):
-    """One sentence that names the values."""
-    with pytest.raises(error, match=words):
-        kind(Tensor(np.zeros(shape)), *options)

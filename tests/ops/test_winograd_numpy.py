@@ -5,6 +5,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from nnmpi.ops.activation import relu
 from nnmpi.ops.conv import winograd_numpy
 from nnmpi.ops.conv.algorithm import ConvSpec
 from nnmpi.ops.conv.conv2d import Conv2dFunction, conv2d, conv_relu, conv_relu_pool
@@ -12,6 +13,7 @@ from nnmpi.ops.conv.im2col import Im2col
 from nnmpi.ops.conv.winograd_numpy import WinogradNumpy
 from nnmpi.ops.pool import max_pool2d
 from nnmpi.tensor.tensor import Tensor
+from tests.ops.test_conv_relu_pool import compare
 
 pytestmark = pytest.mark.host_only("transforms that pay for NumPy's arrays alone")
 
@@ -19,11 +21,6 @@ pytestmark = pytest.mark.host_only("transforms that pay for NumPy's arrays alone
 def plain(x, weight, bias=None):
     """Return the convolution by im2col."""
     return Conv2dFunction(Im2col(ConvSpec((3, 3), padding=(1, 1))))(x, weight, bias)
-
-
-def relu(x):
-    """Return max(x, 0), by nothing but multiplication."""
-    return x * Tensor((x.data > 0).astype(x.dtype))
 
 
 ALONE = ConvSpec((3, 3), padding=(1, 1))
@@ -42,24 +39,6 @@ def tiled(spec, x, weight, bias=None):
     return Conv2dFunction(WinogradNumpy(spec))(x, weight, bias)
 
 
-def run(function, arrays, dtype):
-    """Return the function's result and its gradients."""
-    leaves = [Tensor(a.astype(dtype), requires_grad=True) for a in arrays]
-    y = function(*leaves)
-    y.backward(np.random.default_rng(2).standard_normal(y.shape).astype(dtype))
-    return y.data, *[leaf.grad for leaf in leaves]
-
-
-def compare(spec, arrays):
-    """Compare with im2col in float64, both in float64 and in float32."""
-    expected = run(EXPECTED[spec], arrays, "float64")
-    for dtype, tolerance in (("float64", 1e-13), ("float32", 2e-6)):
-        for one, other in zip(run(partial(tiled, spec), arrays, dtype), expected, strict=True):
-            assert one.dtype == dtype
-            assert one.shape == other.shape
-            np.testing.assert_allclose(one, other, rtol=0, atol=tolerance * abs(other).max(initial=1e-300))
-
-
 @pytest.mark.parametrize("spec", EXPECTED, ids=NAMES)
 @pytest.mark.parametrize("size", [(2, 2), (2, 6), (8, 4), (6, 14)])
 @pytest.mark.parametrize("channels", [(1, 1), (3, 5), (16, 24)])
@@ -69,7 +48,11 @@ def test_sizes(spec, size, channels, n, monkeypatch):
     c, o = channels
     monkeypatch.setattr(winograd_numpy, "TILES_BYTES", 3 * winograd_numpy.image_bytes(*size, c, o, 4))
     rng = np.random.default_rng(0)
-    compare(spec, [rng.standard_normal(shape) for shape in ((n, *size, c), (3, 3, c, o), (o,))])
+    compare(
+        [rng.standard_normal(shape) for shape in ((n, *size, c), (3, 3, c, o), (o,))],
+        EXPECTED[spec],
+        partial(tiled, spec),
+    )
 
 
 @pytest.mark.parametrize("bias", [0.0, 0.5, -0.5])
@@ -79,7 +62,8 @@ def test_constant_regions(spec, bias):
     rng = np.random.default_rng(0)
     x = np.zeros((4, 12, 12, 16))
     x[:, 3:7, 4:9] = rng.standard_normal((4, 4, 5, 16))
-    compare(spec, [x, rng.standard_normal((3, 3, 16, 5)), np.full(5, bias)])
+    arrays = [x, rng.standard_normal((3, 3, 16, 5)), np.full(5, bias)]
+    compare(arrays, EXPECTED[spec], partial(tiled, spec))
 
 
 @pytest.mark.parametrize(
