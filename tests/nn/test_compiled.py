@@ -16,19 +16,11 @@ from nnmpi.nn.compiled import MOST_RECORDINGS
 from nnmpi.optim.clip import clip_by_global_norm, global_norm
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
+from tests.ops.replays import check_replays
 from tests.ops.rows import OPS
 from tests.tensor.rows import TENSOR
 
 TABLE = [*TENSOR, *OPS]
-
-
-def value_and_gradients(function, leaves):
-    """Run a function of leaves forward and backward."""
-    for leaf in leaves:
-        leaf.grad = None
-    y = function(*leaves)
-    y.backward(np.linspace(1, 2, y.size, dtype=y.dtype).reshape(y.shape))
-    return y
 
 
 @pytest.mark.parametrize("row", TABLE, ids=[row.name for row in TABLE])
@@ -39,19 +31,7 @@ def test_every_operation_replays(row):
     @given(row.cases)
     def same(case):
         leaves = [Tensor(np.array(x), requires_grad=True) for x in case.inputs]
-        compiled = nnmpi.compile(lambda: value_and_gradients(case.function, leaves))
-        compiled()
-        for factor in (0.75, 0.5, 1.0):
-            for leaf, x in zip(leaves, case.inputs, strict=True):
-                leaf.data[...] = x * factor  # no kink lies between
-            y = compiled()
-            got = [y.data, *[None if leaf.grad is None else leaf.grad.copy() for leaf in leaves]]
-            eager = value_and_gradients(case.function, leaves)
-            for ours, plain in zip(got, [eager.data, *[leaf.grad for leaf in leaves]], strict=True):
-                assert (ours is None) == (plain is None)
-                if ours is not None:
-                    np.testing.assert_array_equal(ours, plain)
-        assert compiled.recordings == 1
+        check_replays(case.function, leaves, [[x * factor for x in case.inputs] for factor in (0.75, 0.5, 1.0)])
 
     same()
 

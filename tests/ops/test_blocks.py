@@ -5,12 +5,12 @@ from importlib import import_module
 import numpy as np
 import pytest
 
-import nnmpi
 from nnmpi import ops
 from nnmpi.backend.sums import row_blocks
 from nnmpi.tensor.tensor import Tensor
 from tests.device.here import here
 from tests.device.library import device_backend
+from tests.ops.replays import check_replays
 
 SIZES = [(7, 5), (2, 9, 4), (64, 6), (1, 3), (0, 4), (3, 1)]
 
@@ -60,22 +60,7 @@ def test_blocks_do_not_matter(name, size, elements, monkeypatch):
     arrays = [rng.standard_normal(shape) for shape in (size, *shapes(size[-1]))]
     grad = rng.standard_normal((*size[:-1], 3) if name.startswith("linear") else size)
     results = run(function, arrays, grad)
-    leaves = [Tensor(np.zeros_like(a), requires_grad=True) for a in arrays]
-
-    def again():
-        for leaf in leaves:
-            leaf.grad = None
-        y = function(*leaves)
-        y.backward(grad)
-        return y
-
-    compiled = nnmpi.compile(again)
-    compiled()
-    for leaf, a in zip(leaves, arrays, strict=True):
-        leaf.data[...] = a
-    replayed = [compiled().data, *[leaf.grad for leaf in leaves]]
-    for one, other in zip(replayed, results, strict=True):
-        np.testing.assert_array_equal(one, other)
+    check_replays(function, [Tensor(np.zeros_like(a), requires_grad=True) for a in arrays], [arrays])
     monkeypatch.setattr(import_module("nnmpi.backend.sums"), "ELEMENTS", 10**6)
     for one, other in zip(results, run(function, arrays, grad), strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)

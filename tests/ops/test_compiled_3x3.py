@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-import nnmpi
 from nnmpi.backend.jit import conv3x3
 from nnmpi.backend.kernels import compiled_kernels, jit
 from nnmpi.ops.activation import relu
@@ -13,6 +12,7 @@ from nnmpi.ops.pool import max_pool2d
 from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 from tests.harness.slow import KERNELS, once_more
+from tests.ops.replays import check_replays
 
 pytest.importorskip("numba")
 pytestmark = pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
@@ -172,20 +172,10 @@ def test_what_does_not_fit_is_computed_plainly():
 
 def test_a_compiled_step_is_the_eager_one():
     """Bit for bit, by both kernels, with other values."""
-    x, weight, bias = map(Tensor, draw((2, 12, 8, 1, 5)))
-    more, other = (Tensor(each, requires_grad=True) for each in draw((2, 6, 4, 5, 7))[1:])
+    first, second = draw((2, 12, 8, 1, 5)), [Tensor(each, requires_grad=True) for each in draw((2, 6, 4, 5, 7))[1:]]
 
-    def step():
-        more.grad = other.grad = None
-        y = conv_relu_pool(conv_relu_pool(x, weight, bias, padding=1), more, other, padding=1)
-        y.sum().backward()
-        return y
+    def function(*leaves):
+        return conv_relu_pool(conv_relu_pool(*map(Tensor, first), padding=1), *leaves, padding=1)
 
     with jit():
-        compiled = nnmpi.compile(step)
-        compiled()
-        x.data[...] = draw((2, 12, 8, 1, 5), seed=1)[0]
-        replayed = [compiled().data.copy(), more.grad.copy(), other.grad.copy()]
-        for mine, theirs in zip(replayed, [step().data, more.grad, other.grad], strict=True):
-            np.testing.assert_array_equal(mine, theirs)
-    assert compiled.recordings == 1
+        check_replays(function, second, [draw((2, 6, 4, 5, 7), seed=seed)[1:] for seed in (1, 2)])

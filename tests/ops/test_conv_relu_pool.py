@@ -1,17 +1,19 @@
 """Convolution, ReLU and pooling as one operation, against the three after one another."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import nnmpi
 from nnmpi.errors import ShapeError
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv import im2col, winograd_numpy
 from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
 from nnmpi.ops.pool import max_pool2d
 from nnmpi.tensor.tensor import Tensor
+from tests.ops.replays import check_replays
 
 
 def chain(x, weight, bias=None, stride=1, padding=0, dilation=1, groups=1, pool=2):
@@ -114,25 +116,7 @@ def test_replayed(function, channels, monkeypatch):
     monkeypatch.setattr(im2col, "COLUMNS_BYTES", 1 << 16)
     monkeypatch.setattr(winograd_numpy, "TILES_BYTES", 1 << 17)
     rng = np.random.default_rng(0)
-    leaves = [
-        Tensor(rng.standard_normal(shape).astype("float32"), requires_grad=True)
-        for shape in ((10, 8, 6, channels), (3, 3, channels, 16), (16,))
-    ]
-
-    def step():
-        for leaf in leaves:
-            leaf.grad = None
-        y = function(*leaves, padding=1)
-        y.backward(np.linspace(1, 2, y.size, dtype=y.dtype).reshape(y.shape))
-        return y
-
-    compiled = nnmpi.compile(step)
-    compiled()
-    for _ in range(2):
-        for leaf in leaves:
-            leaf.data[...] = Tensor(rng.standard_normal(leaf.shape)).data
-        replayed = [compiled().data.copy(), *[leaf.grad.copy() for leaf in leaves]]
-        eager = [step().data, *[leaf.grad for leaf in leaves]]
-        for one, other in zip(replayed, eager, strict=True):
-            np.testing.assert_array_equal(one, other)
-    assert compiled.recordings == 1
+    shapes = (10, 8, 6, channels), (3, 3, channels, 16), (16,)
+    first, *others = ([rng.standard_normal(shape, dtype=np.float32) for shape in shapes] for _ in range(3))
+    leaves = [Tensor(each, requires_grad=True) for each in first]
+    check_replays(partial(function, padding=1), leaves, others)
