@@ -159,7 +159,8 @@ def _settle(blocks: dict[TreeBlock, Buffer], leaves: int, block: TreeBlock, arra
 
 def _compare(group: Group, tree: SumTree, mine: Mapping[TreeBlock, Buffer], out: Buffer) -> list[list[TreeBlock]]:
     """Return every rank's blocks, after a look whether they make up one tree of arrays like `out`; collective."""
-    alike = all(array.shape == out.shape and array.dtype == out.dtype for array in mine.values())
+    first = next(iter(mine.values()), out)  # which all are like
+    alike = (first.shape, first.dtype) == (out.shape, out.dtype)
     about = f"{tree.leaves} leaves and a result of {out.size} {out.dtype}" + (
         "" if alike else " of which its leaves differ in length or dtype"
     )
@@ -170,12 +171,12 @@ def _compare(group: Group, tree: SumTree, mine: Mapping[TreeBlock, Buffer], out:
     if not alike:
         raise CommError(f"all ranks have {about}; {remedy}")
     everyones = [[(level, index) for level, index in blocks] for _, _, blocks in gathered]
-    holders: dict[int, list[int]] = {}
+    holders: list[list[int]] = [[] for _ in range(tree.leaves)]
     for rank, blocks in enumerate(everyones):
-        for leaf in (leaf for block in blocks for leaf in covered(block, tree.leaves)):
-            holders.setdefault(leaf, []).append(rank)
-    for leaf in range(tree.leaves):
-        ranks = holders.get(leaf, [])
+        for block in blocks:
+            for leaf in covered(block, tree.leaves):
+                holders[leaf].append(rank)
+    for leaf, ranks in enumerate(holders):
         if len(ranks) != 1:
             where = f"was pushed on {name_ranks(ranks)}" if ranks else "was pushed on no rank"
             raise CommError(f"leaf {leaf} of {tree.leaves} {where}; push each leaf on one rank")

@@ -12,12 +12,10 @@ import pytest
 from nnmpi.comm.mpi.shutdown import Shutdown
 from nnmpi.comm.mpi.start import (
     NO_NETWORK,
-    START_LIMIT,
-    read_limit,
     refuse_mismatch,
     stays_on_one_node,
 )
-from nnmpi.errors import DataError, LaunchError, UsageError
+from nnmpi.errors import DataError, LaunchError
 from nnmpi.launcher import Launch
 from tests.harness.refusals import told
 
@@ -45,12 +43,6 @@ def test_a_start_that_takes_too_long_is_ended_with_its_stack() -> None:
     assert "wait_for_all_ranks_to_start" in ending.stderr
     assert run(WAITS.format(limit_s=LIMIT_S, seconds=0)).stdout == "up\n"
     assert run(WAITS.format(limit_s="inf", seconds=0)).stdout == "up\n"
-
-
-@pytest.mark.parametrize("limit", ["0", "-1", "soon", "nan"])
-def test_a_wrong_limit_is_refused(limit: str) -> None:
-    with pytest.raises(UsageError, match="NNMPI_START_LIMIT_S is"):
-        read_limit(START_LIMIT, limit)
 
 
 # Which pairs of launcher and MPI library are refused.

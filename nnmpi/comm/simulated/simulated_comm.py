@@ -47,61 +47,6 @@ Bytes: TypeAlias = NDArray[np.uint8]
 EAGER_BYTES = 4096  # Open MPI's limit between ranks of a node; its limits on networks are of that order
 
 
-class SimulatedNetwork:
-    """The links between simulated ranks.
-
-    Args:
-        machine: what messages cost.
-        size: the number of ranks.
-
-    Attributes:
-        places: the node of each rank.
-        bytes: how many were carried so far.
-    """
-
-    def __init__(self, machine: Machine, size: int) -> None:
-        self.places = machine.places(size)
-        self.bytes = 0
-        self._machine, self._links = machine, Links(max(self.places, default=0) + 1)
-
-    def carry(self, source: int, target: int, nbytes: int, ready_s: float, both_ways: bool) -> float:
-        """Let a message go; return when it is there.
-
-        Args:
-            source, target: the ranks, by number.
-            nbytes: its length.
-            ready_s: when it can begin.
-            both_ways: whether its sender receives something at the same time.
-        """
-        self.bytes += nbytes
-        nodes = self.places[source], self.places[target]
-        across = nodes[0] != nodes[1]
-        link = self._machine.link(across)
-        curve = link.both_ways if both_ways else link.one_way
-        latency_s = curve.alpha_s
-        wire_s = curve(nbytes) - curve.alpha_s
-        if across:
-            ready_s = self._links.send(*nodes, ready_s, wire_s)
-        return ready_s + wire_s + latency_s
-
-    def collective_s(self, name: str, ranks: tuple[int, ...], nbytes: int) -> float:
-        """Return what a collective of MPI's own takes from the last rank's arrival, by the formulas of the algorithms.
-
-        Args:
-            name: of the call.
-            ranks: who takes part.
-            nbytes: of the whole array.
-        """
-        if len(ranks) == 1:
-            return 0.0
-        across = len({self.places[rank] for rank in ranks}) > 1
-        curve = self._machine.link(across).one_way
-        costs = [way(len(ranks)) for way in _WAYS.get(name, _LATENCIES)]
-        return min(
-            latencies * curve.alpha_s + sent * nbytes * curve.beta(max(nbytes, 1)) for latencies, sent, _ in costs
-        )
-
-
 _ALL_REDUCES: tuple[Cost, ...] = (  # MPI takes recursive doubling for short arrays
     lambda N: (levels(N), levels(N), 0),
     ALGORITHMS["ring"].cost,
@@ -269,10 +214,12 @@ class MessageBoard:
 
     Args:
         scheduler: lets the ranks take turns.
-        network: carries the messages.
+        machine: what messages cost.
 
     Attributes:
-        scheduler, network: these.
+        scheduler: this one.
+        places: the node of each rank.
+        bytes: how many were carried so far.
         queues: by (communicator, from, to, tag).
         calls: by (communicator, number of the collective).
         open: what each rank has started and not yet waited for, by number.
@@ -280,13 +227,52 @@ class MessageBoard:
         made: what is there once for all ranks, by key (`World.once`).
     """
 
-    def __init__(self, scheduler: Scheduler, network: SimulatedNetwork) -> None:
-        self.scheduler, self.network = scheduler, network
+    def __init__(self, scheduler: Scheduler, machine: Machine) -> None:
+        self.scheduler, self.places = scheduler, machine.places(len(scheduler.ranks))
+        self.bytes = 0
+        self._machine, self._links = machine, Links(max(self.places) + 1)
         self.queues: defaultdict[tuple[int, int, int, int], MessageQueue] = defaultdict(MessageQueue)
         self.calls: dict[tuple[int, int], CollectiveCall] = {}
         self.open = [OpenRequests() for _ in scheduler.ranks]
         self.numbers = count(1)
         self.made: dict[Hashable, Any] = {}
+
+    def carry(self, source: int, target: int, nbytes: int, ready_s: float, both_ways: bool) -> float:
+        """Let a message go; return when it is there.
+
+        Args:
+            source, target: the ranks, by number.
+            nbytes: its length.
+            ready_s: when it can begin.
+            both_ways: whether its sender receives something at the same time.
+        """
+        self.bytes += nbytes
+        nodes = self.places[source], self.places[target]
+        across = nodes[0] != nodes[1]
+        link = self._machine.link(across)
+        curve = link.both_ways if both_ways else link.one_way
+        latency_s = curve.alpha_s
+        wire_s = curve(nbytes) - curve.alpha_s
+        if across:
+            ready_s = self._links.send(*nodes, ready_s, wire_s)
+        return ready_s + wire_s + latency_s
+
+    def collective_s(self, name: str, ranks: tuple[int, ...], nbytes: int) -> float:
+        """Return what a collective of MPI's own takes from the last rank's arrival, by the formulas of the algorithms.
+
+        Args:
+            name: of the call.
+            ranks: who takes part.
+            nbytes: of the whole array.
+        """
+        if len(ranks) == 1:
+            return 0.0
+        across = len({self.places[rank] for rank in ranks}) > 1
+        curve = self._machine.link(across).one_way
+        costs = [way(len(ranks)) for way in _WAYS.get(name, _LATENCIES)]
+        return min(
+            latencies * curve.alpha_s + sent * nbytes * curve.beta(max(nbytes, 1)) for latencies, sent, _ in costs
+        )
 
     def complete(self, request: SimulatedRequest, at_s: float) -> None:
         """Let a request be complete, and its rank know it."""
@@ -397,7 +383,7 @@ class SimulatedComm:
         """Let a message travel; it does not arrive before an earlier one."""
         sender = message.request.owner.number
         ready_s = max(ready_s, message.ready_s)
-        at_s = self._board.network.carry(sender, target, message.nbytes, ready_s, message.both_ways)
+        at_s = self._board.carry(sender, target, message.nbytes, ready_s, message.both_ways)
         at_s = queue.last_s = max(at_s, queue.last_s)
         self._scheduler.plan(at_s, partial(self._arrive, message, at_s))
 
@@ -570,7 +556,7 @@ class SimulatedComm:
         if len(call.brought) == self.size:
             del board.calls[self._number, number]
             name = signature[0].removeprefix("i")
-            end_s = call.last_s + board.network.collective_s(name, self._members, nbytes)
+            end_s = call.last_s + board.collective_s(name, self._members, nbytes)
             scheduler.plan(end_s, partial(self._finish, call, combine, end_s))
         scheduler.leave(own)
         return request
@@ -597,7 +583,7 @@ class SimulatedComm:
 
     def split_by_node(self, key: int) -> Self:
         """Return one of the ranks of this node; see `comm.world.Comm`."""
-        return self._regroup("split_by_node", self._board.network.places[self._own.number], key)
+        return self._regroup("split_by_node", self._board.places[self._own.number], key)
 
     def _regroup(self, name: str, color: int, key: int) -> Self:
         def make(everyones: Sequence[tuple[int, int]]) -> list[tuple[int, list[int]]]:

@@ -27,7 +27,7 @@ from nnmpi.backend.memory import share_freed_memory
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.scheduler import Faults, Scheduler, SimulatedRank, find_lines
-from nnmpi.comm.simulated.simulated_comm import MessageBoard, SimulatedComm, SimulatedNetwork
+from nnmpi.comm.simulated.simulated_comm import MessageBoard, SimulatedComm
 from nnmpi.errors import CommError, UsageError
 
 T = TypeVar("T")
@@ -179,7 +179,7 @@ def run_simulation(
         raise UsageError(f"a cpu_factor of {cpu_factor} means nothing; give 0 or more")
     share_freed_memory()
     scheduler = Scheduler(ranks, seed, cpu_factor, faults)
-    board = MessageBoard(scheduler, SimulatedNetwork(machine or Machine.uniform(0.0, 0.0), ranks))
+    board = MessageBoard(scheduler, machine or Machine.uniform(0.0, 0.0))
     results: list[T | None] = [None] * ranks
 
     def live(number: int) -> None:
@@ -206,4 +206,4 @@ def run_simulation(
     if leftovers:
         raise CommError("the ranks have ended, but " + "; ".join(leftovers))
     seconds = max(rank.clock_s for rank in scheduler.ranks)
-    return SimulatedRun(cast(list[T], results), seconds, board.network.bytes)
+    return SimulatedRun(cast(list[T], results), seconds, board.bytes)
