@@ -1,7 +1,5 @@
 """The calls of a simulated communicator: their values, whatever the seed, and their times."""
 
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -28,30 +26,25 @@ def test_values_of_all_calls(size: int, cpu_factor: float) -> None:
     def main(group: Group) -> None:
         comm, rank = group.comm, group.rank
         counts = [1 + each % 3 for each in range(size)]
-        total = sum(counts)
-        values = np.arange(total, dtype=np.int64)
-        for start_only in (False, True):
-            array = values * (rank + 1)
-            run(comm, comm.iallreduce, comm.allreduce, start_only, array)
-            assert (array == values * (size * (size + 1) // 2)).all()
-            array = values + rank
-            run(comm, comm.ibroadcast, comm.broadcast, start_only, array, size - 1)
-            assert (array == values + size - 1).all()
-            own, into = np.full(counts[rank], rank), np.zeros(total, np.int64)
-            run(comm, comm.iallgatherv, comm.allgatherv, start_only, own, into, counts)
-            assert (into == np.repeat(np.arange(size), counts)).all()
-            part = np.zeros(counts[rank], np.int64)
-            whole = values * rank
-            run(comm, comm.ireduce_scatter, comm.reduce_scatter, start_only, whole, part, counts)
+        values, triangle = np.arange(sum(counts), dtype=np.int64), size * (size - 1) // 2
+        own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        numbers = np.repeat(np.arange(size), counts)
+        for start in ("", "i"):
+            summed, told, whole = values * (rank + 1), values + rank, values * rank
+            part, into, known = np.zeros(counts[rank], np.int64), np.zeros_like(values), np.zeros_like(values)
+            known[own] = rank
+            for name, arguments, found, wanted in (
+                ("allreduce", (summed,), summed, values * (triangle + size)),
+                ("broadcast", (told, size - 1), told, values + size - 1),
+                ("allgatherv", (np.full(counts[rank], rank), into, counts), into, numbers),
+                ("allgatherv", (None, known, counts), known, numbers),
+                ("reduce_scatter", (whole, part, counts), part, (values * triangle)[own]),
+            ):
+                request = getattr(comm, start + name)(*arguments)
+                comm.wait_all([request] if start else [])
+                assert (found == wanted).all()
             assert (whole == values * rank).all()  # it is only read
-            begin = sum(counts[:rank])
-            assert (part == values[begin : begin + counts[rank]] * (size * (size - 1) // 2)).all()
             comm.barrier()
-        begin = sum(counts[:rank])
-        into = np.zeros(total, np.int64)
-        into[begin : begin + counts[rank]] = rank
-        comm.allgatherv(None, into, counts)
-        assert (into == np.repeat(np.arange(size), counts)).all()
         everyones = np.zeros((size, 2))
         comm.allgather(np.array([rank, -rank], float), everyones)
         assert (everyones == [[each, -each] for each in range(size)]).all()
@@ -66,14 +59,6 @@ def test_values_of_all_calls(size: int, cpu_factor: float) -> None:
 
     for seed in range(3):
         simulate(main, size, MACHINE, seed, cpu_factor)
-
-
-def run(comm: Any, start: Callable[..., Any], block: Callable[..., None], start_only: bool, *args: Any) -> None:
-    """Make a call, blocking or started and waited for."""
-    if start_only:
-        comm.wait_all([start(*args)])
-    else:
-        block(*args)
 
 
 @pytest.mark.parametrize("cpu_factor", [0, 1])
