@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from nnmpi.backend.backend import Backend
+from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.precision import low_dtype, use_precision
 from nnmpi.backend.windows import windows
 from nnmpi.errors import ShapeError
@@ -145,3 +145,15 @@ def test_gradients_add_up_in_their_place(device: Backend, groups: int) -> None:
         y.backward(xp.asarray(grad_of(y.shape).astype("float32")))
     for leaf, right in zip(leaves, on_host(conv_relu, case)[1:], strict=True):
         np.testing.assert_array_equal(leaf.grad.get(), 2 * right)
+
+
+def test_a_sums_gradient_is_one_number_in_many_places(device: Backend) -> None:
+    """The kernel for the bias reads arrays without gaps."""
+    given = arrays(CASES["3x3"])
+    grads = []
+    for backend in (device, numpy_backend()):
+        leaves = [Tensor(backend.asarray(x), requires_grad=True) for x in given]
+        conv2d(*leaves, *CASES["3x3"].options).sum().backward()
+        grads.append([backend.to_host(leaf.grad) for leaf in leaves])
+    for ours, host in zip(*grads, strict=True):
+        np.testing.assert_array_equal(ours, host)

@@ -114,7 +114,12 @@ def train_thawing(group: Group, layout: Layout, exchange: GradientExchange) -> l
 
 @pytest.mark.parametrize(
     ("layout", "fused"),
-    [(Layout(), True), (Layout(), False), (Layout(dp=2, zero=1), None), (Layout(dp=2, zero=3), None)],
+    [
+        pytest.param(Layout(), True, marks=pytest.mark.host_only("the fused update, which is of arrays in the node")),
+        (Layout(), False),
+        (Layout(dp=2, zero=1), None),
+        (Layout(dp=2, zero=3), None),
+    ],
     ids=["fused", "buckets", "zero1", "zero3"],
 )
 def test_a_frozen_parameter_stays_on_all_ranks(layout: Layout, fused: bool | None) -> None:

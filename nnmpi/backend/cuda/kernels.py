@@ -40,7 +40,7 @@ class DeviceKernels(KernelLauncher):
 
     def bias_grad(self, xp: Any, grad: Array, to_bias: Array) -> None:
         """Add up the rows; with few columns this is several times as fast as CuPy's sum."""
-        self.sums("column_sum", "column_total", (grad,), (to_bias,))
+        self.sums("column_sum", "column_total", (xp.ascontiguousarray(grad),), (to_bias,))
 
     def bias_relu(self, xp: Any, y: Array, bias: Array | None) -> None:
         """y = max(y + bias, 0), in place; NaN stays."""
