@@ -14,8 +14,6 @@ A test that is about the host alone says so by `@pytest.mark.host_only("why")`, 
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from types import FrameType
@@ -54,13 +52,6 @@ SAME += ("test_packaging.py", "test_docs.py", "test_shard.py", "test_threads.py"
 MOST_CASES = 2  # of one test of whole trainings, with --quick: all of them run on the host
 
 
-@dataclass
-class Mode:
-    """Whether the test that runs is on the device."""
-
-    on: bool = False
-
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Add --backend."""
     parser.addoption("--backend", choices=("numpy", "fake"), default="numpy", help="where the suite's arrays live")
@@ -97,12 +88,13 @@ class Everywhere:
 
     def __init__(self) -> None:
         cupy = library.load()
-        cupy.cuda.runtime.settings().hidden = False
+        self._settings = cupy.cuda.runtime.settings()
+        self._settings.hidden = False
         paths = [str(library.FOLDER), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
         os.environ["PYTHONPATH"] = os.pathsep.join(path for path in paths if path)  # for what the tests start
         self._array = cupy.ndarray
         self._backend = library.device_backend()
-        self._mode = Mode()
+        self._on = False
         self._host_only: list[str] = []
         sys.modules["cupy._array"].VIEWERS.append(self._is_test)  # type: ignore[attr-defined]
         self._put_backend()
@@ -124,21 +116,17 @@ class Everywhere:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
-        """Let the test be on the device, or not."""
-        with self._being(item.get_closest_marker("host_only") is None):
-            return (yield)
-
-    @contextmanager
-    def _being(self, on: bool) -> Iterator[None]:
-        before, self._mode.on = self._mode.on, on
+        """Let the test be on the device, or on a machine that has none."""
+        self._on = item.get_closest_marker("host_only") is None
+        self._settings.hidden = not self._on
         try:
-            yield
+            return (yield)
         finally:
-            self._mode.on = before
+            self._on = False
 
     def _is_test(self, frame: FrameType | None) -> bool:
         """Return whether a frame, but for what stands between, is a test's."""
-        if not self._mode.on:
+        if not self._on:
             return False
         while frame is not None and module(frame).startswith(BETWEEN):
             frame = frame.f_back
@@ -149,7 +137,7 @@ class Everywhere:
         plain = backends.numpy_backend
 
         def numpy_backend() -> Any:
-            return self._backend if self._mode.on and module(sys._getframe(1)) != HOST else plain()
+            return self._backend if self._on and module(sys._getframe(1)) != HOST else plain()
 
         for each in list(sys.modules.values()):
             if getattr(each, "numpy_backend", None) is plain:
@@ -160,7 +148,7 @@ class Everywhere:
         make, apply = Tensor.__init__, Function.__call__
 
         def make_tensor(tensor: Any, data: Any, *args: Any, **kwargs: Any) -> None:
-            if self._mode.on and is_tests(sys._getframe(1)):
+            if self._on and is_tests(sys._getframe(1)):
                 if isinstance(data, np.ndarray):
                     data = self._upload(data)
                 elif not isinstance(data, Tensor | self._array):
@@ -170,7 +158,7 @@ class Everywhere:
             make(tensor, data, *args, **kwargs)
 
         def call(function: Any, *inputs: Any) -> Any:
-            if self._mode.on and any(is_host(x) for x in inputs) and any(map(self._is_here, inputs)):
+            if self._on and any(is_host(x) for x in inputs) and any(map(self._is_here, inputs)):
                 given = from_test(sys._getframe(1))
                 inputs = tuple(self._upload(x) if _is_among(x, given) else x for x in inputs)
             return apply(function, *inputs)
@@ -185,7 +173,7 @@ class Everywhere:
 
         @wraps(function)
         def call(thing: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._mode.on and is_tests(sys._getframe(1)):
+            if self._on and is_tests(sys._getframe(1)):
                 args = tuple(self._upload(x) if is_host(x) else x for x in args)
             return function(thing, *args, **kwargs)
 

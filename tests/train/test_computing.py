@@ -127,7 +127,6 @@ def weights(folder: Path) -> list[Any]:
 
 
 @pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
-@pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
 def test_a_choice_is_that_of_the_option_and_stays(
     group: Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
