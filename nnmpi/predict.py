@@ -83,7 +83,7 @@ def read_image(file: Path, signature: ModelSignature, dtype: str, invert: bool =
         with images.open(file) as image:
             plain = image.convert("L" if shape[2] == 1 else "RGB").resize((shape[1], shape[0]))
             pixels = np.asarray(plain, dtype).reshape(1, *shape) / np.asarray(FULL, dtype)
-    except OSError as error:  # what Pillow raises for what is no image, too
+    except Exception as error:  # whatever Pillow makes of damage, and of more pixels than it takes
         raise DataError(f"{file} cannot be read as an image: {error}") from None
     return signature.normalized(1 - pixels if invert else pixels)
 

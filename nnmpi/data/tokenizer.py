@@ -118,7 +118,9 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         if found.name in PAIRS_FILES:
             return LibraryTokenizer(_of_pairs(library, *(str(found.parent / name) for name in PAIRS_FILES)))
         return LibraryTokenizer(library.Tokenizer.from_file(str(found)))
-    except Exception as error:  # the library raises Exception itself
+    except BaseException as error:  # the library raises Exception itself, and its panics are no Exceptions
+        if isinstance(error, KeyboardInterrupt | MemoryError):
+            raise
         raise DataError(f"{found}: not a tokenizer ({error}); get it again") from error
 
 

@@ -83,8 +83,12 @@ def read_size(folder: Path) -> GPTSize:
     for name, value in fixed.items():
         if found.get(name, value) != value:
             raise DataError(f"{folder / CONFIG}: {name} is {found[name]!r}; only {value!r} can be read")
-    with opened(folder / WEIGHTS, DataError) as stored:  # before anybody makes so many layers
-        _names_in(folder, stored, sizes["layers"])
+    with opened(folder / WEIGHTS, DataError) as stored:  # before anybody makes so many layers, or such large ones
+        names = _names_in(folder, stored, sizes["layers"])
+        for ours, first in (("0.tokens.weight", "vocabulary"), ("0.positions.weight", "context")):
+            shape, wanted = stored.get_slice(names[ours]).get_shape(), [sizes[first], sizes["features"]]
+            if shape != wanted:
+                raise DataError(f"{folder / WEIGHTS}: {names[ours]} has shape {shape}; {CONFIG} says {wanted}")
     return GPTSize(**sizes)
 
 
@@ -97,7 +101,7 @@ def read_dropout(folder: Path) -> float:
     found = _read_config(folder)
     rates = {name: found.get(name, usual) for name, usual in DROPOUTS.items()}
     rate = rates["attn_pdrop"]
-    if not isinstance(rate, int | float) or not 0 <= rate < 1 or set(rates.values()) != {rate}:
+    if not isinstance(rate, int | float) or not 0 <= rate < 1 or any(each != rate for each in rates.values()):
         raise DataError(
             f"{folder / CONFIG}: dropouts are {rates}; only one probability in [0, 1) for all three can be read; "
             "choose a dropout for this run"

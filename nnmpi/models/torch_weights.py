@@ -162,7 +162,7 @@ def opened(file: Path, error: type[NnmpiError]) -> Iterator[Any]:
     try:
         with safe_open(file, "numpy") as stored:
             yield stored
-    except (OSError, SafetensorError, TypeError) as caught:
+    except (OSError, SafetensorError, TypeError, AttributeError) as caught:  # the last: of dtypes that NumPy has not
         raise error(f"{file} cannot be read as safetensors: {caught}") from None
 
 

@@ -26,6 +26,14 @@ from nnmpi.version import VERSION
 
 METADATA = "nnmpi"  # the name of the JSON in a file's metadata
 BYTES, TOKENS = "uint8", "tokens"
+KINDS: Mapping[str, Any] = {  # of a signature's fields; a list's is that of its items
+    **dict.fromkeys(("data", "stored", "predicts", "target"), str),
+    **dict.fromkeys(("class_names", "columns"), [str]),
+    **dict.fromkeys(("sample_shape", "target_shape"), [int]),
+    **dict.fromkeys(("mean", "std"), [int | float]),
+    "classes": int,
+    "scale": int | float,
+}
 
 
 @dataclass(frozen=True)
@@ -155,13 +163,25 @@ class ModelSignature:
         """Return the signature with these fields.
 
         Raises:
-            CheckpointError: when fields are missing, or unknown.
+            CheckpointError: when fields are missing, unknown, or of another kind.
         """
-        plain: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in values.items()}
         try:
-            return cls(**plain)
-        except TypeError as error:
+            plain: dict[str, Any] = {
+                name: tuple(each) if isinstance(each, list) else each for name, each in values.items()
+            }
+            found = cls(**plain)
+            wrong = [name for name, kind in KINDS.items() if not _is_of(getattr(found, name), kind)]
+            if wrong:
+                raise TypeError(f"its {wrong[0]} is {shortened(repr(getattr(found, wrong[0])))}")
+        except (TypeError, AttributeError) as error:
             raise CheckpointError(f"the signature of the weights cannot be read: {error}") from None
+        return found
+
+
+def _is_of(value: Any, kind: Any) -> bool:
+    if isinstance(kind, list):
+        return isinstance(value, tuple) and all(isinstance(each, kind[0]) for each in value)
+    return isinstance(value, kind)
 
 
 def to_metadata(signature: ModelSignature, model: Mapping[str, Any]) -> dict[str, str]:

@@ -353,6 +353,10 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{}")
     with pytest.raises(DataError, match="not a tokenizer"):
         load_tokenizer(tmp_path / "tokenizer.json")
+    merge = '{"model": {"type": "BPE", "vocab": {"a": 0, "t": 1, "h": 2}, "merges": ["t h"]}}'  # panics in Rust
+    (tmp_path / "tokenizer.json").write_text(merge)
+    with pytest.raises(DataError, match="not a tokenizer"):
+        load_tokenizer(tmp_path / "tokenizer.json")
     (tmp_path / "vocab.json").write_text("{")
     with pytest.raises(DataError, match="not a tokenizer"):
         load_tokenizer(tmp_path / "vocab.json")

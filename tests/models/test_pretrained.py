@@ -13,7 +13,7 @@ from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import DataError, UsageError
-from nnmpi.models.pretrained import GPTSize, load_pretrained, read_size, save_pretrained
+from nnmpi.models.pretrained import GPTSize, load_pretrained, read_dropout, read_size, save_pretrained
 from nnmpi.train.build import build_model
 from nnmpi.train.config import ModelConfig
 
@@ -88,6 +88,8 @@ def test_each_rank_reads_its_part(folder: Path, layout: Layout) -> None:
         ({"n_head": 0}, "n_head is 0; it must be a whole number, 1 or more"),
         ({"n_inner": 7}, "n_inner is 7; only 48 can be read"),
         ({"n_layer": 10**12}, r"does not fit a GPT-2 of 1000000000000 layers: missing transformer\.h\.3\."),  # at once
+        ({"vocab_size": 10**30}, r"wte\.weight has shape \[23, 12\]; config\.json says \[1000"),
+        ({"n_positions": 10**9}, r"wpe\.weight has shape \[9, 12\]; config\.json says \[1000000000, 12\]"),
         ({"n_layer": 2}, r"does not fit a GPT-2 of 2 layers: missing nothing, unknown transformer\.h\.2\."),
     ],
 )
@@ -95,6 +97,13 @@ def test_other_models_are_refused(folder: Path, values: dict[str, object], words
     change(folder, **values)
     with pytest.raises(DataError, match=words):
         read_size(folder)
+
+
+@pytest.mark.parametrize("rate", [[], 0.2, "much"])
+def test_dropouts_that_differ_are_refused(folder: Path, rate: object) -> None:
+    change(folder, attn_pdrop=0.1, embd_pdrop=rate, resid_pdrop=0.1)
+    with pytest.raises(DataError, match="only one probability in .0, 1. for all three can be read"):
+        read_dropout(folder)
 
 
 def test_an_output_that_is_not_the_embedding_is_refused(folder: Path) -> None:

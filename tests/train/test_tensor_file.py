@@ -1,7 +1,10 @@
 """Files of arrays: the safetensors library reads what is written here, and what it writes is read here."""
 
+import json
 import tracemalloc
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ from nnmpi.errors import CheckpointError
 from nnmpi.files import sha256
 from nnmpi.parallel.model_state import ArraySpec
 from nnmpi.train.checkpoint import TensorFile, TensorWriter
+from nnmpi.train.signature import ModelSignature
 
 ARRAYS: dict[str, Array] = {
     "plain": np.arange(24, dtype=np.float32).reshape(2, 3, 4),
@@ -90,3 +94,16 @@ def test_a_file_is_not_kept_open(tmp_path: Path) -> None:
     (tmp_path / "file").unlink()
     with pytest.raises(CheckpointError, match="file cannot be read: .*No such file"):
         found["count"]
+
+
+@pytest.mark.parametrize(
+    "values",
+    ["x", 3, {}, {"nothing": 1}, {"mean": {"a": 1}}, {"class_names": [1, 2]}, {"sample_shape": 4}, {"scale": None}],
+)
+def test_a_signature_of_other_kinds_is_refused(values: Any) -> None:
+    """It stands in the metadata of weights that may be anybody's."""
+    right = asdict(ModelSignature("iris", (4,), 3))
+    wrong = right | values if isinstance(values, dict) and values else values
+    with pytest.raises(CheckpointError, match="the signature of the weights cannot be read"):
+        ModelSignature.from_json(wrong)
+    assert ModelSignature.from_json(json.loads(json.dumps(right))) == ModelSignature("iris", (4,), 3)
