@@ -17,7 +17,7 @@ from nnmpi.comm.group import Group
 from nnmpi.command import flag_of
 from nnmpi.compose.losses import ERRORS, YES_OR_NO
 from nnmpi.custom import call_custom, custom_file, is_custom
-from nnmpi.data.catalogue import find_text, load, prepare
+from nnmpi.data.catalogue import DOWNLOADED, find_text, load, prepare
 from nnmpi.data.dataset import IGNORED, Dataset, Samples, Wanted, as_yes_or_no, check_pair
 from nnmpi.data.loader import Loader
 from nnmpi.data.sampler import check_partition
@@ -94,10 +94,12 @@ def load_samples(config: Config, group: Group, local_rank: int, say: Callable[[s
     source: TextSource | None = None
     with agreed(group), _prefixed(where):
         source = text_source(config)
-        if local_rank == 0 and source is not None:
-            prepare_tokens(source)
-        elif local_rank == 0 and not is_custom(data.dataset):
-            prepare(data.dataset, data.data_dir, report=say)
+        downloads = source is not None or (data.dataset in DOWNLOADED and data.data_dir is None)
+        if local_rank == 0 or not downloads:  # what makes nothing checks the options, with the same error on all ranks
+            if source is not None:
+                prepare_tokens(source)
+            elif not is_custom(data.dataset):
+                prepare(data.dataset, data.data_dir, report=say)
     with agreed(group):
         with _prefixed(where):
             train, test = group.comm.world.once(("data", repr(config)), lambda: _load(config, source))
