@@ -4,7 +4,7 @@ bundled                     iris, digits                      in the package, sp
 downloaded, or data_dir     mnist, fashion-mnist, cifar10     with their own test part
 text                        paradise-lost                     in the package; see `text`
 PATH                        .csv[.gz], .npz                   split by seed, unless the .npz has a test part
-                            .txt, .jsonl, .csv                texts, see `documents`
+                            .txt, .jsonl, .csv                texts, see `text`
                             folder                            of IDX files, CIFAR batches, or train.csv and test.csv
 """
 
@@ -17,7 +17,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from nnmpi.data.dataset import Dataset, Wanted, check_pair, split
-from nnmpi.data.documents import is_text
 from nnmpi.data.images import (
     CIFAR_ARCHIVE,
     CIFAR_WANTED,
@@ -30,6 +29,7 @@ from nnmpi.data.images import (
     locate_cifar,
 )
 from nnmpi.data.tables import load_csv, load_npz, read_csv, to_dataset
+from nnmpi.data.text import is_text
 from nnmpi.errors import DataError, UsageError, raised_as
 from nnmpi.files import VARIABLE, cache_folder, expand, locked
 from nnmpi.units import format_bytes

@@ -11,9 +11,8 @@ import pytest
 
 from nnmpi.data import text as texts
 from nnmpi.data.catalogue import find_text, load
-from nnmpi.data.documents import read_documents
 from nnmpi.data.loader import Batch, Loader
-from nnmpi.data.text import Text, TextSource, load_text, prepare_tokens
+from nnmpi.data.text import Text, TextSource, load_text, prepare_tokens, read_documents
 from nnmpi.data.tokenizer import ByteTokenizer, CharacterTokenizer, LibraryTokenizer, Tokenizer, load_tokenizer
 from nnmpi.errors import DataError, NnmpiError, UsageError
 from tests.data.locked import lock
@@ -150,7 +149,7 @@ def test_tokens_are_made_once_for_a_text_and_its_tokenizer(txt: Path, cache: Pat
 
 
 def test_a_corpus_is_read_in_pieces_that_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("nnmpi.data.documents.PIECE", 7)
+    monkeypatch.setattr("nnmpi.data.text.PIECE", 7)
     text = "é line\r\n  two\n\nthree ünd\nfour\n" * 5 + "the last"
     path = write(tmp_path / "a.txt", "\ufeff" + text)
     pieces = list(read_documents(path))
