@@ -153,7 +153,7 @@ class FaultyDisk(AbstractContextManager["FaultyDisk"]):
         data = memoryview(content).cast("B")
         if self.operations + 1 in (self._dies_at, self._full_at):  # a part of it comes through
             world = clock._clock.get()
-            if not (isinstance(world, SimulatedWorld) and world.is_over):
+            if not (isinstance(world, SimulatedWorld) and world._scheduler.failure):
                 stream.write(data[: self._draws.randrange(len(data) + 1)])
         if self._begin():
             stream.write(data)
