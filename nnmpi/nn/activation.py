@@ -128,7 +128,12 @@ def mask_place(path: str) -> tuple[tuple[int, int], int]:
 
 
 class MSELoss(Module):
-    """Called with outputs and targets; see `ops.mse`, also for the reduction. Losses have PyTorch's names."""
+    """Called with outputs and targets; see `ops.mse`, also for the reduction. Losses have PyTorch's names.
+
+    Args:
+        reduction: "mean", "sum" or "none".
+        options: the operation's other arguments, by name.
+    """
 
     function: ClassVar[Callable[..., Tensor]] = staticmethod(mse)
 
@@ -158,14 +163,8 @@ class CrossEntropyLoss(MSELoss):
 
     function = staticmethod(cross_entropy)
 
-    def __init__(self, reduction: str = "mean", ignore_index: int | None = None, label_smoothing: float = 0.0) -> None:
-        super().__init__(reduction, ignore_index=ignore_index, label_smoothing=label_smoothing)
-
 
 class HuberLoss(MSELoss):
     """Called with outputs and targets; see `ops.huber`, also for the arguments."""
 
     function = staticmethod(huber)
-
-    def __init__(self, reduction: str = "mean", delta: float = 1.0) -> None:
-        super().__init__(reduction, delta=delta)
