@@ -25,8 +25,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, reduce
 from operator import add
 from types import MappingProxyType
-from typing import Any, TypeAlias, TypeGuard, TypeVar
+from typing import Any, TypeAlias
 
+from nnmpi.backend.windows import Pair
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.activation import GELU, ReLU
 from nnmpi.nn.conv import Conv2d, MaxPool2d
@@ -39,7 +40,22 @@ from nnmpi.ops.conv.conv2d import conv_relu, conv_relu_pool
 from nnmpi.ops.linear import linear_relu
 from nnmpi.tensor.tensor import Tensor, concatenate
 
-M = TypeVar("M", bound=Module)
+
+def _conv(conv: Conv2d, x: Tensor) -> tuple[Tensor, Tensor, Tensor | None, Pair, Pair, Pair, int]:
+    return conv.enter(x), conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups
+
+
+# Kinds of layers that are computed as one operation, and how.
+JOINT: Mapping[tuple[type[Module], ...], Callable[..., Tensor]] = MappingProxyType(
+    {
+        (Linear, ReLU): lambda linear, _, x: linear_relu(linear.enter(x), linear.weight, linear.bias),
+        (Linear, GELU): lambda linear, gelu, x: linear_gelu(
+            linear.enter(x), linear.weight, linear.bias, gelu.approximate
+        ),
+        (Conv2d, ReLU, MaxPool2d): lambda conv, _, pool, x: conv_relu_pool(*_conv(conv, x), pool.over.kernel),
+        (Conv2d, ReLU): lambda conv, _, x: conv_relu(*_conv(conv, x)),
+    }
+)
 
 
 def fuse(layers: Sequence[Module]) -> list[Callable[..., Any]]:
@@ -50,40 +66,23 @@ def fuse(layers: Sequence[Module]) -> list[Callable[..., Any]]:
     calls: list[Callable[..., Any]] = []
     rest = list(layers)
     while rest:
-        layer, after = rest.pop(0), [type(each) for each in rest[:2]]
-        if _is(layer, Linear) and after[:1] == [ReLU]:
-            del rest[0]
-            calls.append(partial(_linear_relu, layer))
-        elif _is(layer, Linear) and after[:1] == [GELU]:
-            calls.append(partial(_linear_gelu, layer, rest.pop(0)))
-        elif _is(layer, Conv2d) and after[:1] == [ReLU]:
-            del rest[0]
-            pool = rest[0] if after == [ReLU, MaxPool2d] else None
-            is_simple = (
-                isinstance(pool, MaxPool2d) and pool.over.stride == pool.over.kernel and not any(pool.over.padding)
-            )
-            calls.append(partial(_conv_relu, layer, rest.pop(0) if is_simple else None))
-        else:
-            calls.append(layer)
+        kinds = next((each for each in JOINT if _fit(rest, each)), ())
+        count = len(kinds) or 1
+        calls.append(partial(JOINT[kinds], *rest[:count]) if kinds else rest[0])
+        del rest[:count]
     return calls
 
 
-def _is(layer: Module, kind: type[M]) -> TypeGuard[M]:
-    """Return whether a layer is of this class, or of one that changes nothing but what comes before (`enter`)."""
-    return isinstance(layer, kind) and type(layer).forward is kind.forward
-
-
-def _linear_relu(linear: Linear, x: Tensor) -> Tensor:
-    return linear_relu(linear.enter(x), linear.weight, linear.bias)
-
-
-def _linear_gelu(linear: Linear, gelu: Any, x: Tensor) -> Tensor:
-    return linear_gelu(linear.enter(x), linear.weight, linear.bias, gelu.approximate)
-
-
-def _conv_relu(conv: Conv2d, pool: Any, x: Tensor) -> Tensor:
-    given = (conv.enter(x), conv.weight, conv.bias, conv.stride, conv.padding, conv.dilation, conv.groups)
-    return conv_relu(*given) if pool is None else conv_relu_pool(*given, pool=pool.over.kernel)
+def _fit(layers: Sequence[Module], kinds: tuple[type[Module], ...]) -> bool:
+    """Return whether layers begin with these kinds, the first one's forward being its class's, and pool simply."""
+    first, *others = layers[: len(kinds)]
+    pools = [each.over for each in others if isinstance(each, MaxPool2d)]
+    return (
+        isinstance(first, kinds[0])
+        and type(first).forward is kinds[0].forward
+        and [type(each) for each in others] == list(kinds[1:])
+        and all(over.stride == over.kernel and not any(over.padding) for over in pools)
+    )
 
 
 class Stash(Module):
