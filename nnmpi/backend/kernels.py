@@ -51,7 +51,7 @@ def bias_grad(xp: Any, grad: Array, to_bias: Array) -> None:
     """Write the sum over the rows of the result's gradient (rows, n), in float32 where that is lower."""
     kernels = kernels_for(grad, "bias_grad")
     if kernels is not None:
-        kernels.bias_grad(xp, grad, to_bias)
+        kernels.bias_grad(xp, xp.ascontiguousarray(grad), to_bias)  # that of a sum has gaps
     else:
         grad = to_float32(xp, grad)
         if grad.dtype == to_bias.dtype:
