@@ -184,19 +184,18 @@ def _machine(arguments: argparse.Namespace) -> Machine:
         UsageError: for both at once.
     """
     given = {name: getattr(arguments, name) for name in _MACHINE if getattr(arguments, name, None) is not None}
+    if arguments.fit and given:
+        option = "--" + next(iter(given)).replace("_", "-")
+        raise UsageError(f"--fit says what the machine is, and so does {option}; leave one of them out")
     if arguments.fit:
-        if given:
-            option = "--" + next(iter(given)).replace("_", "-")
-            raise UsageError(f"--fit says what the machine is, and so does {option}; leave one of them out")
-        machine = load_fit(arguments.fit).machine
-    else:
-        alpha_s, beta_s = given.get("alpha", ALPHA_S), given.get("beta", BETA_S)
-        machine = Machine.uniform(alpha_s, beta_s, given.get("gamma", 0.0))
+        return load_fit(arguments.fit).machine
+    alpha_s, beta_s = given.get("alpha", ALPHA_S), given.get("beta", BETA_S)
+    machine = Machine.uniform(alpha_s, beta_s, given.get("gamma", 0.0))
+    if "per_node" in given:
         across = Link.line(given.get("across_alpha", alpha_s), given.get("across_beta", beta_s))
-        if "per_node" in given:
-            machine = replace(machine, across=across, nodes=blocks(arguments.ranks, given["per_node"]))
-        elif "across_alpha" in given or "across_beta" in given:
-            raise UsageError("--across-alpha and --across-beta are of messages between nodes; give --per-node as well")
+        return replace(machine, across=across, nodes=blocks(arguments.ranks, given["per_node"]))
+    if "across_alpha" in given or "across_beta" in given:
+        raise UsageError("--across-alpha and --across-beta are of messages between nodes; give --per-node as well")
     return machine
 
 

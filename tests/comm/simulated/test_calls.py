@@ -1,6 +1,5 @@
 """The calls of a simulated communicator: their values, whatever the seed, and their times."""
 
-
 import numpy as np
 import pytest
 
