@@ -18,7 +18,7 @@ from numpy.typing import DTypeLike
 
 from nnmpi.comm.agreement import Communicator, agreed
 from nnmpi.comm.buffers import Buffer
-from nnmpi.comm.world import PAGE_BYTES, Comm, Request, SharedPages
+from nnmpi.comm.world import PAGE_BYTES, Request, SharedPages
 from nnmpi.errors import DeviceError, ShapeError, UsageError, name_ranks
 
 # Barriers among the ranks of a node that cost a tenth of MPI's: each rank counts on a flag that the others watch.
@@ -40,16 +40,6 @@ PATIENT_POLLS = 2000
 CROWDED_POLLS = 20
 # Until messages move on once, which takes about as long as a yield.
 POLLS_PER_POKE = 64
-MOST_CORES = 4096
-
-
-def count_cores(comm: Comm) -> int:
-    """Return how many cores the ranks of a node may run on, all together. Collective."""
-    usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    cores = np.zeros(MOST_CORES, np.uint8)
-    cores[[core for core in usable if core < MOST_CORES]] = 1
-    comm.allreduce_max(cores)
-    return int(cores.sum())
 
 
 class FlagBarrier:
@@ -199,7 +189,10 @@ class SharedMemory:
         self.across = group.comm.split(self.rank, group.rank) if several else None
         self.members = tuple(each for each, node in enumerate(self.node_of) if node == self.node_of[group.rank])
         self._make_barrier = FlagBarrier if ordered else CollectiveBarrier
-        self.polls = CROWDED_POLLS if self.size > count_cores(self.node) else PATIENT_POLLS
+        usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+        everyones = group.gather(sorted(usable))  # the cores that each rank may run on
+        cores = {core for rank in self.members for core in everyones[rank]}
+        self.polls = CROWDED_POLLS if self.size > len(cores) else PATIENT_POLLS
         self._pages: list[SharedPages] = []  # of the barriers' flags
         self._barriers: dict[int, FlagBarrier] = {}
         self._windows: dict[int, SharedPages] = {}  # by allocation number; twins have the same
