@@ -274,7 +274,8 @@ def check_same_start(config: Config, group: Group, train: Samples, test: Samples
 def _describe_start(config: Config, train: Samples, test: Samples) -> list[str]:
     """Return the versions, a hash of the program's files, the data's sizes, and a hash of the data."""
     program, folder, custom = hashlib.sha256(), Path(__file__).parents[1], _own_files(config)
-    for file in [*sorted(folder.rglob("*.py")), *custom]:
+    own = (file for file in folder.rglob("*.*") if file.suffix in (".py", ".cu", ".cuh", ".npz", ".gz"))
+    for file in [*sorted(own), *custom]:
         program.update(file.read_bytes())
     versions = f"Python {platform.python_version()} and NumPy {np.__version__}"
     sizes = f"{len(train)} training and {len(test)} test samples"
