@@ -33,7 +33,7 @@ from nnmpi.comm.mpi.shutdown import STALLED
 from nnmpi.command import HelpAsked, options_of, printable, read_words, say
 from nnmpi.errors import LaunchError, NnmpiError, UsageError, counted, raised_as
 from nnmpi.files import appending, read_json
-from nnmpi.launching import Launcher, find_launcher, given_hosts, kill, ranks_of
+from nnmpi.launching import Launcher, find_launcher, given_hosts, kill, ranks_of, remove_segments
 from nnmpi.train.checkpoint import STATE_FILE, steps
 from nnmpi.train.cli import parse
 from nnmpi.train.config import check_numbers, made
@@ -212,6 +212,7 @@ class Supervisor:
         finally:
             kill(job.pid)  # what a launcher that was killed has left, or this program's own end
             job.wait()
+            remove_segments()
         return StartEnd(status, fault, max(step, self._step()), time.monotonic() - begin_s)
 
     def _words(self, ranks: int) -> list[str]:

@@ -1,5 +1,6 @@
 """The supervisor: what it does after each kind of end, with jobs that only seem to be; a training that is killed."""
 
+import mmap
 import os
 import random
 import re
@@ -16,6 +17,7 @@ from unittest.mock import Mock
 
 import pytest
 
+from nnmpi import launching
 from nnmpi import run as supervisor
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import UsageError
@@ -172,6 +174,16 @@ def test_srun_is_used_in_a_job_of_slurms(tmp_path: Path, monkeypatch: pytest.Mon
 def test_where_the_run_is_belongs_to_the_supervisor() -> None:
     words = ["--out", "a", "--hidden", "3", "-4", "--resume=b", "--lr", "1e-3", "--resume", "c", "--quiet"]
     assert without(("--out", "--resume"), words) == ["--hidden", "3", "-4", "--lr", "1e-3", "--quiet"]
+
+
+def test_shared_memory_of_killed_ranks_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of no process that still maps it, and nothing else."""
+    monkeypatch.setattr(launching, "SHARED_MEMORY", tmp_path)
+    for name in ("mpich_shm_dead", "sm_segment.host.0.1", "mpich_shm_alive", "precious"):
+        (tmp_path / name).write_bytes(bytes(mmap.PAGESIZE))
+    with (tmp_path / "mpich_shm_alive").open("r+b") as file, mmap.mmap(file.fileno(), 0):
+        launching.remove_segments()
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["mpich_shm_alive", "precious"]
 
 
 def test_wrong_options_are_one_sentence(tmp_path: Path) -> None:
