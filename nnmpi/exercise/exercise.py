@@ -89,7 +89,7 @@ def guarded(file: Path) -> Iterator[None]:
         raise
     except SyntaxError as error:
         raise WrongAnswer(f"{file}{f', line {error.lineno}' if error.lineno else ''}: {error.msg}") from None
-    except (Exception, SystemExit) as error:
+    except Exception as error:
         places = [
             each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == str(file.absolute())
         ]
