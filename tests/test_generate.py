@@ -32,10 +32,11 @@ def run(folder: Path, model: str, *more: str) -> Path:
     return out
 
 
-def written(words: str, ranks: int, capfd: pytest.CaptureFixture[str]) -> str:
+def written(words: str, ranks: int, capfd: pytest.CaptureFixture[str], *prompt: str) -> str:
     """Return the first line that the command prints."""
     capfd.readouterr()
-    simulate(lambda group: main(words.split(), group), ranks)
+    more = ["--prompt", *prompt] if prompt else []
+    simulate(lambda group: main([*words.split(), *more], group), ranks)
     return capfd.readouterr().out.splitlines()[0]
 
 
@@ -45,7 +46,7 @@ def test_every_layout_writes_the_same(tmp_path: Path, capfd: pytest.CaptureFixtu
     folder = run(tmp_path, model)
     words = f"{folder} --tokens 20 --seed 3 --top-k 9 --backend numpy"
     found = [
-        _with_prompt(words + layout, ranks, capfd)
+        written(words + layout, ranks, capfd, "3 4")
         for ranks, layout in ((1, ""), (2, " --pp 2"), (2, " --tp 2"), (4, " --pp 2 --tp 2"), (2, ""))
     ]
     assert len(found[0].split()) == 22
@@ -53,17 +54,13 @@ def test_every_layout_writes_the_same(tmp_path: Path, capfd: pytest.CaptureFixtu
     assert found == found[:1] * 5
 
 
-def _with_prompt(words: str, ranks: int, capfd: pytest.CaptureFixture[str]) -> str:
-    capfd.readouterr()
-    simulate(lambda group: main([*words.split(), "--prompt", "3 4"], group), ranks)
-    return capfd.readouterr().out.splitlines()[0]
-
-
 def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What one run wrote is where another begins; then the first is gone."""
     folder, out = run(tmp_path, "gpt", "--context", "12"), tmp_path / "next"
     assert read_size(folder / "model") == GPTSize(TOKENS, CONTEXT, 12, 2, 4)
-    assert _with_prompt(f"{folder / 'model'} --tokens 9", 2, capfd) == _with_prompt(f"{folder} --tokens 9", 1, capfd)
+    assert written(f"{folder / 'model'} --tokens 9", 2, capfd, "3 4") == written(
+        f"{folder} --tokens 9", 1, capfd, "3 4"
+    )
     words = f"--model gpt --pretrained {folder} --dataset {text(tmp_path)} --epochs 1 --dtype float64 --out {out}"
     simulate(lambda group: train(words.split(), group), 1)
 
@@ -78,7 +75,7 @@ def test_a_run_of_gpt_leaves_and_takes_hugging_faces_files(tmp_path: Path, capfd
     with pytest.raises(UsageError, match="a model in Hugging Face's files has no best weights; leave --best away"):
         written(f"{out / 'model'} --prompt 3 --best", 1, capfd)
     shutil.rmtree(folder)
-    assert len(_with_prompt(f"{out} --tokens 9", 1, capfd).split()) == 11
+    assert len(written(f"{out} --tokens 9", 1, capfd, "3 4").split()) == 11
 
 
 def test_what_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -88,6 +85,10 @@ def test_what_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str
         (f"{folder}", "the prompt is empty"),
         (f"{folder} --prompt one", "but the run has no tokenizer; give numbers of tokens"),
         (f"{folder} --prompt 17", r"token 17 is not in the model's vocabulary, 0\.\.16"),
+        (
+            f"{folder} --prompt {','.join(['1'] * 13)}",
+            "the prompt has 13 tokens, but the model sees at most 12; shorten it",
+        ),
         (f"{folder} --top-p 0", "--top-p is 0.0; give a number above 0, up to 1"),
         (f"{folder} --tokens 0", "--tokens is 0"),
         (f"{tmp_path} --prompt 1", f"^{tmp_path}: there is no run"),
@@ -105,13 +106,6 @@ def test_what_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str
         written(f"{tmp_path / 'classes'} --prompt 1", 1, capfd)
 
 
-def test_a_prompt_longer_than_the_context(tmp_path: Path) -> None:
-    folder = run(tmp_path, "gpt")
-    words = [str(folder), "--prompt", " ".join(["1"] * 13)]
-    with pytest.raises(UsageError, match="the prompt has 13 tokens, but the model sees at most 12; shorten it"):
-        simulate(lambda group: main(words, group), 1)
-
-
 def test_options() -> None:
     folder, options, place = parse(["runs/x", "--prompt", "Once upon", "--top-k", "5", "--tp", "2"])
     assert (folder, options.prompt, options.top_k, place.tp) == (Path("runs/x"), "Once upon", 5, 2)
@@ -123,10 +117,8 @@ def test_a_text_in_and_a_text_out(tmp_path: Path, capfd: pytest.CaptureFixture[s
     out = tmp_path / "run"
     words = f"--model gpt --dataset {tmp_path / 'text.txt'} --context 8 --features 12 --epochs 3 --lr 0.01 --out {out}"
     simulate(lambda group: train(words.split(), group), 1)
-    capfd.readouterr()
-    simulate(lambda group: main([str(out), "--prompt", "to be", "--tokens", "9", "--temperature", "0"], group), 2)
-    line = capfd.readouterr().out.splitlines()[0]
+    line = written(f"{out} --tokens 9 --temperature 0", 2, capfd, "to be")
     assert line.startswith("to be")
     assert set(line) <= set("to be or not to be")
     with pytest.raises(UsageError, match="--prompt: the character 'Z' is not among"):
-        simulate(lambda group: main([str(out), "--prompt", "Zebra"], group), 1)
+        written(str(out), 1, capfd, "Zebra")

@@ -33,20 +33,13 @@ def train(worker: Any, loader: Loader) -> np.ndarray[Any, Any]:
 
 
 def test_in_step_own_samples_make_one_run_however_gradients_travel(group: Group) -> None:
-    slow = Slow.parse("ms=0.3;probability=0.3,factor=3")
-    model = build()
-    served = AsynchronousWorker(model, optimizer_of(model, "momentum"), group, Sync("ssp", staleness=0), slow=slow)
-    found = [train(served, loader_of(group))]
-    served.release()
-
-    model = build()
-    reduced = Worker(model, optimizer_of(model, "momentum"), group)
-    for epoch in range(EPOCHS):
-        for number, batch in enumerate(loader_of(group).epoch(epoch)):
-            reduced.step(batch, lr=0.1 / (1 + epoch * BATCHES + number))
-    found.append(weights(model).copy())
-    reduced.release()
-
+    slow, found = Slow.parse("ms=0.3;probability=0.3,factor=3"), []
+    for sync in (Sync("ssp", staleness=0), None):
+        model = build()
+        given = (model, optimizer_of(model, "momentum"), group)
+        worker = Worker(*given) if sync is None else AsynchronousWorker(*given, sync, slow=slow)
+        found.append(train(worker, loader_of(group)))
+        worker.release()
     close = bool(np.allclose(found[1], found[0], rtol=1e-9, atol=1e-12))
     assert group.gather(close) == [True] * group.size
 

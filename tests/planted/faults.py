@@ -53,8 +53,8 @@ FAULTS = (
     Fault(
         "memory plan: what is computed again counts as a first time",
         "nnmpi/memory/layers.py",
-        "restore(mode._replace(again=True))",
-        "restore(mode._replace(again=False))",
+        "._replace(again=True))",
+        "._replace(again=False))",
         "tests/memory/test_recompute.py",
     ),
     # ---- collectives, messages, two worlds ----
