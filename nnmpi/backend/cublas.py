@@ -25,7 +25,6 @@ import importlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import product as product_of
-from math import prod
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -160,8 +159,8 @@ class Products:
         swapped = out.form is not None and out.form[0] == 1
         if swapped:  # out^T = b^T a^T lies in rows
             a, b, out = b.flipped, a.flipped, out.flipped
-        three = b, a, out = _stacked_up(a, b, out)
-        axes = _collapsed(out.shape[:-2], *(x.over(out.shape[:-2]) for x in three))
+        three, leading = (b, a, out), out.shape[:-2]
+        axes = _collapsed(leading, *(x.over(leading) for x in three))
         batch: Shape = (1, 0, 0, 0)
         if axes:
             batch = axes.pop(max(range(len(axes)), key=lambda i: axes[i][0]))
@@ -228,22 +227,3 @@ def _collapsed(lengths: Shape, *strides: Shape) -> list[Shape]:
         else:
             result.append((length, *steps))
     return result
-
-
-def _stacked_up(a: Matrices, b: Matrices, out: Matrices) -> tuple[Matrices, Matrices, Matrices]:
-    """Return b, a and out, with one matrix in the place of a stack where one b serves all and the others lie in rows.
-
-    [a1]         [a1 b]          It is one product then, and a larger one, which devices are quicker at.
-    [a2]  [b] =  [a2 b]
-    """
-    leading = out.shape[:-2]
-    if prod(leading) > 1 and not any(b.over(leading)):
-        down = (*a.over(leading), a.strides[-2]), (*out.over(leading), out.strides[-2])
-        axes = _collapsed(out.shape[:-1], *down)
-        if len(axes) == 1:
-            rows, down_a, down_out = axes[0]
-            tall = Matrices((rows, a.shape[-1]), (down_a, a.strides[-1]))
-            tall_out = Matrices((rows, out.shape[-1]), (down_out, out.strides[-1]))
-            if tall.form is not None and (tall_out.form or (1,))[0] == 0:
-                return Matrices(b.shape[-2:], b.strides[-2:]), tall, tall_out
-    return b, a, out

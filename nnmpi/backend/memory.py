@@ -9,6 +9,7 @@ import ctypes
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nnmpi.units import format_bytes
 
@@ -75,19 +76,19 @@ def share_freed_memory() -> bool:
 
 def return_freed_memory() -> None:
     """Give what malloc keeps, and nobody uses, back to the system now (glibc)."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None) if sys.platform.startswith("linux") else None
+    trim = _find("malloc_trim")
     if trim is not None:
         trim(ctypes.c_size_t(0))
 
 
 def _set_malloc(*settings: tuple[int, int]) -> bool:
-    if not sys.platform.startswith("linux"):
-        return False
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError):  # another C library
-        return False
-    return all(bool(mallopt(ctypes.c_int(name), ctypes.c_int(value))) for name, value in settings)
+    mallopt = _find("mallopt")
+    return mallopt is not None and all(mallopt(ctypes.c_int(name), ctypes.c_int(value)) for name, value in settings)
+
+
+def _find(name: str) -> Any:
+    """Return a function of glibc's; None elsewhere."""
+    return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None
 
 
 def _read(name: str) -> int:

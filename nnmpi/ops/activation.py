@@ -51,16 +51,13 @@ class LeakyRelu(Elementwise):
         self.slope = slope
 
     def forward(self, x: Array) -> Array:
-        self.saved = (x,)
-        return self._where_positive(x, self.xp.multiply(x, self.slope))
+        xp = self.xp
+        self.saved = (xp.greater(x, 0),)
+        return xp.where(self.saved[0], x, xp.multiply(x, self.slope))
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (self._where_positive(grad, self.xp.multiply(grad, self.slope)),)
-
-    def _where_positive(self, values: Array, others: Array) -> Array:
-        """Return the values where x is positive, and the others elsewhere."""
         xp = self.xp
-        return xp.where(xp.greater(self.saved[0], 0), values, others)
+        return (xp.where(self.saved[0], grad, xp.multiply(grad, self.slope)),)
 
 
 class SigmoidFunction(Elementwise):

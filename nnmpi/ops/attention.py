@@ -128,14 +128,27 @@ class PackedAttention(Function):
         heads: their number.
         causal, kernels: as for `Attention`.
         before: the tokens before these, which are added to them; None for none.
+        rate: the probability with which a probability is set to 0, the others being scaled up, so that the mean stays.
+        place: returns the key and the first row, asked in every forward pass; None without dropout. The mask is a
+            function of the key, the sequence's place in the global batch, head, query and key of attention: every
+            layout drops the same ones.
     """
 
-    __slots__ = ("before", "causal", "first", "heads", "kernels", "length")
+    __slots__ = ("before", "causal", "first", "heads", "kernels", "length", "place", "rate")
 
     replayable = True
 
-    def __init__(self, heads: int, causal: bool, kernels: Any, before: KeyValues | None = None) -> None:
+    def __init__(
+        self,
+        heads: int,
+        causal: bool,
+        kernels: Any,
+        before: KeyValues | None = None,
+        rate: float = 0.0,
+        place: Callable[[], Place] | None = None,
+    ) -> None:
         self.heads, self.causal, self.kernels, self.before = heads, causal, kernels, before
+        self.rate, self.place = rate, place
         self.first, self.length = 0, 0  # of the heads that this rank has; of sequences that lie on several ranks
 
     def placed(self, *inputs: Any) -> Placement:
@@ -145,6 +158,8 @@ class PackedAttention(Function):
         """
         (qkv,) = inputs
         cut, (batch, time, width) = qkv.cut, qkv.shape
+        if self.place is not None:
+            uncut(self, qkv, (0,), "needs whole sequences")
         if cut.axis == 1 and self.before is not None:
             raise cut.refuse(self, "continues whole sequences")
         if cut.axis == 1:
@@ -170,7 +185,9 @@ class PackedAttention(Function):
             return y
         q, k, v = self._split(qkv, 3)
         (heads,) = self._split(y, 1)
-        drop = self.draw(self.length or time)
+        drop: tuple[AttentionDropout, ...] = ()
+        if self.place is not None:
+            drop = (AttentionDropout(self.rate, *self.place()).from_head(self.first, self.length or time),)
         self.saved = (self.kernels.attend(self.xp, (q, k, v), heads, self.causal, True in self.needs, *drop), drop)
         return y
 
@@ -180,10 +197,6 @@ class PackedAttention(Function):
         q, k, v = self._split(qkv, 3)
         (heads,) = self._split(y, 1)
         self.kernels.attend(xp, (q, *before.extend(xp, k, v)), heads, causal, False)
-
-    def draw(self, length: int) -> tuple[AttentionDropout, ...]:
-        """Return which probabilities of sequences of a length are dropped, if some are."""
-        return ()
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         (residuals, drop), (batch, time, features) = self.saved, grad.shape
@@ -204,33 +217,11 @@ class PackedAttention(Function):
 
 
 class DroppedAttention(PackedAttention):
-    """The same, with probabilities set to 0 at random and the others scaled up, so that the mean stays.
+    """The same, with dropout: a compiled step asks for another place each time."""
 
-    The mask is a function of a key, the sequence's place in the global batch, head, query and key: every layout drops
-    the same ones.
+    __slots__ = ()
 
-    Args:
-        rate: the probability of 0.
-        place: returns the key and the first row; asked in every forward pass.
-        heads, causal, kernels: as for `PackedAttention`.
-    """
-
-    __slots__ = ("place", "rate")
-
-    replayable = False  # a compiled step asks for another place each time
-
-    def __init__(self, rate: float, place: Callable[[], Place], heads: int, causal: bool, kernels: Any) -> None:
-        super().__init__(heads, causal, kernels)
-        self.rate, self.place = rate, place
-
-    def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on the ranks: as without dropout, where each has whole sequences."""
-        uncut(self, inputs[0], (0,), "needs whole sequences")
-        return super().placed(*inputs)
-
-    def draw(self, length: int) -> tuple[AttentionDropout, ...]:
-        """See `PackedAttention.draw`."""
-        return (AttentionDropout(self.rate, *self.place()).from_head(self.first, length),)
+    replayable = False
 
 
 def attention(
@@ -272,10 +263,9 @@ def attention(
             f"attention's dropout is a probability in [0, 1) and needs a place, and nothing before; not {dropout}"
         )
     packed = converted(require_floating("attention", qkv), read_as("attention", qkv))
-    kernels = attention_for(packed.data)
-    if place is not None and dropout:
-        return with_kernels("attend", DroppedAttention(dropout, place, heads, causal, kernels), packed)
-    return with_kernels("attend", PackedAttention(heads, causal, kernels, before), packed)
+    kind = DroppedAttention if dropout else PackedAttention
+    function = kind(heads, causal, attention_for(packed.data), before, dropout, place if dropout else None)
+    return with_kernels("attend", function, packed)
 
 
 def scaled_dot_product_attention(q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False) -> Tensor:

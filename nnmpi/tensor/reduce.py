@@ -167,4 +167,10 @@ class MatMul(Function):
 
     def multiply(self, a: Array, b: Array) -> Array:
         """Return the product of two stacks of matrices."""
-        return gemm(self.xp, a, b) if is_floating(a.dtype) else self.xp.matmul(a, b)
+        xp = self.xp
+        if not is_floating(a.dtype):
+            return xp.matmul(a, b)
+        if b.ndim > 2 or a.ndim == 2:
+            return gemm(xp, a, b)
+        rows = prod(a.shape[:-1])  # one matrix for all of a stack: it is one product
+        return xp.reshape(gemm(xp, xp.reshape(a, (rows, a.shape[-1])), b), (*a.shape[:-1], b.shape[-1]))

@@ -46,10 +46,6 @@ class DeviceKernels(KernelLauncher):
         """y = max(y + bias, 0), in place; NaN stays."""
         self.over_columns("bias_relu", y, y.shape[-1], _shift(xp, y, bias))
 
-    def relu_grad_bias(self, xp: Any, grad: Array, y: Array, to_bias: Array | None) -> Array:
-        """Return grad where the ReLU's output y is positive, else 0, and write its sum over the rows."""
-        return self._grad_bias(xp, "relu_grad_bias", grad, y, to_bias)
-
     def gelu(self, xp: Any, x: Array, tanh: bool) -> tuple[Array, Array]:
         """Compute value and derivative in one pass, as behind a linear layer."""
         width = x.shape[-1] if x.ndim else 1
@@ -63,17 +59,17 @@ class DeviceKernels(KernelLauncher):
         name = "bias_gelu_tanh_slope" if tanh else "bias_gelu_slope"
         self.over_columns(name, y, y.shape[-1], _shift(xp, y, bias), slope)
 
-    def slope_grad_bias(self, xp: Any, grad: Array, slope: Array, to_bias: Array | None) -> Array:
-        """Return grad * slope, and write its sum over the rows."""
-        return self._grad_bias(xp, "slope_grad_bias", grad, slope, to_bias)
-
-    def _grad_bias(self, xp: Any, name: str, grad: Array, kept: Array, to_bias: Array | None) -> Array:
+    def _grad_bias(self, name: str, xp: Any, grad: Array, kept: Array, to_bias: Array | None) -> Array:
         result: Array = xp.empty(grad.shape, grad.dtype)
         if to_bias is not None:
             self.sums(name, "column_total", (grad, kept, result), (to_bias,))
         else:
             self.over_columns(name, grad, grad.shape[-1], kept, result, None, None)
         return result
+
+    # Return grad where the ReLU's output is positive, else 0; or grad * slope. Write the sum over the rows.
+    relu_grad_bias = partialmethod(_grad_bias, "relu_grad_bias")
+    slope_grad_bias = partialmethod(_grad_bias, "slope_grad_bias")
 
     # ---- attention
 

@@ -5,7 +5,7 @@ another dtype is said. Kernels return nothing: they write into arrays that must 
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -85,9 +85,12 @@ def _several(count: int) -> Any:
     return types.UniTuple(write(1), count)  # type: ignore[no-untyped-call]
 
 
-def adam(*args: Any) -> None:
-    """Adam's update of a block; see `optim.updates`."""
-    loop("adam")(*args)
+def _call(name: str, *args: Any) -> None:
+    loop(name)(*args)
+
+
+# Adam's update of a block, see `optim.updates`; what stands around the product of a step, see `ops.lstm`.
+adam, lstm_step, lstm_step_grad = (partial(_call, name) for name in ("adam", "lstm_step", "lstm_step_grad"))
 
 
 def bias_relu(xp: Any, y: Array, bias: Array | None) -> None:
@@ -102,16 +105,6 @@ def relu_grad_bias(xp: Any, grad: Array, y: Array, to_bias: Array | None) -> Arr
     place = xp.empty(grad.shape[1:], grad.dtype) if to_bias is None else to_bias
     perform(loop("relu_grad_bias"), xp.ascontiguousarray(grad), y, result, place)
     return result
-
-
-def lstm_step(*args: Array) -> None:
-    """See `ops.lstm`; it is not recorded call by call."""
-    loop("lstm_step")(*args)
-
-
-def lstm_step_grad(*args: Array) -> None:
-    """See `ops.lstm`."""
-    loop("lstm_step_grad")(*args)
 
 
 def softmax_loss(

@@ -202,15 +202,6 @@ def _scatter_windows(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: A
         xp.copyto(out[start : start + count], block[:, top : top + h, left : left + w], casting="unsafe")
 
 
-def _sum_pixels(xp: Any, images: Array, out: Array) -> None:
-    """Write the sum of (n, h, w, c) over all pixels to out (c,): on the host first over images, in long additions."""
-    n, h, w, c = images.shape
-    if xp.__name__ == "numpy":
-        row_sum(xp, row_sum(xp, images.reshape(n, h * w * c)).reshape(h * w, c), out=out)
-    else:
-        bias_grad(xp, images.reshape(n * h * w, c), out)
-
-
 class Im2col(Algorithm):
     """Any convolution without ReLU and pooling, group by group."""
 
@@ -229,8 +220,11 @@ class Im2col(Algorithm):
     def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: None, out: Gradients) -> None:
         spec = self.spec
         grad = cast(xp, xp.reshape(grad, (grad.size,)).reshape(grad.shape), x.dtype)  # without gaps
-        if out.bias is not None:
-            _sum_pixels(xp, grad, out.bias)
+        if out.bias is not None and xp.__name__ == "numpy":  # first over images, in long additions
+            sums = row_sum(xp, grad.reshape(len(grad), prod(grad.shape[1:])))
+            row_sum(xp, sums.reshape(prod(grad.shape[1:3]), grad.shape[3]), out=out.bias)
+        elif out.bias is not None:
+            bias_grad(xp, _pixels(grad), out.bias)
         if out.x is not None:
             input_gradient(xp, grad, weight, spec, out.x)
         for inputs, outputs in _groups(spec, x.shape[3], weight.shape[3]) if out.weight is not None else ():
