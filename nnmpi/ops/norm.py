@@ -156,12 +156,11 @@ class LayerNormFunction(Function):
             xp.add.reduce(x[part], axis=1, keepdims=True, out=moment)
             xp.divide(moment, n, out=moment)  # of equal numbers this gives the number, a product with 1 / n may not
             xp.subtract(x[part], moment, out=block)
-            xp.multiply(xp.einsum("ij,ij->i", block, block)[:, None], 1 / n, out=moment)
-            xp.add(moment, self.eps, out=moment)
+            xp.add(xp.multiply(xp.einsum("ij,ij->i", block, block)[:, None], 1 / n, out=moment), self.eps, out=moment)
             xp.divide(xp.sqrt(moment), moment, out=moment)  # NaN of infinity, where 1 / sqrt would be 0
             xp.multiply(block, moment, out=block)
-            xp.multiply(block, scale, out=y[part])
-            xp.add(y[part], shift, out=y[part])
+            result = xp.multiply(block, scale, out=y[part])
+            xp.add(result, shift, out=result)
         return y, (normal, inverse)
 
     def _write_gradients(
@@ -193,11 +192,9 @@ class LayerNormFunction(Function):
             if to_x is not None:
                 result = to_x[part]
                 both = xp.dot(block, weights)[:, None], xp.dot(product, weights)[:, None]  # (block, 1) each
-                xp.multiply(block, scale, out=result)
-                xp.subtract(result, both[0], out=result)
+                xp.subtract(xp.multiply(block, scale, out=result), both[0], out=result)
                 xp.multiply(normal[part], both[1], out=product)
-                xp.subtract(result, product, out=result)
-                xp.multiply(result, inverse[part], out=result)
+                xp.multiply(xp.subtract(result, product, out=result), inverse[part], out=result)
 
 
 def column_sums(xp: Any, a: Array, b: Array | None = None, out: Array | None = None) -> Array:

@@ -62,39 +62,27 @@ class WinogradNumpy(Algorithm):
         if keep and spec.relu:
             kept = xp.empty((n, y[:1].size), bool if spec.pool == NO_POOL else np.uint8)
         kernel = kernel_places(xp, weight)  # (16, c, o)
-        biases: Array | None = None
+        biases: Array | None = None  # once per pixel, for the largest block
         for images, tiles in _blocks(xp, x, o):
             tiles.load(x[images])
             tiles.multiply(kernel)
             if bias is not None and biases is None:
                 biases = repeated(xp, bias, tiles.results.size // o)
-            self._finish(xp, tiles, biases, y[images], None if kept is None else _of(kept, images))
+            flat, part = _flat(tiles.results), None if kept is None else _flat(kept[images])
+            if spec.pool != NO_POOL:
+                pooled = _flat(tiles.pooled)
+                tiles.planes.largest(flat.reshape(4, flat.size // 4), pooled, part)
+                tiles.planes.bias_relu(biases, pooled, part)
+                xp.copyto(y[images].transpose(1, 2, 0, 3), tiles.pooled)
+                continue
+            if biases is not None:
+                xp.add(flat, biases[: len(flat)], out=flat)
+            if spec.relu:
+                xp.maximum(flat, 0, out=flat)
+                if part is not None:
+                    xp.greater(flat, 0, out=part)
+            xp.copyto(_in_places(y[images]), tiles.results)
         return kept
-
-    def _finish(self, xp: Any, tiles: Tiles, bias: Array | None, y: Array, kept: Array | None) -> None:
-        """Make some images of the result from `tiles.results`.
-
-        Args:
-            xp: the array library.
-            tiles: the block's.
-            bias: the bias once per pixel, (pixels * o,), for at least as many; or None.
-            y: (count, h, w, o), or half as high and wide if there is a pooling.
-            kept: the images' part of what is kept, in one axis.
-        """
-        flat = tiles.results.reshape(tiles.results.size)
-        if self.spec.pool != NO_POOL:
-            pooled = tiles.pooled.reshape(tiles.pooled.size)
-            tiles.planes.largest(flat.reshape(4, flat.size // 4), pooled, kept)
-            tiles.planes.bias_relu(bias, pooled, kept)
-            xp.copyto(y.transpose(1, 2, 0, 3), tiles.pooled)
-            return
-        if bias is not None:
-            xp.add(flat, bias[: len(flat)], out=flat)
-        if self.spec.relu:
-            xp.maximum(flat, 0, out=flat)
-            if kept is not None:
-                xp.greater(flat, 0, out=kept)
-        xp.copyto(_in_places(y), tiles.results)
 
     def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: Array | None, out: Gradients) -> None:
         o = weight.shape[3]
@@ -104,7 +92,15 @@ class WinogradNumpy(Algorithm):
         to_kernel = ProductSum(xp, xp.empty((16, *weight.shape[2:]), weight.dtype))
         to_bias = ProductSum(xp, out.bias) if out.bias is not None else None
         for images, tiles in _blocks(xp, x, o):
-            self._start(xp, tiles, grad[images], None if kept is None else _of(kept, images))
+            if kept is None:
+                xp.copyto(tiles.results, _in_places(grad[images]))
+            elif self.spec.pool == NO_POOL:
+                xp.copyto(tiles.results, kept[images].reshape(tiles.results.shape))
+                xp.multiply(tiles.results, _in_places(grad[images]), out=tiles.results)
+            else:
+                xp.copyto(tiles.pooled, grad[images].transpose(1, 2, 0, 3))
+                planes = tiles.results.reshape(4, tiles.results.size // 4)
+                tiles.planes.gradient(_flat(tiles.pooled), _flat(kept[images]), planes)
             sums = tiles.spread()
             if to_bias is not None:
                 to_bias.add(ones(xp, len(sums), sums.dtype), sums)
@@ -118,18 +114,6 @@ class WinogradNumpy(Algorithm):
             xp.matmul(_GG.T.astype(places.dtype), places, out=out.weight.reshape(9, places.shape[1]))
         if to_bias is not None:
             to_bias.finish()
-
-    def _start(self, xp: Any, tiles: Tiles, grad: Array, kept: Array | None) -> None:
-        """Put the gradient of the convolution alone into `tiles.results`; the arguments are those of `_finish`."""
-        if kept is None:
-            xp.copyto(tiles.results, _in_places(grad))
-        elif self.spec.pool == NO_POOL:
-            xp.copyto(tiles.results, kept.reshape(tiles.results.shape))
-            xp.multiply(tiles.results, _in_places(grad), out=tiles.results)
-        else:
-            xp.copyto(tiles.pooled, grad.transpose(1, 2, 0, 3))
-            planes = tiles.results.reshape(4, tiles.results.size // 4)
-            tiles.planes.gradient(tiles.pooled.reshape(tiles.pooled.size), kept, planes)
 
 
 def _blocks(xp: Any, x: Array, o: int) -> Iterator[tuple[slice, Tiles]]:
@@ -149,10 +133,8 @@ def _in_places(images: Array) -> Array:
     return corners(images, (2, 2)).transpose(0, 1, 3, 4, 2, 5)
 
 
-def _of(kept: Array, images: slice) -> Array:
-    """Return the part of (n, elements per image) that belongs to some images, in one axis, in the tiles' order."""
-    part = kept[images]
-    return part.reshape(part.size)
+def _flat(array: Array) -> Array:
+    return array.reshape(array.size)
 
 
 def kernel_places(xp: Any, weight: Array) -> Array:
