@@ -63,7 +63,6 @@ def gemm(xp: Any, a: Array, b: Array, out: Array | None = None, add: bool = Fals
         else:
             perform(_multiply_halves, namespace(out), a, b, out, add)
         return out
-    product: Array | None
     mkl = installed_mkl()
     if mkl is not None and mkl.takes(a, b, out):
         if out is None:
@@ -71,13 +70,9 @@ def gemm(xp: Any, a: Array, b: Array, out: Array | None = None, add: bool = Fals
         perform(mkl.multiply, a, b, out, add)
         return out
     multiply = xp.dot if a.ndim == b.ndim == 2 and (out is None or out.flags.c_contiguous) else xp.matmul
-    if out is None:
-        product = multiply(a, b)
-    elif add:
-        product = xp.add(out, multiply(a, b), out=out)
-    else:
-        product = multiply(a, b, out=out)
-    return product
+    if add:
+        return xp.add(out, multiply(a, b), out=out)
+    return multiply(a, b) if out is None else multiply(a, b, out=out)
 
 
 def _multiply_halves(xp: Any, a: Array, b: Array, out: Array, add: bool) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, namespace, zero
+from nnmpi.backend.array import Array, zero
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.sums import row_blocks
 from nnmpi.errors import ShapeError, UsageError
@@ -215,7 +215,7 @@ def _exact(xp: Any, x: Array, y: Array, slope: Array | None, scratch: Array) -> 
         scratch: two arrays like x.
     """
     phi, rest = scratch
-    erf(xp.multiply(x, 1 / sqrt(2), out=rest), xp, out=phi)
+    _erf(xp, xp.multiply(x, 1 / sqrt(2), out=rest), out=phi)
     xp.multiply(xp.add(phi, 1, out=phi), 0.5, out=phi)
     if slope is not None:
         xp.multiply(xp.multiply(x, x, out=slope), -0.5, out=slope)
@@ -246,17 +246,11 @@ def _by_tanh(xp: Any, x: Array, y: Array, slope: Array | None, scratch: Array) -
         xp.add(s, p, out=slope)
 
 
-def erf(x: Array, xp: Any = None, out: Array | None = None) -> Array:
-    """Return the error function of x, elementwise, in the dtype of x. NumPy has none.
+def _erf(xp: Any, x: Array, out: Array) -> None:
+    """Write the error function of x, elementwise. NumPy has none.
 
     It is computed by Clenshaw's recurrence for the series above.
-
-    Args:
-        x: any shape.
-        xp: the module whose functions are called; by default that of x.
-        out: where to write the result; it may be x.
     """
-    xp = namespace(x) if xp is None else xp
     size, t, u, high, higher, spare = (xp.empty(x.shape, x.dtype) for _ in range(6))
     xp.minimum(
         xp.absolute(x, out=size), 100, out=size
@@ -274,7 +268,7 @@ def erf(x: Array, xp: Any = None, out: Array | None = None) -> Array:
     xp.add(xp.subtract(series, higher, out=series), terms[0], out=series)
     xp.subtract(series, xp.multiply(size, size, out=size), out=series)
     xp.multiply(t, xp.exp(series, out=series), out=t)
-    return xp.multiply(xp.sign(x, out=u), xp.subtract(1, t, out=t), out=t if out is None else out)
+    xp.multiply(xp.sign(x, out=u), xp.subtract(1, t, out=t), out=out)
 
 
 def gelu(x: Tensor, approximate: str = "none") -> Tensor:
