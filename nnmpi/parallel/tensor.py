@@ -2,7 +2,7 @@
 
     table {"1": COLUMN, "3": ROW}        Sequential(Flatten, Linear, ReLU, Linear)
 
-        x replicated -> Flatten -> ColumnLinear -> features cut -> ReLU -> RowLinear -> replicated
+        x replicated -> Flatten -> Linear, cut -> features cut -> ReLU -> RowLinear -> replicated
 
 `shard` goes through the model in the order of computation and keeps track of how the activation is spread over the
 ranks (see `tensor.placement`). Each type of layer has a rule, a function of the layer and its `LayerContext` beside the
@@ -10,7 +10,7 @@ sharded layers that it makes: it says what replaces the layer and how the result
 activation otherwise, an exchange comes before it:
 
     Sequential    layer by layer, each from what the one before it leaves
-    Residual      both branches; where they end differently, both are made whole before they are added
+    Residual      both branches; where they end differently, both ends are made whole and then added
     Stash, Pop    what is kept and what it is added to must lie on the ranks alike, or they are refused
     Branches      each rank has some of them, and computes these (see `sharded.branches`)
     a layer       its rule

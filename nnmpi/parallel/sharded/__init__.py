@@ -13,7 +13,8 @@ Read `tensor.placement` first (how an activation is spread over the ranks), then
 
 What you want to change, and where:
 
-    shard another type of layer              its rule and layer in the file of its family, and a line in RULES
+    shard another type of layer              a row in `linear.PRODUCTS` for a product; else its rule and layer in
+                                             the file of its family, and a line in FOLLOWING or RULES
     how a layer's input gets to the ranks    its rule, by the methods of `LayerContext` (context)
     which layers are sharded, and how        a model's table (`nn.sharding`), nothing here
 """
