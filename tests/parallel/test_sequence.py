@@ -8,7 +8,7 @@ import pytest
 
 from nnmpi import Tensor, models, nn, ops
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import run_simulation, simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import LayoutError
 from nnmpi.nn.module import Module
@@ -129,8 +129,8 @@ def sent(ranks: int, way: str, time: int, heads: int, backward: bool) -> tuple[l
                 (y * y).sum().backward()
         return sum((event.args or {}).get("bytes", 0) for event in timeline.events)
 
-    run = run_simulation(main, ranks)
-    return run.results, run.bytes
+    run = simulate(main, ranks)
+    return run, run.bytes
 
 
 @pytest.mark.parametrize(("ranks", "time", "heads"), [(2, 8, 4), (3, 7, 5), (4, 7, 6)])

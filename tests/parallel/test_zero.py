@@ -13,7 +13,7 @@ import nnmpi
 from nnmpi import Tensor, models, nn, ops, optim
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
-from nnmpi.comm.simulated.simulated_world import run_simulation, simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import GradientExchange, Layout
 from nnmpi.compose.worker import Worker
@@ -122,8 +122,8 @@ def test_the_bytes_sent_are_those_of_the_formulas(ranks: int) -> None:
         return whole, parallel.traffic.bytes
 
     for stage, times in zip(STAGES, (8, 8, 12), strict=True):
-        one, two = (run_simulation(lambda group, n=n: main(group, stage, n), ranks) for n in (1, 2))  # type: ignore[misc]  # noqa: B023
-        elements, told = two.results[0]
+        one, two = (simulate(lambda group, n=n: main(group, stage, n), ranks) for n in (1, 2))  # type: ignore[misc]  # noqa: B023
+        elements, told = two[0]
         assert two.bytes - one.bytes == (ranks - 1) * times * elements
         assert told == (times * elements if ranks > 1 else 0)
 

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 from contextvars import Context, copy_context
-from dataclasses import dataclass
 from math import inf
 from pathlib import Path
-from typing import Generic, TypeVar, cast
+from types import SimpleNamespace
+from typing import TypeVar, cast
 
 import nnmpi.clock as clock
 from nnmpi.backend.blas import one_blas_thread
@@ -28,6 +28,7 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.scheduler import Faults, Scheduler, SimulatedRank, find_lines
 from nnmpi.comm.simulated.simulated_comm import MessageBoard, SimulatedComm
+from nnmpi.comm.world import BackgroundWork
 from nnmpi.errors import CommError, UsageError
 
 T = TypeVar("T")
@@ -73,9 +74,12 @@ class SimulatedWorld:
             self._made[key] = make()
         return self._made[key]
 
-    def beside(self, work: Callable[[], T]) -> PostponedWork[T]:
-        """Return the work, which is done when somebody asks for its end."""
-        return PostponedWork(work)
+    def beside(self, work: Callable[[], T]) -> BackgroundWork[T]:
+        """Return the work, which is done when somebody asks for its end.
+
+        So the rank's own thread does it, by its clock, and in the same order whenever a seed is repeated.
+        """
+        return cast(BackgroundWork[T], SimpleNamespace(done=lambda: True, result=work))
 
     def watch(self, warning_s: float, limit_s: float, folder: Path | None = None) -> None:
         """Do nothing: when nobody can ever go on, the scheduler knows at once."""
@@ -93,37 +97,16 @@ class SimulatedWorld:
         return seconds if self._scheduler.by_time else 0.0
 
 
-class PostponedWork(Generic[T]):
-    """Work that is done as late as it may be; see `World.beside`.
-
-    So the rank's own thread does it, by its clock, and in the same order whenever a seed is repeated.
-    """
-
-    def __init__(self, work: Callable[[], T]) -> None:
-        self._work = work
-
-    def done(self) -> bool:
-        """Return that nobody else has to be waited for."""
-        return True
-
-    def result(self) -> T:
-        """Do it, and return what it returns, or raise what it raises; ask once."""
-        return self._work()
-
-
-@dataclass(frozen=True)
-class SimulatedRun(Generic[T]):
-    """What came of a simulated program.
+class SimulatedRun(list[T]):
+    """What each rank of a simulated program returned.
 
     Attributes:
-        results: what each rank returned.
         seconds: when the last rank ended, by simulated time.
         bytes: that were sent between two ranks.
     """
 
-    results: list[T]
-    seconds: float
-    bytes: int
+    seconds = 0.0
+    bytes = 0
 
 
 def simulate(
@@ -134,7 +117,7 @@ def simulate(
     cpu_factor: float = 1.0,
     check: bool = True,
     faults: Faults | None = None,
-) -> list[T]:
+) -> SimulatedRun[T]:
     """Call `main(group)` on so many simulated ranks and return what each of them returned.
 
     Args:
@@ -155,23 +138,6 @@ def simulate(
             that do not match, buffers that are used twice. It names the ranks and the lines. After a rank was killed or
             has stopped: which one, and where.
         Exception: the first that a rank raised, with its own traceback and a note of its rank.
-    """
-    return run_simulation(main, ranks, machine, seed, cpu_factor, check, faults).results
-
-
-def run_simulation(
-    main: Callable[[Group], T],
-    ranks: int = 16,
-    machine: Machine | None = None,
-    seed: int = 0,
-    cpu_factor: float = 1.0,
-    check: bool = True,
-    faults: Faults | None = None,
-) -> SimulatedRun[T]:
-    """Do what `simulate` does, and return how long it took and what was sent, too.
-
-    Args:
-        main, ranks, machine, seed, cpu_factor, check, faults: see `simulate`; it raises the same.
     """
     if ranks < 1:
         raise UsageError(f"{ranks} ranks cannot be simulated; give 1 or more")
@@ -205,5 +171,6 @@ def run_simulation(
     leftovers = board.find_leftovers() if check else []
     if leftovers:
         raise CommError("the ranks have ended, but " + "; ".join(leftovers))
-    seconds = max(rank.clock_s for rank in scheduler.ranks)
-    return SimulatedRun(cast(list[T], results), seconds, board.bytes)
+    run = SimulatedRun(cast(list[T], results))
+    run.seconds, run.bytes = max(rank.clock_s for rank in scheduler.ranks), board.bytes
+    return run

@@ -9,7 +9,7 @@ from nnmpi.backend import precision as precisions
 from nnmpi.backend.precision import precision, use_precision
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Link, Machine
-from nnmpi.comm.simulated.simulated_world import COMPUTING, run_simulation, simulate
+from nnmpi.comm.simulated.simulated_world import COMPUTING, simulate
 from nnmpi.errors import UsageError
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 33]
@@ -129,7 +129,7 @@ def test_times_are_the_machines() -> None:
             [comm.isend(buffer, group.rank + 2, 0) if group.rank < 2 else comm.irecv(buffer, group.rank - 2, 0)]
         )
 
-    assert run_simulation(across, 4, shared, cpu_factor=0).seconds == pytest.approx(LATENCY_S + 2 * 8e5 * BYTE_S)
+    assert simulate(across, 4, shared, cpu_factor=0).seconds == pytest.approx(LATENCY_S + 2 * 8e5 * BYTE_S)
 
 
 def test_what_leaves_a_node_and_what_enters_one_goes_one_behind_the_other() -> None:
@@ -250,7 +250,7 @@ def test_computing_takes_its_processor_time() -> None:
     one, twice = (simulate(main, 3, cpu_factor=factor) for factor in (1.0, 2.0))
     assert 0 < one[0] < one[1] < one[2]
     assert 1.2 < sum(twice) / sum(one) < 3.2
-    assert run_simulation(main, 3, cpu_factor=0).seconds == 0
+    assert simulate(main, 3, cpu_factor=0).seconds == 0
 
 
 def test_groups_of_nodes() -> None:
