@@ -113,6 +113,9 @@ class _Seconds(Engine):
         self._machine, self._nodes, self._itemsize = machine, nodes, itemsize
         self._short, self._longer = divmod(elements, len(nodes))  # elements of a chunk; the first chunks have one more
         self._links = Links(max(nodes) + 1)
+        size, places = len(nodes), len(set(nodes))
+        # Whether ranks that do the same have equal clocks, or nearly.
+        self.may_be_in_lock_step = (places in (1, size) and self._short > 0) or size > EXACT_RANKS
         self._sent, self._message = cache(self._find_sent), cache(self._find_message)
         self._steps: dict[tuple[int | None, int, int, bool], float] = {}
 
@@ -149,12 +152,6 @@ class _Seconds(Engine):
         return max(costs, key=sum)
 
     # ---- all ranks at once ----
-
-    @property
-    def may_be_in_lock_step(self) -> bool:
-        """Whether ranks that do the same have equal clocks, or nearly."""
-        size, places = len(self._nodes), len(set(self._nodes))
-        return (places in (1, size) and self._short > 0) or size > EXACT_RANKS
 
     def of_all(self, step: Step) -> float:
         """Return the seconds of a step that all ranks do at once, from rank 0's step."""

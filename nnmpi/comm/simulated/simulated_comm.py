@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from functools import partial, partialmethod
 from itertools import count
 from mmap import mmap
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, Self, TypeAlias, cast
 
 import numpy as np
@@ -29,7 +29,7 @@ from nnmpi.comm.buffers import Buffer, as_bytes
 from nnmpi.comm.collective import Cost
 from nnmpi.comm.machine import Links, Machine
 from nnmpi.comm.simulated.scheduler import Lines, Scheduler, SimulatedRank, describe_lines, find_lines
-from nnmpi.comm.world import World
+from nnmpi.comm.world import SharedPages, World
 from nnmpi.errors import CommError
 
 Bytes: TypeAlias = NDArray[np.uint8]
@@ -611,27 +611,15 @@ class SimulatedComm:
     def free(self) -> None:
         """Give it back: there is nothing to give."""
 
-    def share_pages(self, own_bytes: int) -> SimulatedPages:
-        """Return memory that all ranks see; see `comm.world.Comm`."""
+    def share_pages(self, own_bytes: int) -> SharedPages:
+        """Return memory of this process, which all ranks see anyway; it goes with the last rank that holds it."""
 
         def make(lengths: list[int]) -> list[tuple[Bytes, ...]]:
-            return [tuple(map(_aligned_zeros, lengths))] * self.size
+            parts = tuple(np.frombuffer(mmap(-1, max(nbytes, 1)), np.uint8)[:nbytes] for nbytes in lengths)
+            return [parts] * self.size  # each begins on a page
 
-        return SimulatedPages(self._exchange("share_pages", own_bytes, make))
-
-
-@dataclass(eq=False)
-class SimulatedPages:
-    """Memory of this process: all ranks see it anyway."""
-
-    parts: tuple[Bytes, ...]
-
-    def sync(self) -> None:
-        """Do nothing: one rank runs at a time."""
-
-    def free(self) -> None:
-        """Let go of the memory; it goes with the last rank that holds it."""
-        self.parts = ()
+        parts = self._exchange("share_pages", own_bytes, make)
+        return cast(SharedPages, SimpleNamespace(parts=parts, sync=lambda: None, free=lambda: None))
 
 
 def _missing(requests: Sequence[SimulatedRequest]) -> list[int]:
@@ -670,8 +658,3 @@ def _all_to_all(everyones: list[tuple[Buffer, Sequence[int], Buffer, Sequence[in
             begin = sum(counts[:receiver])
             into[at : at + came[sender]] = data[begin : begin + counts[receiver]]
             at += came[sender]
-
-
-def _aligned_zeros(nbytes: int) -> Bytes:
-    """Return zeros that begin on a page."""
-    return np.frombuffer(mmap(-1, max(nbytes, 1)), np.uint8)[:nbytes]
