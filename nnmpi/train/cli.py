@@ -10,7 +10,7 @@ installs prints what all ranks raise once, and lets all of them end with the sam
 import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -149,8 +149,13 @@ def main(words: Sequence[str], group: Group) -> None:
     if config is not None:
         if config.run.quiet:
             console.silence()
-        with begin(config, group, console, words) as loop:
-            loop.run()
+        try:
+            with begin(config, group, console, words) as loop:
+                loop.run()
+        finally:
+            if group.is_root and config.run.out is not None:
+                with suppress(OSError):
+                    config.run.out.rmdir()  # what was refused has left it empty
 
 
 def read_options(words: Sequence[str], group: Group, console: Console) -> Config | None:

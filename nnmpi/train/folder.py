@@ -232,13 +232,20 @@ def find_model(pretrained: Path) -> Path:
 
 
 def default_folder(config: Config, runs: Path = RUNS) -> Path:
-    """Return a name for the run that is not taken: runs/DATASET-MODEL-TIME, with a number if need be.
+    """Make an empty folder for the run, and return it: runs/DATASET-MODEL-TIME, with a number if that is taken.
+
+    Made at once, so that jobs which begin in the same second get one each.
 
     Raises:
-        UsageError: when the system does not say which names are taken.
+        UsageError: when the system does not let it be made.
     """
     data = Path(short_name(config.data.dataset)).stem
     stem = f"{data}-{short_name(config.model.model)}-{time.strftime('%Y%m%d-%H%M%S')}"
     names = (runs / (stem if number == 1 else f"{stem}-{number}") for number in range(1, 10_000))
     with raised_as(UsageError, f"the folder {runs} cannot be written", "give another one with --out"):
-        return next(name for name in names if not name.exists())
+        runs.mkdir(parents=True, exist_ok=True)
+        for name in names:
+            with suppress(FileExistsError):
+                name.mkdir()
+                return name
+    raise AssertionError("as many runs in a second")

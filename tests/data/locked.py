@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-QUESTIONS = ("exists", "is_dir", "is_file", "stat", "open")
+QUESTIONS = ("exists", "is_dir", "is_file", "stat", "open", "mkdir")
 
 
 def lock(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -274,11 +274,11 @@ def test_a_fault_inside_the_function_is_not_hidden(file: Path) -> None:
         build_model(ModelConfig(f"{file}:broken"), (4,), 3)
 
 
-def test_names() -> None:
+def test_names(tmp_path: Path) -> None:
     assert is_custom("a/b.py:net")
     assert not is_custom("cnn")
     assert not is_custom(":net")
     assert not is_custom("a.py:")
     assert short_name("a/mine.py:build") == "mine-build"
     assert short_name("nets.mine:build") == "mine-build"
-    assert "/" not in default_folder(assemble({"model": "a/b.py:net"}), Path("r")).name
+    assert "/" not in default_folder(assemble({"model": "a/b.py:net"}), tmp_path).name

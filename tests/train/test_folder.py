@@ -9,7 +9,8 @@ import pytest
 import nnmpi.train.loop as training
 from nnmpi import files
 from nnmpi.comm.group import Group
-from nnmpi.errors import UsageError
+from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.errors import LayoutError, UsageError
 from nnmpi.files import LOCK_FILE, is_locked, locked, write_atomically
 from nnmpi.train.cli import main
 from nnmpi.train.config import Config, assemble
@@ -55,12 +56,17 @@ def test_a_place_that_the_system_refuses_is_named_with_its_reason(
 
 
 def test_default_names_are_not_taken_twice(tmp_path: Path) -> None:
-    first = default_folder(Config(), tmp_path)
-    assert first.name.startswith("digits-cnn-20")
-    first.mkdir()
-    second = default_folder(Config(), tmp_path)
-    assert not second.exists()
-    assert first != second
+    """By jobs that begin in the same second, of which none has written anything yet."""
+    found = {default_folder(Config(), tmp_path) for _ in range(3)}
+    assert len(found) == 3
+    assert all(each.name.startswith("digits-cnn-20") and not list(each.iterdir()) for each in found)
+
+
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(LayoutError):
+        simulate(lambda group: main(["--dataset", "iris", "--model", "mlp", "--pp", "7"], group), 7)
+    assert not list(Path("runs").iterdir())
 
 
 def test_what_a_kill_leaves_beside_a_file_is_gone_after_the_next_write(tmp_path: Path) -> None:
