@@ -47,6 +47,20 @@ EXAMPLE = (" ", "python -m ", "mpirun ")  # how a line begins that is one
 HELP_INDENT = 26  # where the explanations begin
 
 
+HABITS = {  # what other programs call what is called otherwise here: who comes from there looks for these
+    **dict.fromkeys(("num_epochs", "n_epochs"), "epochs"),
+    **dict.fromkeys(("out_dir", "output_dir"), "out"),
+    "learning_rate": "lr",
+    "batch": "batch_size",
+    "data": "dataset",
+    "data_path": "data_dir",
+    "lr_scheduler": "schedule",
+    "optim": "optimizer",
+    "workers": "dp",
+    "device": "backend",
+}
+
+
 class HelpAsked(Exception):
     """The user asked for help; the text is the message."""
 
@@ -208,7 +222,8 @@ def suggest(name: str, known: Iterable[str], dashes: str = "") -> str:
         known: the names that there are, with underscores.
         dashes: what stands before a name where it was written: "--", or nothing in a file.
     """
-    near = difflib.get_close_matches(name, list(known), n=3)
+    meant = HABITS.get(name)
+    near = [meant] if meant in {*known} else difflib.get_close_matches(name, list(known), n=3)
     return f"; did you mean {' or '.join(dashes + each.replace('_', '-') for each in near)}?" if near else ""
 
 

@@ -61,6 +61,8 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
     ("words", "text"),
     [
         ("--lrr 2", "--lrr is not an option; did you mean --lr?"),
+        ("--learning-rate 2", "--learning-rate is not an option; did you mean --lr?"),
+        ("--device 2", "--device is not an option; did you mean --backend?"),
         ("--epochs 1.5", "--epochs is 1.5; it must be a whole number"),
         ("--lr", "--lr stands without a value; it must be a number"),
         ("--lr -x", "-x is not an option; options begin with -- and are listed by --help"),
