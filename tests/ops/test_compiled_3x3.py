@@ -1,5 +1,7 @@
 """Compiled convolutions against the plain ones in float64, and what they leave to the plain ones."""
 
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 from tests.harness.slow import KERNELS, once_more
 from tests.ops.replays import check_replays
+from tests.ops.test_compiled_dense import run
 
 pytest.importorskip("numba")
 pytestmark = pytest.mark.host_only("kernels that numba compiles for NumPy's arrays")
@@ -39,43 +42,34 @@ def draw(sizes, whole=False, seed=0):
     return arrays
 
 
-def chain(x, weight, bias, pool):
+def chain(x, weight, bias=None, pool=2):
     """Return the plain operations' result; pool None means no ReLU either."""
     y = conv2d(x, weight, bias, padding=1)
     return y if pool is None else relu(y) if pool == 1 else max_pool2d(relu(y), pool)
 
 
-def fused(x, weight, bias, pool):
+def fused(x, weight, bias=None, pool=2):
     """Return what is under test."""
     if pool is None:
         return conv2d(x, weight, bias, padding=1)
     return conv_relu(x, weight, bias, padding=1) if pool == 1 else conv_relu_pool(x, weight, bias, padding=1, pool=pool)
 
 
-def run(function, arrays, pool, grad, for_x=True):
-    """Return the result and the gradients."""
-    tensors = [None if a is None else Tensor(a, requires_grad=for_x or i > 0) for i, a in enumerate(arrays)]
-    y = function(*tensors, pool)
-    node = y.node
-    y.backward(grad.astype(y.dtype))
-    return [y.data, *(t.grad for t in tensors if t is not None and t.requires_grad)], node
-
-
 def compare(sizes, pool, kind=CompiledWinograd, for_x=True, whole=False, bias=True):
     """Compare with float64, within 2e-6 of the largest; exactly where all numbers are whole."""
-    arrays = draw(sizes, whole)
-    if not bias:
-        arrays[2] = None
-    n, h, w, _, o = sizes
-    steps = pool or 1
-    grad = np.random.default_rng(1).integers(-3, 4, (n, h // steps, w // steps, o)).astype(np.float32)
-    if not whole:
-        grad *= np.float32(0.37)
-    wide = [None if a is None else a.astype(np.float64) for a in arrays]
-    expected, _ = run(chain, wide, pool, grad, for_x)
-    with jit():
-        found, node = run(fused, arrays, pool, grad, for_x)
-    assert isinstance(node.algorithm, kind)
+    arrays, nodes = draw(sizes, whole)[: 3 if bias else 2], []
+
+    def apply(function, *leaves):
+        if not for_x:
+            leaves = Tensor(arrays[0].astype(leaves[0].dtype)), *leaves
+        y = function(*leaves, pool=pool)
+        nodes.append(y.node)
+        return y
+
+    given = arrays if for_x else arrays[1:]
+    expected = run(partial(apply, chain), given, np.float64, False)
+    found = run(partial(apply, fused), given, np.float32, True)
+    assert isinstance(nodes[1].algorithm, kind)
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.dtype == np.float32
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=0 if whole else 2e-6 * abs(theirs).max(initial=1e-3))
@@ -124,10 +118,8 @@ def test_images_of_one_shade(shade):
     x, weight, bias = draw((2, 6, 4, 5, 7))
     x[...] = shade
     bias[...] = 0
-    grad = np.ones((2, 3, 2, 7), np.float32)
-    expected, _ = run(chain, [a.astype(np.float64) for a in (x, weight, bias)], 2, grad)
-    with jit():
-        found, _ = run(fused, [x, weight, bias], 2, grad)
+    arrays = [x, weight, bias]
+    expected, found = run(chain, arrays, np.float64, False), run(fused, arrays, np.float32, True)
     for i in (0, 2, 3):  # of equal elements rounding may choose another: the images' gradient may lie elsewhere
         np.testing.assert_allclose(found[i], expected[i], rtol=0, atol=4e-6 * max(1, abs(expected[i]).max()))
 
