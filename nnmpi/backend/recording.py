@@ -300,6 +300,7 @@ def _copy_result(xp: ModuleType, place: Array, function: Callable[[], Any]) -> N
 
 LEAST_BYTES = 1024  # smaller results have memory of their own
 LINE_BYTES = 64
+LEAST_MAPPED_BYTES = 128 * 1024  # small chunks at the beginning of pages would want the same lines of the cache
 
 
 class ChunkPart(NamedTuple):
@@ -373,10 +374,7 @@ class MemoryPool:
             self._join(self.returned.pop(0))
         fitting = [span for span in self._free if span.stop - span.start >= count_bytes]
         if not fitting:
-            # A mapping of its own: between what malloc gives and takes back while a step is recorded it would leave
-            # holes, which nobody uses later.
-            mapping = mmap.mmap(-1, count_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            self._chunks.append(np.frombuffer(mapping, np.uint8))
+            self._chunks.append(_aligned(count_bytes))
             self.size_bytes += count_bytes
             return ChunkPart(len(self._chunks) - 1, 0, count_bytes)
         chunk, start, stop = found = min(reversed(fitting), key=lambda span: span.stop - span.start)
@@ -422,3 +420,16 @@ def _bare(array: Array) -> Array:
         return array
     block = base.block
     return np.ndarray(array.shape, array.dtype, block.data, array.ctypes.data - block.ctypes.data, array.strides)
+
+
+def _aligned(count_bytes: int) -> Array:
+    """Return bytes that begin where a line of the cache does.
+
+    Many are a mapping of their own: between what malloc gives and takes back while a step is recorded they would leave
+    holes, which nobody uses later.
+    """
+    if count_bytes >= LEAST_MAPPED_BYTES:
+        return np.frombuffer(mmap.mmap(-1, count_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    whole = np.empty(count_bytes + LINE_BYTES, np.uint8)
+    skip = -whole.ctypes.data % LINE_BYTES
+    return whole[skip : skip + count_bytes]
