@@ -283,7 +283,7 @@ class Console:
     def copied(self, file: Path) -> Iterator[None]:
         """Append what is said in the body to a file, too, as long as the disk takes it."""
         with suppress(OSError):
-            self._copy = os.fdopen(appending(file), "a", encoding="utf-8")
+            self._copy = appending(file)
         try:
             yield
         finally:

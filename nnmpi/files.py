@@ -162,14 +162,19 @@ def check_ordinary(file: Path) -> None:
         raise OSError("not an ordinary file")
 
 
-def appending(file: Path) -> int:
+def appending(file: Path, mode: str = "a", buffering: int = -1) -> Any:
     """Open an ordinary file for adding to its end, but not through a link, which may lead anywhere.
+
+    Args:
+        mode: "a" for text, "ab" for bytes.
+        buffering: as `open` has it.
 
     Raises:
         OSError: when it cannot be opened.
     """
     check_ordinary(file)
-    return os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o666)
+    encoding = None if "b" in mode else "utf-8"
+    return open(file, mode, buffering, encoding, opener=lambda path, flags: os.open(path, flags | os.O_NOFOLLOW, 0o666))
 
 
 def read_text(file: Path) -> str:

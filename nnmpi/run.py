@@ -284,7 +284,7 @@ class Supervisor:
         """Add a line to the run's faults.jsonl; a disk that does not take it costs only that."""
         fault = {"time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "start": number, **vars(outcome)}
         if self._plan.folder.is_dir():
-            with suppress(OSError), open(appending(self._files.faults), "a", encoding="utf-8") as stream:
+            with suppress(OSError), appending(self._files.faults) as stream:
                 stream.write(json.dumps(fault) + "\n")
 
     # ---- signals ----

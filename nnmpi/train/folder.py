@@ -129,7 +129,7 @@ class RunFolder:
             "facts": facts,
         }
         with suppress(OSError):
-            with open(appending(self.starts), "a", encoding="utf-8") as stream:
+            with appending(self.starts) as stream:
                 stream.write(json.dumps(start) + "\n")
             if self.path.parent == RUNS and not self.path.is_symlink():
                 temporary = RUNS / f".{LATEST_RUN}.{os.getpid()}"

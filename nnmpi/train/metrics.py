@@ -131,7 +131,7 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         if folder is not None:
             try:
                 self._place = os.stat(folder.path)
-                self._stream = FileIO(appending(folder.metrics), "ab")
+                self._stream = appending(folder.metrics, "ab", buffering=0)
                 self._length = self._stream.tell()
             except OSError as error:
                 raise self._problem(error) from None
