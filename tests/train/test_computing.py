@@ -13,6 +13,7 @@ import threadpoolctl
 
 from nnmpi import models
 from nnmpi.backend.backend import numpy_backend
+from nnmpi.backend.blas import loaded_pools
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.data.dataset import Dataset
@@ -32,6 +33,7 @@ def threads() -> set[int]:
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="a BLAS has one thread here in any case")
 def test_a_rank_has_one_thread_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process of its own and simulated ranks; what was there comes back."""
+    loaded_pools.cache_clear()  # another test may have loaded a second BLAS since, as SciPy has one
     with threadpoolctl.threadpool_limits(2, "blas"):
         monkeypatch.setenv(VARIABLES[0], "2")
         with computing.computing(Config()):
