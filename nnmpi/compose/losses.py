@@ -153,11 +153,6 @@ class LabelLoss:
         self.keywords: dict[str, Any] = getattr(function, "keywords", {})
         self.__name__ = getattr(self.func, "__qualname__", type(self.func).__name__)
 
-    def __repr__(self) -> str:
-        words = repr(self.func)
-        words = words if " at 0x" not in words else self.__name__
-        return f"{words} with {self.keywords}" if self.keywords else words
-
     def __call__(self, logits: Tensor, labels: Array) -> Tensor:
         found: object = self.function(logits, labels)
         shape = found.shape if isinstance(found, Tensor) else ()

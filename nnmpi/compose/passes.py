@@ -47,7 +47,7 @@ from nnmpi.compose.losses import (
     summed,
     to_device,
 )
-from nnmpi.compose.replayed import LOOKED_AT, OWN, Replay
+from nnmpi.compose.replayed import LOOKED_AT, Replay, is_own
 from nnmpi.compose.stats import PassReport, StepReport, Totals
 from nnmpi.compose.trainer import Trainer
 from nnmpi.data.loader import Batch
@@ -515,7 +515,7 @@ def _foreign_buffers(model: Module, where: Arrangement) -> list[tuple[str, Buffe
     return [
         (name, buffer)
         for path, module in model.named_modules()
-        if type(module).__module__.partition(".")[0] != OWN and (layout.fixed or not hasattr(module, "all_reduce"))
+        if not is_own(type(module)) and (layout.fixed or not hasattr(module, "all_reduce"))
         for name, buffer in ((f"{path}.{each}".strip("."), value) for each, value in vars(module).items())
         if isinstance(buffer, Buffer)
     ]

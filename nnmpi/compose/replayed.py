@@ -126,15 +126,18 @@ class Replay(Compiled):
         return len(now) == len(before) and all(map(is_, now, before))
 
 
+def is_own(thing: Any) -> bool:
+    """Return whether a class or a function is nnmpi's own."""
+    return (thing.__module__ or "").partition(".")[0] == OWN
+
+
 def _is_replayable(module: Module) -> bool:
     """Return whether a module decides nothing by values: all that it calls is nnmpi's own, or itself says so."""
     kind, own = type(module), vars(module)
-    if kind.__module__.partition(".")[0] != OWN:
+    if not is_own(kind):
         return vars(kind).get("replayable") is True and "forward" not in own
     called = [getattr(each, "func", each) for each in own.values() if callable(each) and not isinstance(each, Module)]
-    return "forward" not in own and all(
-        (each.__module__ or "").partition(".")[0] == OWN or getattr(each, "replayable", False) for each in called
-    )
+    return "forward" not in own and all(is_own(each) or getattr(each, "replayable", False) for each in called)
 
 
 def _holders(module: Module) -> Iterator[Iterable[object]]:

@@ -32,7 +32,7 @@ from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, replicate
 from nnmpi.compose.layout import Numerics
-from nnmpi.compose.losses import SumLoss, named_loss
+from nnmpi.compose.losses import LabelLoss, SumLoss, named_loss
 from nnmpi.compose.state import model_state, optimizer_state
 from nnmpi.compose.stats import Totals
 from nnmpi.data.loader import Batch, Loader
@@ -341,6 +341,8 @@ def update_numbers(optimizer: Optimizer, model: Module) -> list[str]:
 
 def _described(loss: Any) -> str:
     """Return a loss in words: its name and, where it has any, its options."""
+    if isinstance(loss, LabelLoss):
+        return _described(loss.function)
     if isinstance(loss, partial):
         return f"{_described(loss.func)} with {loss.keywords}"
     words = repr(loss)
