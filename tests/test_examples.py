@@ -1,6 +1,7 @@
 """The programs of the examples, but for their notebooks."""
 
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from nnmpi.comm.group import Group
 FOLDER = Path(__file__).parents[1] / "examples"
 LESSONS = sorted((FOLDER / "lessons").glob("*.py"), key=lambda file: int(file.stem.split("_")[0]))
 NAMES = [file.stem for file in LESSONS]
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(FOLDER.parent)}
 SOURCE = '''
 class Shape:
     def area(self, unit):
@@ -87,8 +89,41 @@ def test_a_lesson_fails_where_weights_differ(lesson: Path) -> None:
         nnmpi.simulate(main, ranks=2)
 
 
+ONE_FILE = FOLDER / "one_file.py"
+
+
+@pytest.mark.parametrize(("dp", "pp", "tp"), [(2, 2, 2), (3, 1, 2), (1, 5, 1), (1, 1, 4), (7, 1, 1)])
+def test_the_one_file_is_equal_in_every_layout(dp: int, pp: int, tp: int) -> None:
+    main = runpy.run_path(str(ONE_FILE))["main"]
+    nnmpi.simulate(lambda group: main(group, dp, pp, tp), ranks=dp * pp * tp)
+
+
+@pytest.mark.mpi
+def test_the_one_file_runs_on_mpi(group: Group) -> None:
+    for layout in ((group.size, 1, 1), (1, group.size, 1), (1, 1, group.size)):
+        runpy.run_path(str(ONE_FILE))["main"](group, *layout)
+
+
+@pytest.mark.parametrize("broken", ["reduce_scatter", "all_gather"])
+def test_the_one_file_fails_where_weights_differ(broken: str) -> None:
+    main = runpy.run_path(str(ONE_FILE))["main"]
+    main.__globals__[broken] = lambda chunks, axis: None
+    with pytest.raises(AssertionError, match="Not equal to tolerance"):
+        nnmpi.simulate(lambda group: main(group, 2, 1, 1), ranks=2)
+
+
+def test_the_one_file_is_read_in_an_hour_and_prints_what_the_readme_shows() -> None:
+    """It takes from nnmpi what carries messages, and nothing else."""
+    text = ONE_FILE.read_text()
+    assert len(text.splitlines()) <= 400
+    assert set(re.findall(r"nnmpi\.(\w+)\(", text)) == {"start", "simulate"}
+    ran = subprocess.run([sys.executable, str(ONE_FILE)], env=ENVIRONMENT, capture_output=True, text=True, check=True)
+    readme = (FOLDER.parent / "README.md").read_text()
+    assert all(f"    {line}".rstrip() in readme for line in ran.stdout.splitlines())
+
+
 def test_a_lesson_is_a_program_without_mpi() -> None:
     """Its status says whether it is equal: 0 here."""
     words = [sys.executable, str(LESSONS[1]), "--simulate", "2"]
-    ran = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(FOLDER.parent)}, capture_output=True, text=True)
+    ran = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True)
     assert (ran.returncode, ran.stdout) == (0, "equal to the serial run after 12 steps, ranks: 2\n"), ran.stderr
