@@ -21,11 +21,12 @@ import ast
 import difflib
 import inspect
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import cache
 from io import StringIO
 from itertools import pairwise
@@ -43,6 +44,7 @@ from nnmpi.version import VERSION
 Switch: TypeAlias = Literal["auto", "on", "off"]  # what the program decides unless it is switched on or off
 
 HELP_WIDTH = 80  # of help texts, in characters: under MPI no rank knows the width of the terminal
+FLAG = re.compile(r"(--?[^\s=\d.][^\s=]*)(?:=(.*))?", re.DOTALL)  # not a negative number, nor a text with a dash first
 EXAMPLE = (" ", "python -m ", "mpirun ")  # how a line begins that is one
 HELP_INDENT = 26  # where the explanations begin
 
@@ -141,7 +143,7 @@ def flag_of(name: str) -> str:
 def options_of(section: type) -> list[Option]:
     """Return the fields of a dataclass as options, in order."""
     hints = get_type_hints(section)
-    return [Option(each.name, hints[each.name], _default(each), section) for each in fields(section)]
+    return [Option(each.name, hints[each.name], each.default, section) for each in fields(section)]
 
 
 def read_words(words: Sequence[str], options: Sequence[Option], program: str, description: str) -> dict[str, Any]:
@@ -157,18 +159,25 @@ def read_words(words: Sequence[str], options: Sequence[Option], program: str, de
         HelpAsked: for -h or --help, whatever is wrong with the other words.
         UsageError: for a word that is no option, or a value that the option cannot have.
     """
-    by_name = {option.name: option for option in options}
-    parser = _word_parser(program, tuple((option.name, option.flag, option.negation) for option in options))
-    found, unknown = parser.parse_known_args(list(words))
-    taken: dict[str, Any] = vars(found)
-    shows_version = taken.pop("-v")
-    if taken.pop("-h"):
+    if {"-h", "--help"} & {*words}:
         raise HelpAsked(_format_help(options, program, description))
-    if shows_version:
+    if "--version" in words:
         raise HelpAsked(f"nnmpi {VERSION}")
-    if unknown:
-        raise UsageError(_unknown(unknown[0], options))
-    return {name: _read(by_name[name], written, values) for name, (written, values) in taken.items()}
+    known = {flag: option for option in options for flag in (option.flag, option.negation) if flag is not None}
+    taken: dict[str, tuple[str, list[str]]] = {}
+    behind: list[str] | None = None  # how many words an option takes is found later, with a sentence on its type
+    for word in words:
+        parts = FLAG.fullmatch(word)
+        written, value = parts.groups() if parts else (word, None)
+        if option := known.get(written.replace("_", "-")):
+            behind = [] if value is None else [value]
+            taken[option.name] = written, behind
+        elif parts or behind is None:
+            near = suggest(written, known) or "; options begin with -- and are listed by --help"
+            raise UsageError(f"{shortened(written)} is not an option{near}")
+        else:
+            behind.append(word)
+    return {option.name: _read(option, *taken[option.name]) for option in options if option.name in taken}
 
 
 def convert(value: Any, option: Option, where: str) -> Any:
@@ -214,17 +223,16 @@ def describe(hint: Any) -> str:
     return "a list of whole numbers" if get_origin(hint) is tuple else words[hint]
 
 
-def suggest(name: str, known: Iterable[str], dashes: str = "") -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
     """Return "; did you mean ...?" with the known names nearest to this one, or nothing when none is near.
 
-    Args:
-        name: what was written, with underscores and without leading dashes.
-        known: the names that there are, with underscores.
-        dashes: what stands before a name where it was written: "--", or nothing in a file.
+    Dashes and underscores are alike.
     """
-    meant = HABITS.get(name)
-    near = [meant] if meant in {*known} else difflib.get_close_matches(name, list(known), n=3)
-    return f"; did you mean {' or '.join(dashes + each.replace('_', '-') for each in near)}?" if near else ""
+    plain = {each.lstrip("-").replace("-", "_"): each for each in known}
+    name = name.lstrip("-").replace("-", "_")
+    meant = HABITS.get(name, "")
+    near = [meant] if meant in plain else difflib.get_close_matches(name, plain, n=3)
+    return f"; did you mean {' or '.join(plain[each].replace('_', '-') for each in near)}?" if near else ""
 
 
 def printable(text: str) -> str:
@@ -322,43 +330,6 @@ class Console:
         """
         if self._lost is not None:
             raise NnmpiError(f"what was to be printed could not be written: {self._lost.strerror}")
-
-
-@cache  # a process that reads many command lines, such as one of simulated jobs, builds it once
-def _word_parser(program: str, options: tuple[tuple[str, str, str | None], ...]) -> Parser:
-    """Return what parts words into options and the words behind each; given are names, flags and negations."""
-    parser = Parser(program, add_help=False, allow_abbrev=False)
-    parser.add_argument("-h", "--help", dest="-h", action="store_true")
-    parser.add_argument("--version", dest="-v", action="store_true")
-    for name, flag, negation in options:
-        spellings = [flag] if negation is None else [flag, negation]
-        spellings += [f"--{each[2:].replace('-', '_')}" for each in spellings]
-        # Any number of words: how many an option takes is found later, where the sentence about it can name its type.
-        parser.add_argument(*dict.fromkeys(spellings), dest=name, nargs="*", action=_Take, default=argparse.SUPPRESS)
-    return parser
-
-
-class _Take(argparse.Action):
-    """Keeps how the option was written and the words behind it."""
-
-    def __call__(
-        self, parser: Any, namespace: argparse.Namespace, values: Any, option_string: str | None = None
-    ) -> None:
-        setattr(namespace, self.dest, (option_string, values))
-
-
-def _default(field: Any) -> Any:
-    return field.default if field.default is not MISSING else field.default_factory()
-
-
-def _unknown(word: str, options: Sequence[Option]) -> str:
-    """Return a sentence about a word that belongs to no option."""
-    if not word.startswith("--"):
-        return f"{shortened(word)} is not an option; options begin with -- and are listed by --help"
-    name = word.partition("=")[0]
-    known = [each for option in options for each in (option.flag, option.negation) if each is not None]
-    nearest = suggest(name[2:].replace("-", "_"), [each[2:].replace("-", "_") for each in known], dashes="--")
-    return f"{shortened(name)} is not an option{nearest}"
 
 
 def _read(option: Option, written: str, words: Sequence[str]) -> Any:

@@ -31,7 +31,7 @@ def main(words: Sequence[str]) -> str:
         ]
         return "\n".join([*(line for lines in lists for line in lines), folded(__doc__ or "")])
     if given.name not in EXERCISES:
-        near = suggest(given.name.replace("-", "_"), [each.replace("-", "_") for each in EXERCISES])
+        near = suggest(given.name, EXERCISES)
         raise UsageError(f"there is no exercise {given.name!r}{near}; python -m nnmpi.exercise lists them")
     exercise = EXERCISES[given.name]
     if given.file is None:

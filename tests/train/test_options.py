@@ -74,7 +74,7 @@ def test_values_mean_what_they_mean_on_the_command_line() -> None:
 
 
 def test_suggestions_are_near() -> None:
-    assert suggest("wait_decay", all_options(), dashes="--") == "; did you mean --weight-decay?"
+    assert suggest("wait-decay", all_options()) == "; did you mean weight-decay?"
     assert suggest("zzz", all_options()) == ""
 
 
