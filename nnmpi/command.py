@@ -36,7 +36,7 @@ from typing import Any, Literal, NoReturn, TextIO, TypeAlias, Union, get_args, g
 from unicodedata import category
 
 from nnmpi.custom import Custom
-from nnmpi.errors import NnmpiError, UsageError, shortened
+from nnmpi.errors import HelpAsked, NnmpiError, UsageError, shortened
 from nnmpi.files import appending
 from nnmpi.launcher import read_launch
 from nnmpi.version import VERSION
@@ -61,10 +61,6 @@ HABITS = {  # what other programs call what is called otherwise here: who comes 
     "workers": "dp",
     "device": "backend",
 }
-
-
-class HelpAsked(Exception):
-    """The user asked for help; the text is the message."""
 
 
 class _Help(argparse.HelpFormatter):
@@ -261,7 +257,11 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
     console = Console(quiet=not speaks)
     try:
         with nullcontext() if speaks else redirect_stdout(StringIO()):  # argparse prints its help by itself
-            console.say(main(sys.argv[1:]))
+            try:
+                text = main(sys.argv[1:])
+            except HelpAsked as asked:
+                text = str(asked)
+            console.say(text)
         console.check()
     except NnmpiError as error:
         if speaks:

@@ -45,6 +45,12 @@ class NnmpiError(Exception):
     exit_status = 1
 
 
+class HelpAsked(NnmpiError):
+    """The user asked for help, or which nnmpi this is: no error, but the end of the command; the text is printed."""
+
+    exit_status = 0
+
+
 class UsageError(NnmpiError, ValueError):
     """A wrong option, value or combination of them, found before any work is done."""
 

@@ -143,10 +143,7 @@ def main(words: Sequence[str], group: Group) -> None:
     Raises:
         NnmpiError: on all ranks, for everything that has a sentence.
     """
-    console, asked = ask(words, parse, group)
-    if asked is None:
-        return
-    folder, options, place = asked
+    console, (folder, options, place) = ask(words, parse, group)
     run = place.open(folder, group)
     train, test = load_samples(_data(run, options), group, group.local_rank(), console.say)
     with agreed(group):

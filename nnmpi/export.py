@@ -48,10 +48,7 @@ def main(words: Sequence[str], group: Group) -> None:
     Raises:
         NnmpiError: on all ranks, for everything that has a sentence.
     """
-    console, asked = ask(words, parse, group)
-    if asked is None:
-        return
-    folder, options = asked
+    console, (folder, options) = ask(words, parse, group)
     console.say(on_root(group, partial(export, folder, options)))
 
 

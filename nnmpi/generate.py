@@ -66,10 +66,7 @@ def main(words: Sequence[str], group: Group) -> None:
         UsageError: on all ranks, for wrong options, a run of another model, or a prompt that does not fit.
         NnmpiError: for everything else that has a sentence.
     """
-    console, asked = ask(words, parse, group)
-    if asked is None:
-        return
-    folder, options, place = asked
+    console, (folder, options, place) = ask(words, parse, group)
     if place.sp > 1:
         raise UsageError(f"tokens come one by one, and {place.sp} ranks cannot share one's position; leave --sp out")
     begin = clock.now()

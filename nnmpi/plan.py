@@ -122,8 +122,6 @@ def main(words: Sequence[str], group: Group) -> None:
         NnmpiError: on all ranks, for everything that has a sentence.
     """
     console, asked = ask(words, parse, group)
-    if asked is None:
-        return
     machine, config = asked.machine, asked.config
     ranks = group.size if machine.ranks is None else machine.ranks
     local_rank = group.local_rank()

@@ -117,17 +117,15 @@ def main(words: Sequence[str], group: Group) -> None:
     Raises:
         NnmpiError: on all ranks, for everything that has a sentence.
     """
-    console, asked = ask(words, parse, group)
-    if asked is None:
-        return None
-    folder, file, options, place = asked
+    console, (folder, file, options, place) = ask(words, parse, group)
     run = place.open(folder, group)
     _check_model(run.config)
     with agreed(group):
         x = read_file(file, run.signature, run.config.run.dtype, options.invert)
     text = format_predictions(run, run.answers(x), options.format)
     if options.out is None:
-        return console.say(text)
+        console.say(text)
+        return
 
     def write() -> None:
         assert options.out is not None
@@ -135,7 +133,6 @@ def main(words: Sequence[str], group: Group) -> None:
             options.out.write_text(text + "\n")
 
     on_root(group, write)
-    return None
 
 
 def _check_model(config: Config) -> None:

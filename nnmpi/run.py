@@ -30,7 +30,7 @@ from shlex import quote
 from types import FrameType
 
 from nnmpi.comm.mpi.shutdown import STALLED
-from nnmpi.command import HelpAsked, options_of, printable, read_words, say
+from nnmpi.command import options_of, printable, read_words, say
 from nnmpi.errors import LaunchError, NnmpiError, UsageError, counted, raised_as
 from nnmpi.files import appending, read_json
 from nnmpi.launching import Launcher, find_launcher, given_hosts, kill, ranks_of, remove_segments
@@ -389,17 +389,15 @@ def main(words: Sequence[str]) -> str:
     """Supervise a training, and return what there is to say at its end.
 
     Raises:
+        HelpAsked: for -h or --help.
         UsageError: for wrong options, of this command or of the train command.
         GaveUp: see `Supervisor.run`.
     """
     at = [*words, "--"].index("--")
     train = words[at + 1 :]
     own = ["--ranks" if word == "-n" else word for word in words[:at]]
-    try:
-        options = made(SupervisorConfig, read_words(own, options_of(SupervisorConfig), PROGRAM, DESCRIPTION))
-        config = parse(train)
-    except HelpAsked as asked:
-        return str(asked)
+    options = made(SupervisorConfig, read_words(own, options_of(SupervisorConfig), PROGRAM, DESCRIPTION))
+    config = parse(train)
     if config.sync.simulate:
         raise UsageError("--simulate trains in one process, which needs no supervisor; leave it out")
     layout = config.parallel

@@ -18,14 +18,13 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
-from nnmpi.comm.mpi.start import start
 from nnmpi.compose.arrange import describe_stages
 from nnmpi.compose.layout import PIPEDREAM, Layout
 from nnmpi.compose.state import gradient_state
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError, counted
 from nnmpi.train.build import VERIFIED_EPS, build_layout, trial_run
-from nnmpi.train.cli import ask, read_shared
+from nnmpi.train.cli import ask, read_shared, run_on_ranks
 from nnmpi.train.computing import explained, take_backend
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
@@ -129,8 +128,6 @@ def main(words: Sequence[str], group: Group) -> bool:
         NnmpiError: for everything else that has a sentence.
     """
     console, asked = ask(words, parse, group)
-    if asked is None:
-        return True
     trial, _, config = asked
     dataset = _samples(asked, group)
     batch = config.optimization.rows(len(dataset))
@@ -362,4 +359,4 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(0 if main(sys.argv[1:], start()) else 1)
+    sys.exit(run_on_ranks(sys.argv[1:], main, lambda: {"ranks": 0}) is False)

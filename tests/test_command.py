@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from nnmpi.command import HelpAsked, Parser, Switch, folded, options_of, printable, read_words
-from nnmpi.errors import UsageError
+from nnmpi.command import Parser, Switch, folded, options_of, printable, read_words
+from nnmpi.errors import HelpAsked, UsageError
 
 ROOT = Path(__file__).parents[1]
 SCHEDULE = "nnmpi.schedule --schedule gpipe --microbatches 2 --stages"

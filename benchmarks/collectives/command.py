@@ -35,8 +35,7 @@ from nnmpi.comm.buffers import DTYPES
 from nnmpi.comm.group import Group
 from nnmpi.comm.measure import find_fit
 from nnmpi.comm.node_sum import own_slice
-from nnmpi.command import HelpAsked
-from nnmpi.errors import CommError, DeviceError, UsageError
+from nnmpi.errors import CommError, DeviceError, HelpAsked, UsageError
 from nnmpi.optim.optimizer import Arrays
 from nnmpi.optim.updates import SGD
 from nnmpi.parallel.fused import FusedUpdate

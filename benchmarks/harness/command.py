@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from benchmarks.harness.plots import SUFFIXES
-from nnmpi.command import HelpAsked, Parser
-from nnmpi.errors import NnmpiError, UsageError
+from nnmpi.command import Parser
+from nnmpi.errors import HelpAsked, NnmpiError, UsageError
 from nnmpi.units import parse_bytes, parse_seconds
 
 T = TypeVar("T")

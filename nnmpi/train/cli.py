@@ -22,10 +22,10 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.shutdown import exit_refused
 from nnmpi.comm.mpi.start import start, watch_alone
 from nnmpi.comm.world import LIMIT_S, WARNING_S
-from nnmpi.command import Console, HelpAsked, options_of, read_words
+from nnmpi.command import Console, options_of, read_words
 from nnmpi.compose.layout import Layout
 from nnmpi.data.catalogue import NAMES
-from nnmpi.errors import UsageError
+from nnmpi.errors import HelpAsked, UsageError
 from nnmpi.files import read_text
 from nnmpi.launcher import read_launch
 from nnmpi.train.computing import take_backend
@@ -76,28 +76,25 @@ def launch(words: Sequence[str]) -> None:
     run_on_ranks(words, main, simulation, StopSignals)
 
 
-def ask(words: Sequence[str], parse: Callable[[Sequence[str]], T], group: Group) -> tuple[Console, T | None]:
-    """Return where a command prints, and what its words ask for; None after help, which is printed. Collective.
+def ask(words: Sequence[str], parse: Callable[[Sequence[str]], T], group: Group) -> tuple[Console, T]:
+    """Return where a command prints, and what its words ask for. Collective.
 
     Raises:
         NnmpiError: on all ranks, as `parse` does.
     """
-    console = Console(quiet=not group.is_root)
     with agreed(group):
-        try:
-            return console, parse(words)
-        except HelpAsked as asked:
-            console.say(str(asked))
-            return console, None
+        return Console(quiet=not group.is_root), parse(words)
 
 
 def run_on_ranks(
     words: Sequence[str],
-    program: Callable[[Sequence[str], Group], None],
+    program: Callable[[Sequence[str], Group], Any],
     simulation: Callable[[], dict[str, Any]],
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
-) -> None:
-    """Call the program on the ranks that MPI has started; or with --simulate on simulated ones.
+) -> Any:
+    """Call the program on the ranks that MPI has started, or with --simulate on simulated ones; return what it does.
+
+    Help that was asked for is printed, by one rank.
 
     Args:
         words: of the command line.
@@ -109,83 +106,76 @@ def run_on_ranks(
         LaunchError, UsageError: as `comm.mpi.start.start` does, and for --simulate under a launcher of processes.
         NnmpiError: as the program.
     """
-    if any(word.partition("=")[0] == "--simulate" for word in words):
-        watch_alone()
-        started = read_launch(os.environ)
-        try:
+    started = read_launch(os.environ)
+    quiet = started is not None and started.rank > 0
+    try:
+        if any(word.partition("=")[0] == "--simulate" for word in words):
+            watch_alone()
             options = simulation()
-        except HelpAsked as asked:
-            return Console(quiet=started is not None and started.rank > 0).say(str(asked))
-        if options["ranks"]:
-            if started is not None and started.size > 1:
-                raise UsageError(
-                    f"--simulate runs all ranks in one process, and {started.name} has started {started.size}"
-                )
-            from nnmpi.comm.simulated.simulated_world import simulate  # of no use to ranks of MPI
+            if options["ranks"]:
+                if started is not None and started.size > 1:
+                    raise UsageError(
+                        f"--simulate runs all ranks in one process, and {started.name} has started {started.size}"
+                    )
+                from nnmpi.comm.simulated.simulated_world import simulate  # of no use to ranks of MPI
 
-            with around(), exit_refused():
-                simulate(partial(program, words), **options)
-            return None
-    group = start(None if "NNMPI_EXIT_LIMIT_S" in os.environ else EXIT_LIMIT_S)
-    group.comm.world.watch(WARNING_S, LIMIT_S)  # none waits for ever from now on
-    with exit_refused():
-        program(words, group)
-    return None
+                with around(), exit_refused():
+                    return simulate(partial(program, words), **options)
+        group = start(None if "NNMPI_EXIT_LIMIT_S" in os.environ else EXIT_LIMIT_S)
+        quiet = not group.is_root
+        group.comm.world.watch(WARNING_S, LIMIT_S)  # none waits for ever from now on
+        with exit_refused():
+            return program(words, group)
+    except HelpAsked as asked:
+        return Console(quiet).say(str(asked))
 
 
 def main(words: Sequence[str], group: Group) -> None:
-    """Train as the words say, or print the help. Collective.
+    """Train as the words say. Collective.
 
     Args:
         words: of the command line.
         group: all ranks.
 
     Raises:
+        HelpAsked: on all ranks, for -h or --help.
         UsageError: on all ranks, for wrong options, data that does not fit the model, or a folder that is taken.
-        NnmpiError: for everything else that has a sentence; see `session.begin` and `Loop.run`.
+        NnmpiError: for everything else that has a sentence; see `loop.begin` and `Loop.run`.
     """
     console = Console(quiet=not group.is_root)
-    config = read_options(words, group, console)
-    if config is not None:
-        if config.run.quiet:
-            console.silence()
-        try:
-            with begin(config, group, console, words) as loop:
-                loop.run()
-        finally:
-            if group.is_root and config.run.out is not None:
-                with suppress(OSError):
-                    config.run.out.rmdir()  # what was refused has left it empty
+    config = read_options(words, group)
+    if config.run.quiet:
+        console.silence()
+    try:
+        with begin(config, group, console, words) as loop:
+            loop.run()
+    finally:
+        if group.is_root and config.run.out is not None:
+            with suppress(OSError):
+                config.run.out.rmdir()  # what was refused has left it empty
 
 
-def read_options(words: Sequence[str], group: Group, console: Console) -> Config | None:
-    """Return what rank 0 reads from the words and files, on every rank; None after printing the help. Collective.
+def read_options(words: Sequence[str], group: Group) -> Config:
+    """Return what rank 0 reads from the words and files, on every rank. Collective.
 
     Args:
         words: of the command line, without the program; only rank 0's count.
         group: all ranks of the run.
-        console: prints the help.
 
     Raises:
+        HelpAsked: on all ranks, for -h or --help.
         UsageError: on all ranks, when the options are wrong.
     """
 
     def read() -> dict[str, Any]:
-        try:
-            config = parse(words)
-        except HelpAsked as asked:
-            return {"help": str(asked)}
+        config = parse(words)
         out = config.run.resume or config.run.out or default_folder(config)
         config = replace(config, run=replace(config.run, out=out))
         if config.model.pretrained is not None:
             config = replace(config, model=replace(config.model, pretrained=find_model(config.model.pretrained)))
         return flatten(config)
 
-    answer: dict[str, Any] = on_root(group, read)
-    if "help" in answer:
-        console.say(answer["help"])
-        return None
-    return assemble(answer)
+    return assemble(on_root(group, read))
 
 
 def parse(words: Sequence[str]) -> Config:
@@ -329,10 +319,11 @@ def read_command(
         UsageError: for wrong names or values, and another number of paths.
     """
     known = [each for section in sections for each in options_of(section)]
-    read_words([word for word in words if word in ("-h", "--help")], known, program, description)
-    paths, rest = _take_paths(words, names)
-    given = read_words(rest, known, program, description)
-    return *paths, *(made(section, given) for section in sections)
+    count = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
+    given = read_words(words[count:], known, program, description)
+    if count != len(names.split()):
+        raise UsageError(f"give {names} first and then the options, not {' '.join(words[:count]) or 'options alone'}")
+    return *map(Path, words[:count]), *(made(section, given) for section in sections)
 
 
 def read_shared(
@@ -368,12 +359,3 @@ def read_shared(
     given = {each.name: plain(read[each.name]) for each in others if each.name in read}
     defaults = {each.name: each.default for each in others if "default" in different.get(each.name, {})}
     return *(made(section, read) for section in own), assemble({**defaults, **given}), given
-
-
-def _take_paths(words: Sequence[str], names: str) -> tuple[list[Path], list[str]]:
-    """Return the paths that stand before the options, and the other words."""
-    count = next((i for i, word in enumerate(words) if word.startswith("-")), len(words))
-    wanted = len(names.split())
-    if count != wanted:
-        raise UsageError(f"give {names} first and then the options, not {' '.join(words[:count]) or 'options alone'}")
-    return [Path(word) for word in words[:count]], list(words[count:])

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi.command import HelpAsked
-from nnmpi.errors import UsageError
+from nnmpi.errors import HelpAsked, UsageError
 from nnmpi.train.cli import parse
 from nnmpi.train.config import Config, all_options, flatten
 from tests.data.locked import lock
