@@ -18,7 +18,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
-from nnmpi.compose.arrange import describe_stages
+from nnmpi.compose.arrange import Arrangement, describe_stages
 from nnmpi.compose.layout import PIPEDREAM, Layout
 from nnmpi.compose.state import gradient_state
 from nnmpi.data.dataset import Dataset
@@ -76,6 +76,7 @@ DIFFERENT: Mapping[str, Mapping[str, Any]] = {
 LAYERS = 60  # whose rounding adds up; with 30 a resnet by Adam differed by 1.2 times as much, of random layouts
 GROWTH = 2.0  # of rounding, by each step: gradients divide by batch statistics, Adam's updates by sizes (VERIFIED_EPS)
 LEAST_SCALE = 1e-2
+EVALUATION = "evaluation"  # loss and accuracy over all samples
 MOST = 2e-3  # of a tolerance: what rounding may make of more steps, faults make, too
 
 
@@ -140,13 +141,15 @@ def main(words: Sequence[str], group: Group) -> bool:
         layout = build_layout(config.parallel, config.optimization, config.model)
     backend = take_backend(config.run.backend, group, group.local_rank())
     with explained(backend):
-        ours = run(config, trial.steps, dataset, group, layout, backend)
+        ours, header = run(config, trial.steps, dataset, group, layout, backend)
         place = [f"backend {backend.name} on {backend.device}"] if backend.is_device else []
-        console.say(*_header(config, dataset, ours), *place, "")
+        console.say(*header, *place, "")
         alone = group.split(group.rank)
-        serial = run(config, trial.steps, dataset, alone, _serial(layout), backend) if group.is_root else None
+        findings = []
+        if group.is_root:
+            serial, _ = run(config, trial.steps, dataset, alone, _serial(layout), backend)
+            findings = compare(ours, serial, trial.steps, config.run.dtype, batch, exact)
         alone.free()
-    findings = [] if serial is None else compare(ours, serial, config.run.dtype, batch, exact)
     console.say(*table(findings), "", verdict(findings))
     return bool(group.share(all(finding.holds for finding in findings)))
 
@@ -186,30 +189,14 @@ def _serial(layout: Layout) -> Layout:
 # ---- a short training run as values ----
 
 
-@dataclass(frozen=True)
-class Trial:
-    """What a run did. Arrays are the whole model's, on rank 0 alone.
-
-    Attributes:
-        losses, norms: of each step.
-        gradients: of the first step, by parameter.
-        weights: after the last step, by parameter.
-        statistics: the model's other arrays after the last step.
-        evaluation: loss and accuracy over all samples.
-        layout: how the model lay on the ranks, in lines.
-    """
-
-    losses: list[float]
-    norms: list[float]
-    gradients: dict[str, Array]
-    weights: dict[str, Array]
-    statistics: dict[str, Array]
-    evaluation: tuple[float, float]
-    layout: list[str]
+Trial = Mapping[str, Mapping[str, Array]]
+"""What a run did, losses, gradients, weights ..., by what is printed of them. Arrays are the whole model's, on rank 0."""
 
 
-def run(config: Config, steps: int, dataset: Dataset, group: Group, layout: Layout, backend: Backend) -> Trial:
-    """Train the model under a layout of the group's ranks. Collective.
+def run(
+    config: Config, steps: int, dataset: Dataset, group: Group, layout: Layout, backend: Backend
+) -> tuple[Trial, list[str]]:
+    """Train the model under a layout of the group's ranks; return what it did, and the lines above it. Collective.
 
     Args:
         config: the model and its optimizer.
@@ -234,24 +221,31 @@ def run(config: Config, steps: int, dataset: Dataset, group: Group, layout: Layo
                 gradients = gradient_state(worker.model, group, where).to_dict()
         evaluated = worker.evaluate(inputs.test_loader.epoch(0))
         arrays = worker.state()[0].to_dict()
+        lines = _header(config, dataset, layout, where)
     weights = {name: arrays[name] for name in where.parameters if name in arrays}
-    statistics = {name: array for name, array in arrays.items() if name not in weights}
-    zero = f", zero {layout.zero}" if layout.zero else ""
-    lines = [f"layout {where.mesh.mesh}{zero}", *describe_stages(where)]
-    return Trial(losses, norms, gradients, weights, statistics, (evaluated.loss, evaluated.accuracy), lines)
+    found: Trial = {
+        "loss of step 1": {"": np.array(losses[:1])},
+        "gradients of step 1": gradients,
+        f"losses of {steps} steps": {"": np.array(losses)},
+        "lengths of the gradients": {"": np.array(norms)},
+        f"weights after step {steps}": weights,
+        f"statistics after step {steps}": {name: each for name, each in arrays.items() if name not in weights},
+        EVALUATION: {"": np.array([evaluated.loss, evaluated.accuracy])},
+    }
+    return found, lines
 
 
-def _header(config: Config, dataset: Dataset, ours: Trial) -> list[str]:
-    parameters, parallel = sum(array.size for array in ours.weights.values()), config.parallel
-    optimizer: str = config.optimization.optimizer
+def _header(config: Config, dataset: Dataset, layout: Layout, where: Arrangement) -> list[str]:
+    parallel, optimizer = config.parallel, str(config.optimization.optimizer)
     optimizer += f", eps {VERIFIED_EPS}" if optimizer in ("adam", "adamw") else ""
     return [
-        f"model {config.model.model}, {parameters:,} parameters, {config.run.dtype}; {optimizer}",
+        f"model {config.model.model}, {where.elements:,} parameters, {config.run.dtype}; {optimizer}",
         f"data {dataset.name}, {len(dataset)} samples of shape {dataset.sample_shape}, in batches of "
         f"{config.optimization.batch_size}; microbatches of each: {parallel.microbatches}",
         f"reduction {parallel.reduction}, activation memory {parallel.activation_memory or 'any'}, "
         f"pipeline {parallel.pipeline}, allreduce {parallel.allreduce}",
-        *ours.layout,
+        f"layout {where.mesh.mesh}" + (f", zero {layout.zero}" if layout.zero else ""),
+        *describe_stages(where),
     ]
 
 
@@ -293,37 +287,27 @@ def tolerance(dtype: str, samples: int, steps: int) -> float:
     return float(LAYERS * sqrt(samples) * np.finfo(dtype).eps * GROWTH**steps)
 
 
-def compare(ours: Trial, serial: Trial, dtype: str, samples: int, exact: bool) -> list[Finding]:
+def compare(ours: Trial, serial: Trial, steps: int, dtype: str, samples: int, exact: bool) -> list[Finding]:
     """Return what was compared.
 
     Args:
         ours: the run under the layout.
         serial: the run on one rank.
+        steps: of both.
         dtype: of both.
         samples: of a batch.
         exact: whether the bits must be equal. The evaluation's sums have no fixed order, and are excepted.
     """
-    steps = len(serial.losses)
-    first, last = (0.0 if exact else tolerance(dtype, samples, n) for n in (0, steps))
-    evaluated = tolerance(dtype, samples, 0 if exact else steps)
-    found = [
-        _numbers("loss of step 1", ours.losses[:1], serial.losses[:1], first),
-        _arrays("gradients of step 1", ours.gradients, serial.gradients, first),
-        _numbers(f"losses of {steps} steps", ours.losses, serial.losses, last),
-        _numbers("lengths of the gradients", ours.norms, serial.norms, last),
-        _arrays(f"weights after step {steps}", ours.weights, serial.weights, last),
-    ]
-    if serial.statistics:
-        found.append(_arrays(f"statistics after step {steps}", ours.statistics, serial.statistics, last))
-    return [*found, _numbers("evaluation", ours.evaluation, serial.evaluation, evaluated)]
+    found = []
+    for what, theirs in serial.items():
+        limit = tolerance(dtype, samples, 0 if exact or what.endswith(" of step 1") else steps)
+        if theirs:
+            found.append(_compare(what, ours[what], theirs, 0.0 if exact and what != EVALUATION else limit))
+    return found
 
 
-def _numbers(what: str, ours: Sequence[float], theirs: Sequence[float], limit: float) -> Finding:
-    return _arrays(what, {"": np.array(ours)}, {"": np.array(theirs)}, limit)
-
-
-def _arrays(what: str, ours: Mapping[str, Array], theirs: Mapping[str, Array], limit: float) -> Finding:
-    largest = max((_size(array) for array in theirs.values()), default=0.0)
+def _compare(what: str, ours: Mapping[str, Array], theirs: Mapping[str, Array], limit: float) -> Finding:
+    largest = max(map(_size, theirs.values()))
     worst, where, bitwise = 0.0, "", ours.keys() == theirs.keys()
     for name, array in theirs.items():
         bitwise = bitwise and bool(np.array_equal(ours[name], array))

@@ -1,6 +1,5 @@
 """The verify command: what its words mean, how two runs are compared, and runs on several ranks, equal or not."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.compose.passes import Passes
 from nnmpi.errors import HelpAsked, LayoutError, UsageError
 from nnmpi.parallel.sequence.attention import RingAttention
-from nnmpi.verify import Trial, compare, main, parse, table, tolerance, verdict
+from nnmpi.verify import compare, main, parse, table, tolerance, verdict
 
 # ---- words ----
 
@@ -61,19 +60,20 @@ def test_steps_after_which_a_fault_would_pass_for_rounding_are_refused(group: Gr
 
 # ---- two runs ----
 
-SERIAL = Trial(
-    losses=[2.0, 1.5],
-    norms=[1.0, 0.5],
-    gradients={"0.weight": np.array([[1.0, -2.0]]), "0.bias": np.array([1e-18])},
-    weights={"0.weight": np.array([[0.5, 0.25]]), "0.bias": np.array([0.0])},
-    statistics={"1.running_mean": np.array([0.1])},
-    evaluation=(1.4, 0.3),
-    layout=[],
-)
+SERIAL = {
+    "loss of step 1": {"": np.array([2.0])},
+    "gradients of step 1": {"0.weight": np.array([[1.0, -2.0]]), "0.bias": np.array([1e-18])},
+    "losses of 2 steps": {"": np.array([2.0, 1.5])},
+    "lengths of the gradients": {"": np.array([1.0, 0.5])},
+    "weights after step 2": {"0.weight": np.array([[0.5, 0.25]]), "0.bias": np.array([0.0])},
+    "statistics after step 2": {"1.running_mean": np.array([0.1])},
+    "evaluation": {"": np.array([1.4, 0.3])},
+}
+GRADIENTS, WEIGHTS = SERIAL["gradients of step 1"], SERIAL["weights after step 2"]
 
 
 def findings(exact: bool = False, **changes: Any) -> dict[str, Any]:
-    found = compare(replace(SERIAL, **changes), SERIAL, "float64", 16, exact)
+    found = compare({**SERIAL, **changes}, SERIAL, 2, "float64", 16, exact)
     return {each.what: each for each in found}
 
 
@@ -85,17 +85,17 @@ def test_equal_runs_are_equal_to_the_last_bit() -> None:
 
 
 def test_rounding_is_allowed_unless_the_bits_must_be_equal() -> None:
-    gradients = {**SERIAL.gradients, "0.weight": SERIAL.gradients["0.weight"] * (1 + 1e-15)}
-    one = findings(gradients=gradients)["gradients of step 1"]
+    rounded = {"gradients of step 1": {**GRADIENTS, "0.weight": GRADIENTS["0.weight"] * (1 + 1e-15)}}
+    one = findings(**rounded)["gradients of step 1"]
     assert one.holds and not one.bitwise and one.where == "0.weight"
     assert verdict([one, one]) == "equal within the tolerance"
-    assert not findings(exact=True, gradients=gradients)["gradients of step 1"].holds
+    assert not findings(exact=True, **rounded)["gradients of step 1"].holds
 
 
 @pytest.mark.parametrize("factor", [0.5, 1 + 1e-9, float("nan")])
 def test_more_is_not(factor: float) -> None:
-    weights = {**SERIAL.weights, "0.weight": SERIAL.weights["0.weight"] * factor}
-    found = list(findings(weights=weights).values())
+    weights = {**WEIGHTS, "0.weight": WEIGHTS["0.weight"] * factor}
+    found = list(findings(**{"weights after step 2": weights}).values())
     wrong = [each for each in found if not each.holds]
     assert [each.what for each in wrong] == ["weights after step 2"]
     assert verdict(found) == "NOT EQUAL: weights after step 2"
@@ -104,11 +104,11 @@ def test_more_is_not(factor: float) -> None:
 
 def test_errors_are_relative_but_not_to_what_is_nothing() -> None:
     """A gradient that is 0 but for rounding is measured by the others; a small array by its own size, down to 1 %."""
-    noise = {**SERIAL.gradients, "0.bias": np.array([-3e-18])}
-    assert findings(gradients=noise)["gradients of step 1"].holds
-    small = replace(SERIAL, gradients={"a": np.array([100.0]), "b": np.array([2.0])})
-    off = replace(small, gradients={"a": np.array([100.0]), "b": np.array([2.0 + 1e-9])})
-    one = compare(off, small, "float64", 16, False)[1]
+    noise = {**GRADIENTS, "0.bias": np.array([-3e-18])}
+    assert findings(**{"gradients of step 1": noise})["gradients of step 1"].holds
+    small = {"gradients of step 1": {"a": np.array([100.0]), "b": np.array([2.0])}}
+    off = {"gradients of step 1": {"a": np.array([100.0]), "b": np.array([2.0 + 1e-9])}}
+    (one,) = compare(off, small, 2, "float64", 16, False)
     assert one.error == pytest.approx(5e-10, rel=1e-3) and not one.holds
 
 
