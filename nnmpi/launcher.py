@@ -18,29 +18,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-
-@dataclass(frozen=True)
-class Variables:
-    """The environment variables in which one kind of launcher tells a process its place."""
-
-    name: str
-    size: str
-    rank: str
-    local_size: str
-    node: str = ""
-
-
 # The innermost launcher comes first: Open MPI's mpirun starts its daemons by srun, whose variables its ranks inherit.
 # For Slurm only the variables of a step count: a batch script has SLURM_NTASKS too, and runs plain python serially.
-LAUNCHERS = (
-    Variables(
-        "Open MPI's mpirun",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    Variables("MPICH's mpirun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS"),
-    Variables("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"),
+LAUNCHERS = (  # name; the variables of the number of ranks, the own one, the ranks on this node, the node's number
+    ("Open MPI's mpirun", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", ""),
+    ("MPICH's mpirun", "PMI_SIZE", "PMI_RANK", "MPI_LOCALNRANKS", ""),
+    ("srun", "SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"),
 )
 
 
@@ -63,11 +46,10 @@ class Launch:
 
 def read_launch(environ: Mapping[str, str]) -> Launch | None:
     """Return what the launcher says, or None when no launcher that is known here started this process."""
-    for variables in LAUNCHERS:
-        size, rank = _number(environ, variables.size), _number(environ, variables.rank)
+    for name, *others, here, node in LAUNCHERS:
+        size, rank = (_number(environ, each) for each in others)
         if size is not None and rank is not None:
-            local_size = _tasks_here(environ.get(variables.local_size, ""), _number(environ, variables.node) or 0)
-            return Launch(variables.name, size, rank, local_size)
+            return Launch(name, size, rank, _tasks_here(environ.get(here, ""), _number(environ, node) or 0))
     return None
 
 

@@ -190,7 +190,7 @@ def _serial(layout: Layout) -> Layout:
 
 
 Trial = Mapping[str, Mapping[str, Array]]
-"""What a run did, losses, gradients, weights ..., by what is printed of them. Arrays are the whole model's, on rank 0."""
+"""What a run did, by what is printed of it: losses, gradients, weights ... of the whole model, on rank 0."""
 
 
 def run(

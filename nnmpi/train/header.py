@@ -4,7 +4,7 @@ import platform
 
 import threadpoolctl
 
-from nnmpi.backend.blas import blas_pool, installed_mkl
+from nnmpi.backend.blas import blas_pool, installed_mkl, name_blas
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, describe_stages
 from nnmpi.compose.trainer import Trainer
@@ -13,10 +13,11 @@ from nnmpi.data.text import Text
 from nnmpi.errors import counted
 from nnmpi.nn.norm import BatchNorm
 from nnmpi.schedule.schedules import name_of
+from nnmpi.synchrony.slow import Slow
 from nnmpi.train.build import warmup_steps
 from nnmpi.train.checkpoint import Extent
 from nnmpi.train.computing import describe_device, installed_numba
-from nnmpi.train.config import Config, OptimizationConfig
+from nnmpi.train.config import OptimizationConfig
 from nnmpi.train.inputs import Inputs
 from nnmpi.train.run import TrainingRun
 
@@ -24,31 +25,34 @@ from nnmpi.train.run import TrainingRun
 def header(run: TrainingRun) -> list[tuple[str, str]]:
     """Return facts of the run, each a name and words, as starts.jsonl keeps them. Collective."""
     config, group, backend, trainer = run.config, run.group, run.backend, run.trainer
-    inputs, extent = run.inputs, run.extent
-    options = config.optimization
+    inputs, extent, sync, where = run.inputs, run.extent, config.sync, trainer.arrangement
     nodes = sorted(set(group.gather(platform.node())))
     train, test = inputs.train, inputs.test
     precision = "" if config.run.precision == "float32" else f", precision {config.run.precision}"
     partition = "" if config.data.partition == "none" else f", partition {config.data.partition}"
+    kernels = f", kernels compiled by numba {installed_numba()}" if config.run.jit == "on" else ""
+    slow, exchange = sync.slowness(config.run.seed), trainer.describe_exchange()
     named = [
-        f"layout: {_layout(trainer)}, {counted(group.size, 'rank')} on {counted(len(nodes), 'node')} "
+        f"layout: {_layout(where)}, {counted(group.size, 'rank')} on {counted(len(nodes), 'node')} "
         f"({', '.join(nodes[:4])}{', ...' if len(nodes) > 4 else ''})",
-        *_pipeline(inputs, trainer.arrangement),
-        *_synchrony(config, group),
+        *(_pipeline(inputs, where) if where.stages else []),
+        f"simulated: {_world(run, slow)}" if sync.simulate else "",
+        f"sync: {sync.rule.describe()}" if sync.rule.asynchronous else "",
+        f"slow: {slow.describe()}" if slow else "",
         f"MPI: {group.comm.world.library}",
-        f"backend: {backend.name} on {backend.device}, {config.run.dtype}{precision}{_kernels(config)}; "
+        f"backend: {backend.name} on {backend.device}, {config.run.dtype}{precision}{kernels}; "
         f"{'kernels of its own' if backend.is_device else blas()}",
-        *filter(None, [run.kernels]),
+        run.kernels,
         *describe_device(backend, group, config.run.verbose),
         f"data: {train.name}, {len(train)} training and {len(test)} test {_samples(train)}{partition}",
         f"batches: {extent.train_batches} of {inputs.batch_size} in each of "
-        f"{counted(options.epochs, 'epoch')}, {counted(extent.steps, 'step')} in all",
-        f"model: {config.model.model}, {_parameters(trainer)}; {_optimizer(options, extent)}",
-        *_statistics(group, inputs, trainer),
-        *_communication(group, trainer),
+        f"{counted(extent.epochs, 'epoch')}, {counted(extent.steps, 'step')} in all",
+        f"model: {config.model.model}, {_parameters(trainer)}; {_optimizer(config.optimization, extent)}",
+        _statistics(group, inputs, trainer),
+        *([f"all-reduce: {exchange}", f"cost model: {_fit(group)}"] if exchange else []),
         f"run folder: {config.run.out}",
     ]
-    return [(name, text) for name, _, text in (line.partition(": ") for line in named)]
+    return [(name, text) for name, _, text in (line.partition(": ") for line in named if line)]
 
 
 def _samples(samples: Samples) -> str:
@@ -60,26 +64,15 @@ def _samples(samples: Samples) -> str:
     return f"samples of {' x '.join(map(str, samples.sample_shape))}, {targets}"
 
 
-def _kernels(config: Config) -> str:
-    """Return whose kernels compute besides BLAS, if not the array library's alone."""
-    return f", kernels compiled by numba {installed_numba()}" if config.run.jit == "on" else ""
-
-
 def blas() -> str:
     """Return the BLAS that NumPy uses: its name, version, the processor it is for, and its threads."""
-    pool = blas_pool(threadpoolctl.threadpool_info())
-    kind = f" for {pool['architecture']}" if pool.get("architecture") else ""
-    if not pool:
-        return "BLAS unknown"
-    threads = counted(pool["num_threads"], "thread")
-    mkl = installed_mkl()
+    pool, mkl = blas_pool(threadpoolctl.threadpool_info()), installed_mkl()
     large = "" if mkl is None else f", mkl {mkl.version} for large products"
-    return f"{pool['internal_api']} {pool.get('version') or ''}{kind}{large}, {threads} per rank"
+    return f"{name_blas(pool)}{large}, {counted(pool.get('num_threads', 1), 'thread')} per rank"
 
 
-def _layout(trainer: Trainer) -> str:
+def _layout(where: Arrangement) -> str:
     """Return how the model is spread over the ranks."""
-    where = trainer.arrangement
     mesh = where.mesh.mesh
     shape = f"dp {mesh.dp}" if mesh.size == mesh.dp else str(mesh)
     attention = f" ({where.layout.sp_attention})" if where.sequence is not None else ""
@@ -87,48 +80,31 @@ def _layout(trainer: Trainer) -> str:
     return f"{shape}{attention}{zero}{', sums in a fixed order' if where.layout.fixed else ''}"
 
 
-def _synchrony(config: Config, group: Group) -> list[str]:
-    """Return how far ranks may drift apart, and how slow they are on purpose; nothing for an ordinary run."""
-    sync = config.sync
-    slow = sync.slowness(config.run.seed)
-    simulated = []
-    if sync.simulate:
-        links = f"links of {sync.network}" if sync.network else "messages no time"
-        computing = "just the time of --slow" if slow.minimum_s else "its processor time"
-        simulated = [
-            f"simulated: {counted(group.size, 'rank')} in this process, seed {config.run.seed}; computing takes "
-            f"{computing}, {links}"
-        ]
-    return [
-        *simulated,
-        *([f"sync: {sync.rule.describe()}"] if sync.rule.asynchronous else []),
-        *([f"slow: {slow.describe()}"] if slow else []),
-    ]
+def _world(run: TrainingRun, slow: Slow) -> str:
+    """Return what takes time on simulated ranks."""
+    network = run.config.sync.network
+    return (
+        f"{counted(run.group.size, 'rank')} in this process, seed {run.config.run.seed}; computing takes "
+        f"{'just the time of --slow' if slow.minimum_s else 'its processor time'}, "
+        f"{f'links of {network}' if network else 'messages no time'}"
+    )
 
 
-def _communication(group: Group, trainer: Trainer) -> list[str]:
-    """Return what sums gradients, and what predicts its time; nothing where none are summed by an all-reduce."""
-    exchange = trainer.describe_exchange()
-    return [f"all-reduce: {exchange}", f"cost model: {_fit(group)}"] if exchange else []
-
-
-def _statistics(group: Group, inputs: Inputs, trainer: Trainer) -> list[str]:
+def _statistics(group: Group, inputs: Inputs, trainer: Trainer) -> str:
     """Return over what batch normalization averages, where that is not the batch. Collective."""
     parts = inputs.train_loader.microbatches
     norms = any(isinstance(module, BatchNorm) for _, module in trainer.model.named_modules())
     if parts == 1 or not any(group.gather(norms)):
-        return []
+        return ""
     samples = counted(-(-inputs.batch_size // parts), "sample")
-    return [
+    return (
         f"statistics: batch normalization takes those of each of {parts} microbatches ({samples}); a run of whole "
         "batches has other numbers"
-    ]
+    )
 
 
 def _pipeline(inputs: Inputs, where: Arrangement) -> list[str]:
-    """Return the schedule and what each stage has; nothing without a pipeline."""
-    if not where.stages:
-        return []
+    """Return the schedule and what each stage has."""
     microbatches = inputs.train_loader.microbatches
     recompute = ", computing activations again" if where.layout.recomputes else ""
     samples = -(-inputs.batch_size // microbatches)

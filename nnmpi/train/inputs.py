@@ -264,11 +264,9 @@ def check_same_start(config: Config, group: Group, train: Samples, test: Samples
         return
     with agreed(group):
         own = group.comm.world.once(("start", repr(config)), partial(_describe_start, config, train, test))
-    same_data, sizes = "give all nodes the same data", f"{where} is not the same on all ranks"
-    require_equal(group, own[:1], "the ranks have different versions", "install the same ones on all nodes")
-    require_equal(group, own[1:2], "the program's files differ", "let all nodes have the same", show=None)
-    require_equal(group, own[2:3], sizes, same_data)
-    require_equal(group, own[3:], sizes, same_data, show=None)
+    sizes = f"{where} is not the same on all ranks"
+    problems = "the ranks have different versions", "the program's files differ", sizes, sizes
+    require_equal(group, own, problems.__getitem__, "give all nodes the same")
 
 
 def _describe_start(config: Config, train: Samples, test: Samples) -> list[str]:
@@ -279,7 +277,7 @@ def _describe_start(config: Config, train: Samples, test: Samples) -> list[str]:
         program.update(file.read_bytes())
     versions = f"Python {platform.python_version()} and NumPy {np.__version__}"
     sizes = f"{len(train)} training and {len(test)} test samples"
-    return [versions, program.hexdigest(), sizes, f"{train.identity} {test.identity}"]
+    return [versions, program.hexdigest()[:16], sizes, f"{train.identity[:16]} {test.identity[:16]}"]
 
 
 def _own_files(config: Config) -> list[Path]:

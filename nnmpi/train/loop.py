@@ -36,7 +36,7 @@ from nnmpi.command import Console
 from nnmpi.compose.stats import PARTS, StepReport, Totals
 from nnmpi.compose.trainer import Progress
 from nnmpi.data.loader import Batch
-from nnmpi.errors import CheckpointError, NnmpiError, ShapeError, UsageError, counted
+from nnmpi.errors import CheckpointError, NnmpiError, ShapeError, UsageError, counted, raised_as
 from nnmpi.files import locked, read_json, write_atomically
 from nnmpi.models.pretrained import read_size, save_pretrained
 from nnmpi.train.build import dropout_of
@@ -461,7 +461,8 @@ def _finish(run: TrainingRun, state: RunState, report: Totals, console: Console,
     last_steps, measures = group.gather(state.step), reporter.measures(report)
 
     def write() -> None:
-        with _explained(folder):
+        kept = f"its last checkpoint is whole: make room, and go on with --resume {folder.path}"
+        with raised_as(CheckpointError, f"the end of the run cannot be written into {folder.path}", kept):
             if gpt:  # as Hugging Face's transformers reads it
                 heads = options.sizes[2] if options.pretrained is None else read_size(options.pretrained).heads
                 end = None if tokenizer is None else tokenizer.end
@@ -487,15 +488,3 @@ def _finish(run: TrainingRun, state: RunState, report: Totals, console: Console,
         f"weights and metrics are in {folder.path}",
         *([f"memory of the device: {run.backend.memory()}"] if run.backend.is_device else []),
     )
-
-
-@contextmanager
-def _explained(folder: RunFolder) -> Iterator[None]:
-    """Turn the system's refusals at the end of a run into a sentence."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(
-            f"the end of the run cannot be written into {folder.path} ({error.strerror or error}); its last checkpoint "
-            f"is whole: make room, and go on with --resume {folder.path}"
-        ) from None

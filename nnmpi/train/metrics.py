@@ -63,7 +63,7 @@ from types import TracebackType
 from typing import Any
 
 import nnmpi.clock as clock
-from nnmpi.errors import CheckpointError, NnmpiError
+from nnmpi.errors import CheckpointError, NnmpiError, raised_as
 from nnmpi.files import appending, parse_json, write_atomically
 from nnmpi.synchrony.consistency import Staleness
 from nnmpi.train.folder import RunFolder
@@ -129,12 +129,10 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
         self._folder, self._waiting = folder, b""
         self._stream: FileIO | None = None
         if folder is not None:
-            try:
+            with self._explained():
                 self._place = os.stat(folder.path)
                 self._stream = appending(folder.metrics, "ab", buffering=0)
                 self._length = self._stream.tell()
-            except OSError as error:
-                raise self._problem(error) from None
 
     def write(self, record: dict[str, Any]) -> None:
         """Write one record; the docstring above explains its keys.
@@ -203,12 +201,8 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             NnmpiError: when the last records cannot be written.
         """
         if self._stream is not None:
-            try:
-                with self._stream:
-                    self._write_out()
-            except OSError as full:
-                if error is None:
-                    raise self._problem(full) from None
+            with self._explained() if error is None else suppress(OSError), self._stream:
+                self._write_out()
 
     def _write_out(self) -> None:
         """Bring what waits to the file; where it takes half of that, none of it stays."""
@@ -223,9 +217,9 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             raise
         self._length, self._waiting = self._length + len(self._waiting), b""
 
-    def _problem(self, error: OSError) -> NnmpiError:
+    def _explained(self) -> AbstractContextManager[None]:
         place = self._folder.path if self._folder else ""
-        return NnmpiError(f"metrics cannot be written into {place}: {error.strerror or error}; checkpoints are intact")
+        return raised_as(NnmpiError, f"metrics cannot be written into {place}", "checkpoints are intact")
 
 
 def sum_staleness(records: Sequence[Mapping[str, Any]]) -> Staleness:
