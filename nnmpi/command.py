@@ -24,7 +24,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, fields
 from functools import cache
@@ -39,6 +39,7 @@ from nnmpi.custom import Custom
 from nnmpi.errors import HelpAsked, NnmpiError, UsageError, shortened
 from nnmpi.files import appending
 from nnmpi.launcher import read_launch
+from nnmpi.units import Bytes, Every
 from nnmpi.version import VERSION
 
 Switch: TypeAlias = Literal["auto", "on", "off"]  # what the program decides unless it is switched on or off
@@ -48,6 +49,16 @@ FLAG = re.compile(r"(--?[^\s=\d.][^\s=]*)(?:=(.*))?", re.DOTALL)  # not a negati
 EXAMPLE = (" ", "python -m ", "mpirun ")  # how a line begins that is one
 HELP_INDENT = 26  # where the explanations begin
 
+PLAIN: Mapping[Any, tuple[str, str]] = {  # types of options: how the help has a value, and what it is in a sentence
+    bool: ("", "true or false"),
+    int: ("INT", "a whole number"),
+    float: ("NUMBER", "a number"),
+    str: ("TEXT", "text"),
+    Path: ("PATH", "a path"),
+    Custom: ("FILE.py:NAME", "FILE.py:NAME"),
+    Bytes: ("BYTES", "a number of bytes such as 512MiB"),
+    Every: ("EVERY", "a number of epochs, or of steps, such as 100steps"),
+}
 
 HABITS = {  # what other programs call what is called otherwise here: who comes from there looks for these
     **dict.fromkeys(("num_epochs", "n_epochs"), "epochs"),
@@ -107,8 +118,7 @@ class Option:
 
     Attributes:
         name: as the field is written: `batch_size`.
-        type: of its values: bool, int, float, str, Path, a Literal, Custom, tuple[int, ...], or a union of them
-            and None.
+        type: of its values: one of PLAIN, a Literal, tuple[int, ...], or a union of them and None.
         default: the value without the option.
         section: the dataclass that has the field; the help lists the options of a section together.
         help: the explanation; None for the docstring below the field.
@@ -210,13 +220,11 @@ def is_switch(kind: Any) -> bool:
 
 def describe(hint: Any) -> str:
     """Return a type in words, such as "a whole number or "full"", for a sentence about a wrong value."""
-    words = {int: "a whole number", float: "a number", bool: "true or false", str: "text", Path: "a path"}
-    words[Custom] = "FILE.py:NAME"
     if get_origin(hint) in (Union, types.UnionType):
         return " or ".join(describe(kind) for kind in get_args(hint) if kind is not type(None))
     if get_origin(hint) is Literal:
         return "one of " + ", ".join(get_args(hint)) if len(get_args(hint)) > 1 else f'"{get_args(hint)[0]}"'
-    return "a list of whole numbers" if get_origin(hint) is tuple else words[hint]
+    return "a list of whole numbers" if get_origin(hint) is tuple else PLAIN[hint][1]
 
 
 def suggest(name: str, known: Iterable[str]) -> str:
@@ -365,7 +373,7 @@ def _read(option: Option, written: str, words: Sequence[str]) -> Any:
 def _read_as(kind: Any, words: Sequence[str]) -> Any:
     """Return the words as a value of a plain type; a ValueError says that they are none."""
     if get_origin(kind) is tuple:
-        return tuple(_read_as(int, [word]) for word in words)
+        return tuple(_read_as(int, [each]) for word in words for each in word.split(","))
     (word,) = words  # a ValueError unless there is exactly one
     if kind is type(None) or get_origin(kind) is Literal:
         allowed = {"None": None} if kind is type(None) else {each: each for each in get_args(kind)}
@@ -409,13 +417,12 @@ def _form(option: Option) -> str:
     """Return how the option is written: `--lr NUMBER`, `--jit, --no-jit`, `--quick [auto|on|off], --no-quick`."""
     if option.type is bool:
         return f"{option.flag}, {option.negation}"
-    names = {int: "INT", float: "NUMBER", str: "TEXT", Path: "PATH", Custom: "FILE.py:NAME"}
     shapes = []
     for kind in kinds(option.type):
         if get_origin(kind) is Literal:
             shapes.append("|".join(get_args(kind)))
         elif kind is not type(None):
-            shapes.append("[INT ...]" if get_origin(kind) is tuple else names[kind])
+            shapes.append("[INT ...]" if get_origin(kind) is tuple else PLAIN[kind][0])
     if is_switch(option.type):
         return f"{option.flag} [{shapes[0]}], {option.negation}"
     return f"{option.flag} {'|'.join(shapes)}"

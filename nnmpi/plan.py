@@ -32,7 +32,7 @@ from nnmpi.train.inputs import SampleConfig, load_samples, match_loss
 from nnmpi.train.planner.network import PlannedNetwork, take_network
 from nnmpi.train.planner.price import LayoutSearch, plan
 from nnmpi.train.planner.profile import Workload, take_profile
-from nnmpi.units import format_bytes, format_seconds, parse_bytes
+from nnmpi.units import Bytes, format_bytes, format_seconds
 
 PROGRAM = "python -m nnmpi.plan"
 DESCRIPTION = """Say which layout of a model takes the least time for a step, on these ranks or on others.
@@ -58,7 +58,7 @@ class PlanConfig:
     """Ranks to plan for (default: those of this job)."""
     nodes: int = 1
     """Nodes that have as many of them each."""
-    memory: str | None = None
+    memory: Bytes | None = None
     """Bytes that each rank has, for everything, such as 16GiB (default: any)."""
     network: str = "fit"
     """Messages: fit, as they were fitted here for so many ranks; the file of a fit; or numbers between nodes, such as
@@ -68,13 +68,7 @@ class PlanConfig:
 
     def __post_init__(self) -> None:
         """Check the values."""
-        check_numbers(self, "ranks nodes kept", 1)
-        _ = self.memory_bytes
-
-    @property
-    def memory_bytes(self) -> int | None:
-        """The memory as a number."""
-        return None if self.memory is None else parse_bytes(self.memory)
+        check_numbers(self, "ranks nodes kept memory", 1)
 
 
 SHARED: Mapping[type[Any], str] = {
@@ -152,7 +146,7 @@ def _plan(asked: _Asked, samples: Samples, ranks: int, group: Group, backend: Ba
 
     def look() -> list[str]:
         pricer = workload.pricer(profile, network, backend)
-        found = plan(pricer, machine.memory_bytes, machine.kept)
+        found = plan(pricer, machine.memory, machine.kept)
         command = train_command(asked, ranks, found.best[0].options())
         step_s = profile.step(workload.batch_size, "seconds")
         return [*_header(asked, ranks, network, step_s), *describe(found), "", command]
@@ -162,7 +156,7 @@ def _plan(asked: _Asked, samples: Samples, ranks: int, group: Group, backend: Ba
 
 def _header(asked: _Asked, ranks: int, network: PlannedNetwork, step_s: float) -> list[str]:
     machine = asked.machine
-    memory = "any memory" if machine.memory_bytes is None else f"{format_bytes(machine.memory_bytes)} each"
+    memory = "any memory" if machine.memory is None else f"{format_bytes(machine.memory)} each"
     return [
         f"{asked.config.model.model}, batches of {asked.config.optimization.batch_size}; {counted(ranks, 'rank')} on "
         f"{counted(len(set(network.nodes)), 'node')}, {memory}",
@@ -204,7 +198,7 @@ def train_command(asked: _Asked, ranks: int, layout: Any) -> str:
         if isinstance(value, bool):
             words.append(flag if value else f"--no-{flag[2:]}")
         else:
-            words += [flag, *(quote(str(each)) for each in (value if isinstance(value, list) else [value]))]
+            words += [flag, *(quote(str(each)) for each in (value if isinstance(value, list | tuple) else [value]))]
     if asked.samples.shape is not None:
         words.append("--dataset DATA")
     return " ".join(words)

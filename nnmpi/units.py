@@ -1,4 +1,7 @@
-"""Numbers of bytes as people write them: "64k", "1MB", "1.5 MiB", in powers of 1024 as memory is counted; and times."""
+"""Numbers of bytes as people write them: "64k", "1MB", "1.5 MiB", in powers of 1024 as memory is counted; and times.
+
+`Bytes` and `Every` are types of options: made of a word, or a ValueError says that it is none.
+"""
 
 import re
 from decimal import Decimal
@@ -25,6 +28,34 @@ def parse_bytes(text: str) -> int:
     if len(found[1]) > _DIGITS:
         raise UsageError(f"{text[:_DIGITS]}... has too many digits; give a number of bytes such as 512MiB")
     return int(Decimal(found[1]) * _UNITS[found[2].lower()])
+
+
+class Bytes(int):
+    """A number of bytes, of a text that `parse_bytes` reads."""
+
+    def __new__(cls, text: str) -> "Bytes":
+        """Read the text."""
+        return super().__new__(cls, parse_bytes(text))
+
+
+class Every(str):
+    """How often something is done: 100steps, 2epochs, or a number of epochs; 0 for never.
+
+    Attributes:
+        steps, epochs: so many lie between two times; 0 for the one that is not meant.
+    """
+
+    steps: int
+    epochs: int
+
+    def __new__(cls, text: str) -> "Every":
+        """Read the text."""
+        found = re.fullmatch(r"(\d{1,9}) ?(?:(steps?)|epochs?)?", text)
+        if found is None:
+            raise ValueError(text)
+        self = super().__new__(cls, text)
+        self.steps, self.epochs = (int(found[1]), 0) if found[2] else (0, int(found[1]))
+        return self
 
 
 def format_bytes(nbytes: int) -> str:

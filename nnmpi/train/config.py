@@ -8,13 +8,12 @@ every name must be unique over all sections. `None` stands for "not given". Opti
 """
 
 import math
-import re
 import types
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from nnmpi.comm.machine import Machine, parse_network
 from nnmpi.comm.world import LIMIT_S, WARNING_S
@@ -23,7 +22,7 @@ from nnmpi.custom import Custom, is_custom
 from nnmpi.errors import UsageError
 from nnmpi.synchrony.slow import Slow
 from nnmpi.synchrony.sync import DEFAULT_LOCAL_STEPS, DEFAULT_STALENESS, Sync
-from nnmpi.units import parse_bytes
+from nnmpi.units import Bytes, Every
 
 T = TypeVar("T")
 MODELS = ("mlp", "cnn", "resnet", "lstm", "gpt")
@@ -116,7 +115,7 @@ class ParallelConfig:
     microbatches: int | None = None
     """Parts in which a batch is worked on, one after the other, or on their way through the pipeline: less memory
     (default: 1; 4 for each rank of a pipeline; with --reduction fixed 16, whatever the layout)."""
-    split: str = "auto"
+    split: Literal["auto"] | tuple[int, ...] = "auto"
     """Where the pipeline is cut: auto balances measured times; or the number of layers in each stage, such as 5,4,3."""
     reduction: Literal["fast", "fixed"] = "fast"
     """fixed: add the gradients of whole microbatches in an order that does not depend on --dp, so that any
@@ -124,10 +123,10 @@ class ParallelConfig:
     zero: int = 0
     """What the replicas share out (ZeRO), each keeping a part: 1: the optimizer's state; 2: gradients, too; 3: the
     weights, too, which are gathered block by block when they are needed. With --pp 1 alone."""
-    memory_limit: str | None = None
+    memory_limit: Bytes | None = None
     """Bytes that a rank may use for parameters, gradients and optimizer state, such as 512MiB; on a CUDA device, for
     everything there."""
-    activation_memory: str | None = None
+    activation_memory: Bytes | Literal["least"] | None = None
     """Bytes that a rank may use for activations, such as 64MiB: what does not fit is computed again for the backward
     pass, whatever costs least time; or least: as few as possible, with --pp each stage keeps its input alone."""
     offload: str | None = None
@@ -145,53 +144,18 @@ class ParallelConfig:
 
     def __post_init__(self) -> None:
         """Check the values; whether they fit the number of ranks is checked when that is known."""
-        check_numbers(self, "dp pp tp sp virtual_stages microbatches", 1)
-        _ = (
-            self.layers_per_stage,
-            self.memory_limit_bytes,
-            self.activation_memory_bytes,
-        )  # each raises for words that it cannot read
+        check_numbers(self, "dp pp tp sp virtual_stages microbatches memory_limit activation_memory", 1)
+        layers = self.split == "auto" or min(self.split, default=0) > 0
+        require(layers, f"--split is {shown(self.split)}; give auto, or numbers of layers such as 5,4,3")
         require(self.offload != "", "--offload is empty; give a folder or host, or leave it out")
         sums = ("auto", "shared", "native", "ring", "tree")
         why = f"scatters sums and gathers parts, which {self.allreduce} does not; give {', '.join(sums)}"
         fits = not self.zero or self.allreduce in sums
         require(fits, f"--allreduce {self.allreduce} does not go with --zero {self.zero}, which {why}")
 
-    @property
-    def layers_per_stage(self) -> Literal["auto"] | tuple[int, ...]:
-        """The number of layers in each stage."""
-        if self.split == "auto":
-            return "auto"
-        words = self.split.replace(",", " ").split()
-        fits = bool(words) and all(word.isdecimal() and int(word) > 0 for word in words)
-        require(fits, f"--split is {self.split!r}; give auto, or numbers of layers such as 5,4,3")
-        return tuple(map(int, words))
-
-    @property
-    def memory_limit_bytes(self) -> int | None:
-        """The memory limit as a number."""
-        return _bytes("--memory-limit", self.memory_limit)
-
-    @property
-    def activation_memory_bytes(self) -> int | Literal["least"] | None:
-        """The activations' limit as a number, or as that word."""
-        return "least" if self.activation_memory == "least" else _bytes("--activation-memory", self.activation_memory)
-
     def describe_idle(self) -> str | None:
         """Return the first given option that means something in a pipeline alone; None if there is none."""
         return next((flag_of(name) for name in given(self) if name in ("pipeline", "virtual_stages", "split")), None)
-
-
-def _bytes(option: str, text: str | None) -> int | None:
-    """Return the bytes that an option names, None where it is left out."""
-    if text is None:
-        return None
-    try:
-        nbytes = parse_bytes(text)
-    except UsageError as error:
-        raise UsageError(f"{option}: {error}") from None
-    require(nbytes >= 1, f"{option} is {text}; give at least 1 byte, such as 512MiB")
-    return nbytes
 
 
 MOST_SIMULATED_RANKS = 1024
@@ -439,21 +403,6 @@ class OptimizationConfig:
         return epochs, factor
 
 
-class Every(NamedTuple):
-    """How often something is done: each so many steps, or epochs; 0 for never."""
-
-    steps: int = 0
-    epochs: int = 0
-
-    @classmethod
-    def parse(cls, option: str, value: int | str) -> "Every":
-        """Return the meaning of 100steps, 2epochs, or a number of epochs."""
-        found = re.fullmatch(r"(\d{1,9}) ?(?:(steps?)|epochs?)?", str(value))
-        if found is None:
-            raise UsageError(f"{option} is {value}; give a number of epochs, or of steps, such as 100steps")
-        return cls(steps=int(found[1])) if found[2] else cls(epochs=int(found[1]))
-
-
 @dataclass(frozen=True)
 class RunConfig:
     """Where it runs and what it leaves behind."""
@@ -484,9 +433,9 @@ class RunConfig:
     """Print nothing but errors; what would be printed is in console.txt in the run's folder, as always."""
     verbose: bool = False
     """Say below each epoch where the time of a step went, and what was sent."""
-    eval_every: int | str = 1
+    eval_every: Every = Every("1")
     """Epochs between two evaluations on the test data, or steps: 100steps; 0: only at the end."""
-    save_every: int | str | None = None
+    save_every: Every | None = None
     """Epochs between two checkpoints, or steps: 100steps; 0: only at the end (default: as many epochs as take at most
     1 % of the time)."""
     trace: bool = False
@@ -510,19 +459,8 @@ class RunConfig:
         require(there, f"--precision {self.precision} needs a CUDA device; use --backend cupy, or leave it out")
         compiled = self.dtype == self.precision == "float32" and self.backend != "cupy"
         require(compiled or self.jit != "on", "--jit compiles for float32 on the CPU alone; leave it out otherwise")
-        _ = self.evaluates, self.saves  # each raises for words that it cannot read
         both = self.out is not None and self.resume is not None and self.out != self.resume
         require(not both, f"--resume goes on in its own folder {self.resume}; leave --out {self.out} out")
-
-    @cached_property
-    def evaluates(self) -> Every:
-        """When the test data are evaluated."""
-        return Every.parse("--eval-every", self.eval_every)
-
-    @cached_property
-    def saves(self) -> Every | None:
-        """When a checkpoint is written; None for what can be afforded."""
-        return None if self.save_every is None else Every.parse("--save-every", self.save_every)
 
 
 @dataclass(frozen=True)

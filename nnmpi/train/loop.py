@@ -227,7 +227,7 @@ class Loop:
         """Return the batch of this epoch up to which nothing is due."""
         options, extent, state = self._run.config.run, self._run.extent, self.state
         steps = [extent.train_batches - state.batch, extent.steps - state.step]
-        due = [each.steps for each in (options.evaluates, options.saves) if each is not None and each.steps]
+        due = [each.steps for each in (options.eval_every, options.save_every) if each is not None and each.steps]
         steps += [every - state.step % every for every in due]
         if self._tracer.left:
             steps.append(self._tracer.left)
@@ -264,8 +264,8 @@ class Loop:
         """
         options, ended = self._run.config.run, self.state.batch == self._run.extent.train_batches
         report = None
-        if is_due(self.state.step, options.evaluates.steps) or (
-            ended and is_due(self.state.epoch + 1, options.evaluates.epochs)
+        if is_due(self.state.step, options.eval_every.steps) or (
+            ended and is_due(self.state.epoch + 1, options.eval_every.epochs)
         ):
             report = self._evaluate()
             self.reporter.evaluation("eval", self._on_time(), report)
@@ -326,7 +326,7 @@ class Loop:
 
     def _is_saving_due(self, ended: bool) -> bool:
         """Return whether it is time for a checkpoint after this epoch, if one has ended. Collective."""
-        every = self._run.config.run.saves
+        every = self._run.config.run.save_every
         if every is not None:
             return is_due(self.state.step, every.steps) or (ended and is_due(self.state.epoch, every.epochs))
         if not ended:
@@ -383,7 +383,7 @@ def begin(config: Config, group: Group, console: Console, words: Sequence[str] =
     folder, resuming = RunFolder(config.run.out), config.run.resume is not None
     group.comm.world.watch(WARNING_S, config.run.stall_limit, folder.path)
     local_rank = group.local_rank()
-    backend = take_backend(config.run.backend, group, local_rank, config.parallel.memory_limit_bytes)
+    backend = take_backend(config.run.backend, group, local_rank, config.parallel.memory_limit)
     with agreed(group):
         check_backend(config.run, backend)
     # A loss that overflows is found and explained by the worker; NumPy's warnings would come first, once per rank.

@@ -93,7 +93,7 @@ def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> Cho
 
     def look() -> tuple[list[list[Any]], int]:
         pricer = workload.pricer(profile, network, backend)
-        found = plan(pricer, config.parallel.memory_limit_bytes, kind=lambda one: one.kind)
+        found = plan(pricer, config.parallel.memory_limit, kind=lambda one: one.kind)
         racing = list(found.best[:RACERS])
         # Replicas are measured as a whole, and so are the most reliable: one of them races.
         replicas = [one for one in found.best if one.candidate.dp == group.size]

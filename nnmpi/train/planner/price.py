@@ -561,7 +561,7 @@ class PlannedLayout:
 
     def options(self) -> dict[str, object]:
         """Return the train command's options that mean it."""
-        return self.candidate.options() | ({"split": ",".join(map(str, self.split))} if self.split else {})
+        return self.candidate.options() | ({"split": tuple(self.split)} if self.split else {})
 
 
 @dataclass(frozen=True)
