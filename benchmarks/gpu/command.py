@@ -2,7 +2,9 @@
 
 import argparse
 import importlib.util
+import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu import tables
@@ -52,6 +54,8 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     command.add_blocks(parser, block_s=0.1)
     add("--check", action="store_true", help="tiny sizes, each part once, verified, no times worth keeping")
     options = parser.parse(words)
+    folder = os.environ.get("OUT")  # what is kept of a machine that is lent
+    options.json = options.json or (folder and Path(folder, "gpu.json"))
     if options.check:
         options.rounds, options.block_s = 2, 0.0
     return options

@@ -29,8 +29,13 @@ def namespace(array: Array) -> ModuleType:
 
 
 def is_array(x: Any) -> bool:
-    """Return whether x is an array of any library, rather than a number or a list."""
-    return isinstance(x, np.ndarray) or hasattr(x, "__array_namespace__") or hasattr(x, "__cuda_array_interface__")
+    """Return whether x is an array of any library, rather than a number, also one of NumPy's, or a list."""
+    return isinstance(x, np.ndarray) or (is_result(x) and not isinstance(x, np.generic))
+
+
+def is_result(x: Any) -> bool:
+    """Return whether x is an array, or a number of NumPy's, which it makes in place of an array without axes."""
+    return hasattr(x, "__array_namespace__") or hasattr(x, "__cuda_array_interface__") or isinstance(x, np.generic)
 
 
 def mixed_error(values: Iterable[Any]) -> DeviceError | None:

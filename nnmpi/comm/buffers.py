@@ -152,8 +152,9 @@ def fetch(pairs: Sequence[tuple[Array, Array]]) -> None:
         return
     xp = namespace(pairs[0][0])
     stream = xp.cuda.get_current_stream()
-    gapless = [(xp.ascontiguousarray(array), host) for array, host in pairs]
-    for array, host in gapless:
+    # (it would make one axis of none)
+    gapless: list[Any] = [array if array.flags.c_contiguous else xp.ascontiguousarray(array) for array, _ in pairs]
+    for array, (_, host) in zip(gapless, pairs, strict=True):
         if array.size:
             array.get(stream=stream, out=host, blocking=False)
     stream.synchronize()

@@ -205,7 +205,7 @@ def _kind(x: Any) -> Any:
 
 
 def _tensor(x: Any) -> Any:
-    return Tensor(x) if is_array(x) and not isinstance(x, np.generic) else x
+    return Tensor(x) if is_array(x) else x
 
 
 def _place(x: Any) -> Any:

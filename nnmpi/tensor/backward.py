@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, is_array, namespace
+from nnmpi.backend.array import Array, is_result, namespace
 from nnmpi.backend.recording import active, perform
 from nnmpi.errors import DtypeError, GraphError, ShapeError
 from nnmpi.tensor.function import Function, Grads, Variable, record_whole, unbroadcast
@@ -216,7 +216,7 @@ def _pass_on(node: Function, grads: Grads, xp: Any) -> None:
             raise _used_up()
         else:
             shape, dtype = edge.shape, edge.dtype
-        if type(grad) is not np.ndarray and not is_array(grad):
+        if type(grad) is not np.ndarray and not is_result(grad):
             raise DtypeError(f"{type(node).__name__}.backward returned {_kind(grad)} for an input; return its array")
         if node.broadcasts and grad.shape != shape:
             grad = unbroadcast(xp, grad, shape)

@@ -38,7 +38,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array, is_array, mixed_error, namespace
+from nnmpi.backend.array import Array, is_array, is_result, mixed_error, namespace
 from nnmpi.backend.precision import cast, is_low, to_float32
 from nnmpi.backend.recording import Recorder, active, alias
 from nnmpi.backend.sums import sum_over
@@ -414,9 +414,9 @@ def record_whole(
         places: arrays besides these that a result may lie in.
     """
     results = recorder.alone(compute, *inputs)
-    is_single = is_array(results)
+    is_single = is_result(results)
     found = [results] if is_single else results
-    if not isinstance(found, tuple | list) or not all(each is None or is_array(each) for each in found):
+    if not isinstance(found, tuple | list) or not all(each is None or is_result(each) for each in found):
         return results  # whoever called refuses it
     known = (*inputs, *places)
     kept = tuple(None if each is None else _own(recorder, each, known) for each in found)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, is_array, namespace
+from nnmpi.backend.array import Array, is_result, namespace
 from nnmpi.backend.precision import FLOAT32, cast, is_floating, is_low, low_dtype, precision, to_float32
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor.function import Elementwise, Function, Grads, Variable
@@ -59,7 +59,7 @@ def _raised(x: Any) -> Any:
     """Return float16 and bfloat16 as float32, and anything else as it is."""
     if isinstance(x, Variable):
         return converted(x, FLOAT32) if is_low(x.data.dtype) else x
-    return to_float32(namespace(x), x) if is_array(x) else x
+    return to_float32(namespace(x), x) if is_result(x) else x
 
 
 def operands(name: str, a: Any, b: Any) -> tuple[Any, Any]:

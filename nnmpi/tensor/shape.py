@@ -4,6 +4,8 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
+import numpy as np
+
 from nnmpi.backend.array import Array, namespace
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.placement import Placement, is_cut, moved, uncut
@@ -113,7 +115,11 @@ class Pad(Function):
 
 
 class GetItem(Function):
-    """x[key]; elements that the key names twice get both gradients."""
+    """x[key]; elements that the key names twice get both gradients.
+
+    On a device, CuPy lets an index out of range begin again from the other end. So NumPy looks first at a key in the
+    host's memory; at one on the device nobody looks, for which the host would have to wait.
+    """
 
     __slots__ = ("basic", "key")
 
@@ -121,6 +127,12 @@ class GetItem(Function):
         parts = key if isinstance(key, tuple) else (key,)
         self.key = key
         self.basic = all(part is None or part is Ellipsis or isinstance(part, int | slice) for part in parts)
+
+    def check(self, shape: tuple[int, ...]) -> None:
+        """Raise IndexError for what does not fit the shape, unless a part lies on the device."""
+        parts = self.key if isinstance(self.key, tuple) else (self.key,)
+        if not any(hasattr(part, "__cuda_array_interface__") for part in parts):
+            np.broadcast_to(False, shape)[self.key]
 
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on the ranks: the key takes all of the cut axis, or some of its repeats."""

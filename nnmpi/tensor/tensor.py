@@ -22,7 +22,7 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 
 import nnmpi.tensor.reduce as reduce
-from nnmpi.backend.array import Array, is_array, mixed_error, namespace, ones
+from nnmpi.backend.array import Array, is_array, is_result, mixed_error, namespace, ones
 from nnmpi.backend.precision import FLOAT32, cast, dtype_named, is_floating, is_low, precision, to_float32
 from nnmpi.backend.recording import refuse
 from nnmpi.errors import DtypeError, GraphError, LayoutError, ShapeError, UsageError
@@ -252,6 +252,8 @@ class Tensor(Variable):
         parts = tuple(map(_index, key)) if isinstance(key, tuple) else _index(key)
         try:
             function = GetItem(parts)
+            if not function.basic and not isinstance(self.data, np.ndarray):
+                function.check(self.data.shape)
             return function(self) if function.basic else in_float32(function, self)
         except IndexError as error:
             raise ShapeError(f"index {key!r} does not fit shape {self.data.shape}: {error}") from None
@@ -264,7 +266,7 @@ class Tensor(Variable):
     # Comparisons give plain boolean arrays: they have no derivative. `==` is an error, as NumPy compares elements
     # there, but with the tensor itself: sets, and those of weak references, compare a key with itself.
     def __eq__(self, other: object) -> bool:
-        if self is not other and (is_array(other) or isinstance(other, int | float | Tensor)):
+        if self is not other and (is_result(other) or isinstance(other, int | float | Tensor)):
             raise UsageError("== does not compare a Tensor's elements; compare x.data outside of compiled steps")
         return self is other
 
@@ -605,7 +607,7 @@ def _as_array(data: Any, dtype: Any) -> Array:
         if dtype is not None:
             data = Tensor(data.data).astype(dtype)  # an operation, which a recording keeps
         data, dtype = data.data, None
-    if is_array(data) and not isinstance(data, np.generic):
+    if is_array(data):
         array = data if dtype is None else data.astype(dtype, copy=False)
     else:
         if isinstance(data, list | tuple) and any(isinstance(each, Variable) for each in data):

@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 import pytest
 
-from nnmpi.backend.array import is_array, namespace
+from nnmpi.backend.array import is_array, mixed_error, namespace
 from nnmpi.backend.device import select
 from nnmpi.errors import DeviceError, UsageError
 
@@ -114,3 +114,5 @@ def test_the_namespace_of_an_array():
     assert is_array(np.ones(2))
     assert not is_array(1.0)
     assert not is_array([1.0])
+    assert not is_array(np.float32(1))
+    assert mixed_error([np.ones(2), np.float64(3)]) is None  # no device's, whatever it is

@@ -9,7 +9,8 @@ import pytest
 from nnmpi import nn, ops
 from nnmpi.backend.array import mixed_error
 from nnmpi.backend.backend import Backend, numpy_backend
-from nnmpi.errors import DeviceError, NnmpiError
+from nnmpi.backend.kernels import jit
+from nnmpi.errors import DeviceError, NnmpiError, ShapeError
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.units import format_bytes
 
@@ -92,6 +93,34 @@ def test_other_errors_stay(device: Backend) -> None:
     assert mixed_error([device.xp.ones(2), None]) is None
     with pytest.raises((TypeError, ValueError), match="(?i)(?!.*host's memory)"):
         tensor(np, 3) + "x"
+
+
+def test_an_index_out_of_range_is_refused(device: Backend) -> None:
+    """Where it lies in the host's memory: CuPy begins again from the other end, and does so with one on the device."""
+    x = tensor(device.xp, 2, 3)
+    for key in (
+        np.array([0, 5]),
+        [0, -3],
+        (slice(None), np.array([3])),
+        (device.asarray(np.array([0])), np.array([3])),
+    ):
+        with pytest.raises(ShapeError, match="out of bounds"):
+            x[key]
+    assert x[np.array([1, -2, 1])].shape == (3, 3)
+    assert x[device.asarray(np.array([True, False]))].shape == (1, 3)
+
+
+def test_attention_without_its_kernels(device: Backend) -> None:
+    """By the library's functions alone, forward and backward."""
+    found = []
+    for backend in (device, numpy_backend()):
+        x = Tensor(backend.asarray(np.random.default_rng(0).normal(size=(2, 5, 12))), requires_grad=True)
+        with jit(False):
+            y = ops.attention(x, 2, causal=True)
+            y.backward(backend.asarray(np.linspace(-1, 1, y.size).reshape(y.shape)))
+        found.append([backend.to_host(each) for each in (y.data, x.grad)])
+    for ours, host in zip(*found, strict=True):
+        np.testing.assert_allclose(ours, host, 1e-12, 1e-12)
 
 
 def test_labels_out_of_range_end_in_no_number(device: Backend) -> None:

@@ -1,14 +1,19 @@
 """Every operation gives on the device what it gives on the host, forward and backward, in every precision."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 
+from nnmpi import ops, tensor
 from nnmpi.backend.backend import Backend, numpy_backend
-from tests.gpu.play import FLOAT64, MODES, TOLERANCES, call, differences, dtypes, exact, precise
+from nnmpi.backend.precision import low_dtype
+from nnmpi.tensor.tensor import Tensor
+from tests.gpu.play import BF16, FLOAT64, FP16, MODES, TOLERANCES, call, differences, dtypes, exact, precise
 from tests.gpu.table import TABLE, Sample
+from tests.ops.replays import check_replays
 from tests.ops.rows import OPS
 from tests.tensor.draws import Row
 from tests.tensor.rows import TENSOR
@@ -40,6 +45,48 @@ def test_what_has_no_kernel_is_the_hosts(device: Backend, row: Row, mode: str) -
         assert not apart(Sample(row.public, "drawn", case.function, case.inputs), device, mode, least=1.0)
 
     same()
+
+
+def replay(sample: Sample, device: Backend) -> None:
+    """Compare a call's replays with it; where products lie elsewhere, they may add up in another order."""
+    leaves = [Tensor(device.asarray(np.array(each)), requires_grad=True) for each in sample.inputs]
+    fixed = [device.asarray(each) for each in sample.fixed]
+    values = [[each * factor for each in sample.inputs] for factor in (0.5, 1.0)]
+    check_replays(lambda *given: sample.function(*given, *fixed), leaves, values, TOLERANCES[FLOAT64])
+
+
+@pytest.mark.parametrize("sample", {each.public: each for each in reversed(TABLE)}.values(), ids=lambda x: x.public)
+def test_every_operation_replays(device: Backend, sample: Sample) -> None:
+    replay(sample, device)
+
+
+@pytest.mark.parametrize("row", TENSOR, ids=lambda row: row.name)
+def test_every_function_replays(device: Backend, row: Row) -> None:
+    """Those that the library computes."""
+
+    @settings(max_examples=5)
+    @given(row.cases)
+    def same(case: Any) -> None:
+        replay(Sample(row.public, "drawn", case.function, case.inputs), device)
+
+    same()
+
+
+def test_a_condition_of_numpys_replays(device: Backend) -> None:
+    """It is a number of the host's, beside arrays of the device's."""
+    inputs = [np.arange(3.0), np.arange(3.0)[::-1]]
+    replay(Sample("tensor.where", "number", partial(tensor.where, np.bool_(True)), inputs), device)
+
+
+@pytest.mark.parametrize("mode", [BF16, FP16])
+def test_results_are_rounded_to_nearest(device: Backend, mode: str) -> None:
+    """Bit for bit, and to even where two are as near: a bias alone, which no sum or product hides."""
+    low = low_dtype(mode)
+    bias = np.linspace(1, 2, 2**14 + 1, dtype=np.float32)[:-1]  # 64 and 8 to each number of half precision
+    x, weight = device.zeros((3, 1), low), device.zeros((1, bias.size), np.float32)
+    with precise(mode):
+        found = ops.linear_relu(*map(Tensor, (x, weight, device.asarray(bias)))).data
+    np.testing.assert_array_equal(device.to_host(found).astype("float32"), [bias.astype(low).astype("float32")] * 3)
 
 
 def test_every_operation_with_a_kernel_is_in_the_table() -> None:

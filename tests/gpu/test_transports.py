@@ -70,6 +70,10 @@ def test_the_user_says_whether_mpi_takes_device_arrays(
         buffers.cuda_aware.cache_clear()
 
 
+def test_arrays_without_axes_come_to_the_host(device: Backend) -> None:
+    assert buffers.to_host(device.asarray(np.array(3.0))).shape == ()
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("root", [0, -1])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 5)])

@@ -21,6 +21,8 @@ def library() -> ctypes.CDLL:
     wheels = [path for each in folders for path in sorted(Path(each).glob("*/lib/libnvrtc.so.*"))]
     for name in (*map(str, wheels), ctypes.util.find_library("nvrtc")):
         if name and "alt" not in name:
+            for beside in Path(name).parent.glob("libnvrtc-builtins.so.*"):  # 13.0 does not look where it lies itself
+                ctypes.CDLL(str(beside), ctypes.RTLD_GLOBAL)
             return ctypes.CDLL(name)
     pytest.skip("CUDA's run-time compiler is not installed: nvidia-cuda-nvrtc")
 

@@ -313,7 +313,14 @@ def _ascontiguousarray(a: Any, dtype: Any = None) -> Any:
     return wrap(np.ascontiguousarray(_from_host(a), dtype).copy())
 
 
+def _may_share_memory(a: Any, b: Any, max_work: Any = None) -> bool:
+    if type(a) is not ndarray or type(b) is not ndarray:
+        raise TypeError(f"expected cupy._core.core._ndarray_base, got {type(a)} and {type(b)}")
+    return np.may_share_memory(a._host, b._host)
+
+
 SPECIAL = {
+    "may_share_memory": _may_share_memory,
     "ascontiguousarray": _ascontiguousarray,
     "matmul": _matmul("matmul", np.matmul),
     "dot": _matmul("dot", np.dot),
