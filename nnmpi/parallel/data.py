@@ -21,7 +21,6 @@ import nnmpi.clock as clock
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.recording import perform
-from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.algorithms.registry import AUTO, SHARED, How
 from nnmpi.comm.buffers import is_device
 from nnmpi.comm.fit import SHARED_BYTES
@@ -29,7 +28,7 @@ from nnmpi.comm.gradients import BucketExchange, Traffic, predict_traffic
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, DeviceError, NnmpiError, UsageError, counted
 from nnmpi.nn.module import Module
-from nnmpi.parallel.replication import broadcast_state, check_free, check_same_model, digest
+from nnmpi.parallel.replication import broadcast_state, check_equal, check_free, check_same_model
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
 
@@ -213,19 +212,14 @@ class DataParallel:
         return ", ".join(words)
 
     def check_equal(self) -> None:
-        """Compare a hash of the parameters over all ranks; collective.
+        """Compare a hash of the parameters over all ranks, where each has all of them; collective.
 
         Raises:
             CommError: on all ranks, naming a parameter that differs and the ranks.
         """
-        digests = [digest(self.backend.to_host(span.parameter.data)) for span in self.storage.spans]
-        spans = self.storage.spans
-        require_equal(
-            self.group,
-            digests,
-            lambda number: f"the weights of {spans[number].parameter.name} differ between the ranks",
-            show=None,
-        )
+        if self.storage.is_whole:
+            weights = {span.parameter.name: span.parameter.data for span in self.storage.spans}
+            check_equal(self.group, weights, "the weights of {} differ between the ranks")
 
     def release(self) -> None:
         """Detach from the model: take off the hooks and the statistics over ranks, free the communicator. Collective.

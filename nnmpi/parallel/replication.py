@@ -1,10 +1,11 @@
 """Ranks that hold the same parameters: do they have the same model, and are the values equal everywhere.
 
-Every strategy that keeps replicas begins here: the same model, the same first values. `check_replicas` finds a drift of
-parameters that tensor parallelism repeats; that of data-parallel replicas is found by `DataParallel.check_equal`.
+Every strategy that keeps replicas begins here: the same model, the same first values. `check_equal` finds a drift, of
+data-parallel replicas, of what tensor parallelism repeats, of parameters that several stages have.
 """
 
 import hashlib
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -69,7 +70,7 @@ def broadcast_state(model: Module, group: Group, parameters: bool = True) -> Non
 
 
 def check_replicas(model: Module, group: Group) -> None:
-    """Compare a hash of each parameter and buffer that is replicated in a tensor group; collective.
+    """Compare each parameter and buffer that is replicated in a tensor group; collective.
 
     They must stay equal bit for bit, or the ranks' results drift apart.
 
@@ -77,16 +78,21 @@ def check_replicas(model: Module, group: Group) -> None:
         CommError: on all ranks, naming one that differs and the ranks.
     """
     entries: dict[str, Parameter | Buffer] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    names = [name for name, entry in entries.items() if entry.region is None]
-    arrays = [to_host(entries[name].data) for name in names]
-    require_equal(
-        group,
-        [digest(array) for array in arrays],
-        lambda number: f"{names[number]}, which is replicated in the tensor group, differs between its ranks",
-        show=None,
-    )
+    arrays = {name: entry.data for name, entry in entries.items() if entry.region is None}
+    check_equal(group, arrays, "{}, which is replicated in the tensor group, differs between its ranks")
 
 
-def digest(array: Array) -> str:
-    """Return a hash of an array's values: any shape and dtype, in host memory."""
-    return hashlib.blake2b(np.ascontiguousarray(array).data, digest_size=16).hexdigest()
+def check_equal(group: Group, arrays: Mapping[str, Array], problem: str) -> None:
+    """Compare hashes of arrays that all ranks should have alike; collective.
+
+    Args:
+        group: the ranks.
+        arrays: by name, of any shape and dtype.
+        problem: what to say of one that differs, with {} for its name.
+
+    Raises:
+        CommError: on all ranks, naming one that differs and the ranks.
+    """
+    names, hosts = list(arrays), map(np.ascontiguousarray, map(to_host, arrays.values()))
+    digests = [hashlib.blake2b(host.data, digest_size=16).hexdigest() for host in hosts]
+    require_equal(group, digests, lambda number: problem.format(names[number]), show=None)

@@ -294,10 +294,6 @@ class FlatStorage:
     def __reduce__(self) -> NoReturn:
         raise GraphError("a copied or pickled model would not share its storage; build it again and use load_state")
 
-    def split(self, buffer: int, flat: Array) -> dict[str, Array]:
-        """Return views of a flat array laid out like data[buffer], shaped as the parameters and by their names."""
-        return {
-            span.parameter.name: flat[span.start : span.stop].reshape(span.parameter.declared)
-            for span in self.spans
-            if span.buffer == buffer
-        }
+    def view(self, span: Span, flats: Sequence[Array]) -> Any:
+        """Return a parameter's place in arrays that lie as `data` does, in its shape."""
+        return flats[span.buffer][span.start : span.stop].reshape(span.parameter.declared)

@@ -5,7 +5,6 @@ import pytest
 
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import Layout
-from nnmpi.compose.state import slots
 from nnmpi.compose.worker import Worker
 from nnmpi.errors import UsageError
 from nnmpi.synchrony.sync import Sync
@@ -37,7 +36,8 @@ def test_all_ranks_have_the_optimizers_state(group: Group, sync: Sync, name: str
     train(worker)
     saved = worker.state()[1].to_dict(everywhere=True)
     worker.release()
-    own = slots(worker.model.storage, worker.optimizer)
+    storage, slots = worker.model.storage, worker.optimizer.slots()
+    own = {f"{slot}/{span.parameter.name}": storage.view(span, slots[slot]) for slot in slots for span in storage.spans}
     assert own.keys() == saved.keys()
     assert all(group.gather(all(np.array_equal(own[name], saved[name]) for name in own)))
     assert len(set(group.gather(worker.optimizer.steps))) == 1

@@ -84,18 +84,16 @@ def test_values_of_another_shape_are_refused():
         FlatStorage({"w": parameter((3,))}, {"w": np.zeros(2)}, lambda n, dtype: np.zeros(n, dtype))
 
 
-def test_split():
-    """Views of any flat array of that layout, by name and in the parameters' shapes; only that group's."""
+def test_views():
+    """Views of any flat arrays of that layout, in the parameters' shapes."""
     storage, parameters = make(group=by_kind)
-    assert list(storage.split(0, storage.data[0])) == ["a.weight", "b.weight", "none.weight"]
-    assert list(storage.split(1, storage.data[1])) == ["a.bias", "b.bias", "scale"]
-    momentum = np.zeros_like(storage.data[0])
-    pieces = storage.split(0, momentum)
+    momentum = [np.zeros_like(data) for data in storage.data]
+    pieces = {span.parameter.name: storage.view(span, momentum) for span in storage.spans}
     pieces["b.weight"][1, 1] = 5
-    assert momentum.sum() == 5
-    assert {name: piece.shape for name, piece in pieces.items()} == {name: SHAPES[name] for name in pieces}
-    for name, piece in storage.split(1, storage.data[1]).items():
-        np.testing.assert_array_equal(piece, parameters[name].data)
+    assert momentum[0].sum() == 5
+    assert {name: piece.shape for name, piece in pieces.items()} == SHAPES
+    for span in storage.spans:
+        np.testing.assert_array_equal(storage.view(span, storage.data), parameters[span.parameter.name].data)
 
 
 # ---------------------------------------------------------------- gradients
@@ -121,7 +119,7 @@ def test_finish_writes_zeros_where_no_pass_wrote():
     storage.zero_grad()
     p["b.bias"].sum().backward()
     storage.finish_gradients()
-    pieces = storage.split(0, storage.grads[0])
+    pieces = {span.parameter.name: storage.view(span, storage.grads) for span in storage.spans}
     for name, q in p.items():
         assert q.grad is q.buffer
         np.testing.assert_array_equal(pieces[name], np.ones(2) if name == "b.bias" else np.zeros(SHAPES[name]))

@@ -198,8 +198,8 @@ class ShardedStorage(FlatStorage):
         at = min(max(mine.start - own.start, 0), length)
         return slice(at, at + len(mine)), slice(mine.start - span.start, mine.stop - span.start)
 
-    def parts(self, span: Span, flats: Sequence[Array]) -> ShardedArray:
-        """Return a parameter's part of arrays that lie as `data` does, as what it is of the whole."""
+    def view(self, span: Span, flats: Sequence[Array]) -> ShardedArray:
+        """See `FlatStorage.view`: a parameter's part, as what it is of the whole."""
         own, theirs = self._part(span)
         counts = [len(_common(each, span)) for each in split(len(self._data[span.buffer]), self.ranks.size)]
         return ShardedArray(span.parameter.declared, flats[span.buffer][own], theirs, counts, self.ranks)
@@ -214,10 +214,6 @@ class ShardedStorage(FlatStorage):
     def is_whole(self) -> bool:
         """Whether the parameters are all here, whenever one looks."""
         return self.stage < 3
-
-    def split(self, buffer: int, flat: Array) -> NoReturn:
-        """Refuse: no rank has all of such an array."""
-        raise UsageError("the ranks have parts of these arrays; Trainer.state() puts them together")
 
     def move(self, data: Sequence[Array] | None = None, grads: Sequence[Array] | None = None) -> NoReturn:
         """Refuse: other ranks count on what lies where."""

@@ -219,22 +219,13 @@ class ShardedDataParallel(DataParallel):
         units = len(self.storage.units)
         return f"none, but reduce-scatter and all-gather in {counted(units, 'unit')} (ZeRO {self.stage})"
 
-    def check_equal(self) -> None:
-        """Compare a hash of the parameters over all ranks, where each has all of them; collective.
-
-        Raises:
-            CommError: on all ranks, naming a parameter that differs and the ranks.
-        """
-        if self.storage.is_whole:
-            super().check_equal()
-
     def gather_model(self) -> None:
         """Give every rank the whole model again, in storage of its own, and release it. Collective.
 
         Optimizers over the parts are of no use any more.
         """
         storage = self.storage
-        values = {span.parameter.name: storage.parts(span, storage.data).gather() for span in storage.spans}
+        values = {span.parameter.name: storage.view(span, storage.data).gather() for span in storage.spans}
         self.release()
         vars(self.model).pop("forward", None)
         self.model.storage = _again(storage, values, FlatStorage)
