@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
@@ -26,9 +27,8 @@ from nnmpi.comm.point_to_point import Messages
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.replayed import Replay
 from nnmpi.compose.stats import PassReport
-from nnmpi.nn.module import Module
 from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoundary
-from nnmpi.parallel.pipeline.stage import Head, Run, Scope, Stage, run_chain
+from nnmpi.parallel.pipeline.stage import Run, Stage, run_chain
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.schedule import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Schedule, parts
@@ -71,8 +71,26 @@ def _program(name: Generator, ranks: int, microbatches: int, virtual: int, rank:
     return Program(items, {channel: tuple(those) for channel, those in coming.items()}, schedule, schedule.trains)
 
 
-class GradientSink:
-    """What becomes of the parameters' gradients, between the instructions of a program. Here nothing."""
+class Caller:
+    """Whom an executor works for: asked how it computes, and what becomes of gradients. Here there are none.
+
+    Attributes:
+        length: of whole sequences, where a microbatch has this rank's positions of them.
+    """
+
+    length: int | None = None
+
+    def mode(self, microbatch: int, again: bool) -> AbstractContextManager[Any]:
+        """Return the mode to run in; `again` where a forward is repeated."""
+        raise NotImplementedError
+
+    def whole(self, x: Tensor, microbatch: int) -> Tensor:
+        """Return what `Executor.end` makes of the model's result, where the model is not cut."""
+        raise NotImplementedError
+
+    def head(self, result: Tensor, microbatch: int) -> Tensor:
+        """Return what is wanted of the last stage's result: the scalar whose gradient is taken."""
+        raise NotImplementedError
 
     def begin_backward(self, microbatch: int) -> None:
         """A microbatch is about to go backward."""
@@ -100,15 +118,10 @@ class Executor:
     """Runs this rank's stages of a model, one instruction after the other. Making one is collective.
 
     Args:
-        model: the whole one, or what gives its results, where it is not cut into stages.
-        where: how it lies on the ranks.
+        caller: whom it works for.
+        where: how the model lies on the ranks.
         backend: where the arrays live.
-        scope: (microbatch, again) -> the mode to run in; `again` where a forward is repeated.
-        head: (result of the last stage, microbatch) -> what is wanted of it: the scalar whose gradient is taken.
-        length: asked for the length of whole sequences where a microbatch has this rank's positions of them.
-        whole: (input, microbatch) -> what `end` gives, in place of the model, where it is not cut.
         replay: records and replays passes; None to run each.
-        sink: takes the gradients.
         synchronous_sends: let no message leave before its receive is posted (for tests; see `comm.point_to_point`).
 
     Attributes:
@@ -118,34 +131,27 @@ class Executor:
 
     def __init__(
         self,
-        model: Module | Callable[[Any], Tensor],
+        caller: Caller,
         where: Arrangement,
         backend: Backend,
-        scope: Scope,
-        head: Head,
-        length: Callable[[], int | None] = lambda: None,
-        whole: Callable[[Tensor, int], Tensor] | None = None,
         replay: Replay | None = None,
-        sink: GradientSink | None = None,
         synchronous_sends: bool = False,
     ) -> None:
-        self.sink = GradientSink() if sink is None else sink
-        self._sequence, self._length, self._head = where.sequence, length, head
+        self._caller, self._sequence = caller, where.sequence
         self._replay, self._cuts_classes = replay, where.classes > 0
         self._label, self._passes, self._messages = "", 0, None
         self._boundaries: dict[int, StageBoundary] = {}
         if not where.stages:
             self.rank, self.ranks, self.count = 0, 1, 1
             self._schedule: Generator = WHOLE
-            call = (lambda x, m: self.end(model(x), m)) if whole is None else whole
-            self.stages = {0: Stage(lambda tensors, _, m: ([call(self.enter(tensors[0]), m)], True), scope)}
+            self.stages = {
+                0: Stage(lambda tensors, _, m: ([caller.whole(self._enter(tensors[0]), m)], True), caller.mode)
+            }
         else:
             group, place = where.mesh.pp, where.mesh.place
             self.rank, self.ranks, self.count = group.rank, group.size, len(where.cuts)
             self._schedule = where.layout.schedule
-            self.stages = {
-                number: self._make_stage(where, number, scope, where.layout.recomputes) for number in where.stages
-            }
+            self.stages = {number: self._make_stage(where, number) for number in where.stages}
             self._label = f"d{place.d}t{place.t}" + (f"s{place.s}" if where.mesh.sp.size > 1 else "")
             self._messages = Messages(group, synchronous_sends)
             ends = {s for stage in self.stages for s in (stage - 1, stage) if 0 <= s < self.count - 1}
@@ -163,43 +169,43 @@ class Executor:
             Kind.B: partial(self._go_back, halves=False),
             Kind.I: partial(self._go_back, halves=True),
             Kind.W: lambda stage, microbatch: self.stages[stage].finish(microbatch),
-            Kind.SEND_ACT: self._send_activation,
+            Kind.SEND_ACT: partial(self._send, Kind.SEND_ACT),
             Kind.RECV_ACT: partial(perform, self._receive, Kind.RECV_ACT),
-            Kind.SEND_GRAD: self._send_gradient,
+            Kind.SEND_GRAD: partial(self._send, Kind.SEND_GRAD),
             Kind.RECV_GRAD: partial(perform, self._receive, Kind.RECV_GRAD),
-            Kind.REDUCE: partial(perform, self.sink.reduce),
-            Kind.STEP: partial(perform, self.sink.step),
+            Kind.REDUCE: partial(perform, self._caller.reduce),
+            Kind.STEP: partial(perform, self._caller.step),
         }
 
-    def _make_stage(self, where: Arrangement, number: int, scope: Scope, recomputes: bool) -> Stage:
+    def _make_stage(self, where: Arrangement, number: int) -> Stage:
         is_last = number == self.count - 1
         chain = run_chain(number, where.stages[number], where.starts[number], self.end if is_last else None)
         run = chain if self._sequence is None else self._shared(chain, is_last)
-        return Stage(run, scope, is_last, recomputes)
+        return Stage(run, self._caller.mode, is_last, where.layout.recomputes)
 
     def _shared(self, chain: Run, is_last: bool) -> Run:
         """Return the same for this rank's positions of sequences, which it has between the ends of a stage."""
 
         def run(tensors: Sequence[Tensor], single: bool, microbatch: int) -> tuple[list[Tensor], bool]:
-            ends, single = chain([self.enter(each) for each in tensors], single, microbatch)
-            return (ends if is_last else [self.leave(each) for each in ends]), single
+            ends, single = chain(list(map(self._enter, tensors)), single, microbatch)
+            return (ends if is_last else list(map(self._leave, ends))), single
 
         return run
 
-    def enter(self, x: Tensor) -> Tensor:
+    def _enter(self, x: Tensor) -> Tensor:
         """Say of a tensor that it is of this rank's positions, if it is."""
-        length = self._length()
+        length = self._caller.length
         return x if self._sequence is None or length is None else self._sequence.enter(x, length)
 
-    def leave(self, x: Tensor) -> Tensor:
-        """Take back what `enter` said."""
-        length = self._length()
+    def _leave(self, x: Tensor) -> Tensor:
+        """Take back what `_enter` said."""
+        length = self._caller.length
         return x if self._sequence is None or length is None else self._sequence.leave(x, length)
 
     def end(self, result: Tensor, microbatch: int) -> Tensor:
         """Return what the head makes of a whole model's result, of which a layer may have left this rank a part."""
-        result = self.leave(result)
-        return self._head(result if self._cuts_classes else whole(result), microbatch)
+        result = self._leave(result)
+        return self._caller.head(result if self._cuts_classes else whole(result), microbatch)
 
     def plan(self, microbatches: int, name: Generator | None = None) -> Schedule:
         """Return the schedule for so many microbatches, with transfers, after it has been checked.
@@ -239,7 +245,7 @@ class Executor:
                 arrays.clear()
             for stage in self.stages.values():
                 stage.clear()
-            self.sink.abort()
+            self._caller.abort()
             raise
         self._report.total_s = clock.now() - begin
         return self._report
@@ -274,7 +280,7 @@ class Executor:
     def _progress(self) -> None:
         assert self._messages is not None
         self._messages.progress()
-        self.sink.progress()
+        self._caller.progress()
 
     def _begin(self) -> None:
         self._began = clock.now()
@@ -305,7 +311,7 @@ class Executor:
         if stage:
             values = self._values.pop((stage, microbatch))
         else:
-            values = BoundaryArrays((feed(self._input, microbatch),), (False,))
+            values = BoundaryArrays((feed(lambda: self._inputs[microbatch]),), (False,))
         result = self.stages[stage].forward(microbatch, values, program.trains)
         if stage == self.count - 1:
             return
@@ -317,23 +323,17 @@ class Executor:
     def _go_back(self, stage: int, microbatch: int, halves: bool) -> None:
         last = stage == self.count - 1
         if last:
-            perform(self.sink.begin_backward, microbatch)
-            grads = [feed(self._seed, microbatch)]
+            perform(self._caller.begin_backward, microbatch)
+            grads = [feed(lambda: self._seeds[microbatch])]
         else:
             grads = self._grads.pop((stage, microbatch))
         result = self.stages[stage].backward(microbatch, grads, halves)
         if stage == 0:
-            perform(self.sink.end_backward, microbatch)
+            perform(self._caller.end_backward, microbatch)
         elif self._now.schedule.is_cut(stage - 1):
             self._input_grads[stage, microbatch] = result
         else:
             self._grads[stage - 1, microbatch] = result
-
-    def _input(self, microbatch: int) -> Array:
-        return self._inputs[microbatch]
-
-    def _seed(self, microbatch: int) -> Array:
-        return self._seeds[microbatch]
 
     # ---- messages ----
 
@@ -364,32 +364,22 @@ class Executor:
             self._timeline.add("last sends", "waiting", timeline.WAITING, waited, end)
         self._report.transfer_s += end - waited
 
-    def _send_activation(self, stage: int, microbatch: int) -> None:
-        arrays, needs, single = self._results.pop((stage, microbatch))
-        perform(self._send, Kind.SEND_ACT, stage, microbatch, arrays, needs, single, active() is not None)
-
-    def _send_gradient(self, stage: int, microbatch: int) -> None:
-        grads = tuple(self._input_grads.pop((stage, microbatch)))
-        perform(self._send, Kind.SEND_GRAD, stage - 1, microbatch, grads, (), False, active() is not None)
-
-    def _send(
-        self,
-        kind: Kind,
-        boundary: int,
-        microbatch: int,
-        arrays: tuple[Array, ...],
-        needs: Any,
-        single: bool,
-        copy: bool,
-    ) -> None:
-        """Send arrays over a boundary; copies of them where they lie in a recording's memory, which is used again."""
-        if copy:
-            arrays = tuple(each.copy(order="K") for each in arrays)
-        end = self._boundaries[boundary]
+    def _send(self, kind: Kind, stage: int, microbatch: int) -> None:
         if kind is Kind.SEND_ACT:
-            sent = end.send(self._keys[microbatch], BoundaryArrays(arrays, needs, single), self._waits)
+            values = self._results.pop((stage, microbatch))
         else:
-            sent = end.send_back(arrays, self._waits)
+            stage, values = stage - 1, BoundaryArrays(tuple(self._input_grads.pop((stage, microbatch))), ())
+        perform(self._send_over, kind, stage, microbatch, active() is not None, *values)
+
+    def _send_over(self, kind: Kind, boundary: int, microbatch: int, copy: bool, *values: Any) -> None:
+        """Send arrays over a boundary; copies of them where they lie in a recording's memory, which is used again."""
+        found, end = BoundaryArrays(*values), self._boundaries[boundary]
+        if copy:
+            found = found._replace(arrays=tuple(each.copy(order="K") for each in found.arrays))
+        if kind is Kind.SEND_ACT:
+            sent = end.send(self._keys[microbatch], found, self._waits)
+        else:
+            sent = end.send_back(found.arrays, self._waits)
         report, nbytes = self._report, sum(array.nbytes for array in sent)
         report.sent_bytes, report.messages = report.sent_bytes + nbytes, report.messages + len(sent)
 
@@ -411,12 +401,11 @@ class Executor:
         if (kind, stage, microbatch) not in self._posted:
             return
         perform(self._wait, kind, stage, microbatch)
-        came = self._came
+        arrays = [feed(lambda i: self._came.arrays[i], i) for i in range(len(self._came.arrays))]
         if kind is Kind.RECV_ACT:
-            arrays = tuple(feed(self._arrived, i) for i in range(len(came.arrays)))
-            self._values[stage, microbatch] = came._replace(arrays=arrays)
+            self._values[stage, microbatch] = self._came._replace(arrays=tuple(arrays))
         else:
-            self._grads[stage, microbatch] = [feed(self._arrived, i) for i in range(len(came.arrays))]
+            self._grads[stage, microbatch] = arrays
 
     def _wait(self, kind: Kind, stage: int, microbatch: int) -> None:
         begin = clock.now()
@@ -424,9 +413,6 @@ class Executor:
         end = clock.now()
         self._report.wait_s += end - begin
         self._show(kind.at(stage, microbatch), begin, end)
-
-    def _arrived(self, number: int) -> Array:
-        return self._came.arrays[number]
 
     def _post_next(self, kind: Kind, stage: int) -> None:
         """Post the next receive that a stage has of this kind, if it is known what will come."""
@@ -445,21 +431,15 @@ class Executor:
 
     def _arrow(self, one: Instruction) -> tuple[str, str]:
         """Return the names of the messages that an instruction sends and takes, for the trace."""
-        if one.kind not in _ENDS:
+        is_send, is_gradient = one.kind in SENDS, one.kind in (Kind.SEND_GRAD, Kind.RECV_GRAD)
+        if not is_send and one.kind not in RECEIVES:
             return "", ""
-        is_send, is_gradient = _ENDS[one.kind]
         boundary = one.stage - (1 if is_gradient == is_send else 0)
         name = f"{self._label}/{self._passes}/{boundary}/{'grad' if is_gradient else 'act'}/{one.microbatch}"
         return (name, "") if is_send else ("", name)
 
 
 _USES = {Kind.F: Kind.RECV_ACT, Kind.B: Kind.RECV_GRAD, Kind.I: Kind.RECV_GRAD}
-_ENDS = {
-    Kind.SEND_ACT: (True, False),
-    Kind.RECV_ACT: (False, False),
-    Kind.SEND_GRAD: (True, True),
-    Kind.RECV_GRAD: (False, True),
-}
 _LOOKS = {
     Kind.F: ("forward", timeline.COMPUTE),
     Kind.B: ("backward", timeline.COMPUTE),

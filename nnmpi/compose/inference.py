@@ -20,7 +20,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import to_float32, use_precision
 from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.executor import Executor
+from nnmpi.compose.executor import Caller, Executor
 from nnmpi.errors import DivergenceError, UsageError
 from nnmpi.nn.compiled import Compiled
 from nnmpi.nn.mode import continued, evaluation
@@ -29,7 +29,7 @@ from nnmpi.tensor.function import no_grad
 from nnmpi.tensor.tensor import Tensor
 
 
-class Inference:
+class Inference(Caller):
     """Gives a model's outputs. Making one is collective, and so is every call over the ranks of a replica.
 
     Args:
@@ -53,12 +53,10 @@ class Inference:
     ) -> None:
         self.model: Callable[..., Any] = where.model
         self._where, self._backend, self._precision, self._last = where, backend, precision, last
+        self._mode = mode
         self._found: dict[int, Array] = {}  # by microbatch, on the last stage
-        self._length: int | None = None  # of the sequences, where ranks share them
         self._looks: dict[tuple[int, ...], list[Any]] = {}  # dtype and shape of the outputs, by the input's shape
-        self._executor = Executor(
-            lambda x: self.model(x), where, backend, lambda *_: mode(), self._keep, lambda: self._length
-        )
+        self._executor = Executor(self, where, backend)
 
     def __call__(self, x: Array) -> Array:
         """Return the outputs for samples, in host memory, on all ranks of the replica.
@@ -68,7 +66,7 @@ class Inference:
         """
         where, shape = self._where, x.shape
         if where.sequence is not None:
-            self._length = x.shape[1]
+            self.length = x.shape[1]
             x = where.sequence.take(x)
         batch = self._backend.asarray(x)
         self._found.clear()
@@ -94,7 +92,7 @@ class Inference:
         if own is None or sequence is None:
             return own
         with no_grad():
-            return sequence.gather(Tensor(own), sequence.placement(self._length or 0)).numpy()
+            return sequence.gather(Tensor(own), sequence.placement(self.length or 0)).numpy()
 
     def _shared(self, outputs: Array | None, shape: tuple[int, ...]) -> Array:
         """Return what the last stage's rank has on all ranks of the pipeline."""
@@ -110,7 +108,16 @@ class Inference:
         pp.broadcast(result.reshape(-1), root)
         return result
 
-    def _keep(self, result: Tensor, microbatch: int) -> Tensor:
+    def mode(self, microbatch: int, again: bool) -> AbstractContextManager[Any]:
+        """See `Caller`."""
+        return self._mode()
+
+    def whole(self, x: Tensor, microbatch: int) -> Tensor:
+        """See `Caller`."""
+        return self._executor.end(self.model(x), microbatch)
+
+    def head(self, result: Tensor, microbatch: int) -> Tensor:
+        """Keep the outputs of a microbatch."""
         wanted = result.data[:, -1:] if self._last else result.data
         outputs = Tensor(to_float32(self._backend.xp, wanted)).numpy()
         self._found[microbatch] = np.array(outputs, order="C")

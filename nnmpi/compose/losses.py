@@ -290,10 +290,6 @@ class DeferredScalars:
         """
         self._values[name] = self._values[name] + _number(value) if name in self._values else _number(value)
 
-    def put(self, name: Hashable, value: Array | float) -> None:
-        """Let the sum of this name be this number; as `add` otherwise."""
-        self._values[name] = _number(value)
-
     def read(self) -> dict[Hashable, float]:
         """Return the sums by name. A device is waited for once; without numbers there not at all."""
         there = {name: value for name, value in self._values.items() if not isinstance(value, float)}

@@ -14,10 +14,12 @@ their way keep the old ones until they have gone back (weight stashing).
 from __future__ import annotations
 
 import warnings
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from functools import lru_cache, partial
+from itertools import chain
 from math import isfinite, nan
 from statistics import median
 from typing import Any
@@ -32,7 +34,7 @@ from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.exchange import Exchange
-from nnmpi.compose.executor import Executor, GradientSink
+from nnmpi.compose.executor import Caller, Executor
 from nnmpi.compose.losses import (
     LOSS,
     SCORE,
@@ -97,37 +99,37 @@ def evaluate_all(
     return Totals(samples=int(samples) // parts, targets=int(targets), loss_sum=loss, score_sum=score, wall_s=wall_s)
 
 
+@dataclass
 class Running:
     """A batch on its way: its microbatches, and what came of them on this rank.
 
-    Args:
+    Attributes:
         cuts: of the batch into microbatches.
         trains: whether it goes backward.
         scale: what the gradients are multiplied by (see `optim.clip`).
+        versions: of the weights that each microbatch's forward has used.
     """
 
-    def __init__(
-        self,
-        batch: Batch,
-        device_batch: DeviceBatch,
-        step: int,
-        loss: SumLoss,
-        scalars: DeferredScalars,
-        cuts: Sequence[Cut],
-        trains: bool = True,
-        scale: float = 1.0,
-    ) -> None:
-        self.batch, self.device_batch, self.step, self.loss, self.trains = batch, device_batch, step, loss, trains
-        self.scalars, self.scale, self.cuts = scalars, scale, cuts
-        self.parts = [device_batch] if len(cuts) == 1 and len(device_batch.y) == cuts[0].stop - cuts[0].start else None
-        self.inputs = [self.part(m).x for m in range(len(cuts))]
-        self.versions: dict[int, int] = {}
-        self.staleness: list[int] = []
+    batch: Batch
+    device_batch: DeviceBatch
+    step: int
+    loss: SumLoss
+    scalars: DeferredScalars
+    cuts: Sequence[Cut]
+    trains: bool = True
+    scale: float = 1.0
+    versions: dict[int, int] = field(default_factory=dict)
+    staleness: list[int] = field(default_factory=list)
 
     def part(self, microbatch: int) -> DeviceBatch:
         """Return the rows of a microbatch."""
-        cut = self.cuts[microbatch]
-        return self.device_batch.rows(slice(cut.start, cut.stop)) if self.parts is None else self.parts[microbatch]
+        cut, whole = self.cuts[microbatch], self.device_batch
+        return whole if cut.stop - cut.start == len(whole.y) else whole.rows(slice(cut.start, cut.stop))
+
+    @property
+    def inputs(self) -> list[Array]:
+        """The microbatches' samples."""
+        return [self.part(m).x for m in range(len(self.cuts))]
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -136,7 +138,7 @@ class Running:
         return self.trains, whole.length, whole.x.shape[1:], whole.x.dtype, whole.y.shape[1:], whole.y.dtype, rows
 
 
-class Passes(GradientSink):
+class Passes(Caller):
     """Takes batches through a trainer's model, forward and backward, wherever it lies. Everything is collective.
 
     Args:
@@ -186,22 +188,11 @@ class Passes(GradientSink):
         self.updates = where.layout.asynchronous
         self.replay = Replay(model, _refusal(where, backend, self._losses))
         self._now: Running
-        self.executor = Executor(
-            model,
-            where,
-            backend,
-            self._mode,
-            self._head,
-            lambda: self._now.device_batch.length,
-            None if budget is None else self._run_by_plan,
-            self.replay,
-            self,
-            synchronous_sends,
-        )
+        self.executor = Executor(self, where, backend, self.replay, synchronous_sends)
         self.is_cut = self.executor.count > 1
         self.counts = self.executor.count - 1 in self.executor.stages and where.mesh.place.t == 0
         self._numbers = _numbers(where)
-        self._waiting = self._holders()
+        self._left = Counter[int]()  # by parameter: stages of this rank whose part of its gradient is not there yet
         self._last_seed: tuple[float, Array] | None = None
         self._most_rows = 0
         self._watched = _foreign_buffers(model, where)
@@ -222,16 +213,15 @@ class Passes(GradientSink):
             scale: what the gradients are multiplied by (see `optim.clip`).
             may_replay: whether passes may be recorded and replayed.
         """
-        device_batch, cuts = to_device(batch, self.model, self.backend), batch.cuts
+        cuts = batch.cuts
         if self.exchange is None:
             cuts = tuple(cut for cut in cuts if cut.stop > cut.start)
         else:
             self.exchange.begin(batch)
         self.scalars.clear()
-        now = self._now = Running(batch, device_batch, step, self._losses[0], self.scalars, cuts, scale=scale)
+        now = self._begin(batch, step, self.scalars, cuts, scale=scale)
         report = self._report = StepReport(steps=1, samples=batch.global_rows, targets=batch.global_targets)
-        if self._numbers:
-            self._waiting = self._holders()
+        self._left = Counter(chain.from_iterable(self._numbers.values()))
         if cuts:
             refusal = "" if may_replay else LOOKED_AT
             if self.is_cut and self.executor.plan(len(cuts)).has_halves:
@@ -270,9 +260,8 @@ class Passes(GradientSink):
 
         It is called within `no_grad`.
         """
-        device_batch = to_device(batch, self.model, self.backend)
         cuts = _evaluation_cuts(len(batch.y), self.executor.count, batch.first_row)
-        now = self._now = Running(batch, device_batch, 0, self._losses[1], scalars, cuts, trains=False)
+        now = self._begin(batch, 0, scalars, cuts, trains=False)
         self.executor.run(now.inputs, kind=now.kind, refusal=LOOKED_AT if timeline.current() else "")
         return self.counts
 
@@ -291,12 +280,11 @@ class Passes(GradientSink):
         Args:
             is_finite: asked of each microbatch's loss, computed again.
         """
-        device_batch = to_device(batch, self.model, self.backend)
-        now = self._now = Running(batch, device_batch, step, self._losses[0], DeferredScalars(), batch.cuts)
+        now = self._begin(batch, step, DeferredScalars(), batch.cuts)
 
         def compute(microbatch: int) -> Tensor:
             self._now = now
-            with self._mode(microbatch, False):
+            with self.mode(microbatch, False):
                 (loss,), _ = self.executor.stages[0].run([Tensor(now.inputs[microbatch])], True, microbatch)
                 return loss
 
@@ -329,6 +317,20 @@ class Passes(GradientSink):
 
     # ---- a pass ----
 
+    def _begin(
+        self,
+        batch: Batch,
+        step: int,
+        scalars: DeferredScalars,
+        cuts: Sequence[Cut],
+        trains: bool = True,
+        scale: float = 1.0,
+    ) -> Running:
+        device_batch, loss = to_device(batch, self.model, self.backend), self._losses[not trains]
+        self.length = device_batch.length
+        self._now = Running(batch, device_batch, step, loss, scalars, cuts, trains, scale)
+        return self._now
+
     def _seeds(self, now: Running) -> list[Array]:
         """Return the gradients of the microbatches' loss sums: the loss scale / the labels in an update's mean.
 
@@ -346,7 +348,8 @@ class Passes(GradientSink):
             self._last_seed = value, self.backend.xp.full((), value, "float64")
         return self._last_seed[1]
 
-    def _mode(self, microbatch: int, again: bool) -> AbstractContextManager[None]:
+    def mode(self, microbatch: int, again: bool) -> AbstractContextManager[None]:
+        """See `Caller`."""
         now = self._now
         if not now.trains:
             return evaluation()
@@ -362,46 +365,39 @@ class Passes(GradientSink):
         step = now.step + (microbatch if self.updates else 0)
         return {"training": True, "seed": self._seed, "step": step, "first_row": cut.first_row, "again": again}
 
-    def _head(self, logits: Tensor, microbatch: int) -> Tensor:
+    def head(self, logits: Tensor, microbatch: int) -> Tensor:
         """Return the loss of a microbatch, and note it and its score."""
         now, again = self._now, current().again
         device_batch = now.part(microbatch)
         if not again:  # before the loss: a device reads out of range silently
             check_labels(now.loss, device_batch, now.cuts[microbatch].start, logits)
-        labels = feed(self._labels, microbatch)
+        labels = feed(lambda: self._now.part(microbatch).y)
         loss = summed(now.loss, logits, labels)
         if not again:
             perform(self._note_numbers, microbatch, logits.data, loss.data)
         return loss
 
-    def _labels(self, microbatch: int) -> Array:
-        return self._now.part(microbatch).y
-
     def _note_numbers(self, microbatch: int, logits: Array, loss: Array) -> None:
         """Note a microbatch's loss and score."""
         now = self._now
         score = self._score(Tensor(logits), now.part(microbatch))
-        if now.trains:  # a plan may compute the head twice
-            now.scalars.put((LOSS, microbatch), loss)
-            now.scalars.put((SCORE, microbatch), score)
-        elif self.counts:
-            now.scalars.add(LOSS, loss)
-            now.scalars.add(SCORE, score)
+        if now.trains or self.counts:
+            now.scalars.add((LOSS, microbatch) if now.trains else LOSS, loss)
+            now.scalars.add((SCORE, microbatch) if now.trains else SCORE, score)
 
-    def _run_by_plan(self, x: Tensor, microbatch: int) -> Tensor:
-        """Return the loss of a microbatch within the budget for activations."""
-        if not self._now.trains:
+    def whole(self, x: Tensor, microbatch: int) -> Tensor:
+        """Return the loss of a microbatch, within the budget for activations if there is one."""
+        if self._budget is None or not self._now.trains:
             return self.executor.end(self.model(x), microbatch)
-        batch = self._now.batch
         if self.planned is None:
             sharded = None if self.exchange is None else self.exchange.weights
             self.planned = RecomputedModel(self.model, self._budget, self.backend, self.world, self._store, sharded)
-        return self.planned(x, lambda logits: self.executor.end(logits, microbatch), batch.global_rows)
+        return self.planned(x, lambda logits: self.executor.end(logits, microbatch), self._now.batch.global_rows)
 
-    # ---- what the executor calls: see `GradientSink` ----
+    # ---- what the executor calls: see `Caller` ----
 
     def begin_backward(self, microbatch: int) -> None:
-        """See `GradientSink`."""
+        """See `Caller`."""
         if self.poll is not None:
             self.poll()
         if self._looks:
@@ -412,34 +408,30 @@ class Passes(GradientSink):
             self.exchange.begin_backward(microbatch == len(self._now.cuts) - 1)
 
     def end_backward(self, microbatch: int) -> None:
-        """See `GradientSink`."""
+        """See `Caller`."""
         if self.exchange is not None and not self.is_cut:
             self.exchange.end_backward(self._now.cuts[microbatch].number)
 
     def abort(self) -> None:
-        """See `GradientSink`."""
+        """See `Caller`."""
         if self.exchange is not None:
             self.exchange.abort()
 
     def reduce(self, stage: int, microbatch: int | None) -> None:
-        """See `GradientSink`: a parameter in several stages is final after the last of them."""
+        """See `Caller`: a parameter in several stages is final after the last of them."""
         if microbatch is not None:
             return
-        final = []
-        for number in self._numbers[stage]:
-            self._waiting[number].discard(stage)
-            if not self._waiting[number]:
-                final.append(number)
         assert self.exchange is not None
-        self.exchange.final(sorted(final, reverse=True))
+        self._left.subtract(self._numbers[stage])
+        self.exchange.final([number for number in reversed(self._numbers[stage]) if not self._left[number]])
 
     def progress(self) -> None:
-        """See `GradientSink`."""
+        """See `Caller`."""
         if self.exchange is not None:
             self.exchange.progress()
 
     def step(self, stage: int, microbatch: int) -> None:
-        """See `GradientSink`: sum over the replicas, and update a new copy of the weights."""
+        """See `Caller`: sum over the replicas, and update a new copy of the weights."""
         now = self._now
         assert self.exchange is not None
         self._report.count(self.exchange.finish())
@@ -450,16 +442,6 @@ class Passes(GradientSink):
         now.staleness.append(self._optimizer.steps - now.versions.pop(microbatch))
         self._optimizer.step()
         storage.zero_grad()
-
-    # ---- sums ----
-
-    def _holders(self) -> dict[int, set[int]]:
-        """Return, for each parameter's number, the stages of this rank that have it."""
-        holders: dict[int, set[int]] = {}
-        for stage, numbers in self._numbers.items():
-            for number in numbers:
-                holders.setdefault(number, set()).add(stage)
-        return holders
 
     def _keep(self, report: PassReport, staleness: list[int]) -> None:
         """Keep a pass for `summary`, unless it is of fewer microbatches than others, as an epoch's short last batch."""

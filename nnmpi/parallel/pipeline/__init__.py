@@ -15,5 +15,5 @@ What you want to change, and where:
     the order of the work                              a schedule in `nnmpi.schedule`
     what may pass from one stage to the next           boundary
     what is kept of a microbatch until its backward    stage
-    what becomes of gradients                          a `GradientSink` (see the executor); those of `compose`
+    what becomes of gradients                          a `Caller` (see the executor); those of `compose`
 """
