@@ -24,12 +24,13 @@ gradient, which sends no message, and hands it over.
 To add a way: a class here, and its row in COUPLINGS.
 """
 
+from __future__ import annotations
+
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
 from math import isfinite
-from typing import Any
 
 import nnmpi.clock as clock
 import nnmpi.timeline as timeline
@@ -40,18 +41,10 @@ from nnmpi.backend.recording import refuse_inside
 from nnmpi.comm.agreement import PeriodicCheck, agreed
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import DEFAULT_NUMERICS, Numerics
-from nnmpi.compose.losses import SumLoss, check_loss
+from nnmpi.compose.losses import SumLoss
 from nnmpi.compose.passes import Passes, evaluate_all
 from nnmpi.compose.stats import Totals
-from nnmpi.compose.trainer import (
-    Progress,
-    SegmentReport,
-    Trainer,
-    TrainingSegment,
-    check_numerics,
-    check_optimizer,
-    refuse_scaling,
-)
+from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
 from nnmpi.errors import DivergenceError, UsageError
 from nnmpi.nn.module import Module
@@ -102,11 +95,17 @@ class Coupling(ABC):
     Attributes:
         waited_s: seconds for which this rank waited for others; whoever reads it sets it to 0.
         served_s: seconds spent on others' messages while a gradient was computed, likewise.
+        reporters: see `Trainer`.
+        serve: on a rank that serves others, too, looks after their messages while a gradient is computed; else None.
+        rest: there, the same up to a time of `nnmpi.clock`.
     """
 
-    def __init__(self, trainer: Trainer, sync: Sync) -> None:
+    def __init__(self, trainer: AsynchronousWorker, sync: Sync) -> None:
         self.trainer, self.group, self.sync = trainer, trainer.group, sync
         self.waited_s = self.served_s = 0.0
+        self.reporters = 1
+        self.serve: Callable[[], None] | None = None
+        self.rest: Callable[[float], None] | None = None
 
     def open(self, segment: TrainingSegment) -> None:
         """Begin a segment, with the same weights on all ranks."""
@@ -141,19 +140,21 @@ class ServerCoupling(Coupling):
         server: on rank 0; None on the others.
     """
 
-    def __init__(self, trainer: Trainer, sync: Sync) -> None:
+    def __init__(self, trainer: AsynchronousWorker, sync: Sync) -> None:
         super().__init__(trainer, sync)
         storage, group = trainer.model.storage, trainer.group
         self.server = ParameterServer(storage, trainer.optimizer, group.size) if group.is_root else None
         self._talk = PushPull(group, storage, self.server, self._count, trainer.backend)
-        self._done = -1  # tasks of this rank in the whole run: its own, after those of a run that is resumed
+        self.reporters = group.size
+        if self.server is not None:
+            self.rest, self.serve = self._talk.serve_until, self._serve
+            for span in storage.spans:
+                span.parameter.hook = lambda _: self._serve()
 
     def open(self, segment: TrainingSegment) -> None:
         """See `Coupling.open`."""
         super().open(segment)
         self._told_s = self._begin_s  # when a gradient was told of
-        if self._done < 0:
-            self._done = segment.step
         self._updates = 0 if self.server is None else self.server.version
         self._talk.open(segment.batches.start, segment.batches.stop, self.sync.bound)
 
@@ -170,10 +171,9 @@ class ServerCoupling(Coupling):
                 return
             epoch, number, part = self.segment.epoch, task.batch, task.part
             if loader.partition != "none":  # of its own, through which it goes again and again
-                epoch, number, part = *divmod(self._done, loader.batches_per_epoch), self.group.rank
+                epoch, number, part = *divmod(self.trainer.steps, loader.batches_per_epoch), self.group.rank
             if epoch not in orders:
                 orders = {epoch: loader.order(epoch)}
-            self._done += 1
             yield task, loader.part(orders[epoch], epoch, number, part, ranks)
 
     def use(self, gradient: Gradient) -> None:
@@ -210,16 +210,13 @@ class ServerCoupling(Coupling):
         for arrays in self.trainer.optimizer.slots().values():
             self._talk.broadcast(arrays)
         self._talk.free()
+        for span in self.trainer.model.storage.spans:
+            span.parameter.hook = None
 
-    def serve(self) -> None:
-        """Look after messages, on rank 0, while a gradient is computed."""
+    def _serve(self) -> None:
         begin = clock.now()
         self._talk.poll()
         self.served_s += clock.now() - begin
-
-    def serve_until(self, until_s: float) -> None:
-        """Look after messages up to a time of `nnmpi.clock`."""
-        self._talk.serve_until(until_s)
 
     def _count(self, worker: int, push: Push) -> None:
         """Tell of a gradient that has come, on rank 0; after a signal no further batch is begun."""
@@ -236,7 +233,7 @@ class ServerCoupling(Coupling):
 class AveragingCoupling(Coupling):
     """Each rank updates weights of its own by part `rank` of every batch, and averages them: `parallel.averaging`."""
 
-    def __init__(self, trainer: Trainer, sync: Sync) -> None:
+    def __init__(self, trainer: AsynchronousWorker, sync: Sync) -> None:
         super().__init__(trainer, sync)
         what = (self.group, trainer.model.storage, trainer.optimizer)
         self._is_local = sync.mode == "local"
@@ -253,7 +250,7 @@ class AveragingCoupling(Coupling):
             )
         super().open(segment)
         self._averaging.begin()
-        self._staleness, self._steps, self._signal, self._broken = Staleness(group.size), 0, 0, False
+        self._staleness, self._signal, self._broken = Staleness(group.size), 0, False
         self._ends = False
 
     def tasks(self) -> Iterator[tuple[Task, Batch]]:
@@ -279,7 +276,6 @@ class AveragingCoupling(Coupling):
                 optimizer.step()
         else:
             optimizer.steps += 1  # counted alike on all ranks
-        self._steps += 1
         if self.group.is_root and not self._broken:
             segment.progress(Progress(task.batch, 0, totals, gradient.norm, clock.now() - self._begin_s))
         self._staleness.add(self.group.rank, self._averaging.steps_since_average(number))
@@ -301,10 +297,10 @@ class AveragingCoupling(Coupling):
             signal=max(self._signal, self.segment.poll_signal()),
             messages=self._averaging.messages,
             bytes=self._averaging.bytes,
-            updates=self._steps,
+            updates=totals.steps,
             staleness=self._staleness if self._is_local else None,
         )
-        return report, self._steps
+        return report, totals.steps
 
     def release(self) -> None:
         """See `Coupling.release`."""
@@ -336,6 +332,7 @@ class AsynchronousWorker(Trainer):
 
     Attributes:
         coupling: how ranks share what they learn.
+        steps: of this rank in the whole run: its own, after those of a run that is resumed.
 
     Batch normalization takes the statistics of a worker's own part; the running ones are averaged when the ranks meet.
 
@@ -359,31 +356,30 @@ class AsynchronousWorker(Trainer):
     ) -> None:
         super().__init__(model, optimizer, group, loss, evaluation_loss, numerics, seed, backend, slow)
         self.sync = sync
+        if not sync.asynchronous:
+            raise UsageError("a synchronous run is done by nnmpi.Worker; give Sync another mode")
+        if self.precision == "fp16":
+            raise UsageError(
+                f"with fp16 all ranks leave out an update that overflows on one of them, and with {sync.mode} they do "
+                "not meet in every step; use bf16, which needs no loss scaling, or a synchronous run without servers"
+            )
+        sync.check(group.size)
         with agreed(group):  # only rank 0 has hooks in a model
-            self._check()
+            check_free(model)
         broadcast_state(model, group)
-        self._passes = Passes(self)
         self.coupling = COUPLINGS[sync.mode](self, sync)
-        self._rest: Callable[[float], None] | None = None
-        if isinstance(self.coupling, ServerCoupling):
-            self.reporters = group.size
-            if group.is_root:
-                self._serve(self.coupling)
-        self._steps = -1  # of this rank in the whole run: its own, after those of a run that is resumed
+        self.reporters = self.coupling.reporters
+        self._passes = Passes(self)
+        self._passes.poll = self.coupling.serve
+        self.steps = -1
         self._told = SegmentReport()  # of the segments since the last summary
-
-    def _serve(self, coupling: ServerCoupling) -> None:
-        self._rest = coupling.serve_until
-        self._passes.poll = coupling.serve
-        for span in self.model.storage.spans:
-            span.parameter.hook = lambda _: coupling.serve()
 
     def _run(self, segment: TrainingSegment) -> SegmentReport:
         group, coupling = self.group, self.coupling
         group.barrier()  # so that nobody counts as waiting what others still had to do
         begin = ended = clock.now()
         totals, broken, trained = Totals(), "", 0  # trained: steps, not counting parts without rows
-        self._steps = segment.step if self._steps < 0 else self._steps
+        self.steps = segment.step if self.steps < 0 else self.steps
         coupling.open(segment)
         for task, batch in coupling.tasks():
             started, number = clock.now(), segment.number(task.batch)
@@ -391,8 +387,8 @@ class AsynchronousWorker(Trainer):
             waited_s, coupling.waited_s, coupling.served_s = coupling.waited_s, 0.0, 0.0
             group.comm.world.step = number
             found, norm = self.compute(batch, number)
-            self.slow.wait(clock.now() - started - coupling.served_s, group.rank, self._steps, self._rest)
-            self._steps += 1
+            self.slow.wait(clock.now() - started - coupling.served_s, group.rank, self.steps, coupling.rest)
+            self.steps += 1
             gradient = Gradient(task, batch, found, norm, lr)
             if not gradient.is_finite and not broken:
                 broken = self._explain(gradient, number)
@@ -451,24 +447,8 @@ class AsynchronousWorker(Trainer):
 
     def release(self) -> None:
         """See `Trainer.release`."""
-        if self._passes.poll is not None:
-            for span in self.model.storage.spans:
-                span.parameter.hook = None
         self.coupling.release()
         super().release()
-
-    def _check(self) -> None:
-        """Refuse what does not go together."""
-        check_optimizer(self.model, self.optimizer)
-        if not self.sync.asynchronous:
-            raise UsageError("a synchronous run is done by nnmpi.Worker; give Sync another mode")
-        check_numerics(self)
-        refuse_scaling(self.precision, f"with {self.sync.mode}")
-        self.sync.check(self.group.size)
-        check_free(self.model)
-        for loss in (self.loss, self.evaluation_loss):
-            check_loss(loss, None)
-        self.slow.check(self.group.size)
 
 
 def meet(group: Group, own: SegmentReport, broken: str, batches: int, seconds: float) -> SegmentReport:
@@ -482,22 +462,18 @@ def meet(group: Group, own: SegmentReport, broken: str, batches: int, seconds: f
     Raises:
         DivergenceError: on all ranks, when one of them found a value that is not finite.
     """
-    stale = None if own.staleness is None else own.staleness.to_json()
-    values = {**vars(own), "totals": own.totals.to_json(), "staleness": stale}
+    values = {**vars(own), "totals": vars(own.totals), "staleness": own.staleness and own.staleness.to_json()}
     gathered = group.gather([values, broken, batches, seconds])
     for _, sentence, *_ in gathered:
         if sentence:
             raise DivergenceError(sentence)
-    report = reduce(SegmentReport.plus, [_from_json(values) for values, *_ in gathered])
+    for values, *_ in gathered:
+        values["totals"] = Totals(**values["totals"])
+        values["staleness"] = values["staleness"] and Staleness.from_json(values["staleness"])
+    report = reduce(SegmentReport.plus, [SegmentReport(**values) for values, *_ in gathered])
     _, _, batches, seconds = gathered[0]
     totals = report.totals.mean_over(group.size, batches)
     return replace(report, totals=replace(totals, steps=batches, wall_s=seconds))
-
-
-def _from_json(values: Mapping[str, Any]) -> SegmentReport:
-    stale = values["staleness"]
-    parts = {"totals": Totals.from_json(values["totals"]), "staleness": stale and Staleness.from_json(stale)}
-    return SegmentReport(**{**values, **parts})
 
 
 def average_buffers(model: Module, group: Group, steps: int) -> None:
@@ -516,12 +492,6 @@ def describe_segments(total: SegmentReport) -> list[str]:
     steps = total.batches
     if not steps:
         return []
-    sent = f"{total.messages / steps:.3g} messages with {total.bytes / steps / 2**20:.3g} MB per step"
-    return [*_stale(total), f"{sent}, over all ranks"]
-
-
-def _stale(total: SegmentReport) -> list[str]:
-    """Return how stale gradients were, and how far apart the ranks' weights."""
     far, stale, lead = total.disagreement, total.staleness, total.lead
     words = []
     if stale is not None:
@@ -531,4 +501,5 @@ def _stale(total: SegmentReport) -> list[str]:
         words += [f"at most {lead} {'step' if lead == 1 else 'steps'} ahead"] if lead else []
         words += [f"steps by worker: {shown}"]
     words += [f"weights differed by {100 * far:.2g} % before they were averaged at the end"] if far else []
-    return ["; ".join(words)] if words else []
+    sent = f"{total.messages / steps:.3g} messages with {total.bytes / steps / 2**20:.3g} MB per step, over all ranks"
+    return [*(["; ".join(words)] if words else []), sent]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from copy import copy
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from math import exp, inf, log, nan, sqrt
 from sys import float_info
-from typing import Any
 
 from nnmpi.comm.gradients import Traffic
 from nnmpi.schedule.schedule import Instruction
@@ -95,15 +93,6 @@ class Totals:
         if workers == 1:
             return self
         return replace(self, steps=steps, **{name: getattr(self, name) / workers for name in PARTS})
-
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values; floats keep every bit."""
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Totals:
-        """Return what `to_json` gave."""
-        return cls(**values)
 
     @property
     def loss(self) -> float:

@@ -32,7 +32,7 @@ from nnmpi.comm.agreement import require_equal
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, replicate
 from nnmpi.compose.layout import Numerics
-from nnmpi.compose.losses import LabelLoss, SumLoss, named_loss
+from nnmpi.compose.losses import LabelLoss, SumLoss, check_loss, named_loss
 from nnmpi.compose.state import model_state, optimizer_state
 from nnmpi.compose.stats import Totals
 from nnmpi.data.loader import Batch, Loader
@@ -166,6 +166,7 @@ class Trainer(ABC):
         slow: Slow = NOT_SLOW,
         arrangement: Arrangement | None = None,
     ) -> None:
+        check_optimizer(model, optimizer)
         self.model, self.optimizer, self.group, self.seed = model, optimizer, group, seed
         self.loss = named_loss(loss, arrangement)
         self.evaluation_loss = self.loss if evaluation_loss is None else named_loss(evaluation_loss, arrangement)
@@ -175,6 +176,10 @@ class Trainer(ABC):
         self.slow = slow
         self._is_own = arrangement is None  # so `release` gives its groups back
         self.arrangement = replicate(model, group, self.backend) if arrangement is None else arrangement
+        for each in (self.loss, self.evaluation_loss):
+            check_loss(each, arrangement)
+        slow.check(group.size)
+        check_numerics(self)
 
     def __repr__(self) -> str:
         """Say what is trained, with what, and on which ranks."""
@@ -290,16 +295,16 @@ def check_numerics(trainer: Trainer) -> None:
             unknown precision, bf16 without ml_dtypes, tf32 without a device, and any but float32 for one of float64.
     """
     mode, model, backend = trainer.precision, trainer.model, trainer.backend
-    losses = [_described(each) for each in (trainer.loss, trainer.evaluation_loss)]
-    problems = (
-        "the ranks compute in different precisions",
-        *["the ranks' losses differ"] * 2,
-        "the ranks' seeds differ",
-    )
+    told = [
+        ("the ranks compute in different precisions", mode),
+        *(("the ranks' losses differ", _described(each)) for each in (trainer.loss, trainer.evaluation_loss)),
+        ("the ranks' seeds differ", trainer.seed),
+        *(("the ranks' updates differ", each) for each in _update(trainer)),
+    ]
     require_equal(
         trainer.group,
-        [mode, *losses, trainer.seed, *describe_update(trainer)],
-        lambda number: problems[number] if number < len(problems) else UPDATES_DIFFER,
+        [each for _, each in told],
+        lambda number: told[min(number, len(told) - 1)][0],
         "give all the same",
         UsageError,
     )
@@ -318,25 +323,17 @@ def check_numerics(trainer: Trainer) -> None:
         )
 
 
-UPDATES_DIFFER = "the ranks' updates differ"
-
-
-def describe_update(trainer: Trainer) -> list[str]:
-    """Return how this rank would update, in words: the rule and its numbers."""
-    optimizer = trainer.optimizer
-    names = update_numbers(optimizer, trainer.model)
-    numbers = [f"{name.replace('_', ' ')} {getattr(optimizer, name)}" for name in names]
-    return [type(optimizer).__name__, *numbers, f"clip {trainer.clip}"]
-
-
-def update_numbers(optimizer: Optimizer, model: Module) -> list[str]:
-    """Return the names of the optimizer's numbers that must be the same on all ranks, such as lr.
+def _update(trainer: Trainer) -> list[str]:
+    """Return how this rank would update, in words: the rule, and its numbers that must be the same on all ranks.
 
     How groups of parameters decay is left out in a pipeline, whose stages have different ones.
     """
+    optimizer = trainer.optimizer
     names = [name for name, each in vars(optimizer).items() if isinstance(each, int | float) and name[0] != "_"]
     names += ["betas"] * hasattr(optimizer, "betas")
-    return names if isinstance(model, ModelPart) else [*names, "weight_decay"]
+    names += ["weight_decay"] * (not isinstance(trainer.model, ModelPart))
+    numbers = [f"{name.replace('_', ' ')} {getattr(optimizer, name)}" for name in names]
+    return [type(optimizer).__name__, *numbers, f"clip {trainer.clip}"]
 
 
 def _described(loss: Any) -> str:
@@ -347,16 +344,3 @@ def _described(loss: Any) -> str:
         return f"{_described(loss.func)} with {loss.keywords}"
     words = repr(loss)
     return words if " at 0x" not in words else str(getattr(loss, "__qualname__", type(loss).__name__))
-
-
-def refuse_scaling(mode: str, what: str) -> None:
-    """Refuse fp16 where ranks do not decide together, step by step, whether an update is made.
-
-    Raises:
-        UsageError: naming what does so.
-    """
-    if mode == "fp16":
-        raise UsageError(
-            f"with fp16 all ranks leave out an update that overflows on one of them, and {what} they do not meet in "
-            "every step; use bf16, which needs no loss scaling, or a synchronous run without servers"
-        )

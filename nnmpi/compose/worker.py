@@ -35,10 +35,10 @@ from nnmpi.compose import refusals
 from nnmpi.compose.arrange import Arrangement
 from nnmpi.compose.exchange import make_exchange
 from nnmpi.compose.layout import DEFAULT_EXCHANGE, DEFAULT_NUMERICS, GradientExchange, Numerics
-from nnmpi.compose.losses import SumLoss, check_loss, to_device
+from nnmpi.compose.losses import SumLoss, to_device
 from nnmpi.compose.passes import Passes, evaluate_all
 from nnmpi.compose.stats import StepReport, Totals
-from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment, check_numerics, check_optimizer
+from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
 from nnmpi.data.loader import Batch
 from nnmpi.errors import UsageError
 from nnmpi.memory.ledger import (
@@ -113,11 +113,7 @@ class Worker(Trainer):
         synchronous_sends: bool = False,
         slow: Slow = NOT_SLOW,
     ) -> None:
-        check_optimizer(model, optimizer)
         super().__init__(model, optimizer, group, loss, evaluation_loss, numerics, seed, backend, slow, arrangement)
-        for each in (self.loss, self.evaluation_loss):
-            check_loss(each, arrangement)
-        check_numerics(self)
         self.scaling = LossScale() if self.precision == "fp16" else None
         where = self.arrangement
         self._sequence, self._fixed = where.sequence, where.layout.fixed

@@ -141,7 +141,7 @@ class RunState:
         """
         try:
             plain = {name: values[name] for name in cls.__dataclass_fields__}
-            totals = {name: Totals.from_json(plain[name]) for name in ("window", "in_epoch")}
+            totals = {name: Totals(**plain[name]) for name in ("window", "in_epoch")}
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"the checkpoint's state.json lacks a value: {error}") from None
         return cls(**{**plain, **totals})
