@@ -14,7 +14,7 @@ the rest:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -32,7 +32,7 @@ from nnmpi.memory.layers import measure, of_chain
 from nnmpi.memory.plan import LayerCost
 from nnmpi.memory.store import Store
 from nnmpi.mesh import BoundMesh, Mesh
-from nnmpi.nn.chain import ChainLayer, ModelPart, cut_chain, kept_at, open_chain
+from nnmpi.nn.chain import ChainLayer, ModelPart, cut_chain, open_chain
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES
@@ -72,38 +72,33 @@ class Arrangement:
         layout: as asked for.
         mesh: the groups of this rank.
         model: this rank's part, to be initialized; the model itself where there is no pipeline.
-        parameters: the names of the whole model's parameters, in order.
-        order: those and the names of its buffers.
-        elements: how many elements the whole model's parameters have.
-        stages: this rank's stages, by number; empty where there is no pipeline.
-        starts: the names of the values kept at the beginning of each of these stages.
-        cuts: which layers each stage of the pipeline has.
-        names: the names of the model's layers.
+        parameters: the elements of each of the whole model's parameters, by name, in order.
+        buffers: the names of its buffers.
+        backend: where this rank computes.
+        layers: the model's, where there is a pipeline.
+        cuts: which of them each stage of the pipeline has.
         costs: what was measured for the cuts; empty if nothing was.
         ties: this rank's parameters that other ranks of its pipeline have, too.
-        stages_of: the stages of each of the model's parameters that stand in several.
         classes: how many there are when the logits are shared out over tp (a last layer with `Sharding.VOCAB`); else 0.
-        counted_before: tied parameters that an earlier rank of the pipeline has, too; that rank counts them in the
-            gradient's length, and writes them into checkpoints.
-        backend: where this rank computes.
     """
 
     layout: Layout
     mesh: BoundMesh
     model: Module
-    parameters: tuple[str, ...]
-    order: tuple[str, ...]
-    elements: int
-    stages: dict[int, tuple[ChainLayer, ...]] = field(default_factory=dict)
-    starts: dict[int, tuple[str, ...]] = field(default_factory=dict)
+    parameters: Mapping[str, int]
+    buffers: Sequence[str]
+    backend: Backend = field(default_factory=numpy_backend)
+    layers: tuple[ChainLayer, ...] = ()
     cuts: tuple[range, ...] = ()
-    names: tuple[str, ...] = ()
     costs: tuple[LayerCost, ...] = ()
     ties: tuple[Tie, ...] = ()
-    stages_of: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    counted_before: frozenset[str] = frozenset()
     classes: int = 0
-    backend: Backend = field(default_factory=numpy_backend)
+
+    @cached_property
+    def stages(self) -> dict[int, tuple[ChainLayer, ...]]:
+        """This rank's stages, by number; empty where there is no pipeline."""
+        own = range(self.mesh.pp.rank, len(self.cuts), self.mesh.pp.size)
+        return {number: self.layers[self.cuts[number].start : self.cuts[number].stop] for number in own}
 
     def free(self) -> None:
         """Give the groups back to MPI, after the worker's `release`; for programs that make many. Collective."""
@@ -111,12 +106,8 @@ class Arrangement:
             tie.group.free()
         self.mesh.free()
 
-    @property
-    def storage(self) -> Callable[..., FlatStorage]:
-        """What makes the model's storage, for `Module.initialize`."""
-        return self._storage
-
-    def _storage(self, *given: Any) -> FlatStorage:
+    def storage(self, *given: Any) -> FlatStorage:
+        """Make the model's storage, for `Module.initialize`."""
         layout, store = self.layout, None
         if layout.offload_state is not None:
             assert layout.offload is not None
@@ -155,9 +146,10 @@ class Arrangement:
     def counts(self, name: str, entry: Parameter | Buffer) -> bool:
         """Whether this rank, of all in its replica that have an array (or this part of it), is the one that counts.
 
-        It adds its gradient to the norm.
+        It adds its gradient to the norm. Of the ranks whose stages share a parameter the first one counts it.
         """
-        return name not in self.counted_before and (entry.region is not None or self.mesh.place.t == 0)
+        first = all(tie.group.rank == 0 for tie in self.ties if tie.name == name)
+        return first and (entry.region is not None or self.mesh.place.t == 0)
 
     def writes(self, name: str, entry: Parameter | Buffer) -> bool:
         """Whether this rank, of all that have an array (or this part of it), writes it into checkpoints."""
@@ -167,7 +159,7 @@ class Arrangement:
 def replicate(model: Module, group: Group, backend: Backend) -> Arrangement:
     """Return the arrangement in which every rank of a group has all of a model; collective."""
     mesh = Mesh(dp=group.size).bind(group)
-    return Arrangement(Layout(), mesh, model, *_whole(model), backend=backend)
+    return _whole(model, Layout(), mesh, backend)
 
 
 def arrange(
@@ -193,7 +185,7 @@ def arrange(
     backend = numpy_backend() if backend is None else backend
     mesh = find_mesh(group, layout)
     bound = mesh.bind(group)
-    whole = _whole(model)
+    arrangement = _whole(model, layout, bound, backend)
     with agreed(group):
         if mesh.sp > 1 and layout.sp_attention == ULYSSES:
             for _, module in model.named_modules():
@@ -201,21 +193,18 @@ def arrange(
                     check_heads(module.heads // mesh.tp, mesh.sp, mesh.tp)
         shape = None if sample is None else tuple(sample.shape[1:])
         result = shard(model, bound.tp, layout.table, shape, classes_apart=True) if mesh.tp > 1 else REPLICATED
-    if mesh.pp == 1:
-        arrangement = Arrangement(layout, bound, model, *whole)
-    else:
-        arrangement = _cut(model, bound, layout, whole, sample, dtype, backend)
     # `result` is where the logits lie. If they are cut, it is by classes, and units are classes; 0 if they are whole.
-    arrangement = replace(arrangement, classes=result.units, backend=backend)
+    arrangement = replace(arrangement, classes=result.units)
+    if mesh.pp > 1:
+        arrangement = _cut(arrangement, sample, dtype)
     _check_memory(arrangement, dtype)
     return arrangement
 
 
-def _whole(model: Module) -> tuple[tuple[str, ...], tuple[str, ...], int]:
-    """Return the names of all parameters, those and the buffers', and how many elements the parameters have."""
-    parameters = tuple(name for name, _ in model.named_parameters())
-    order = (*parameters, *(name for name, _ in model.named_buffers()))
-    return parameters, order, sum(parameter.size for parameter in model.parameters())
+def _whole(model: Module, layout: Layout, mesh: BoundMesh, backend: Backend) -> Arrangement:
+    """Return the arrangement of a model that is neither sharded nor cut yet."""
+    parameters = {name: parameter.size for name, parameter in model.named_parameters()}
+    return Arrangement(layout, mesh, model, parameters, [name for name, _ in model.named_buffers()], backend)
 
 
 def find_mesh(group: Group, layout: Layout) -> Mesh:
@@ -233,16 +222,9 @@ def find_mesh(group: Group, layout: Layout) -> Mesh:
     return mesh
 
 
-def _cut(
-    model: Module,
-    mesh: BoundMesh,
-    layout: Layout,
-    whole: tuple[tuple[str, ...], tuple[str, ...], int],
-    sample: Array | None,
-    dtype: str,
-    backend: Backend,
-) -> Arrangement:
+def _cut(whole: Arrangement, sample: Array | None, dtype: str) -> Arrangement:
     """Cut the model's chain into the pipeline's stages, and return this rank's."""
+    model, mesh, layout = whole.model, whole.mesh, whole.layout
     ranks, count = mesh.pp.size, mesh.pp.size * layout.virtual_stages
     with agreed(mesh.world):
         layers = open_chain(model)
@@ -252,39 +234,18 @@ def _cut(
                 f"({ranks} ranks x {layout.virtual_stages}); give at most {len(layers)} stages, or a deeper model"
                 f"{_why_closed(layers)}"
             )
-    costs, cuts = _choose(model, mesh, layout, layers, count, sample, dtype, backend)
+    costs, cuts = _choose(whole, layers, count, sample, dtype)
     stages = cut_chain(layers, cuts)
-    mine = range(mesh.pp.rank, count, ranks)
-    part = ModelPart(model, [layer for number in mine for layer in stages[number]])
-    stages_of = _shared_parameters(layout, model, stages)
-    ties, counted_before = _tie(mesh, part, stages_of)
-    return Arrangement(
-        layout,
-        mesh,
-        part,
-        *whole,
-        {number: stages[number] for number in mine},
-        {number: kept_at(layers, cuts[number].start) for number in mine},
-        cuts,
-        tuple(layer.name for layer in layers),
-        costs,
-        ties,
-        stages_of,
-        counted_before,
-    )
+    part = ModelPart(model, [layer for mine in stages[mesh.pp.rank :: ranks] for layer in mine])
+    ties = _tie(mesh, part, _shared_parameters(layout, model, stages))
+    return replace(whole, model=part, layers=layers, cuts=cuts, costs=costs, ties=ties)
 
 
 def _choose(
-    model: Module,
-    mesh: BoundMesh,
-    layout: Layout,
-    layers: Sequence[ChainLayer],
-    count: int,
-    sample: Array | None,
-    dtype: str,
-    backend: Backend,
+    whole: Arrangement, layers: Sequence[ChainLayer], count: int, sample: Array | None, dtype: str
 ) -> tuple[tuple[LayerCost, ...], tuple[range, ...]]:
     """Return the layers' costs, where they were measured, and each stage's range of layers; the same on all ranks."""
+    mesh, layout, backend = whole.mesh, whole.layout, whole.backend
     if layout.split != AUTO:
         with agreed(mesh.world):
             return (), _by_hand([int(length) for length in layout.split], len(layers), count)
@@ -295,7 +256,7 @@ def _choose(
                 f"the {len(layers)} layers each stage has"
             )
     with training():
-        measured = measure(of_chain(model, layers, dtype, backend), Tensor(backend.asarray(sample)), backend)
+        measured = measure(of_chain(whole.model, layers, dtype, backend), Tensor(backend.asarray(sample)), backend)
     costs = [LayerCost(*each) for each in mesh.world.share([list(vars(cost).values()) for cost in measured])]
     copies = (2 + layout.state_arrays) * np.dtype(dtype).itemsize
     with agreed(mesh.world):
@@ -327,15 +288,24 @@ def _shared_parameters(
     """Return the stages of each parameter that stands in several.
 
     Raises:
-        LayoutError: with pipedream, whose stages have copies of different versions.
+        LayoutError: with pipedream, whose stages have copies of different versions; and for running statistics, which
+            would follow each stage's own microbatches.
     """
-    _refuse_shared_buffers(stages)
-    where: dict[int, list[int]] = {}
+    where: dict[int, set[int]] = {}
     for number, layers in enumerate(stages):
-        for parameter in {id(each) for _, module in _members(layers) for each in module.parameters()}:
-            where.setdefault(parameter, []).append(number)
-    found = {name: tuple(where.get(id(parameter), ())) for name, parameter in model.named_parameters()}
-    shared = {name: numbers for name, numbers in found.items() if len(numbers) > 1}
+        for _, module in (member for layer in layers for member in layer.members):
+            for leaf in (*module.parameters(), *(buffer for _, buffer in module.named_buffers())):
+                where.setdefault(id(leaf), set()).add(number)
+    leaves = [*model.named_parameters(), *model.named_buffers()]
+    found = [(name, leaf, tuple(sorted(where.get(id(leaf), ())))) for name, leaf in leaves]
+    for name, leaf, numbers in found:
+        if len(numbers) > 1 and isinstance(leaf, Buffer):
+            raise LayoutError(
+                f"the layer of {name} stands in the stages {', '.join(map(str, numbers))}, which would update "
+                "its running statistics in another order than the serial run; make a layer for each place, or cut the "
+                "model so that both places share a stage"
+            )
+    shared = {name: numbers for name, _, numbers in found if len(numbers) > 1}
     if shared and layout.asynchronous:
         name, numbers = next(iter(shared.items()))
         asked = f"the pipeline schedule {name_of(layout.schedule)}"
@@ -346,13 +316,10 @@ def _shared_parameters(
     return shared
 
 
-def _tie(
-    mesh: BoundMesh, part: ModelPart, stages_of: Mapping[str, Sequence[int]]
-) -> tuple[tuple[Tie, ...], frozenset[str]]:
-    """Return this rank's ties, and the names of those that an earlier rank counts. Collective over the pipeline."""
+def _tie(mesh: BoundMesh, part: ModelPart, stages_of: Mapping[str, Sequence[int]]) -> tuple[Tie, ...]:
+    """Return this rank's ties. Collective over the pipeline."""
     own = dict(part.named_parameters())
     ties: list[Tie] = []
-    counted_before: set[str] = set()
     groups: dict[tuple[int, ...], Group] = {}
     for name, stages in stages_of.items():
         ranks = tuple(sorted({number % mesh.pp.size for number in stages}))
@@ -362,29 +329,7 @@ def _tie(
             groups[ranks] = mesh.pp.split(int(mesh.pp.rank in ranks), mesh.pp.rank)
         if name in own:
             ties.append(Tie(name, groups[ranks]))
-            if mesh.pp.rank != ranks[0]:
-                counted_before.add(name)
-    return tuple(ties), frozenset(counted_before)
-
-
-def _refuse_shared_buffers(stages: Sequence[Sequence[ChainLayer]]) -> None:
-    """Refuse a layer with running statistics that stands in several stages: each would follow its own microbatches."""
-    where: dict[int, tuple[str, set[int]]] = {}
-    for number, layers in enumerate(stages):
-        for path, module in _members(layers):
-            for name, buffer in module.named_buffers():
-                where.setdefault(id(buffer), (f"{path}.{name}", set()))[1].add(number)
-    for name, numbers in where.values():
-        if len(numbers) > 1:
-            raise LayoutError(
-                f"the layer of {name} stands in the stages {', '.join(map(str, sorted(numbers)))}, which would update "
-                "its running statistics in another order than the serial run; make a layer for each place, or cut the "
-                "model so that both places share a stage"
-            )
-
-
-def _members(layers: Sequence[ChainLayer]) -> list[tuple[str, Module]]:
-    return [member for layer in layers for member in layer.members]
+    return tuple(ties)
 
 
 def _check_memory(arrangement: Arrangement, dtype: str) -> None:
@@ -417,7 +362,7 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
     out = max(each[-1] for each in everyones)
     if layout.offload_state is None and not layout.asynchronous and out <= limit:
         advice.append(f"let offload-state optimizer keep its state out of memory, which then needs {format_bytes(out)}")
-    layers = len(arrangement.names or open_chain(arrangement.model))
+    layers = len(arrangement.layers or open_chain(arrangement.model))
     such = f"pp {ways} or tp {ways}" if ways <= layers else f"tp {ways}, as pp can be {layers} at most"
     advice.append(f"spread the model over at least {ways} ranks with pp x tp, such as {such}{even}")
     raise DeviceError(
@@ -432,7 +377,7 @@ def describe_stages(arrangement: Arrangement) -> list[str]:
     lines = []
     total = sum(cost.seconds for cost in arrangement.costs)
     for number, cut in enumerate(arrangement.cuts):
-        first, last = arrangement.names[cut.start], arrangement.names[cut.stop - 1]
+        first, last = arrangement.layers[cut.start].name, arrangement.layers[cut.stop - 1].name
         layers = f"layer {first}" if len(cut) == 1 else f"layers {first} to {last} ({len(cut)})"
         share = sum(arrangement.costs[i].seconds for i in cut) / total if total else 0.0
         measured = f", {share:.0%} of the time" if arrangement.costs else ""

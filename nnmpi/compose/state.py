@@ -1,6 +1,6 @@
 """A worker's arrays as those of the whole model, wherever its parts lie: what checkpoints are made of."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from nnmpi.backend.array import Array
@@ -17,7 +17,7 @@ def model_state(model: Module, group: Group, arrangement: Arrangement) -> ModelS
     storage = model.storage
     parts = {} if storage.is_whole else _views(storage, storage.data)
     leaves = {name: parts.get(name, leaf.data) for name, leaf in _leaves(model).items()}
-    return _state(model, group, arrangement, {"": leaves}, arrangement.order)
+    return _state(model, group, arrangement, {"": leaves}, [*arrangement.parameters, *arrangement.buffers])
 
 
 def optimizer_state(model: Module, optimizer: Optimizer, group: Group, arrangement: Arrangement) -> ModelState:
@@ -33,7 +33,7 @@ def gradient_state(model: Module, group: Group, arrangement: Arrangement) -> Mod
 
 
 def _state(
-    model: Module, group: Group, arrangement: Arrangement, arrays: Mapping[str, Mapping[str, Any]], order: Sequence[str]
+    model: Module, group: Group, arrangement: Arrangement, arrays: Mapping[str, Mapping[str, Any]], order: Iterable[str]
 ) -> ModelState:
     """Return arrays by the beginning of their names, and the leaf's that they belong to."""
     leaves = _leaves(model)
