@@ -94,6 +94,11 @@ class Arrangement:
     ties: tuple[Tie, ...] = ()
     classes: int = 0
 
+    @property
+    def elements(self) -> int:
+        """How many elements the whole model's parameters have."""
+        return sum(self.parameters.values())
+
     @cached_property
     def stages(self) -> dict[int, tuple[ChainLayer, ...]]:
         """This rank's stages, by number; empty where there is no pipeline."""
