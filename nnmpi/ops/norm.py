@@ -15,9 +15,11 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Residuals, namespace
 from nnmpi.backend.kernels import bias_grad, kernels_for
-from nnmpi.backend.sums import product_sum, row_blocks, row_sum
+from nnmpi.backend.recording import perform
+from nnmpi.backend.sums import row_blocks, row_sum
 from nnmpi.errors import ShapeError
 from nnmpi.ops.linear import place_for, with_kernels
+from nnmpi.ops.planes import repeated
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import in_float32, may_meet, require_floating
 from nnmpi.tensor.placement import Placement, is_cut, uncut
@@ -26,6 +28,8 @@ from nnmpi.tensor.tensor import Tensor
 AllReduce: TypeAlias = Callable[[Array], Array]
 Count: TypeAlias = "float | Array"  # on a device, and over ranks, an array () that nobody waits for
 Observe: TypeAlias = Callable[[Array, Array, Count], None]
+
+WIDE = 512  # elements of a row, from which on NumPy computes as fast as it can
 
 
 def at_least_one(count: Count) -> Count:
@@ -38,62 +42,115 @@ def at_least_one(count: Count) -> Count:
 class BatchNormFunction(Function):
     """(x - mean) / sqrt(variance + eps) * scale + shift, the statistics being those of the batch.
 
+    Images are read three times, in blocks that stay in the cache: for their mean, for their squares, for the result.
     After `forward`, `statistics` holds (mean, variance with divisor n, n) of the global batch, to be taken away.
     """
 
     __slots__ = ("all_reduce", "eps", "observe", "statistics")
 
+    replayable = True
+
     def __init__(self, eps: float, all_reduce: AllReduce | None, observe: Observe | None) -> None:
         self.eps, self.all_reduce, self.observe = eps, all_reduce, observe
 
-    def _moments(self, rows: Array) -> tuple[Array, Array, Count]:
-        """Return the mean and variance of each channel and the number of rows, over all ranks."""
-        xp = namespace(rows)
-        n = len(rows)
-        mean = column_sums(xp, rows) / max(n, 1)
-        centred = rows - mean
-        squares = column_sums(xp, centred, centred)
-        if self.all_reduce is None:
-            return mean, squares / max(n, 1), n
-        ours = mean.astype(xp.float64)
-        total = self.all_reduce(xp.concatenate([xp.full(1, n, dtype=xp.float64), n * ours]))
-        count: Count = float(total[0]) if xp.__name__ == "numpy" else total[0]
-        divisor = at_least_one(count)
-        wide = total[1:] / divisor
-        variance = self.all_reduce(squares + n * (ours - wide) ** 2) / divisor
-        return wide.astype(rows.dtype), variance.astype(rows.dtype), count
-
     def forward(self, x: Array, scale: Array, shift: Array) -> Array:
-        xp = namespace(x)
-        rows = x.reshape(-1, x.shape[-1])
-        mean, variance, count = self._moments(rows)
+        xp, channels = self.xp, scale.size
+        rows = xp.reshape(x, (x.size // channels, channels))
+        mean, variance = xp.empty((channels,), x.dtype), xp.empty((channels,), x.dtype)
+        n = xp.empty((), np.float64)  # over ranks, of which others may have more rows when this is replayed
+        count = perform(_measure, rows, mean, variance, n, self.all_reduce, self.observe)
         self.statistics = (mean, variance, count)
-        if self.observe is not None:
-            self.observe(mean, variance, count)
-        steady = variance + self.eps
-        inverse = xp.sqrt(steady) / steady  # NaN of infinity, where 1 / sqrt would be 0
-        normal = (rows - mean) * inverse
-        self.saved = (normal, inverse, scale, at_least_one(count))
-        y: Array = normal * scale
-        y += shift
+        steady = xp.add(variance, self.eps)
+        inverse = xp.divide(xp.sqrt(steady), steady)  # NaN of infinity, where 1 / sqrt would be 0
+        wide, repeats = _widened(xp, rows)
+        y = xp.empty(wide.shape, x.dtype)
+        means, factors, shifts = (repeated(xp, each, repeats) for each in (mean, xp.multiply(inverse, scale), shift))
+        for part in row_blocks(wide):
+            block = xp.subtract(wide[part], means, out=y[part])
+            xp.add(xp.multiply(block, factors, out=block), shifts, out=block)
+        self.saved = (wide, mean, inverse, scale, n)
         return y.reshape(x.shape)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        normal, inverse, scale, count = self.saved
-        xp = namespace(grad)
-        rows = grad.reshape(normal.shape)
-        to_shift = column_sums(xp, rows, out=self.into(2))
-        to_scale = column_sums(xp, rows, normal)
+        (x, mean, inverse, scale, n), xp = self.saved, self.xp
+        channels, repeats = scale.size, x.shape[1] // scale.size
+        rows, means, blocks = xp.reshape(grad, x.shape), repeated(xp, mean, repeats), row_blocks(x)
+        scratch = xp.empty((blocks[0].stop, x.shape[1]), x.dtype)
+        parts = xp.empty((len(blocks), x.shape[1]), x.dtype)
+        for i, part in enumerate(blocks):
+            block = xp.subtract(x[part], means, out=scratch[: part.stop - part.start])
+            bias_grad(xp, xp.multiply(block, rows[part], out=block), parts[i])
+        to_shift, to_scale = (place_for(self, i, scale.shape, scale.dtype) for i in (2, 1))
+        _fold(xp, parts, to_scale)
+        xp.multiply(to_scale, inverse, out=to_scale)
+        parts = xp.empty((1, x.shape[1]), x.dtype)
+        bias_grad(xp, rows, parts[0])
+        _fold(xp, parts, to_shift)
         to_x = None
         if self.needs[0]:
             sums = xp.concatenate([to_shift, to_scale])
             if self.all_reduce is not None:
-                sums = self.all_reduce(sums.astype(xp.float64)).astype(rows.dtype)
-            sums /= count if isinstance(count, int | float) else count.astype(sums.dtype)
-            channels = normal.shape[1]
-            to_x = (rows - sums[:channels] - normal * sums[channels:]) * (scale * inverse)
+                perform(_add_up, self.all_reduce, sums)
+            xp.divide(sums, n, out=sums)
+            slopes = xp.multiply(sums[channels:], inverse)
+            factors = xp.multiply(scale, inverse)
+            slopes, means_grad, factors = (repeated(xp, each, repeats) for each in (slopes, sums[:channels], factors))
+            to_x = xp.empty(x.shape, x.dtype)
+            for part in blocks:
+                block = xp.subtract(x[part], means, out=to_x[part])
+                xp.subtract(rows[part], xp.multiply(block, slopes, out=block), out=block)
+                xp.multiply(xp.subtract(block, means_grad, out=block), factors, out=block)
             to_x = to_x.reshape(grad.shape)
         return to_x, to_scale if self.needs[1] else None, to_shift if self.needs[2] else None
+
+
+def _measure(
+    rows: Array, mean: Array, variance: Array, n: Array, all_reduce: AllReduce | None, observe: Observe | None
+) -> Count:
+    """Write the mean and variance of each channel and the number of rows, at least 1; return the number itself."""
+    xp, own = namespace(rows), len(rows)
+    wide, repeats = _widened(xp, rows)
+    parts = xp.empty((1, wide.shape[1]), rows.dtype)
+    bias_grad(xp, wide, parts[0])
+    _fold(xp, parts, mean)
+    mean /= max(own, 1)
+    means, blocks = repeated(xp, mean, repeats), row_blocks(wide)
+    scratch, parts = xp.empty_like(wide[blocks[0]]), xp.empty((len(blocks), wide.shape[1]), rows.dtype)
+    for i, part in enumerate(blocks):
+        block = xp.subtract(wide[part], means, out=scratch[: part.stop - part.start])
+        bias_grad(xp, xp.multiply(block, block, out=block), parts[i])
+    _fold(xp, parts, variance)
+    count: Count = own
+    if all_reduce is None:
+        variance /= max(own, 1)
+    else:
+        ours = mean.astype(xp.float64)
+        total = all_reduce(xp.concatenate([xp.full(1, own, dtype=xp.float64), own * ours]))
+        count = float(total[0]) if xp.__name__ == "numpy" else total[0]
+        wide_mean = total[1:] / at_least_one(count)
+        variance[...] = all_reduce(variance + own * (ours - wide_mean) ** 2) / at_least_one(count)
+        mean[...] = wide_mean
+    n[...] = at_least_one(count)
+    if observe is not None:
+        observe(mean, variance, count)
+    return count
+
+
+def _add_up(all_reduce: AllReduce, sums: Array) -> None:
+    sums[...] = all_reduce(sums.astype(np.float64))
+
+
+def _widened(xp: Any, rows: Array) -> tuple[Array, int]:
+    """Return rows (count, c) with several side by side, and how many: NumPy computes short rows slowly."""
+    count, channels = rows.shape
+    most = max(1, WIDE // channels) if type(rows) is np.ndarray else 1
+    repeats = next(m for m in range(most, 0, -1) if count % m == 0)
+    return xp.reshape(rows, (count // repeats, repeats * channels)), repeats
+
+
+def _fold(xp: Any, parts: Array, out: Array) -> None:
+    """Write the sums of blocks, (blocks, repeats * c), added up to those of channels, (c,)."""
+    xp.add.reduce(parts.reshape(parts.size // out.size, out.size), axis=0, dtype=np.float64, out=out)
 
 
 class LayerNormFunction(Function):
@@ -195,15 +252,6 @@ class LayerNormFunction(Function):
                 xp.subtract(xp.multiply(block, scale, out=result), both[0], out=result)
                 xp.multiply(normal[part], both[1], out=product)
                 xp.multiply(xp.subtract(result, product, out=result), inverse[part], out=result)
-
-
-def column_sums(xp: Any, a: Array, b: Array | None = None, out: Array | None = None) -> Array:
-    """Return the sum of each column of a (rows, n), or of a * b, as (n,); in `out` if it is given."""
-    if b is not None and type(a) is np.ndarray:
-        return product_sum(xp, a, b)
-    place: Array = xp.empty(a.shape[1:], a.dtype) if out is None else out
-    bias_grad(xp, xp.ascontiguousarray(a if b is None else a * b), place)
-    return place
 
 
 def batch_norm(
