@@ -69,24 +69,6 @@ def sum_over(xp: Any, x: Array, axes: Sequence[int], keepdims: bool = False) -> 
     return xp.add.reduce(x, axis=axes, dtype=x.dtype if x.dtype.kind == "f" else None, keepdims=keepdims)
 
 
-def product_sum(xp: Any, a: Array, b: Array) -> Array:
-    """Return the sum over the rows of a * b, as (n,).
-
-    Args:
-        xp: as above.
-        a, b: (count, n).
-    """
-    whole = len(a) // ROWS if a.flags.c_contiguous and b.flags.c_contiguous and type(a) is np.ndarray else 0
-    if whole < 2:
-        return xp.einsum("ij,ij->j", a, b)
-    place = whole * ROWS
-    parts = xp.empty((whole + 1, a.shape[1]), a.dtype)
-    blocks = [each[:place].reshape(whole, ROWS, -1) for each in (a, b)]
-    xp.einsum("kij,kij->kj", *blocks, out=parts[:whole])
-    xp.einsum("ij,ij->j", a[place:], b[place:], out=parts[whole])
-    return row_sum(xp, parts)
-
-
 # A block of that many float32, its results and its scratch fit into 1 MiB, the smallest L2 cache of server processors.
 ELEMENTS = 2**16
 

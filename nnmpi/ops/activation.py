@@ -34,10 +34,12 @@ class Relu(Elementwise):
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         (y,), xp = self.saved, self.xp
-        to_x = xp.empty(y.shape, y.dtype)
-        # 0 and 1 in the gradient's dtype: a product with booleans would convert them
-        xp.greater(y, zero(xp, y.dtype), out=to_x)
-        return (xp.multiply(grad, to_x, out=to_x),)
+        values, grads, to_x = xp.reshape(y, (y.size,)), xp.reshape(grad, (y.size,)), xp.empty((y.size,), y.dtype)
+        for part in row_blocks(values):
+            # 0 and 1 in the gradient's dtype: a product with booleans would convert them
+            block = xp.greater(values[part], zero(xp, y.dtype), out=to_x[part])
+            xp.multiply(grads[part], block, out=block)
+        return (to_x.reshape(y.shape),)
 
 
 class LeakyRelu(Elementwise):

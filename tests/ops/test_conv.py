@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from nnmpi.ops.conv import im2col
+from nnmpi.ops.conv import depthwise, im2col
 from nnmpi.ops.conv.conv2d import conv2d
 from nnmpi.tensor.tensor import Tensor
 
@@ -62,6 +62,7 @@ def test_against_loops(kernel, stride, padding, dilation, groups):
         ((1, 3, 4, 1, 2), (3, 4), (0, 0), 1),  # the kernel is the whole image
         ((1, 2, 2, 1, 1), (5, 5), (2, 2), 1),  # the kernel is larger than the image
         ((2, 4, 4, 3, 3), (3, 3), (1, 1), 3),  # each channel alone
+        ((0, 4, 4, 3, 3), (3, 3), (1, 1), 3),  # the same without images
         ((2, 4, 4, 2, 6), (3, 3), (1, 1), 2),  # each channel alone, made into three
         ((3, 1, 1, 2, 2), (1, 1), (0, 0), 1),  # single pixels
         ((0, 4, 4, 2, 2), (3, 3), (1, 1), 1),  # no images
@@ -78,3 +79,11 @@ def test_blocks_of_images(images_each, monkeypatch):
     """However many images' columns are made at a time, and when the last block is shorter."""
     monkeypatch.setattr(im2col, "COLUMNS_BYTES", images_each * 4 * 4 * 9 * 2 * 8)
     compare((5, 4, 4, 2, 2), (3, 3), (1, 1), (1, 1), (1, 1), 1)
+
+
+@pytest.mark.parametrize("elements", [1, 20, 50, 10**6])
+@pytest.mark.parametrize("stride", [(1, 1), (2, 1)])
+def test_blocks_and_strips_of_each_channel_alone(elements, stride, monkeypatch):
+    """A row at a time, some rows of an image, some images, all of them; with a kernel of two sizes."""
+    monkeypatch.setattr(depthwise, "ELEMENTS", elements)
+    compare((5, 6, 4, 3, 3), (2, 3), stride, (1, 2), (2, 1), 3)

@@ -11,7 +11,8 @@ NumPy, float32, `jit` on          3 x 3, ReLU and pooling, few      CompiledDire
                                   3 x 3, no or 2 x 2 pooling        CompiledWinograd
 NumPy                             3 x 3, many channels, even size   WinogradNumpy
                                   ReLU, one group, stride 1         Im2colReluPool
-any library                       no ReLU                           Im2col
+any library                       a group for each channel          Depthwise
+                                  no ReLU                           Im2col
                                   otherwise                         None: conv2d, max_pool2d and relu one by one
 
 In half precision a device computes with float16 or bfloat16; NumPy computes in float32, and the result is rounded.
@@ -30,6 +31,7 @@ from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.activation import relu
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.compiled_3x3 import CompiledDirect, CompiledWinograd
+from nnmpi.ops.conv.depthwise import Depthwise
 from nnmpi.ops.conv.im2col import Im2col, Im2colReluPool
 from nnmpi.ops.conv.winograd_numpy import WinogradNumpy, image_bytes
 from nnmpi.ops.linear import multiply, place_for
@@ -94,6 +96,8 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Al
         bias: (o,), or None.
         spec: what is computed.
     """
+    if 1 < spec.groups == x.shape[3] == weight.shape[3] and x.dtype.kind == "f":
+        return None if spec.relu else Depthwise(spec)
     if type(x.data) is not np.ndarray:
         return None if spec.relu else Im2col(spec)
     (n, h, w, c), o, compiled = x.shape, weight.shape[3], compiled_kernels()

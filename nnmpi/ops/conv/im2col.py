@@ -42,7 +42,7 @@ from nnmpi.backend.kernels import bias_grad
 from nnmpi.backend.precision import FLOAT32, cast, is_floating, is_low
 from nnmpi.backend.sums import row_sum
 from nnmpi.backend.windows import corners, windows
-from nnmpi.ops.conv.algorithm import Algorithm, ConvSpec, Gradients
+from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.planes import Planes, repeated
 
 COLUMNS_BYTES = 3 << 18  # of one block of columns and its result: half of a usual second-level cache
@@ -77,7 +77,11 @@ class Columns:
         most = room // (max(1, row * (terms + outputs)) * x.dtype.itemsize)  # rows of the result
         self.count = max(1, min(n, most // max(1, self.out[0])))
         self._strip_rows = max(1, min(self.out[0], most))
-        self._memory: Array = xp.empty((self.count * self._strip_rows * row * terms,), x.dtype)
+        # each window is a pixel, and all of them in their order are the images
+        alone = (spec.kernel, spec.stride, spec.padding, spec.pool) == ((1, 1), (1, 1), (0, 0), NO_POOL)
+        self._is_pixels = alone and x.flags.c_contiguous
+        size = 0 if self._is_pixels else self.count * self._strip_rows * row * terms
+        self._memory: Array = xp.empty((size,), x.dtype)
         self._inner: Array | None = None  # where a block's images are copied to, in a border of zeros
         bordered = x
         if top or left:
@@ -95,10 +99,13 @@ class Columns:
     def strips(self, block: slice, fill: bool = True) -> Iterator[tuple[slice, Array]]:
         """Yield some rows of what the pooling leaves of a block's images, and their columns, after one another.
 
-        The columns, (pool_h pool_w images rows columns, kh kw c), overwrite those before. They are of any values unless
-        they are to be filled.
+        The columns, (pool_h pool_w images rows columns, kh kw c), overwrite those before, or are the images themselves.
+        They are of any values unless they are to be filled.
         """
         images, height = block, self.out[0]
+        if self._is_pixels:
+            yield slice(0, height), _pixels(self._x[block])
+            return
         if self._inner is not None:
             images = slice(0, block.stop - block.start)
             if fill:

@@ -1,0 +1,91 @@
+"""Convolution of each channel by a kernel of its own: shifted images times numbers, added up.
+
+    y  =  sum over r, s of   x moved by (r, s)  *  W[r, s]          W[r, s]: a number for each channel
+
+Channels lie side by side, so each of the kh kw terms is a product along whole rows of an image; a product of matrices,
+which im2col makes of each channel, would have one column. Images are taken in blocks, or strips of rows, that stay in
+the cache through all terms. Backward goes over the same terms: dx moved by (r, s) gets dy W[r, s], and dW[r, s] is the
+sum of dy times x moved by (r, s).
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.kernels import bias_grad
+from nnmpi.backend.precision import cast
+from nnmpi.backend.sums import ELEMENTS
+from nnmpi.backend.windows import windows
+from nnmpi.ops.conv.algorithm import Algorithm, Gradients
+
+
+class Depthwise(Algorithm):
+    """A convolution in as many groups as there are channels, before it and after it; no ReLU, no pooling."""
+
+    def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> None:
+        kernels = self._kernels(xp, weight, x.dtype, y.shape[2])
+        for block, strips in self._blocks(xp, y):
+            seen = windows(self._bordered(xp, x[block], x), *self.spec[:2], self.spec.dilation)
+            for rows, scratch in strips:
+                place = y[block, rows]
+                for number, (i, j) in enumerate(np.ndindex(self.spec.kernel)):
+                    term = xp.multiply(seen[:, rows, :, i, j], kernels[i, j], out=scratch if number else place)
+                    if number:
+                        xp.add(place, term, out=place)
+                if bias is not None:
+                    xp.add(place, bias, out=place, casting="unsafe")
+
+    def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: None, out: Gradients) -> None:
+        (top, left), (h, w, c) = self.spec.padding, x.shape[1:]
+        kernels, sums = self._kernels(xp, weight, x.dtype, grad.shape[2]), []
+        for block, strips in self._blocks(xp, grad):
+            images = self._bordered(xp, x[block], x)
+            shares = xp.zeros(images.shape, x.dtype)
+            seen, given = (windows(each, *self.spec[:2], self.spec.dilation) for each in (images, shares))
+            for rows, scratch in strips:
+                dy, part = grad[block, rows], xp.empty((*self.spec.kernel, c), weight.dtype)
+                for i, j in np.ndindex(self.spec.kernel):
+                    if out.x is not None:
+                        place = given[:, rows, :, i, j]
+                        xp.add(place, xp.multiply(dy, kernels[i, j], out=scratch), out=place)
+                    if out.weight is not None:
+                        term = xp.multiply(dy, seen[:, rows, :, i, j], out=scratch)
+                        bias_grad(xp, term.reshape(term.size // c, c), part[i, j])
+                sums.append(part)
+            if out.x is not None:
+                xp.copyto(out.x[block], shares[:, top : top + h, left : left + w], casting="unsafe")
+        if out.weight is not None:
+            parts = xp.concatenate([part.reshape(1, part.size) for part in sums])
+            xp.add.reduce(parts, axis=0, dtype=np.float64, out=out.weight.reshape(out.weight.size))
+        if out.bias is not None:
+            grad = xp.reshape(grad, (grad.size // c, c))
+            bias_grad(xp, grad, out.bias)
+
+    def _kernels(self, xp: Any, weight: Array, dtype: Any, columns: int) -> Array:
+        """Return each element's numbers, once for every column of an image: (kh, kw, columns, c)."""
+        kernels: Array = xp.empty((*self.spec.kernel, columns, weight.shape[3]), dtype)
+        xp.copyto(kernels, cast(xp, weight, dtype))
+        return kernels
+
+    def _bordered(self, xp: Any, images: Array, whole: Array) -> Array:
+        """Return images in their border of zeros."""
+        (top, left), (n, h, w, c) = self.spec.padding, images.shape
+        if not top and not left:
+            return images
+        bordered: Array = xp.zeros((n, h + 2 * top, w + 2 * left, c), whole.dtype)
+        xp.copyto(bordered[:, top : top + h, left : left + w], images)
+        return bordered
+
+    def _blocks(self, xp: Any, y: Array) -> Iterator[tuple[slice, list[tuple[slice, Array]]]]:
+        """Yield some images of the result after others, and their strips of rows, each with scratch of its shape."""
+        n, height, width, channels = y.shape
+        room = ELEMENTS if xp.__name__ == "numpy" else y.size
+        most = max(1, room // (width * channels))  # rows of the result
+        count, strip = max(1, most // height), min(height, most)
+        for start in range(0, max(n, 1), count):
+            block = slice(start, min(start + count, n))
+            scratch = xp.empty((block.stop - start, strip, width, channels), y.dtype)
+            strips = [slice(row, min(row + strip, height)) for row in range(0, height, strip)]
+            yield block, [(rows, scratch[:, : rows.stop - rows.start]) for rows in strips]
