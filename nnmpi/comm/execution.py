@@ -14,7 +14,7 @@ it is polled, so that it can run while something else is computed, and several c
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
@@ -77,262 +77,49 @@ class MessageRequest:
         return self.array
 
 
-# ---- by the steps of an algorithm ----
-
-
-class _Bound(NamedTuple):
-    """One step with its places in memory: messages with their partners, and what is to be added to what."""
-
-    receives: tuple[tuple[Buffer, int], ...]
-    sends: tuple[tuple[Buffer, int], ...]
-    sums: tuple[tuple[Buffer, Buffer], ...]
-
-
-class Execution:
-    """One rank's part of a collective, as a state machine that goes from step to step.
+class Calls(MessageRequest):
+    """Calls of a communicator that are started together, again and again; see `Pending`.
 
     Args:
-        steps: this rank's steps over comm.size chunks.
-        array: (n,) the buffer, worked on in place; n may be 0 or less than the number of ranks. One of a device is
-            given to MPI as it is, when it was computed.
-        comm: the communicator; its ranks are those in the steps.
-        tag: tells the messages of this execution from those of others in flight between the same ranks.
-        max_message_bytes: longer messages are cut into pieces of at most that.
-
-    Raises:
-        ShapeError: see `check_buffer`.
-        DtypeError: see `check_buffer`.
+        comm: the communicator.
+        starts: begin them.
+        blocks: do the same and return when it is done, where MPI is quicker at that.
+        waits_for: returns what is waited for, in words; by default what the world knows by itself.
     """
 
     def __init__(
         self,
-        steps: Sequence[Step],
-        array: Buffer,
         comm: Comm,
-        tag: int = 0,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        starts: Sequence[Callable[[], Request]],
+        blocks: Sequence[Callable[[], Any]] = (),
+        waits_for: Callable[[], str] = str,
     ) -> None:
-        self._comm, self._tag = comm, tag
-        checked, self._current = _check(array)
-        self._add = namespace(checked).add
-        self._bound = _bind(steps, checked, comm.size, max_message_bytes)
-        self._at = len(self._bound)
-        self._requests: list[Request] = []
+        super().__init__(comm, [], None)
+        self._starts, self._blocks, self.waits_for = starts, blocks, waits_for
 
     def start(self) -> None:
-        """Start it, with what the array holds now. Leave the array alone until `poll` returns True or `wait` returns.
-
-        Raises:
-            CommError: when it is running already.
-        """
-        if self._at < len(self._bound):
-            raise CommError(f"the collective with tag {self._tag} is still running; wait for it before the next start")
-        self._at = 0
-        self._post()
-
-    def poll(self) -> bool:
-        """Go as far as possible without waiting; return whether it is finished."""
-        while self._at < len(self._bound):
-            if not self._comm.test_all(self._requests):
-                return False
-            self._next()
-        return True
+        """Begin all calls."""
+        self._requests = [begin() for begin in self._starts]
 
     def wait(self) -> None:
-        """Return when this rank's part is finished and the array holds the result."""
+        """Return when all are complete."""
         self._comm.world.waiter = self
         try:
-            while self._at < len(self._bound):
-                self._comm.wait_all(self._requests)
-                self._next()
+            super().wait()
         finally:
             self._comm.world.waiter = None
 
-    def waits_for(self) -> str:
-        """Return what it waits for, in words."""
-        at = min(self._at, len(self._bound) - 1)
-        partners = [rank for _, rank in (*self._bound[at].receives, *self._bound[at].sends)]
-        return f"a collective of {len(self._bound)} steps (tag {self._tag}), for {name_ranks(partners)}"
-
     def run(self) -> None:
-        """Start and wait."""
-        self.start()
-        self.wait()
-
-    def _post(self) -> None:
-        """Start the messages of the step it has come to."""
-        if self._current is not None:
-            self._current().synchronize()
-        self._requests = []
-        if self._at < len(self._bound):
-            comm, tag, (receives, sends, _) = self._comm, self._tag, self._bound[self._at]
-            self._requests = [comm.irecv(message, source, tag) for message, source in receives]
-            self._requests += [comm.isend(message, to, tag) for message, to in sends]
-
-    def _next(self) -> None:
-        """Finish the step it is in, whose messages are through, and begin the next."""
-        for target, arrived in self._bound[self._at].sums:
-            self._add(target, arrived, out=target)
-        self._at += 1
-        self._post()
-
-
-def _check(array: Buffer) -> tuple[Buffer, Callable[[], Any] | None]:
-    """Return an array that can be summed; and for a device's what returns the stream to wait for."""
-    found = check_buffer(array, low=is_device(array))
-    return found, namespace(array).cuda.get_current_stream if is_device(array) else None
-
-
-def _bind(steps: Sequence[Step], array: Buffer, size: int, max_bytes: int) -> list[_Bound]:
-    """Give every step its places in the array and in scratch; leave out those whose chunks are all empty."""
-    chunks = split(array.size, size)
-    longest = max((sum(len(chunks[c]) for c in step.recv) for step in steps if step.reduce), default=0)
-    scratch = namespace(array).empty(longest, dtype=array.dtype)  # one for all steps: only one step is under way
-    bound = []
-    for step in steps:
-        targets = list(_slices(step.recv, array, chunks))
-        landing = targets
-        if step.reduce:  # one behind the other
-            stops = accumulate(target.size for target in targets)
-            landing = [scratch[stop - target.size : stop] for target, stop in zip(targets, stops, strict=True)]
-        receives = () if step.from_ is None else _messages(landing, step.from_, max_bytes)
-        sends = () if step.to is None else _messages(_slices(step.send, array, chunks), step.to, max_bytes)
-        if receives or sends:
-            bound.append(_Bound(receives, sends, tuple(zip(targets, landing, strict=True)) if step.reduce else ()))
-    return bound
-
-
-def _slices(numbers: Chunks, array: Buffer, chunks: Sequence[range]) -> Iterator[Buffer]:
-    """Yield a view of the array for each run of neighbouring chunks that is not empty."""
-    for run in runs(numbers):
-        part = array[chunks[run[0]].start : chunks[run[-1]].stop]
-        if part.size:
-            yield part
-
-
-def _messages(
-    parts: Iterator[Buffer] | Sequence[Buffer], partner: int, max_bytes: int
-) -> tuple[tuple[Buffer, int], ...]:
-    """Return the parts, cut to max_bytes, as bytes with the partner's rank: the dtype is nobody else's business."""
-    return tuple((as_bytes(piece), partner) for part in parts for piece in pieces(part, max_bytes))
-
-
-# ---- by the communicator's own calls ----
-
-NATIVE_OPERATIONS = tuple(each.name for each in (ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER))
-
-
-class NativeExecution:
-    """One of MPI's own collectives on one array, again and again.
-
-    It works in place on the same layout as those made of steps: rank r's chunk is part r of `shard.split(n, size)`.
-    Unlike there, there is no tag: MPI pairs these by the order of their starts, so all ranks must start them in the
-    same order.
-
-    Args:
-        array: (n,) the buffer, worked on in place; one of a device as in `Execution`.
-        comm: the communicator whose ranks take part.
-        operation: "all-reduce", "broadcast", "all-gather" or "reduce-scatter".
-        max_message_bytes: longer arrays are worked on in pieces of at most that.
-        root: whose values a broadcast spreads.
-
-    Raises:
-        UsageError: for another operation.
-    """
-
-    def __init__(
-        self,
-        array: Buffer,
-        comm: Comm,
-        operation: str = ALL_REDUCE.name,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
-        root: int = ROOT,
-    ) -> None:
-        if operation not in NATIVE_OPERATIONS:
-            raise UsageError(f"MPI has no {operation} of its own here; it has {', '.join(NATIVE_OPERATIONS)}")
-        self._array, self._current = _check(array)
-        calls = _find_calls(self._array, comm, operation, max_message_bytes, root)
-        # What is written may not overlap what is read.
-        self._scratch: Buffer | None = next((given[0] for name, given in calls if name == "reduce_scatter"), None)
-        self._starts = [partial(getattr(comm, f"i{name}"), *given) for name, given in calls]
-        self._blocks = [partial(getattr(comm, name), *given) for name, given in calls]
-        self._comm, self._requests = comm, list[Request]()
-
-    def start(self) -> None:
-        """Start it. Leave the array alone until `poll` returns True or `wait` returns.
-
-        A device's array is done with on return: Open MPI takes device pointers in its blocking collectives, but not in
-        those that are only started (https://www.open-mpi.org/faq/?category=runcuda).
-
-        Raises:
-            CommError: when it is running already.
-        """
-        if self._current is not None:
-            return self.run()
-        self._prepare()
-        self._requests = [begin() for begin in self._starts]
-        return None
-
-    def poll(self) -> bool:
-        """Return whether it is finished, without waiting; messages move on while they are asked for."""
-        if self._requests and self._comm.test_all(self._requests):
-            self._requests = []
-        return not self._requests
-
-    def wait(self) -> None:
-        """Return when it is finished."""
-        self._comm.wait_all(self._requests)
-        self._requests = []
-
-    def run(self) -> None:
-        """Do it at once, with the blocking call: in Open MPI it takes half the time of a start and a wait.
-
-        Raises:
-            CommError: when it is running already.
-        """
-        self._prepare()
-        if self._current is not None:
-            self._current().synchronize()
+        """Do all calls."""
         for block in self._blocks:
             block()
-
-    def _prepare(self) -> None:
-        if self._requests:
-            raise CommError("this native collective is still running; wait for it before the next start")
-        if self._scratch is not None:
-            self._scratch[...] = self._array
+        if not self._blocks:
+            self.start()
+            self.wait()
 
 
-def _find_calls(array: Buffer, comm: Comm, operation: str, limit: int, root: int) -> list[tuple[str, tuple[Any, ...]]]:
-    """Return the calls of the communicator that do it, by name, with their arguments."""
-    parts = [array[chunk.start : chunk.stop] for chunk in split(array.size, comm.size)]
-    counts, at_once = [part.size for part in parts], array.nbytes <= limit
-    if operation == BROADCAST.name:
-        return [("broadcast", (piece, root)) for piece in pieces(array, limit)]
-    if operation == ALL_GATHER.name and at_once:
-        return [("allgatherv", (None, array, counts))]
-    if operation == ALL_GATHER.name:  # each owner broadcasts its chunk, piece by piece
-        return [("broadcast", (piece, owner)) for owner, part in enumerate(parts) for piece in pieces(part, limit)]
-    if operation == REDUCE_SCATTER.name and at_once:
-        return [("reduce_scatter", (array.copy(), parts[comm.rank], counts))]
-    return [("allreduce", (piece,)) for piece in pieces(array, limit)]  # a long reduce-scatter sums for all
-
-
-# ---- in stages ----
-
-
-class LocalWork:
-    """A stage in which this rank has something to compute, and nothing to wait for."""
-
-    def __init__(self, run: Callable[[], None]) -> None:
-        self.run = self.start = run
-
-    def poll(self) -> bool:
-        """Return True: it was finished when it was started."""
-        return True
-
-    def wait(self) -> None:
-        """Do nothing."""
+Stage: TypeAlias = Pending | Callable[[], Any]
+"""What is started and then waited for; or a function, for what this rank has to compute."""
 
 
 class Stages:
@@ -343,9 +130,10 @@ class Stages:
         name: for errors.
     """
 
-    def __init__(self, stages: Sequence[Pending], name: str = "the collective") -> None:
-        self._stages, self._name = stages, name
-        self._runs = tuple(stage.run for stage in stages)
+    def __init__(self, stages: Sequence[Stage], name: str = "the collective") -> None:
+        self._stages: Sequence[Any] = stages
+        self._name = name
+        self._runs = [stage if callable(stage) else stage.run for stage in stages]
         self._at = len(stages)
 
     def start(self) -> None:
@@ -374,22 +162,28 @@ class Stages:
             self._next()
 
     def run(self) -> None:
-        """Start and wait, by the stages' blocking calls: MPI's are quicker than a start and a wait."""
+        """Start and wait, by the stages' blocking calls: MPI's take half the time of a start and a wait."""
         if self._at < len(self._stages):
             self.start()  # raises
         for run in self._runs:
             run()
 
     def _next(self) -> None:
+        """Begin the next stage in which there is something to wait for; compute what comes before it."""
         self._at += 1
-        if self._at < len(self._stages):
-            self._stages[self._at].start()
+        while self._at < len(self._stages):
+            stage = self._stages[self._at]
+            if not callable(stage):
+                return stage.start()
+            stage()
+            self._at += 1
+        return None
 
 
 def staged(array: Array, bind: Callable[[Buffer], Pending]) -> Stages:
     """Return a collective of a device array, (n,), by the one of a page-locked host array that `bind` returns."""
     room = room_like(array, array.shape)
-    return Stages([LocalWork(lambda: fetch([(array, room)])), bind(room), LocalWork(lambda: put(room, array))])
+    return Stages([lambda: fetch([(array, room)]), bind(room), lambda: put(room, array)])
 
 
 def widened(array: Array, bind: Callable[[Buffer], Pending]) -> Stages:
@@ -398,11 +192,139 @@ def widened(array: Array, bind: Callable[[Buffer], Pending]) -> Stages:
     MPI has no dependable sum of such numbers, and adding them two by two would round at every rank on the way.
     """
     wide: Array = namespace(array).empty(array.shape, dtype=np.float32)
+    return Stages([partial(_copy, array, wide), bind(wide), partial(_copy, wide, array)])
 
-    def widen() -> None:
-        wide[...] = array
 
-    def narrow() -> None:
-        array[...] = wide
+def _copy(source: Buffer, target: Buffer) -> None:
+    target[...] = source
 
-    return Stages([LocalWork(widen), bind(wide), LocalWork(narrow)])
+
+# ---- by the steps of an algorithm ----
+
+
+class Execution(Stages):
+    """One rank's part of a collective: step after step its messages, then the sum of what has arrived.
+
+    Args:
+        steps: this rank's steps over comm.size chunks.
+        array: (n,) the buffer, worked on in place; n may be 0 or less than the number of ranks. One of a device is
+            given to MPI as it is, when it was computed.
+        comm: the communicator; its ranks are those in the steps.
+        tag: tells the messages of this execution from those of others in flight between the same ranks.
+        max_message_bytes: longer messages are cut into pieces of at most that.
+
+    Raises:
+        ShapeError: see `check_buffer`.
+        DtypeError: see `check_buffer`.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        array: Buffer,
+        comm: Comm,
+        tag: int = 0,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+    ) -> None:
+        computed = _check(array)
+        chunks, xp = split(array.size, comm.size), namespace(array)
+        longest = max((sum(len(chunks[c]) for c in step.recv) for step in steps if step.reduce), default=0)
+        scratch = xp.empty(longest, dtype=array.dtype)  # one for all steps: only one step is under way
+        stages: list[Stage] = []
+        for step in steps:
+            targets = list(_slices(step.recv, array, chunks))
+            landing = targets
+            if step.reduce:  # one behind the other
+                stops = accumulate(target.size for target in targets)
+                landing = [scratch[stop - target.size : stop] for target, stop in zip(targets, stops, strict=True)]
+            calls = []
+            sent = _slices(step.send, array, chunks)
+            for call, parts, partner in ((comm.irecv, landing, step.from_), (comm.isend, sent, step.to)):
+                # As bytes: the dtype is nobody else's business.
+                messages = (as_bytes(piece) for part in parts for piece in pieces(part, max_message_bytes))
+                calls += [partial(call, message, cast(int, partner), tag) for message in messages]
+            if calls:
+                stages += [*computed, Calls(comm, calls, waits_for=partial(_describe, step, len(steps), tag))]
+            if step.reduce:
+                stages += [partial(xp.add, *pair, pair[0]) for pair in zip(targets, landing, strict=True)]
+        super().__init__(stages, f"the collective with tag {tag}")
+
+
+def _check(array: Buffer) -> list[Stage]:
+    """Refuse an array that cannot be summed; return what waits until one of a device was computed."""
+    check_buffer(array, low=is_device(array))
+    current = namespace(array).cuda.get_current_stream if is_device(array) else None
+    return [] if current is None else [lambda: current().synchronize()]
+
+
+def _slices(numbers: Chunks, array: Buffer, chunks: Sequence[range]) -> Iterator[Buffer]:
+    """Yield a view of the array for each run of neighbouring chunks that is not empty."""
+    for run in runs(numbers):
+        part = array[chunks[run[0]].start : chunks[run[-1]].stop]
+        if part.size:
+            yield part
+
+
+def _describe(step: Step, steps: int, tag: int) -> str:
+    """Return what is waited for in a step, in words."""
+    partners = name_ranks([rank for rank in (step.from_, step.to) if rank is not None])
+    return f"a collective of {steps} steps (tag {tag}), for {partners}"
+
+
+# ---- by the communicator's own calls ----
+
+NATIVE_OPERATIONS = tuple(each.name for each in (ALL_REDUCE, BROADCAST, ALL_GATHER, REDUCE_SCATTER))
+
+
+class NativeExecution(Stages):
+    """One of MPI's own collectives on one array, again and again.
+
+    It works in place on the same layout as those made of steps: rank r's chunk is part r of `shard.split(n, size)`.
+    Unlike there, there is no tag: MPI pairs these by the order of their starts, so all ranks must start them in the
+    same order. A device's array is done with when it was started: Open MPI takes device pointers in its blocking
+    collectives, but not in those that are only started (https://www.open-mpi.org/faq/?category=runcuda).
+
+    Args:
+        array: (n,) the buffer, worked on in place; one of a device as in `Execution`.
+        comm: the communicator whose ranks take part.
+        operation: "all-reduce", "broadcast", "all-gather" or "reduce-scatter".
+        max_message_bytes: longer arrays are worked on in pieces of at most that.
+        root: whose values a broadcast spreads.
+
+    Raises:
+        UsageError: for another operation.
+    """
+
+    def __init__(
+        self,
+        array: Buffer,
+        comm: Comm,
+        operation: str = ALL_REDUCE.name,
+        max_message_bytes: int = MAX_MESSAGE_BYTES,
+        root: int = ROOT,
+    ) -> None:
+        if operation not in NATIVE_OPERATIONS:
+            raise UsageError(f"MPI has no {operation} of its own here; it has {', '.join(NATIVE_OPERATIONS)}")
+        stages = _check(array)
+        calls = _find_calls(array, comm, operation, max_message_bytes, root)
+        # What is written may not overlap what is read.
+        stages += [partial(_copy, array, given[0]) for name, given in calls if name == "reduce_scatter"]
+        blocks = [partial(getattr(comm, name), *given) for name, given in calls]
+        starts = [partial(getattr(comm, f"i{name}"), *given) for name, given in calls]
+        stages += blocks if is_device(array) else [Calls(comm, starts, blocks)]
+        super().__init__(stages, "this native collective")
+
+
+def _find_calls(array: Buffer, comm: Comm, operation: str, limit: int, root: int) -> list[tuple[str, tuple[Any, ...]]]:
+    """Return the calls of the communicator that do it, by name, with their arguments."""
+    parts = [array[chunk.start : chunk.stop] for chunk in split(array.size, comm.size)]
+    counts, at_once = [part.size for part in parts], array.nbytes <= limit
+    if operation == BROADCAST.name:
+        return [("broadcast", (piece, root)) for piece in pieces(array, limit)]
+    if operation == ALL_GATHER.name and at_once:
+        return [("allgatherv", (None, array, counts))]
+    if operation == ALL_GATHER.name:  # each owner broadcasts its chunk, piece by piece
+        return [("broadcast", (piece, owner)) for owner, part in enumerate(parts) for piece in pieces(part, limit)]
+    if operation == REDUCE_SCATTER.name and at_once:
+        return [("reduce_scatter", (array.copy(), parts[comm.rank], counts))]
+    return [("allreduce", (piece,)) for piece in pieces(array, limit)]  # a long reduce-scatter sums for all

@@ -29,7 +29,7 @@ import nnmpi.shard as shard
 from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.buffers import Buffer, check_buffer
-from nnmpi.comm.execution import Execution, LocalWork, Pending, Stages
+from nnmpi.comm.execution import Execution, Stage, Stages
 from nnmpi.comm.node import SharedMemory
 from nnmpi.errors import DeviceError
 
@@ -115,13 +115,13 @@ class SharedSum(Stages):
     """
 
     def __init__(self, array: Buffer, memory: SharedMemory, tag: int = 0, block_bytes: int | None = None) -> None:
-        stages: list[Pending] = []
+        stages: list[Stage] = []
         if _is_to_add(check_buffer(array), memory):
             stages += _stages(array, memory, tag, NodeSum([array], memory, tag, block_bytes=block_bytes))
         super().__init__(stages, f"the shared sum with tag {tag}")
 
 
-def _stages(array: Buffer, memory: SharedMemory, tag: int, node: NodeSum) -> Iterator[Pending]:
+def _stages(array: Buffer, memory: SharedMemory, tag: int, node: NodeSum) -> Iterator[Stage]:
     across = memory.across
     leaders = array if memory.size == 1 else memory.parts(array)[0]
 
@@ -135,14 +135,14 @@ def _stages(array: Buffer, memory: SharedMemory, tag: int, node: NodeSum) -> Ite
         array[...] = leaders
 
     yield node.barrier
-    yield LocalWork(add)
+    yield add
     yield node.barrier
     if across is not None:
         if memory.rank == 0:
             yield Execution(ring(across.rank, across.size), leaders, across, tag)
         yield node.barrier
         if memory.rank > 0:
-            yield LocalWork(copy)
+            yield copy
         yield node.barrier
 
 
