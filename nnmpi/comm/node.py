@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 
 import numpy as np
@@ -18,7 +19,8 @@ from numpy.typing import DTypeLike
 
 from nnmpi.comm.agreement import Communicator, agreed
 from nnmpi.comm.buffers import Buffer
-from nnmpi.comm.world import PAGE_BYTES, Request, SharedPages
+from nnmpi.comm.execution import Calls, Stages
+from nnmpi.comm.world import PAGE_BYTES, SharedPages
 from nnmpi.errors import DeviceError, ShapeError, UsageError, name_ranks
 
 # Barriers among the ranks of a node that cost a tenth of MPI's: each rank counts on a flag that the others watch.
@@ -98,43 +100,17 @@ class FlagBarrier:
         return [rank for rank, counter in pairs if counter[0] < self._goal]
 
 
-class CollectiveBarrier(FlagBarrier):
+class CollectiveBarrier(Stages):
     """A barrier by a sum that nobody needs, between two synchronizations of the memory: right in any world.
 
-    It has a communicator of its own, so that several barriers can be under way in any order. The counters only tell who
-    is missing.
-
-    Args:
-        counters, memory: as `FlagBarrier` has them.
+    It has a communicator of its own, so that several barriers can be under way in any order.
     """
 
-    def __init__(self, counters: Sequence[memoryview], memory: SharedMemory) -> None:
-        super().__init__(counters, memory)
-        self._sync, self._comm = memory.sync, memory.node.duplicate()
-        self._sum = np.zeros(1, np.int64)  # one element: a sum of none need not wait for anybody
-        self._requests: list[Request] = []
-
-    def start(self) -> None:
-        """Say that this rank has arrived."""
-        self._sync()
-        super().start()
-        self._requests = [self._comm.iallreduce(self._sum)]
-
-    def poll(self) -> bool:
-        """Return whether all ranks have arrived."""
-        if not self._comm.test_all(self._requests):
-            return False
-        self._sync()
-        return True
-
-    def wait(self) -> None:
-        """Return when all ranks have arrived; see `FlagBarrier`."""
-        self._memory.wait_for(self)
-
-    def run(self) -> None:
-        """Arrive, and return when all others have."""
-        self.start()
-        self.wait()
+    def __init__(self, memory: SharedMemory) -> None:
+        self._comm = memory.node.duplicate()
+        number = np.zeros(1, np.int64)  # one element: a sum of none need not wait for anybody
+        crossing = Calls(self._comm, [partial(self._comm.iallreduce, number)])
+        super().__init__([memory.sync, crossing, memory.sync], "a barrier in shared memory")
 
     def free(self) -> None:
         """Give the communicator back. Collective over the node."""
@@ -188,13 +164,13 @@ class SharedMemory:
         self.rank, self.size = self.node.rank, self.node.size
         self.across = group.comm.split(self.rank, group.rank) if several else None
         self.members = tuple(each for each, node in enumerate(self.node_of) if node == self.node_of[group.rank])
-        self._make_barrier = FlagBarrier if ordered else CollectiveBarrier
+        self._ordered = ordered
         usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         everyones = group.gather(sorted(usable))  # the cores that each rank may run on
         cores = {core for rank in self.members for core in everyones[rank]}
         self.polls = CROWDED_POLLS if self.size > len(cores) else PATIENT_POLLS
         self._pages: list[SharedPages] = []  # of the barriers' flags
-        self._barriers: dict[int, FlagBarrier] = {}
+        self._barriers: dict[int, FlagBarrier | CollectiveBarrier] = {}
         self._windows: dict[int, SharedPages] = {}  # by allocation number; twins have the same
         self.closed = False
         try:
@@ -275,7 +251,7 @@ class SharedMemory:
         self._check_open()
         self._barriers[MAIN].run()
 
-    def barrier_of(self, tag: int) -> FlagBarrier:
+    def barrier_of(self, tag: int) -> FlagBarrier | CollectiveBarrier:
         """Return the node's barrier with this tag; collective where the tag is new.
 
         Raises:
@@ -285,7 +261,10 @@ class SharedMemory:
         self._check_open()
         if tag not in self._barriers:
             with agreed(self.group):
-                self._barriers[tag] = self._make_barrier(self._find_counters(len(self._barriers)), self)
+                number = len(self._barriers)
+                self._barriers[tag] = (
+                    FlagBarrier(self._find_counters(number), self) if self._ordered else CollectiveBarrier(self)
+                )
         return self._barriers[tag]
 
     def _find_counters(self, number: int) -> list[memoryview]:
@@ -302,9 +281,6 @@ class SharedMemory:
         Who waits for long is reported, and ended, by the world's own watch (`World.watch`).
         """
         world = self.node.world
-        if world.simulated:
-            world.wait_until(barrier.poll)
-            return
         give_way = getattr(os, "sched_yield", lambda: time.sleep(0))
         world.waiter, looks = barrier, 0
         try:

@@ -102,10 +102,9 @@ def test_parameters_and_state_have_the_bits_of_an_ordinary_update(
     assert all(map(all, group.gather(right)))
 
 
-@pytest.mark.simulated
-@pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
-def test_the_length_is_that_of_the_sum_and_clipping_the_same(group: Group, ordered: bool) -> None:
-    memory = SharedMemory(group, ordered=ordered)
+@pytest.mark.both_worlds
+def test_the_length_is_that_of_the_sum_and_clipping_the_same(group: Group) -> None:
+    memory = SharedMemory(group)
     setting, right = Setting(group, memory, "sgd", {"lr": 0.1}, "float64"), []
     for turn in range(STEPS):
         setting.draw(turn)
