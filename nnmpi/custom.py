@@ -121,9 +121,14 @@ def ask(function: Callable[..., Iterable[Any]], kind: type, *values: Any) -> tup
     return given
 
 
+def name_of(named: Any) -> str:
+    """Return the name of what is chosen by name: the name itself; of a function that a user wrote that one's."""
+    return named if isinstance(named, str) else getattr(named, "__name__", type(named).__name__)
+
+
 def called(function: Callable[..., Any], shown: Iterable[Any]) -> str:
     """Return how a function was called: "my_ring(0, 4)"."""
-    return f"{getattr(function, '__name__', type(function).__name__)}({', '.join(map(str, shown))})"
+    return f"{name_of(function)}({', '.join(map(str, shown))})"
 
 
 def fault(function: Callable[..., Any], shown: Iterable[Any], error: BaseException) -> str:

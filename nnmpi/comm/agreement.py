@@ -132,14 +132,7 @@ class Communicator:
         Raises:
             CommError: on all ranks, when the value is none that JSON can hold.
         """
-        if self.size == 1:
-            return decode_json(encode_json(value), root)
-        text = np.frombuffer(encode_json(value) if self.rank == root else b"", np.uint8)
-        length = np.array([text.size], np.int64)
-        self.comm.broadcast(length, root)
-        buffer = text.copy() if self.rank == root else np.empty(int(length[0]), np.uint8)
-        self.comm.broadcast(buffer, root)
-        return decode_json(buffer.tobytes(), root)
+        return self.gather(value if self.rank == root else None)[root]
 
     def barrier(self) -> None:
         """Return when every rank has come here."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from nnmpi.custom import ask
+from nnmpi.custom import ask, name_of
 from nnmpi.errors import ScheduleError, UsageError
 
 Chunks: TypeAlias = tuple[int, ...] | range
@@ -179,8 +179,7 @@ def as_collective(algorithm: Collective | Algorithm, contract: Contract | None =
     """
     if isinstance(algorithm, Collective):
         return algorithm
-    name = getattr(algorithm, "__name__", type(algorithm).__name__)
-    return Collective(name, contract or ALL_REDUCE, (algorithm,))
+    return Collective(name_of(algorithm), contract or ALL_REDUCE, (algorithm,))
 
 
 def part(rank: int, times: int = 1) -> int:

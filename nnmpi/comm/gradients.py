@@ -28,13 +28,14 @@ import nnmpi.clock as clock
 import nnmpi.shard as shard
 import nnmpi.timeline as timeline
 from nnmpi.comm.agreement import agreed, require_equal
-from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED, How, find_collective, name_of
+from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED, How, find_collective
 from nnmpi.comm.buffers import Buffer, check_buffer, is_device
 from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.execution import Pending
 from nnmpi.comm.fit import Choice
 from nnmpi.comm.group import Group
 from nnmpi.comm.prove import proved_steps
+from nnmpi.custom import name_of
 from nnmpi.errors import CommError, DeviceError, UsageError
 
 # Measured with a chain of ten 512 x 512 layers, batch 128, 10.6 MB of gradients, on one node with 2 cores of an AMD Zen

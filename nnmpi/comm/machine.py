@@ -13,6 +13,7 @@ Everything is in seconds and bytes. The textbooks' machine, alpha + beta * bytes
 
 import math
 from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -136,6 +137,19 @@ class Machine:
         """Return the link between nodes or that inside one."""
         return self.across if across and self.across is not None else self.inside
 
+    def message(self, across: bool, both: Iterable[bool], lengths: Sequence[int]) -> tuple[float, float]:
+        """Return (latency, wire) in seconds of messages that are posted together.
+
+        Args:
+            across: whether they go between nodes.
+            both: whether each of the two ends sends and receives at once; the more expensive one counts.
+            lengths: of the messages, in bytes.
+        """
+        link = self.link(across)
+        curves = {link.both_ways if each else link.one_way for each in both}
+        costs = [(curve.alpha_s, sum(curve(nbytes) - curve.alpha_s for nbytes in lengths)) for curve in curves]
+        return max(costs, key=sum)
+
 
 def parse_network(text: str, ranks: int) -> Machine:
     """Return a machine whose ranks are each on a node of its own, with links such as "alpha_us=50,gbit=10".
@@ -187,17 +201,24 @@ INSTANT_S = 1e-12
 
 
 class Links:
-    """The links of so many nodes, all free at first."""
+    """The links of nodes, all free at first.
 
-    def __init__(self, nodes: int) -> None:
-        self._out_free_s, self._in_free_s = [0.0] * nodes, [0.0] * nodes
+    Args:
+        nodes: of each rank.
+    """
 
-    def send(self, source: int, target: int, ready_s: float, wire_s: float) -> float:
-        """Let one message of `wire_s` seconds pass between two nodes; return when it begins.
+    def __init__(self, nodes: Sequence[int]) -> None:
+        self._nodes = nodes
+        self._out_free_s, self._in_free_s = [0.0] * (max(nodes) + 1), [0.0] * (max(nodes) + 1)
 
-        A message that waits for the other node's link keeps its own node's link until then: those behind it wait too,
-        even for nodes that are free (head-of-line blocking).
+    def carry(self, sender: int, receiver: int, ready_s: float, latency_s: float, wire_s: float) -> float:
+        """Let messages pass from rank to rank; return when they have arrived.
+
+        A link between nodes is taken for `wire_s` only. Who waits for the other node's link keeps its own node's until
+        then: those behind it wait too, even for nodes that are free (head-of-line blocking).
         """
-        begin_s = max(ready_s, self._out_free_s[source], self._in_free_s[target])
-        self._out_free_s[source] = self._in_free_s[target] = begin_s + wire_s
-        return begin_s
+        source, target = self._nodes[sender], self._nodes[receiver]
+        if source != target:
+            ready_s = max(ready_s, self._out_free_s[source], self._in_free_s[target])
+            self._out_free_s[source] = self._in_free_s[target] = ready_s + wire_s
+        return ready_s + (latency_s + wire_s)

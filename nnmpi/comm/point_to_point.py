@@ -86,7 +86,7 @@ class Messages:
     def __init__(self, group: Group, synchronous_sends: bool = False) -> None:
         self._comm = group.comm.duplicate()
         self._isend = self._comm.issend if synchronous_sends else self._comm.isend
-        self._leaving: list[tuple[Request, Buffer]] = []  # MPI reads the arrays until the requests are complete
+        self._leaving: list[MessageRequest] = []  # MPI reads their arrays until they are complete
         self.sent = self.sent_bytes = 0
 
     @property
@@ -102,10 +102,10 @@ class Messages:
             to: the rank that receives it.
             tag: the tag that it receives with.
         """
-        requests = _post(self._isend, array, to, tag)
-        self._leaving += [(request, array) for request in requests]
+        request = MessageRequest(self._comm, _post(self._isend, array, to, tag), array)
+        self._leaving.append(request)
         self.sent, self.sent_bytes = self.sent + 1, self.sent_bytes + array.nbytes
-        return MessageRequest(self._comm, requests, array)
+        return request
 
     def receive(self, array: Buffer, source: int, tag: int) -> MessageRequest:
         """Post the receive of a message.
@@ -123,12 +123,12 @@ class Messages:
 
     def progress(self) -> None:
         """Let messages move on, and let go of the arrays that have left. Never waits."""
-        test_all = self._comm.test_all
-        self._leaving = [each for each in self._leaving if not test_all((each[0],))]
+        self._leaving = [request for request in self._leaving if not request.poll()]
 
     def drain(self) -> None:
         """Return when everything that was sent has left."""
-        self._comm.wait_all([request for request, _ in self._leaving])
+        for request in self._leaving:
+            request.wait()
         self._leaving = []
 
     def free(self) -> None:

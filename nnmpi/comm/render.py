@@ -120,13 +120,11 @@ def compare(collectives: Mapping[str, Collective], first: str, ranks: int) -> di
     if not 2 <= ranks <= MOST:
         raise UsageError(f"a page draws 2 to {MOST} ranks, not {ranks}; draw it as text")
     drawn: Sequence[int] = sorted({*range(2, DRAWN + 1), ranks})
-    names = list(collectives)
     return {
         "operation": collectives[first].contract.name,
         "ranks": ranks,
         "drawn": max(drawn),
         "first": first,
-        "second": names[(names.index(first) + 1) % len(names)],
         "algorithms": {
             name: {
                 "animations": {size: animation(one, size) for size in drawn if size in right},

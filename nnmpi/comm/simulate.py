@@ -112,21 +112,18 @@ class _Seconds(Engine):
     def __init__(self, machine: Machine, nodes: tuple[int, ...], elements: int, itemsize: int) -> None:
         self._machine, self._nodes, self._itemsize = machine, nodes, itemsize
         self._short, self._longer = divmod(elements, len(nodes))  # elements of a chunk; the first chunks have one more
-        self._links = Links(max(nodes) + 1)
+        self._links = Links(nodes)
         size, places = len(nodes), len(set(nodes))
         # Whether ranks that do the same have equal clocks, or nearly.
         self.may_be_in_lock_step = (places in (1, size) and self._short > 0) or size > EXACT_RANKS
-        self._sent, self._message = cache(self._find_sent), cache(self._find_message)
+        self._sent, self._message = cache(self._find_sent), cache(machine.message)
         self._steps: dict[tuple[int | None, int, int, bool], float] = {}
 
     def carry(self, sender: int, receiver: int, out: Step, into: Step, ready: float) -> float:
         """Return when the messages have arrived."""
-        nodes = self._nodes
-        across = nodes[sender] != nodes[receiver]
-        latency_s, wire_s = self._message(across, _is_both(out), _is_both(into), self._sent(out.send))
-        if across:
-            ready = self._links.send(nodes[sender], nodes[receiver], ready, wire_s)
-        return ready + (latency_s + wire_s)
+        across = self._nodes[sender] != self._nodes[receiver]
+        costs = self._message(across, (_is_both(out), _is_both(into)), self._sent(out.send))
+        return self._links.carry(sender, receiver, ready, *costs)
 
     def turn(self, ready: float) -> int:
         """Return the instant."""
@@ -144,13 +141,6 @@ class _Seconds(Engine):
         ends = [[short * at + min(at, longer) for at in (run.start, run.stop)] for run in runs(chunks)]
         return tuple((stop - start) * self._itemsize for start, stop in ends if stop > start)
 
-    def _find_message(self, across: bool, out: bool, into: bool, messages: tuple[int, ...]) -> tuple[float, float]:
-        """Return (latency, wire) in seconds: a link is taken for `wire` only, and messages are there after both."""
-        link = self._machine.link(across)
-        curves = {link.both_ways if both else link.one_way for both in (out, into)}
-        costs = [(curve.alpha_s, sum(curve(nbytes) - curve.alpha_s for nbytes in messages)) for curve in curves]
-        return max(costs, key=sum)
-
     # ---- all ranks at once ----
 
     def of_all(self, step: Step) -> float:
@@ -166,9 +156,9 @@ class _Seconds(Engine):
         messages = tuple(longest * len(run) for run in runs(step.send))
         source, target = np.array(self._nodes), np.roll(self._nodes, -step.to)
         crossing = source != target
-        seconds = 0.0 if crossing.all() else sum(self._message(False, True, True, messages))
+        seconds = 0.0 if crossing.all() else sum(self._message(False, (True,), messages))
         if crossing.any():
-            latency_s, wire_s = self._message(True, True, True, messages)
+            latency_s, wire_s = self._message(True, (True,), messages)
             busiest = max(np.bincount(ends[crossing]).max() for ends in (source, target))
             seconds = max(seconds, latency_s + wire_s, wire_s * busiest)  # a latency passes under the bytes of others
         adding = sum(self._machine.add(longest * len(run)) for run in runs(step.recv)) if step.reduce else 0.0

@@ -27,6 +27,7 @@ from nnmpi.comm.agreement import agreed
 from nnmpi.comm.algorithms.registry import AUTO
 from nnmpi.comm.group import Group
 from nnmpi.compose.layout import Layout
+from nnmpi.custom import name_of
 from nnmpi.errors import DeviceError, LayoutError
 from nnmpi.memory.layers import measure, of_chain
 from nnmpi.memory.plan import LayerCost
@@ -42,7 +43,6 @@ from nnmpi.parallel.sequence.group import SequenceGroup
 from nnmpi.parallel.tensor import shard
 from nnmpi.parallel.zero.storage import predict_bytes, sharded
 from nnmpi.schedule.partition import partition
-from nnmpi.schedule.schedules import name_of
 from nnmpi.tensor.parameter import FlatStorage, Parameter
 from nnmpi.tensor.placement import REPLICATED
 from nnmpi.tensor.tensor import Tensor

@@ -10,9 +10,10 @@ from typing import Literal, TypeAlias
 from nnmpi.comm.algorithms.registry import AUTO, How
 from nnmpi.compose import refusals
 from nnmpi.compose.refusals import refuse
+from nnmpi.custom import name_of
 from nnmpi.errors import UsageError
 from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES, WAYS, Table
-from nnmpi.schedule.schedules import SCHEDULES, Generator, name_of
+from nnmpi.schedule.schedules import SCHEDULES, Generator
 
 FAST, FIXED = "fast", "fixed"
 LEAST = "least"

@@ -52,6 +52,7 @@ from nnmpi.compose.losses import (
 from nnmpi.compose.replayed import LOOKED_AT, Replay, is_own
 from nnmpi.compose.stats import PassReport, StepReport, Totals
 from nnmpi.compose.trainer import Trainer
+from nnmpi.custom import name_of
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
 from nnmpi.errors import UsageError
@@ -464,7 +465,7 @@ def _evaluation_cuts(rows: int, count: int, first_row: int) -> tuple[Cut, ...]:
 def _refusal(where: Arrangement, backend: Backend, losses: Sequence[SumLoss]) -> str:
     """Return why passes of a layout cannot be replayed; nothing where they can."""
     layout = where.layout
-    strangers = [getattr(each, "__name__", type(each).__name__) for each in losses if not is_own_loss(each)]
+    strangers = [name_of(each) for each in losses if not is_own_loss(each)]
     reasons = {
         "a device's recordings would keep more memory than its steps take": backend.is_device,
         "an update within a pass gives the weights another place": layout.asynchronous,

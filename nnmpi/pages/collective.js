@@ -1,4 +1,4 @@
-// DATA: {operation, ranks, first, second, algorithms: {name: {animations: {ranks: animation}, costs: {ranks: [latencies, parts]}}}}
+// DATA: {operation, ranks, first, algorithms: {name: {animations: {ranks: animation}, costs: {ranks: [latencies, parts]}}}}
 // animation: {begins: [rank][chunk], rounds, messages: [{round, from, to, chunks, reduce, after, clock: [latencies, parts]}]}
 // What is in a chunk is a hexadecimal number whose digit r (from the right) counts rank r's part. A part is one of
 // the buffer's bytes: a message of `parts` costs alpha + parts * M * beta.
@@ -110,7 +110,7 @@ function showCosts() {
         el("td", { class: "number" }, Number(part.toPrecision(4))), el("td", { class: "number" }, seconds(price([latencies, part]))))));
 }
 
-const panels = [panel(DATA.first), panel(DATA.second)];
+const panels = [panel(DATA.first), panel(nextTo(DATA.first, Object.keys(DATA.algorithms)))];
 const control = stepper(() => Math.max(...panels.map((each) => each.rounds)), (at, moves) => {
   for (const each of panels) each.show(at, moves);
 });

@@ -26,6 +26,7 @@ const seconds = (s) => s === 0 ? "0 s" : short(s, [["s", 1], ["ms", 1e-3], ["us"
 const bytes = (n) => short(n, [["GB", 2 ** 30], ["MB", 2 ** 20], ["KB", 2 ** 10], ["B", 1]]);
 const bits = (n) => short(n, [["Tbit/s", 1e12], ["Gbit/s", 1e9], ["Mbit/s", 1e6], ["bit/s", 1]]);
 const several = (n, what) => `${n} ${what}${n === 1 ? "" : "s"}`;
+const nextTo = (name, names) => names[(names.indexOf(name) + 1) % names.length];
 const colour = (i, n) => `oklch(0.68 0.15 ${Math.round(25 + 360 * i / n)})`;
 
 // ---- controls ----

@@ -1,4 +1,4 @@
-// DATA: {ranks, microbatches, all_ranks, all_microbatches, first, second, animations: {name: {"ranks,microbatches": animation}}}
+// DATA: {ranks, microbatches, all_ranks, all_microbatches, first, animations: {name: {"ranks,microbatches": animation}}}
 // animation: {spans: [[rank, kind, stage, microbatch, begin, end]], kept: [rank][[from, how many]], makespan, bubble, peaks}
 
 const given = { ranks: DATA.ranks, microbatches: DATA.microbatches };
@@ -49,7 +49,7 @@ function grid(width, animation, now, end) {
   return picture;
 }
 
-const panels = [panel(DATA.first), panel(DATA.second)];
+const panels = [panel(DATA.first), panel(nextTo(DATA.first, Object.keys(DATA.animations)))];
 let moments = [0];
 const clock = el("span", { class: "clock" });
 const control = stepper(() => moments.length - 1, (at) => {

@@ -178,13 +178,11 @@ def compare(
                 schedule = lower(make(generator, size, count, virtual))
                 check(schedule)
                 animations[name][f"{size},{count}"] = animation(schedule, simulate_schedule(schedule, costs(schedule)))
-    names = list(schedules)
     return {
         "ranks": ranks,
         "microbatches": microbatches,
         "all_ranks": all_ranks,
         "all_microbatches": all_microbatches,
         "first": first,
-        "second": names[(names.index(first) + 1) % len(names)],
         "animations": animations,
     }

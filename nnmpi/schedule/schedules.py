@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TypeAlias
 
-from nnmpi.custom import ask
+from nnmpi.custom import ask, name_of
 from nnmpi.errors import UsageError
 from nnmpi.schedule.schedule import Instruction, Kind, Schedule
 from nnmpi.shard import split
@@ -192,11 +192,6 @@ SCHEDULES: Mapping[str, Callable[..., tuple[Instruction, ...]]] = MappingProxyTy
 
 Generator: TypeAlias = str | Callable[[int, int, int], Sequence[Instruction]]
 """A schedule: a name, or a function (rank, ranks, microbatches) -> what the rank computes, that a user wrote."""
-
-
-def name_of(schedule: Generator) -> str:
-    """Return the name of a schedule; of a user's own that of the function."""
-    return schedule if isinstance(schedule, str) else getattr(schedule, "__name__", type(schedule).__name__)
 
 
 def make(name: Generator, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:

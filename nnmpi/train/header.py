@@ -8,11 +8,11 @@ from nnmpi.backend.blas import blas_pool, installed_mkl, name_blas
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, describe_stages
 from nnmpi.compose.trainer import Trainer
+from nnmpi.custom import name_of
 from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.data.text import Text
 from nnmpi.errors import counted
 from nnmpi.nn.norm import BatchNorm
-from nnmpi.schedule.schedules import name_of
 from nnmpi.synchrony.slow import Slow
 from nnmpi.train.build import warmup_steps
 from nnmpi.train.checkpoint import Extent

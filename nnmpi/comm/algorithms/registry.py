@@ -57,11 +57,6 @@ How: TypeAlias = str | Algorithm
 """How a collective is done: a name, or a function of (rank, size) that a user wrote."""
 
 
-def name_of(how: How) -> str:
-    """Return the name of an algorithm; of a user's own that of the function."""
-    return how if isinstance(how, str) else as_collective(how).name
-
-
 def find_collective(operation: str, name: How, nodes: Sequence[int] | None = None) -> Collective:
     """Return the collective that does this operation in this way, or a user's algorithm as one.
 

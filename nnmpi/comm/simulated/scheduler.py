@@ -76,9 +76,6 @@ class Faults:
 
 LOOK_S = 1e-7  # what a look for messages costs a rank that computes in no time: else it could look for ever
 FRUITLESS_LOOKS = 20_000  # by one rank when nothing else can happen
-# Who waits for whatever comes next may wait for a device, or for a flag in memory, of which no message tells: before a
-# deadlock is reported, all such ranks look so often again, with so many real seconds between.
-LAST_LOOKS, LAST_LOOK_S = 50, 2e-3
 INTERRUPTED_S = 2.0  # for the ranks to end in, once the program was broken off from outside
 LAUNCHER_TURNS = 8  # of each rank, at most, before the launcher has ended all after one was killed
 SPREAD = 4  # the seed may put somebody behind so many turns of each rank
@@ -160,7 +157,7 @@ class Scheduler:
         self._faults, self._last_turn = faults, inf
         self._factor = cpu_factor
         self._agenda: list[tuple[float, float, int, SimulatedRank | Callable[[], None]]] = []
-        self._planned = self._last_looks = 0
+        self._planned = 0
         self._over = threading.Event()
 
     # ---- the agenda ----
@@ -259,7 +256,7 @@ class Scheduler:
     def tell(self, rank: SimulatedRank, request: Any, at_s: float) -> None:
         """Let a rank know that one of its requests has become complete, and go on if it has waited for that."""
         rank.news += 1
-        rank._looks = self._last_looks = 0
+        rank._looks = 0
         if rank._awaits is None:
             return
         rank._awaits.discard(request)
@@ -342,7 +339,7 @@ class Scheduler:
 
     def _hand_over(self, own: SimulatedRank | None) -> bool:
         """Do what stands in the agenda up to the next rank; return whether that is `own`, whose turn it is already."""
-        while self.failure is None and (self._agenda or self._look_again()):
+        while self.failure is None and self._agenda:
             if self.turns >= self._last_turn:
                 self.failure = (-1, self._deadlock())
                 break
@@ -368,18 +365,6 @@ class Scheduler:
             raise Abandoned
         left[0]._gate.release()  # one after the other, as each hands over when it has ended
         return False
-
-    def _look_again(self) -> bool:
-        """Let all ranks go on that wait for whatever comes next; return whether there are any, not too often."""
-        lookers = [rank for rank in self.ranks if rank._awaits is not None and not rank._awaits]
-        if not lookers or self._last_looks == LAST_LOOKS or self.fallen:
-            return False
-        self._last_looks += 1
-        time.sleep(LAST_LOOK_S)
-        for rank in lookers:
-            rank._awaits = None
-            self.plan(rank.clock_s, rank)
-        return True
 
     def _deadlock(self) -> CommError:
         waiting = [rank for rank in self.ranks if not rank.ended and rank.number not in self.fallen]

@@ -230,7 +230,7 @@ class MessageBoard:
     def __init__(self, scheduler: Scheduler, machine: Machine) -> None:
         self.scheduler, self.places = scheduler, machine.places(len(scheduler.ranks))
         self.bytes = 0
-        self._machine, self._links = machine, Links(max(self.places) + 1)
+        self._machine, self._links = machine, Links(self.places)
         self.queues: defaultdict[tuple[int, int, int, int], MessageQueue] = defaultdict(MessageQueue)
         self.calls: dict[tuple[int, int], CollectiveCall] = {}
         self.open = [OpenRequests() for _ in scheduler.ranks]
@@ -247,15 +247,9 @@ class MessageBoard:
             both_ways: whether its sender receives something at the same time.
         """
         self.bytes += nbytes
-        nodes = self.places[source], self.places[target]
-        across = nodes[0] != nodes[1]
-        link = self._machine.link(across)
-        curve = link.both_ways if both_ways else link.one_way
-        latency_s = curve.alpha_s
-        wire_s = curve(nbytes) - curve.alpha_s
-        if across:
-            ready_s = self._links.send(*nodes, ready_s, wire_s)
-        return ready_s + wire_s + latency_s
+        across = self.places[source] != self.places[target]
+        costs = self._machine.message(across, [both_ways], [nbytes])
+        return self._links.carry(source, target, ready_s, *costs)
 
     def collective_s(self, name: str, ranks: tuple[int, ...], nbytes: int) -> float:
         """Return what a collective of MPI's own takes from the last rank's arrival, by the formulas of the algorithms.
