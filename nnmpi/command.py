@@ -90,6 +90,12 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **{"formatter_class": _Help, **options})
 
+    def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
+        try:
+            return super()._get_value(action, arg_string)
+        except UsageError as error:
+            raise argparse.ArgumentError(action, str(error)) from None
+
     def error(self, message: str) -> NoReturn:
         """Raise a UsageError with the message as a sentence."""
         raise UsageError(f"{message} (see {self.prog} --help)")
@@ -108,7 +114,7 @@ def folded(text: str) -> str:
 def positive_count(text: str) -> int:
     """Return the number that an option's word is, for argparse; at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of them, of which there is at least 1")
+        raise UsageError(f"{text!r} is not a number of them, of which there is at least 1")
     return int(text)
 
 

@@ -13,10 +13,8 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
@@ -146,22 +144,12 @@ def _parser() -> Parser:
         one.add_argument("--ranks", type=positive_count, help=f"ranks (default: the fit's, else {DEFAULT_RANKS})")
         one.set_defaults(fit=None)
         if name in _ON_MACHINE:
-            one.add_argument(
-                "--bytes", type=partial(_told, parse_bytes), default=2**20, help="such as 4, 64k, 1MB (default 1MB)"
-            )
+            one.add_argument("--bytes", type=parse_bytes, default=2**20, help="such as 4, 64k, 1MB (default 1MB)")
             one.add_argument("--fit", type=Path, help="the machine: a file made by the command fit")
             for option, text in _MACHINE.items():
-                kind = positive_count if option == "per_node" else partial(_told, parse_seconds)
+                kind = positive_count if option == "per_node" else parse_seconds
                 one.add_argument("--" + option.replace("_", "-"), type=kind, help=text)
     return parser
-
-
-def _told(parse: Callable[[str], Any], text: str) -> Any:
-    """Return what the text says, or let argparse tell why it says nothing."""
-    try:
-        return parse(text)
-    except UsageError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def _collective(arguments: argparse.Namespace, nodes: Sequence[int] | None = None) -> Collective:

@@ -44,6 +44,7 @@ from nnmpi.comm.machine import Machine
 from nnmpi.comm.prove import Proof, prove_steps
 from nnmpi.comm.simulate import price
 from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.custom import ask
 from nnmpi.errors import CommError, ScheduleError, counted
 from nnmpi.exercise.exercise import Exercise, Function, WrongAnswer, call, compare
 from nnmpi.schedule.check import check
@@ -78,25 +79,15 @@ def check_collective(
         WrongAnswer: naming the number of ranks, and rank, step and chunk of the fault.
     """
     for size in sizes:
-        steps = [_steps(function, rank, size) for rank in range(size)]
         best = [right(rank, size) for rank in range(size)]
         try:
+            steps = [ask(function, Step, rank, size) for rank in range(size)]
             proof = prove_steps(steps, contract)
         except ScheduleError as error:
             raise WrongAnswer(f"on {counted(size, 'rank')}: {error}") from None
         _check_limits(steps, proof, best, prove_steps(best, contract).rounds, near)
     tried = ", ".join(map(str, sizes))
     return f"right on {tried} ranks; on {size} it takes {proof.rounds} rounds and {proof.messages} messages"
-
-
-def _steps(function: Function, rank: int, size: int) -> tuple[Step, ...]:
-    try:
-        steps = call(function, rank, size)
-    except ScheduleError as error:  # of a step that means nothing
-        raise WrongAnswer(f"on {counted(size, 'rank')}, rank {rank}: {error}") from None
-    if not isinstance(steps, tuple | list) or not all(isinstance(each, Step) for each in steps):
-        raise WrongAnswer(f"on {counted(size, 'rank')}, rank {rank} gives {steps!r}; give a list of Step")
-    return tuple(steps)
 
 
 def _check_limits(
@@ -480,8 +471,8 @@ def check_order(name: str, virtual: int, function: Function) -> str:
     """
     for ranks, microbatches in SHAPES:
         where = f"with {ranks} ranks and {microbatches} microbatches"
-        programs = tuple(_program(function, rank, ranks, microbatches) for rank in range(ranks))
         try:
+            programs = tuple(ask(function, Instruction, rank, ranks, microbatches) for rank in range(ranks))
             schedule = lower(Schedule(name, ranks, ranks * virtual, microbatches, programs))
             check(schedule)
         except ScheduleError as error:
@@ -499,13 +490,6 @@ def check_order(name: str, virtual: int, function: Function) -> str:
                 f"takes one, a backward two"
             )
     return f"right; {where} it takes {found.makespan_s:g} units, bubble {found.bubble:.0%}"
-
-
-def _program(function: Function, rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
-    program = call(function, rank, ranks, microbatches)
-    if not isinstance(program, tuple | list) or not all(isinstance(each, Instruction) for each in program):
-        raise WrongAnswer(f"rank {rank} of {ranks} gives {program!r}; give a list such as [Kind.F.at(rank, 0)]")
-    return tuple(program)
 
 
 _ORDER = "\n\nReturn what the rank computes, in order: Kind.F.at(stage, microbatch) and Kind.B.at(stage, microbatch)."

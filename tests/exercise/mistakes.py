@@ -66,7 +66,7 @@ def of_collective(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
     yield (
         "rank 2 gives nothing",
         changed(right, lambda steps, rank, size: None if rank == 2 else steps),
-        "rank 2 gives None",
+        r"\(2, \d+\) gives a NoneType; give a tuple of Step",
     )
     yield "a number of rounds too many", changed(right, lambda steps, rank, size: [*steps, *steps]), named
 
@@ -112,7 +112,7 @@ def of_schedule(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
     yield "rank 1 forgets its last instruction", changed(right, without), rf"{named} missing"
     yield "rank 0 does the first one twice", changed(right, twice), rf"{named} 0F0 is done 2 times"
     yield "stages of the next rank", changed(right, elsewhere), f"{named} (stands on rank|has no place)"
-    yield "a word", changed(right, lambda program, *values: "F0 B0"), "gives 'F0 B0'"
+    yield "a word", changed(right, lambda program, *values: "F0 B0"), "gives a str; give a tuple of Instruction"
     if name != "inference-pipeline":
         yield "the last first", changed(right, backwards), rf"{named} does not stand behind"
     if name == "gpipe":
