@@ -92,8 +92,8 @@ class Parser(argparse.ArgumentParser):
 
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
-            return super()._get_value(action, arg_string)
-        except UsageError as error:
+            return action.type(arg_string) if callable(action.type) else arg_string
+        except (UsageError, argparse.ArgumentTypeError) as error:
             raise argparse.ArgumentError(action, str(error)) from None
 
     def error(self, message: str) -> NoReturn:

@@ -69,18 +69,28 @@ def format_bytes(nbytes: int) -> str:
     return f"{nbytes / unit:.4g} {name}"
 
 
-def parse_seconds(text: str) -> float:
-    """Return the seconds that a text names: "0.5", "2e-6".
+def parse_settings(text: str) -> dict[str, float]:
+    """Return the numbers in a text such as "alpha_us=50, gbit=10", by name; none for what is not of this form."""
+    pairs = [entry.partition("=")[::2] for entry in text.split(",")]
+    try:
+        values = {name.strip(): float(number) for name, number in pairs}
+    except ValueError:
+        return {}
+    return values if len(values) == len(pairs) else {}  # a name that stands twice
+
+
+def parse_seconds(text: str, unit: str = "seconds", example: str = "2e-6") -> float:
+    """Return the seconds, or so many of another unit, that a text names: "0.5", "2e-6".
 
     Raises:
-        UsageError: for a text that names no finite number of seconds, 0 or more.
+        UsageError: for a text that names no finite number of them, 0 or more; it gives an example.
     """
     try:
         seconds = float(text)
     except ValueError:
         seconds = -1.0
     if not 0 <= seconds < float("inf"):
-        raise UsageError(f"{text!r} is not a number of seconds; write it like 2e-6")
+        raise UsageError(f"{text!r} is not a number of {unit}; write it like {example}")
     return seconds
 
 

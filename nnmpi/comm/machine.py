@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from nnmpi.errors import UsageError
+from nnmpi.units import parse_settings
 
 # Where a line's second point lies: so far out that the slope computed from the two has every digit of beta.
 _FAR_BYTES = 2.0**40
@@ -163,12 +164,8 @@ def parse_network(text: str, ranks: int) -> Machine:
     Raises:
         UsageError: says how it is written.
     """
-    pairs = [item.partition("=")[::2] for item in text.split(",")]
-    try:
-        values = {name.strip(): float(number) for name, number in pairs}
-    except ValueError:
-        values = {"": 0.0}
-    known = len(values) == len(pairs) and values.keys() <= {"alpha_us", "gbit"} and values.get("gbit") != 0
+    values = parse_settings(text)
+    known = values and values.keys() <= {"alpha_us", "gbit"} and values.get("gbit") != 0
     if not known or not all(0 <= value < math.inf for value in values.values()):
         raise UsageError(
             f"network {text!r} is not understood; give a latency in microseconds and a rate in Gbit/s above 0, such as "

@@ -22,6 +22,7 @@ from nnmpi.schedule.render import compare, render
 from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.schedules import INTERLEAVED, SCHEDULES, make
 from nnmpi.schedule.simulate import Costs, Simulation, even_costs, simulate_schedule
+from nnmpi.units import parse_seconds
 
 
 def main(words: Sequence[str]) -> str:
@@ -85,25 +86,16 @@ def _figures(schedule: Schedule, found: Simulation, given: argparse.Namespace) -
 
 def _parser() -> Parser:
     parser = Parser("python -m nnmpi.schedule", description=__doc__)
+    milliseconds = partial(parse_seconds, unit="milliseconds", example="2.5")
     parser.add_argument("--schedule", required=True, help=f"one of {', '.join(SCHEDULES)}, or FILE.py:NAME")
     parser.add_argument("--stages", type=positive_count, required=True, help="stages of the pipeline, one on each rank")
     parser.add_argument("--microbatches", type=positive_count, required=True, help="microbatches in a step")
     parser.add_argument("--virtual-stages", type=positive_count, help="stages on each rank instead (interleaved: 2)")
-    parser.add_argument("--forward-ms", type=_ms, default=1.0, help="a rank's forward of a microbatch (1)")
-    parser.add_argument("--backward-ms", type=_ms, help="its backward (twice the forward)")
-    parser.add_argument("--message-ms", type=_ms, default=0.0, help="a message between two ranks (0)")
+    parser.add_argument("--forward-ms", type=milliseconds, default=1.0, help="a rank's forward of a microbatch (1)")
+    parser.add_argument("--backward-ms", type=milliseconds, help="its backward (twice the forward)")
+    parser.add_argument("--message-ms", type=milliseconds, default=0.0, help="a message between two ranks (0)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs it, for a browser")
     return parser
-
-
-def _ms(text: str) -> float:
-    try:
-        milliseconds = float(text)
-    except ValueError:
-        milliseconds = -1.0
-    if not 0 <= milliseconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of milliseconds; write it like 2.5")
-    return milliseconds
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ import nnmpi.clock as clock
 import nnmpi.timeline as timeline
 from nnmpi.backend.random import stream
 from nnmpi.errors import UsageError
+from nnmpi.units import parse_settings
 
-FORMS = '"ms=20", "rank=2,factor=3" or "probability=0.25,factor=3"; several separated by ";"'
+FORMS = '"ms=20", "rank=2,factor=3" or "probability=0.25,factor=3"; several separated by ";", with factors from 1 on'
 
 
 @dataclass(frozen=True)
@@ -44,18 +45,17 @@ class Slow:
         """
         minimum_ms, factors, chances = 0.0, dict[int, float](), list[tuple[float, float]]()
         for rule in text.split(";") if text.strip() else ():
-            values = _numbers(rule)
-            factor = values.get("factor", 1.0)
-            if values.keys() == {"ms"} and not minimum_ms:
-                minimum_ms = _within(rule, values["ms"], 0 < values["ms"] < inf)
-            elif values.keys() == {"rank", "factor"} and values["rank"] not in factors:
-                rank = int(_within(rule, values["rank"], values["rank"] >= 0 and values["rank"] % 1 == 0))
-                factors[rank] = _within(rule, factor, 1 <= factor < inf)
-            elif values.keys() == {"probability", "factor"}:
-                chance = _within(rule, values["probability"], 0 < values["probability"] <= 1)
-                chances.append((chance, _within(rule, factor, 1 <= factor < inf)))
-            else:
-                raise UsageError(f"slow: {rule.strip()!r} means nothing, or is said twice; give {FORMS}")
+            match sorted(parse_settings(rule).items()):
+                case [("ms", ms)] if 0 < ms < inf and not minimum_ms:
+                    minimum_ms = ms
+                case [("factor", factor), ("rank", rank)] if (
+                    1 <= factor < inf and rank >= 0 and rank % 1 == 0 and rank not in factors
+                ):
+                    factors[int(rank)] = factor
+                case [("factor", factor), ("probability", chance)] if 1 <= factor < inf and 0 < chance <= 1:
+                    chances.append((chance, factor))
+                case _:
+                    raise UsageError(f"slow: {rule.strip()!r} means nothing, or is said twice; give {FORMS}")
         return cls(minimum_ms / 1e3, factors, tuple(chances), seed)
 
     def __bool__(self) -> bool:
@@ -106,18 +106,3 @@ class Slow:
 
 
 NOT_SLOW = Slow()
-
-
-def _numbers(rule: str) -> dict[str, float]:
-    try:
-        pairs = [entry.split("=") for entry in rule.split(",")]
-        values = {key.strip(): float(value) for key, value in pairs}
-    except ValueError:
-        raise UsageError(f"slow: {rule.strip()!r} means nothing; give {FORMS}") from None
-    return values
-
-
-def _within(rule: str, value: float, fits: bool) -> float:
-    if not fits:
-        raise UsageError(f"slow: {value:g} in {rule.strip()!r} is out of range; give {FORMS}, with factors from 1 on")
-    return value
