@@ -140,7 +140,6 @@ class DescribedShapes:
             round(whole * state / shares[2]),
             round(unit * {0: 0, 1: 0, 2: gradients, 3: gradients + 2 * parameters}[zero]),
             (round(whole * parameters / count),) * count,
-            round(unit * parameters / replicas),
         )
 
     def tied_bytes(self, tp: int, pp: int, virtual: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,7 +14,9 @@ import nnmpi
 from nnmpi import Tensor, models, nn, ops, optim
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.simulated_comm import SimulatedComm
 from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.comm.world import SharedPages
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.layout import GradientExchange, Layout
 from nnmpi.compose.worker import Worker
@@ -309,3 +312,51 @@ def test_a_model_that_is_one_unit_has_no_plan_for_activations(stage: int) -> Non
     layout = Layout(dp=2, zero=stage, activation_memory=10**7)
     with pytest.raises(UsageError, match="taken over this model's forward, .* make the model an nn.Sequential"):
         simulate(lambda group: train_small(group, Plain(), layout), 2)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("room", range(5))
+def test_without_room_for_windows_it_sends_messages_and_says_so(
+    stage: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gives back those that it had. However many units there are, it takes no window for each of them."""
+    share_pages, left, held = SimulatedComm.share_pages, Counter[int](), Counter[int]()
+
+    def share(comm: SimulatedComm, own_bytes: int) -> SharedPages:
+        left[comm.rank] += 1
+        if left[comm.rank] > room:
+            raise DeviceError("there is no more room")
+        pages = share_pages(comm, own_bytes)
+        free, held[comm.rank] = pages.free, held[comm.rank] + 1
+
+        def give_back() -> None:
+            held[comm.rank] -= 1
+            free()
+
+        monkeypatch.setattr(pages, "free", give_back)
+        return pages
+
+    def train(group: Group, kind: Callable[..., DataParallel]) -> tuple[list[float], DataParallel]:
+        model = models.mlp((5,), 3, hidden=(7,) * 20).initialize(seed=0)
+        parallel, losses = kind(model, group), []
+        optimizer = optim.SGD(model.storage, lr=0.1)
+        for _ in range(2):
+            model.zero_grad()
+            loss = ops.cross_entropy(model(np.ones((2, 5), np.float32)), np.zeros(2, int), reduction="sum")
+            losses.append(loss.item())
+            parallel.backward(loss, 4)
+            optimizer.step()
+        return losses, parallel
+
+    def main(group: Group) -> list[float]:
+        losses, parallel = train(group, partial(nnmpi.ShardedDataParallel, stage=stage, unit_bytes=1))
+        enough = room >= (3 if stage == 1 else 4)  # flags, gradients (those of several units apart), weights
+        assert enough == ("no more room" not in parallel.notice) == parallel.model.storage.stands_once
+        assert held[group.rank] == (left[group.rank] if enough else 0)
+        parallel.release()
+        assert not held[group.rank]
+        return losses
+
+    reference = simulate(lambda group: train(group, DataParallel)[0], 2)[0]
+    monkeypatch.setattr(SimulatedComm, "share_pages", share)
+    np.testing.assert_allclose(simulate(main, 2)[0], reference, rtol=1e-6)

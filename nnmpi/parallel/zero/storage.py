@@ -28,6 +28,7 @@ How models are cut into units, and what that takes, is said by integers alone, b
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -120,10 +121,9 @@ class ShardedStorage(FlatStorage):
 
         self._node: NodeSum | None = None
         self._standing: dict[int, bool] = {}  # the units in their slots, and whether all of each has come
-        self._seconds, self._calls, self._exchanged_bytes = 0.0, 0, 0
-        self._gathers: list[Pending | None] = []
-        self._sums: list[Pending | None] = []
-        self._arrived = np.empty(0)
+        self._traffic = Traffic()
+        self._gathers: dict[int, Pending] = {}  # by the number of the array, as far as there is anything to exchange
+        self._sums: dict[int, Pending] = {}  # of those that are not MPI's own
         self._group: Group | None = None
         super().__init__(parameters, values, allocate, place, dtype)
         self.groups = [label.partition(" ")[2] for label in self.groups]
@@ -166,22 +166,19 @@ class ShardedStorage(FlatStorage):
     def _lay_out(
         self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array], slots: int
     ) -> list[Array]:
-        """Return whole arrays: each in memory of its own, or the units' in so many slots by turns."""
-        if not slots:
-            return [allocate(length, dtype) for length in lengths]
-        totals = {number: sum(lengths[i] for i in pieces) for number, pieces in self._pieces.items()}
-        rooms = {SHARED: allocate(totals[SHARED], dtype)}
-        for slot in range(slots):
-            numbers = range(slot, len(self.units), slots)
-            rooms |= dict.fromkeys(numbers, allocate(max((totals[number] for number in numbers), default=0), dtype))
-        self._rooms += list({id(room): room for room in rooms.values()}.values())
-        found: dict[int, Array] = {}
+        """Return whole arrays: one behind the other, or the units' in so many slots by turns."""
+        places: dict[int, tuple[int, int]] = {}
+        ends = dict.fromkeys(range(slots + 1), 0)  # of the slots, behind what several units have
         for number, pieces in self._pieces.items():
-            start = 0
+            room = 1 + number % slots if slots and number != SHARED else 0
+            start = 0 if slots else ends[0]
             for i in pieces:
-                found[i] = rooms[number][start : start + lengths[i]]
+                places[i] = room, start
                 start += lengths[i]
-        return [found[i] for i in range(len(lengths))]
+            ends[room] = max(ends[room], start)
+        rooms = [allocate(end, dtype) for end in ends.values()]  # a window each in shared memory, of which MPI has few
+        self._rooms += rooms if slots else []
+        return [rooms[room][start : start + lengths[i]] for i, (room, start) in sorted(places.items())]
 
     def write(self, span: Span, value: Array) -> None:
         """See `FlatStorage.write`; of a parameter that is shared out this rank keeps its part."""
@@ -229,11 +226,11 @@ class ShardedStorage(FlatStorage):
         return self._node is not None
 
     def held_bytes(self) -> tuple[int, int, int]:
-        """See `FlatStorage.held_bytes`; what else it takes are slots, scratch, and where sums arrive."""
+        """See `FlatStorage.held_bytes`; what else it takes are slots and scratch."""
         own = [] if self._store is not None else self.data
         parameters = sum(array.nbytes for array in (own if self.stage == 3 or self.stands_once else self._data))
         gradients = sum(array.nbytes for array in (self._grads if self.stage == 1 else self.grads))
-        return parameters, gradients, sum(room.nbytes for room in self._rooms) + int(self._arrived.nbytes)
+        return parameters, gradients, sum(room.nbytes for room in self._rooms)
 
     def _settle(self, data: list[Array], grads: list[Array]) -> None:
         """Let the parameters lie in these whole arrays, and this rank's parts be theirs where there are whole ones."""
@@ -285,32 +282,28 @@ class ShardedStorage(FlatStorage):
             for i in ends:
                 self._sum(i)
             self.wait_for_others()
-        self._seconds += clock.now() - begin
+        self._add_seconds(begin)
 
     def _sum(self, i: int) -> None:
         """Sum one of the whole arrays, and put this rank's part where it belongs."""
-        whole, own, place = self._grads[i], self.own[i], self.grads[i]
+        whole, place = self._grads[i], self.grads[i]
         fresh = self._fresh[i] and self.stage > 1
-        replaces = fresh or self.stage == 1
         self._fresh[i] = False
-        if self.ranks.size > 1 and whole.size:
-            self._count(whole)
+        self._count(whole)
         if self._node is not None:
             for _ in self._node.sums(i, replace=fresh):
                 pass
             return
-        arrived = whole[own]
+        arrived = whole[self.own[i]]
         if self.ranks.size > 1 and whole.size:
-            pending = self._sums[i]
             with timeline.span(REDUCE_SCATTER.name, "collective", timeline.REDUCE):
-                if pending is not None:
-                    pending.run()
+                if i in self._sums:
+                    self._sums[i].run()
                 else:
-                    arrived = place if fresh else self._arrived[: len(place)]
-                    counts = [len(each) for each in split(whole.size, self.ranks.size)]
                     assert self._group is not None
-                    self._group.comm.reduce_scatter(whole, arrived, counts)
-        if not replaces:
+                    counts = [len(each) for each in split(whole.size, self.ranks.size)]
+                    arrived = self._group.reduce_scatter_v(whole, counts)
+        if self.stage > 1 and not fresh:
             namespace(place).add(place, arrived, out=place)
         elif arrived is not place:
             place[...] = arrived
@@ -323,8 +316,8 @@ class ShardedStorage(FlatStorage):
 
     # ---- parameters ----
 
-    def connect(self, group: Group, algorithm: str = AUTO) -> None:
-        """Make ready what gathers and sums. Collective.
+    def connect(self, group: Group, algorithm: str = AUTO) -> str:
+        """Make ready what gathers and sums; return why not in shared memory, where "auto" meant that. Collective.
 
         Args:
             group: the same ranks, for these messages alone.
@@ -343,14 +336,17 @@ class ShardedStorage(FlatStorage):
                 f"choose {', '.join(names)} (shared: where all ranks that share a model are on one node, with arrays "
                 "in the host's memory that stay there)"
             )
+        notice = ""
         if one_node and group.size > 1 and algorithm in (AUTO, SHARED_MEMORY):
             try:
                 self._share(SharedMemory(group))
-                return
-            except DeviceError:
+                return notice
+            except DeviceError as error:
                 if algorithm == SHARED_MEMORY:
                     raise
+                notice = f"ranks of one node send messages: {error}"
         self._bind_messages(group, NATIVE if algorithm in (AUTO, SHARED_MEMORY) else algorithm)
+        return notice
 
     def _share(self, memory: SharedMemory) -> None:
         """Move what others read to memory that the ranks share; collective."""
@@ -371,23 +367,15 @@ class ShardedStorage(FlatStorage):
         self.grads = self._node.places
 
     def _bind_messages(self, group: Group, name: str) -> None:
+        several = [i for i, whole in enumerate(self._data) if group.size > 1 and whole.size]
         bind = partial(group.bind, algorithm=name)
-        alone = group.size == 1
-        self._gathers = [
-            None if alone or not whole.size else bind(whole, tag=i, operation=ALL_GATHER.name)
-            for i, whole in enumerate(self._data)
-        ]
-        # Bound, MPI's own would keep a copy of each array that it sums; called, it writes the sum where it belongs.
-        called = [
-            alone or not whole.size or (name == NATIVE and not is_device(whole) and whole.nbytes <= MAX_MESSAGE_BYTES)
-            for whole in self._grads
-        ]
-        self._sums = [
-            None if each else bind(whole, tag=len(called) + i, operation=REDUCE_SCATTER.name)
-            for i, (whole, each) in enumerate(zip(self._grads, called, strict=True))
-        ]
-        longest = max((len(own) for own, each in zip(self.data, called, strict=True) if each), default=0)
-        self._arrived = np.empty(0 if alone else longest, self.data[0].dtype) if self.data else np.empty(0)
+        self._gathers = {i: bind(self._data[i], tag=i, operation=ALL_GATHER.name) for i in several}
+        # Bound, MPI's own would keep a copy of each array that it sums.
+        self._sums = {
+            i: bind(self._grads[i], tag=len(self._data) + i, operation=REDUCE_SCATTER.name)
+            for i in several
+            if name != NATIVE or self._grads[i].nbytes > MAX_MESSAGE_BYTES
+        }
 
     def finish_update(self) -> None:
         """Let every rank have all new parameters; in stage 3, forget what was gathered of the old ones."""
@@ -396,12 +384,11 @@ class ShardedStorage(FlatStorage):
         begin = clock.now()
         self._standing.clear()
         self.wait_for_others()
-        for whole, pending in zip(self._data, self._gathers, strict=False):
-            if pending is not None and self.stage < 3:
-                self._count(whole)
-                with timeline.span(ALL_GATHER.name, "collective", timeline.REDUCE):
-                    pending.run()
-        self._seconds += clock.now() - begin
+        for i, pending in self._gathers.items() if self.stage < 3 else ():
+            self._count(self._data[i])
+            with timeline.span(ALL_GATHER.name, "collective", timeline.REDUCE):
+                pending.run()
+        self._add_seconds(begin)
 
     def enter(self, number: int, following: int | None = None) -> None:
         """Let a unit's parameters be in their places, and begin to gather the one that comes next. Collective.
@@ -417,7 +404,7 @@ class ShardedStorage(FlatStorage):
         self._wait(number)
         if following is not None:
             self._start(following)
-        self._seconds += clock.now() - begin
+        self._add_seconds(begin)
 
     def leave(self, number: int) -> None:
         """Let another unit have a unit's slot. If it was asked for and nobody came, it is waited for."""
@@ -434,35 +421,35 @@ class ShardedStorage(FlatStorage):
         self._standing[number] = False
         for i in self._pieces[number]:
             self._data[i][self.own[i]] = self.data[i]
-            pending = self._gathers[i]
-            if pending is not None:
+            if i in self._gathers:
                 self._count(self._data[i])
-                pending.start()
+                self._gathers[i].start()
 
     def _wait(self, number: int) -> None:
         if not self._standing[number]:
             with timeline.span(ALL_GATHER.name, "collective", timeline.REDUCE):
                 for i in self._pieces[number]:
-                    pending = self._gathers[i]
-                    if pending is not None:
-                        pending.wait()
+                    if i in self._gathers:
+                        self._gathers[i].wait()
             self._standing[number] = True
 
     # ---- what it takes ----
 
     def _count(self, whole: Array) -> None:
-        self._calls += 1
-        self._exchanged_bytes += int(whole.nbytes)
+        if self.ranks.size > 1 and whole.size:
+            self._traffic = self._traffic.plus(Traffic(0.0, 0.0, int(whole.nbytes), 1, nan))
+
+    def _add_seconds(self, begin: float) -> None:
+        self._traffic = self._traffic.plus(Traffic(clock.now() - begin))
 
     def take_traffic(self) -> Traffic:
         """Return what was exchanged since the last call: the bytes of whole arrays, of which (N - 1) / N are sent."""
-        traffic = Traffic(self._seconds, 0.0, self._exchanged_bytes, self._calls, nan if self._calls else 0.0)
-        self._seconds, self._calls, self._exchanged_bytes = 0.0, 0, 0
+        traffic, self._traffic = self._traffic, Traffic()
         return traffic
 
     def disconnect(self) -> None:
         """Give back the communicator, and move to memory of this rank's own. Collective."""
-        self._gathers, self._sums = [], []
+        self._gathers, self._sums = {}, {}
         node, self._node = self._node, None
         if node is not None:
             dtype = self.data[0].dtype if self.data else None  # a stage of a pipeline may have no parameters
@@ -521,29 +508,23 @@ def cut_units(model: Module, limit_bytes: int, itemsize: int) -> tuple[tuple[Uni
     layers = model.layers if isinstance(model, ModelPart) else open_chain(model)
     blocks = [tuple(block) for _, block in groupby(layers, lambda layer: layer.name.partition(".")[0])]
     seen: set[int] = set()
-    merged: list[tuple[ChainLayer, ...]] = []
-    sizes: list[int] = []
+    merged: list[tuple[ChainLayer, ...]] = [()]
+    sizes = [0]
     for block in blocks:
-        new = {id(each): each for each in _parameters(block) if id(each) not in seen}
+        new = {id(each): each.size * itemsize for each in _parameters(block) if id(each) not in seen}
         seen |= new.keys()
-        size = sum(each.size for each in new.values()) * itemsize
-        if merged and (not size or not sizes[-1]):
-            merged[-1], sizes[-1] = merged[-1] + block, sizes[-1] + size
-        else:
-            merged.append(block)
-            sizes.append(size)
-    runs = [tuple(layer for i in group for layer in merged[i]) for group in buckets(sizes, limit_bytes)] or [
-        tuple(layers)
-    ]
-    users: dict[int, set[int]] = {}
-    for number, run in enumerate(runs):
-        for each in _parameters(run):
-            users.setdefault(id(each), set()).add(number)
+        size = sum(new.values())
+        if size and sizes[-1]:
+            merged.append(())
+            sizes.append(0)
+        merged[-1] += block
+        sizes[-1] += size
+    runs = [tuple(layer for i in group for layer in merged[i]) for group in buckets(sizes, limit_bytes)]
+    users = Counter(id(each) for run in runs for each in _parameters(run))
     units = [
-        Unit(run, join_layers(run), tuple(each for each in _parameters(run) if len(users[id(each)]) == 1))
-        for run in runs
+        Unit(run, join_layers(run), tuple(each for each in _parameters(run) if users[id(each)] == 1)) for run in runs
     ]
-    return tuple(units), tuple(each for each in model.parameters() if len(users.get(id(each), ())) != 1)
+    return tuple(units), tuple(each for each in model.parameters() if users[id(each)] != 1)
 
 
 def _parameters(layers: Sequence[ChainLayer]) -> list[Parameter]:
@@ -560,7 +541,6 @@ class StateBytes:
         parameters, gradients, optimizer: the rank's own parts, or all of them; of what lies out of memory nothing.
         units: slots of gathered parameters, and scratch for a unit's gradients.
         lengths: of each unit, and of what several units have: what is gathered and summed at once.
-        longest: the longest of this rank's parts of them: where a sum arrives that MPI's own reduce-scatter makes.
     """
 
     parameters: int
@@ -568,7 +548,6 @@ class StateBytes:
     optimizer: int
     units: int
     lengths: tuple[int, ...] = ()
-    longest: int = 0
 
     @property
     def total(self) -> int:
@@ -604,8 +583,7 @@ def predict_bytes(
     lengths = [_length(unit.parameters, itemsize) for unit in units]
     apart = _length(shared, itemsize)
     whole = _length(model.parameters(), itemsize) * itemsize
-    owns = [len(part(length, size, rank)) for length in [*lengths, apart]]
-    own = sum(owns) * itemsize
+    own = sum(len(part(length, size, rank)) for length in [*lengths, apart]) * itemsize
     scratch = (max(lengths, default=0) + apart) * itemsize
     slots = 0 if stands_once else sum(max(lengths[i::2], default=0) for i in (0, 1)) * itemsize + apart * itemsize
     return StateBytes(
@@ -614,7 +592,6 @@ def predict_bytes(
         (own if stage else whole) * state_arrays if away is None else 0,
         {0: 0, 1: 0, 2: scratch, 3: scratch + slots}[stage],
         tuple(length * itemsize for length in (*lengths, apart) if length),
-        max(owns) * itemsize,
     )
 
 

@@ -94,7 +94,7 @@ class ShardedDataParallel(DataParallel):
         super().__init__(model, group, backend=backend, sums_gradients=False, runs_backward=runs_backward)
         self.stage = self.storage.stage
         self._at = NO_PASS  # the unit whose gradients a backward pass computes
-        self.storage.connect(group.duplicate(), algorithm)
+        self.notice = self.storage.connect(group.duplicate(), algorithm)
         self._in_units = runs_backward and self.stage > 1
         self._whole = model.forward  # of a model that is one unit, since it is no chain
         if self._in_units:

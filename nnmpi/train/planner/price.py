@@ -498,13 +498,12 @@ class Pricer:
 
     def _held(self, one: Candidate, state: StateBytes, activations: int) -> Memory:
         shares = one.dp if self._fused(one) else 1  # how often they stand once per node
-        arriving = state.longest if one.zero and one.replicas > 1 and not self._through_memory(one) else 0
         return {
             PARAMETERS: state.parameters // shares,
             GRADIENTS: state.gradients,
             STATE: state.optimizer // shares,
             ACTIVATIONS: activations,
-            COMMUNICATION: state.units + arriving,
+            COMMUNICATION: state.units,
             BATCHES: sum(one.rows(self.batch_size)) * self.row_bytes // one.sp,
         }
 
