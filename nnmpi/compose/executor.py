@@ -428,8 +428,7 @@ class Executor:
         return self._boundaries[stage - 1 if kind is Kind.RECV_ACT else stage]
 
     def _expect(self, kind: Kind, stage: int, microbatch: int) -> Callable[[], BoundaryArrays]:
-        boundary, key = self._boundary(kind, stage), self._keys[microbatch]
-        return boundary.expect(key) if kind is Kind.RECV_ACT else boundary.expect_back(key)
+        return self._boundary(kind, stage).expect(self._keys[microbatch], back=kind is not Kind.RECV_ACT)
 
     def _arrow(self, one: Instruction) -> tuple[str, str]:
         """Return the names of the messages that an instruction sends and takes, for the trace."""

@@ -5,7 +5,7 @@ It computes the failed step again, and so may be slow: it runs once, and then th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.precision import precision, to_float32
@@ -40,9 +40,7 @@ def explain(
     """
     again, found = _go_forward(model, x, loss)
     places: Sequence[str | None] = group.gather(found)
-    if not any(places):
-        places = group.gather(_go_backward(model, again))
-    return _told(places, step, value)
+    return _told(places if any(places) else group.gather(_go_backward(model, again)), step, value)
 
 
 def _told(places: Sequence[str | None], step: int, value: float) -> DivergenceError:
@@ -94,31 +92,24 @@ def explain_gradients(group: Group, model: Module, step: int, value: float, sour
         source: what the gradients were summed over, in words, such as "microbatches and replicas".
     """
     held = list(model.storage.held())
-    wrong = [span.parameter.name for span, _, grad in held if grad is not None and not finite(grad)]
-    weights = [span.parameter.name for span, data, _ in held if not finite(data)]
-    found = f"the weights {weights[0]!r}" if weights else f"the gradient of {wrong[-1]!r}" if wrong else None
-    where = group.gather(found)
-    return _told([place and f"{place}, summed over {source}" for place in where], step, value)
+    weights = (f"the weights {span.parameter.name!r}" for span, data, _ in held if not finite(data))
+    found = next(weights, None) or _wrong_gradient((span.parameter.name, grad) for span, _, grad in held)
+    return _told(group.gather(found and f"{found}, summed over {source}"), step, value)
 
 
 def _go_forward(model: Module, x: Array, loss: Callable[[], Tensor]) -> tuple[Tensor, str | None]:
     """Compute the loss again; return it, and the place of this rank's first value that is not finite, or None."""
-    weights = [name for name, parameter in model.named_parameters() if not finite(parameter.data)]
-    outputs: list[str] = []
+    places = [] if finite(x) else ["the input"]
+    places += [f"the weights {name!r}" for name, each in model.named_parameters() if not finite(each.data)]
 
     def observe(module: Module, result: object) -> None:
-        if not outputs and isinstance(result, Tensor) and not finite(result.data):
-            outputs.append(f"the output of layer {module.path!r} ({type(module).__name__})")
+        if isinstance(result, Tensor) and not finite(result.data):
+            places.append(f"the output of layer {module.path!r} ({type(module).__name__})")
 
     with observed(observe):
         again = loss()
-    if not finite(x):
-        return again, "the input"
-    if weights:
-        return again, f"the weights {weights[0]!r}"
-    if outputs:
-        return again, outputs[0]
-    return again, None if finite(again.data) else "the loss itself"
+    places += [] if finite(again.data) else ["the loss itself"]
+    return again, next(iter(places), None)
 
 
 def _go_backward(model: Module, loss: Tensor) -> str | None:
@@ -128,5 +119,10 @@ def _go_backward(model: Module, loss: Tensor) -> str | None:
         for parameter in parameters.values():
             parameter.grad = None
         loss.backward()
-    wrong = [name for name, each in parameters.items() if each.grad is not None and not finite(each.grad)]
+    return _wrong_gradient((name, each.grad) for name, each in parameters.items())
+
+
+def _wrong_gradient(grads: Iterable[tuple[str, Array | None]]) -> str | None:
+    """Return which gradient a backward pass came to first of those that are not finite: the last one; or None."""
+    wrong = [name for name, grad in grads if grad is not None and not finite(grad)]
     return f"the gradient of {wrong[-1]!r}" if wrong else None

@@ -22,6 +22,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any
 
@@ -32,7 +33,7 @@ from nnmpi.comm.agreement import CollectivePhase, refuse_different
 from nnmpi.comm.algorithms.tree import tree_broadcast
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Rendezvous, rendezvous
-from nnmpi.errors import CheckpointError, LayoutError, ShapeError, name_ranks
+from nnmpi.errors import CheckpointError, LayoutError, ShapeError
 from nnmpi.shard import Region
 
 
@@ -97,12 +98,6 @@ class ShardMap:
         return found
 
 
-def _all_of(shape: tuple[int, ...]) -> Region:
-    """Return the region that is a whole array; a single number counts as an array of one."""
-    axes = shape or (1,)
-    return Region(axes, 0, 0, axes[0])
-
-
 def shard_maps(everyones: Sequence[Sequence[Sequence[Any]]], order: Sequence[str]) -> dict[str, ShardMap]:
     """Return the map of each array of the full model, in order.
 
@@ -126,7 +121,8 @@ def shard_maps(everyones: Sequence[Sequence[Sequence[Any]]], order: Sequence[str
             if said.get(name) == rank:
                 raise LayoutError(f"rank {rank} has {name!r} twice; a rank gives each array once")
             said[name] = rank
-            part = _all_of(spec.shape) if region is None else Region(spec.shape, *region)
+            axes = spec.shape or (1,)  # a single number counts as an array of one
+            part = Region(axes, 0, 0, axes[0]) if region is None else Region(axes, *region)
             if prod(part.local_shape):
                 maps[name].slices.append(ArraySlice(rank, part, owned))
     for name in order:
@@ -159,22 +155,19 @@ def check_fit(found: Mapping[str, ArraySpec], expected: Mapping[str, ArraySpec],
 
 def _check_cover(name: str, shards: ShardMap) -> None:
     """Check that the written slices are the whole array, each element once."""
-    regions = sorted((each.region for each in shards.written), key=lambda region: region.start)
-    if len(regions) > 1 and any(region.is_whole for region in regions):
-        raise LayoutError(f"{name} is written by {name_ranks(each.rank for each in shards.written)}; one may own it")
+    written = sorted(shards.written, key=lambda each: each.region.start)
+    regions = [each.region for each in written]
     cuts = {(region.axis, region.repeats) for region in regions}
-    if len(cuts) > 1:
-        raise LayoutError(f"{name} is cut along {len(cuts)} different axes; its slices must be of one axis")
-    at = 0
-    for region in regions:
-        if region.start != at:
-            raise LayoutError(
-                f"the slices of {name} do not join on axis {region.axis}: one ends at {at}, the next begins at "
-                f"{region.start}"
-            )
-        at = region.stop
-    if prod(shards.spec.shape) and not (regions and at == regions[0].shape[regions[0].axis] // regions[0].repeats):
-        raise LayoutError(f"the end of {name} is written by no rank; give an owner to each slice")
+    joins = [region.start for region in regions] == [0, *(region.stop for region in regions)][: len(regions)]
+    count = sum(prod(region.local_shape) for region in regions)
+    if len(cuts) > 1 or not joins or count != prod(shards.spec.shape):
+        parts = (
+            f"{each.region.start}..{each.region.stop} of axis {each.region.axis} by rank {each.rank}"
+            for each in written
+        )
+        raise LayoutError(
+            f"what the ranks write of {name} is not all of it, each element once: {', '.join(parts) or 'nothing'}"
+        )
 
 
 @dataclass(frozen=True)
@@ -285,11 +278,9 @@ class ModelState:
             for name, shards in maps.items():
                 own = self._own.get(name)
                 own = own.gather() if isinstance(own, ShardedArray) else own
+                whole = _gather_array(shards, self._group.rank, own, channel, phase)
                 if self._group.is_root:
-                    whole = _gather_array(shards, own, channel, phase)
                     phase.attempt(write, name, whole)
-                else:
-                    _send_slice(shards, self._group.rank, own, channel, phase)
         phase.agree(speaker=0)
 
     def check(self, found: Mapping[str, ArraySpec] | None, source: object = "the checkpoint") -> None:
@@ -330,8 +321,15 @@ class ModelState:
                 whole = None if rank else phase.attempt(_read, read, name, shards.spec, source)
                 for region, holders in shards.holders().items():
                     chain = [0, *(holder for holder in holders if holder)]
-                    if rank in chain:
-                        part = _pass_on(shards.spec, region, chain, rank, whole, channel, phase)
+                    if rank not in chain:
+                        continue
+                    make = partial(np.empty, region.local_shape, shards.spec.dtype)
+                    part = phase.attempt(make) if rank else phase.attempt(_take, whole, region)
+                    for step in tree_broadcast(chain.index(rank), len(chain)):
+                        if step.from_ is not None and not phase.require(channel.receive(part, chain[step.from_])):
+                            part = None
+                        if step.to is not None:
+                            channel.send(part, chain[step.to])
                     if rank in holders:
                         phase.attempt(_write, self._own[name], part)
         phase.agree(speaker=0)
@@ -377,58 +375,24 @@ def _to_host(array: Array) -> Array:
     return np.asarray(array if get is None else get(), order="C")
 
 
-def _gather_array(shards: ShardMap, own: Array | None, channel: Rendezvous, phase: CollectivePhase) -> Array | None:
-    """Return the whole array on rank 0, from its own slice and those of the other owners; None after a failure."""
+def _gather_array(
+    shards: ShardMap, rank: int, own: Array | None, channel: Rendezvous, phase: CollectivePhase
+) -> Array | None:
+    """Return the whole array on rank 0, to which its other owners send their slices; None elsewhere or on failure."""
     spec, written = shards.spec, shards.written
     if [(each.rank, each.region.is_whole) for each in written] == [(0, True)]:
-        return phase.attempt(_to_host, own)  # without a copy where it lies in order
-    whole = phase.attempt(np.empty, spec.shape, spec.dtype)
+        return None if rank else phase.attempt(_to_host, own)  # without a copy where it lies in order
+    whole = None if rank else phase.attempt(np.empty, spec.shape, spec.dtype)
     for each in written:
-        if each.rank == 0:
+        if each.rank == rank == 0:
             phase.attempt(_put, whole, each.region, own)
-            continue
-        # A slice that is the whole array is received in its place; others need a copy, as their rows lie apart.
-        direct = each.region.is_whole
-        part = whole if direct else phase.attempt(np.empty, each.region.local_shape, spec.dtype)
-        if phase.require(channel.receive(None if phase.stopped else part, each.rank)) and not direct:
-            phase.attempt(_put, whole, each.region, part)
+        elif each.rank == rank:
+            phase.require(channel.send(phase.attempt(_to_host, own), to=0))
+        elif rank == 0:
+            part = phase.attempt(np.empty, each.region.local_shape, spec.dtype)
+            if phase.require(channel.receive(part, each.rank)):
+                phase.attempt(_put, whole, each.region, part)
     return None if phase.stopped else whole
-
-
-def _send_slice(shards: ShardMap, rank: int, own: Array | None, channel: Rendezvous, phase: CollectivePhase) -> None:
-    """Send what this rank owns of an array to rank 0, where `_gather_array` runs."""
-    if any(each.rank == rank for each in shards.written):
-        part = phase.attempt(_to_host, own)
-        phase.require(channel.send(part, to=0))
-
-
-def _pass_on(
-    spec: ArraySpec,
-    region: Region,
-    chain: Sequence[int],
-    rank: int,
-    whole: Array | None,
-    channel: Rendezvous,
-    phase: CollectivePhase,
-) -> Array | None:
-    """Send a region of rank 0's whole array along a binomial tree, and return it on each rank of the chain.
-
-    Args:
-        spec: of the whole array.
-        region: what is sent.
-        chain: the ranks that get it, rank 0 first.
-        rank: this one, which is among them.
-        whole: on rank 0; None after a failure.
-        channel: what it is sent through.
-        phase: takes errors.
-    """
-    part = phase.attempt(np.empty, region.local_shape, spec.dtype) if rank else phase.attempt(_take, whole, region)
-    for step in tree_broadcast(chain.index(rank), len(chain)):
-        if step.from_ is not None and not phase.require(channel.receive(part, chain[step.from_])):
-            part = None
-        if step.to is not None:
-            channel.send(part, chain[step.to])
-    return part
 
 
 def _put(whole: Array, region: Region, part: Array) -> None:

@@ -231,22 +231,19 @@ def say(region: Region | None = None, owned: bool = True, spec: ArraySpec = OUTL
     return StateEntry(name, np.empty(shape, spec.dtype), region, owned).describe()
 
 
+ONCE = "what the ranks write of w is not all of it, each element once: "
+
+
 @pytest.mark.parametrize(
     ("everyones", "text"),
     [
-        ([[say()], [say()]], "w is written by ranks 0-1; one may own it"),
-        ([[say()], [say(columns(0, 2))]], "w is written by ranks 0-1; one may own it"),
-        (
-            [[say(columns(0, 2))], [say(columns(3, 6))]],
-            "the slices of w do not join on axis 1: one ends at 2, the next",
-        ),
-        (
-            [[say(columns(0, 4))], [say(columns(3, 6))]],
-            "the slices of w do not join on axis 1: one ends at 4, the next",
-        ),
-        ([[say(columns(0, 2))], [say(columns(2, 5))]], "the end of w is written by no rank; give an owner"),
-        ([[say(owned=False)], []], "the end of w is written by no rank; give an owner"),
-        ([[say(columns(0, 3))], [say(columns(2, 3, 2))]], "w is cut along 2 different axes; its slices must be of one"),
+        ([[say()], [say()]], f"{ONCE}0..4 of axis 0 by rank 0, 0..4 of axis 0 by rank 1"),
+        ([[say()], [say(columns(0, 2))]], f"{ONCE}0..4 of axis 0 by rank 0, 0..2 of axis 1 by rank 1"),
+        ([[say(columns(0, 2))], [say(columns(3, 6))]], f"{ONCE}0..2 of axis 1 by rank 0, 3..6 of axis 1 by rank 1"),
+        ([[say(columns(0, 4))], [say(columns(3, 6))]], f"{ONCE}0..4 of axis 1 by rank 0, 3..6 of axis 1 by rank 1"),
+        ([[say(columns(0, 2))], [say(columns(2, 5))]], f"{ONCE}0..2 of axis 1 by rank 0, 2..5 of axis 1 by rank 1"),
+        ([[say(owned=False)], []], f"{ONCE}nothing"),
+        ([[say(columns(0, 3))], [say(columns(2, 3, 2))]], f"{ONCE}0..3 of axis 1 by rank 0, 2..3 of axis 1 by rank 1"),
         ([[], []], "no rank has 'w'; every array of the model must be somewhere"),
         ([[say()], [say(name="v")]], "rank 1 has 'v', which is not among the 1 names of the model"),
         ([[say(), say(owned=False)]], "rank 0 has 'w' twice; a rank gives each array once"),

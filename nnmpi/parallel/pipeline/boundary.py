@@ -167,26 +167,29 @@ class StageBoundary:
             )
         return self._send(values.arrays, self._forward_tag, waits)
 
-    def expect(self, key: InputKey) -> Callable[[], BoundaryArrays]:
+    def expect(self, key: InputKey, back: bool = False) -> Callable[[], BoundaryArrays]:
         """Post the receive of a microbatch's activation as early as possible; calling the result waits for it.
 
         As long as no header has come for such an input, nothing can be posted before the wait.
+
+        Args:
+            key: of its input.
+            back: whether it is the gradients that come, of an activation that was sent.
         """
-        arrivals = self._post(key) if key in self._agreed else None
+        early = self._post(key, back) if key in self._agreed else None
 
         def wait() -> BoundaryArrays:
-            nonlocal arrivals
             if key not in self._agreed:
                 header = self._messages.receive(np.empty(HEADER_BYTES, np.uint8), self._peer, self._header_tag)
                 self._agreed[key] = decode(header.wait(), key)
-            if arrivals is None:
-                arrivals = self._post(key)
+            arrivals = self._post(key, back) if early is None else early
             rows, single = self._agreed[key]
-            return BoundaryArrays(self._arrived(arrivals), tuple(need for *_, need in rows), single)
+            arrays = tuple(from_host(each.wait(), self._backend.xp) for each in arrivals)
+            return BoundaryArrays(arrays, tuple(need for *_, need in rows), single)
 
         return wait
 
-    def _post(self, key: InputKey, back: bool = False) -> list[MessageRequest]:
+    def _post(self, key: InputKey, back: bool) -> list[MessageRequest]:
         """Post the receives of tensors, or of the gradients that go back, into new memory: layers may keep it."""
         tag = self._backward_tag if back else self._forward_tag
         rooms = [
@@ -196,19 +199,11 @@ class StageBoundary:
         ]
         return [self._messages.receive(room, self._peer, tag) for room in rooms]
 
-    def _arrived(self, arrivals: Sequence[MessageRequest]) -> tuple[Array, ...]:
-        return tuple(from_host(each.wait(), self._backend.xp) for each in arrivals)
-
     # ---- backward ----
 
     def send_back(self, grads: Sequence[Array], waits: bool = False) -> list[Array]:
         """Send the gradients of what needs some, likewise."""
         return self._send(grads, self._backward_tag, waits)
-
-    def expect_back(self, key: InputKey) -> Callable[[], BoundaryArrays]:
-        """Post the receive of a microbatch's gradients, whose activation was sent; calling the result waits."""
-        arrivals = self._post(key, back=True)
-        return lambda: BoundaryArrays(self._arrived(arrivals), ())
 
     def let_go(self) -> None:
         """Forget what has left."""
