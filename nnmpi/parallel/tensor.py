@@ -212,11 +212,10 @@ def _check_table(model: Module, table: Table) -> None:
     names = [name for name, _ in model.named_modules() if name]
     if table and not names:
         raise LayoutError("the model is a single layer; put it into a Sequential, in which it can be replaced")
-    used = {found[0] for found in (find(table, name) for name in names) if found is not None}
     for pattern, sharding in table.items():
         if not isinstance(sharding, Sharding):
             raise LayoutError(f"the table says {sharding!r} of {pattern!r}; use a Sharding, such as Sharding.COLUMN")
-        if pattern not in used and not any(find({pattern: sharding}, name) for name in names):
+        if not any(find({pattern: sharding}, name) for name in names):
             raise LayoutError(f"the table's {pattern!r} names no module; there are {', '.join(map(repr, names))}")
 
 

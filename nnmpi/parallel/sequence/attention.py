@@ -124,18 +124,14 @@ class RingAttention:
                 own = share[:, :, mine], inner[:, :, mine], inputs, top[:, :, mine]
                 attend_more_grad(xp, *own, to, which)
             if hop:
-                follow = self._pass_gradients(place, follow, self._zeros(k, v, (source - 1) % self._group.size))
+                if follow is not None:
+                    _add(place, follow)
+                follow = self._zeros(k, v, (source - 1) % self._group.size)
+                self._wait(self._start(place, follow), place)
         if follow is not None:
             _add(home, follow)
         for to_each, total in zip(places, (to_q, *home), strict=True):
             to_each[...] = cast(xp, total, to_each.dtype)
-
-    def _pass_gradients(self, own: Pair, came: Pair | None, room: Pair) -> Pair:
-        """Add what came of a source's gradients, pass them on, and return those of the source that is next here."""
-        if came is not None:
-            _add(own, came)
-        self._wait(self._start(own, room), own)
-        return room
 
     def _round(self, k: Heads, v: Heads) -> Iterator[tuple[int, Heads, Heads]]:
         """Yield each rank's keys and values as they come by, this rank's first; meanwhile they are passed on."""
@@ -165,10 +161,11 @@ class RingAttention:
     def _zeros(self, k: Heads, v: Heads, source: int) -> Pair:
         """Return room for the gradients of a rank's keys and values, in the dtype in which they are added up."""
         xp, length = namespace(k), self._lengths[source]
-        first, second = (
-            xp.zeros((*x.shape[:2], length, x.shape[3]), "float32" if is_low(x.dtype) else x.dtype) for x in (k, v)
-        )
-        return first, second
+
+        def room(x: Heads) -> Array:
+            return xp.zeros((*x.shape[:2], length, x.shape[3]), "float32" if is_low(x.dtype) else x.dtype)
+
+        return room(k), room(v)
 
     def visible(
         self, source: int, causal: bool, drop: AttentionDropout | None = None
@@ -265,18 +262,19 @@ class UlyssesAttention:
 
     def _to_heads(self, x: Heads) -> Heads:
         """Return all positions of this rank's heads, given all heads of its positions."""
-        heads = split(x.shape[1], self._group.size)
-        own = len(heads[self._group.rank])
-        shapes = [(x.shape[0], own, len(each), x.shape[3]) for each in self._positions]
-        parts = [x[:, each.start : each.stop] for each in heads]
-        return namespace(x).concatenate(exchange_parts(self._group, parts, shapes, "all-to-all"), axis=2)
+        return self._exchange(x, split(x.shape[1], self._group.size), self._positions)
 
     def _to_positions(self, whole: Heads, count: int) -> Heads:
         """Return all heads of this rank's positions, given all positions of its heads."""
-        own = len(self._positions[self._group.rank])
-        shapes = [(whole.shape[0], len(each), own, whole.shape[3]) for each in split(count, self._group.size)]
-        parts = [whole[:, :, each.start : each.stop] for each in self._positions]
-        return namespace(whole).concatenate(exchange_parts(self._group, parts, shapes, "all-to-all"), axis=1)
+        heads = split(count, self._group.size)
+        return self._exchange(whole.swapaxes(1, 2), self._positions, heads).swapaxes(1, 2)
+
+    def _exchange(self, x: Array, out: Sequence[range], into: Sequence[range]) -> Array:
+        """Return this rank's part of axis 1, all of which came with its part of axis 2: of that, it gets all."""
+        own = len(out[self._group.rank])
+        shapes = [(x.shape[0], own, len(each), x.shape[3]) for each in into]
+        parts = [x[:, each.start : each.stop] for each in out]
+        return namespace(x).concatenate(exchange_parts(self._group, parts, shapes, "all-to-all"), axis=2)
 
 
 def _apart(together: Array, like: Trio) -> Trio:

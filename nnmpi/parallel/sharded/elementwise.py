@@ -1,6 +1,6 @@
 """Other layers on activations that are cut: activations, softmax, flatten, dropout, normalization.
 
-Most without parameters work on any part as they are. Softmax needs its axis whole; dropout must drop what the whole
+Most without parameters work on any part as they are. Softmax gets whole activations; dropout must drop what the whole
 layer would drop.
 
 batch norm    channels cut      each rank normalizes its own channels, and has their parameters and running
@@ -22,7 +22,7 @@ from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.parallel.sharded.collectives import all_sum, copy
 from nnmpi.parallel.sharded.context import LayerContext, Placed, part_of
-from nnmpi.tensor.placement import FEATURES, ROWS, Placement
+from nnmpi.tensor.placement import FEATURES, Placement
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -32,17 +32,8 @@ def place_elementwise(layer: Module, context: LayerContext) -> Placed:
 
 
 def place_softmax(layer: Softmax, context: LayerContext) -> Placed:
-    """Return the layer as it is, unless its axis is cut; then on whole activations."""
-    return context.on_replicated(layer) if _is_cut(layer.dim, context) else (layer, context.placement)
-
-
-def _is_cut(axis: int, context: LayerContext) -> bool:
-    """Return whether an axis is the one that is cut, as far as is known; the first axis is the batch."""
-    if context.placement.has_rows:
-        return axis in (ROWS, ROWS - 4)
-    if axis < 0 or context.shape is None:
-        return axis >= -1  # counted from the front, it may be the last one
-    return axis == len(context.shape)
+    """Return the layer on whole activations, whichever axis it is over."""
+    return context.on_replicated(layer)
 
 
 def place_flatten(layer: Flatten, context: LayerContext) -> Placed:
