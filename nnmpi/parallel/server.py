@@ -51,8 +51,7 @@ weights that it was computed on: a message at the wrong time is an error, and no
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass, fields, replace
-from itertools import accumulate
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar, cast
 
 import numpy as np
 
@@ -245,27 +244,22 @@ class MessageBuffer(Generic[Kind]):
     """
 
     def __init__(self, kind: type[Kind], arrays: Sequence[Array], backend: Backend) -> None:
-        self._kind: Any = kind
-        self._backend = backend
-        layout = np.dtype([(each.name, "f8" if each.type is float else "i8") for each in fields(kind)])
-        dtypes = [np.dtype(str(array.dtype)) for array in arrays]
-        sizes = [array.size * dtype.itemsize for array, dtype in zip(arrays, dtypes, strict=True)]
-        stops = list(accumulate(sizes, initial=layout.itemsize))
-        self.buffer = np.zeros(stops[-1], np.uint8)
-        self._header = self.buffer[: layout.itemsize].view(layout)
-        self._values = [
-            self.buffer[start:stop].view(dtype) for start, stop, dtype in zip(stops, stops[1:], dtypes, strict=False)
-        ]
+        self._kind, self._backend = kind, backend
+        header = ("header", "f8", (len(fields(cast(Any, kind))),))  # whole numbers below 2**53 are exact
+        layout = np.dtype([header, *((f"{i}", str(each.dtype), each.shape) for i, each in enumerate(arrays))])
+        self.buffer = np.zeros(layout.itemsize, np.uint8)
+        self._header, *self._values = (self.buffer.view(layout)[name][0] for name in layout.names or ())
 
     def write(self, message: Kind, arrays: Sequence[Array]) -> None:
         """Copy a message and arrays of the flat arrays' sizes into the buffer."""
-        self._header[0] = astuple(message)
+        self._header[:] = astuple(message)
         for value, array in zip(self._values, arrays, strict=True):
             value[...] = self._backend.to_host(array)
 
     def read(self) -> tuple[Kind, list[Array]]:
         """Return the message, and its arrays where the backend has them: with NumPy they are the buffer itself."""
-        numbers = dict(zip(self._header.dtype.names or (), self._header[0].item(), strict=True))
+        pairs: Any = zip(fields(cast(Any, self._kind)), self._header.tolist(), strict=True)
+        numbers = {each.name: each.type(number) for each, number in pairs}
         return self._kind(**numbers), [self._backend.asarray(value) for value in self._values]
 
 

@@ -146,6 +146,7 @@ class ShardedStorage(FlatStorage):
     def _allocate(
         self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array]
     ) -> tuple[list[Array], list[Array]]:
+        self._layout = list(lengths), dtype
         self._rooms: list[Array] = []  # slots and scratch
         self._pieces: dict[int, list[int]] = {number: [] for number in (SHARED, *range(len(self.units)))}
         for i, label in enumerate(self.groups):
@@ -235,6 +236,7 @@ class ShardedStorage(FlatStorage):
     def _settle(self, data: list[Array], grads: list[Array]) -> None:
         """Let the parameters lie in these whole arrays, and this rank's parts be theirs where there are whole ones."""
         self._data, self._grads = data, grads
+        self._rooms = self._rooms[-2:]  # of gradients alone: those of parameters, and of older gradients, are gone
         if self.stage < 3 or self.stands_once:
             self.data = [whole[each] for whole, each in zip(data, self.own, strict=True)]
         if self.stage == 1:
@@ -350,13 +352,11 @@ class ShardedStorage(FlatStorage):
 
     def _share(self, memory: SharedMemory) -> None:
         """Move what others read to memory that the ranks share; collective."""
-        lengths, dtype = [len(whole) for whole in self._data], self.data[0].dtype if self.data else np.dtype("f4")
-        rooms, self._rooms = self._rooms, []
+        lengths, dtype = self._layout
         try:
-            grads = self._lay_out(lengths, dtype, memory.allocate, self.stage >= 2)
             data = memory.common_all([(length, dtype) for length in lengths])
+            grads = self._lay_out(lengths, dtype, memory.allocate, self.stage >= 2)
         except DeviceError:
-            self._rooms = rooms
             memory.free()
             raise
         for whole, each, mine in zip(data, self.own, self.data, strict=True):
@@ -401,9 +401,9 @@ class ShardedStorage(FlatStorage):
             return
         begin = clock.now()
         self._start(number)
-        self._wait(number)
         if following is not None:
             self._start(following)
+        self._wait(number)
         self._add_seconds(begin)
 
     def leave(self, number: int) -> None:
@@ -452,9 +452,7 @@ class ShardedStorage(FlatStorage):
         self._gathers, self._sums = {}, {}
         node, self._node = self._node, None
         if node is not None:
-            dtype = self.data[0].dtype if self.data else None  # a stage of a pipeline may have no parameters
-            self._rooms = []
-            grads = self._lay_out([len(whole) for whole in self._grads], dtype, np.zeros, self.stage >= 2)
+            grads = self._lay_out(*self._layout, np.zeros, self.stage >= 2)
             if self.stage == 3:
                 self.data = [own.copy() for own in self.data]
                 data = [np.broadcast_to(np.zeros((), whole.dtype), whole.shape) for whole in self._data]
