@@ -19,7 +19,7 @@ import numpy as np
 from nnmpi.command import Parser, positive_count, say
 from nnmpi.errors import UsageError
 from nnmpi.memory.optimal import OptimalPlans, swapping_plan
-from nnmpi.memory.plan import DIGITS, Costs, LayerCost, Plan, animate, draw_plan, keep_all, price_plan
+from nnmpi.memory.plan import DIGITS, Costs, LayerCost, Plan, draw_plan, keep_all, price_plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt
@@ -113,7 +113,7 @@ def compare(plans: OptimalPlans, budget: int, bandwidth: float | None = None) ->
     def shown(plan: Plan) -> dict[str, Any]:
         price = price_plan(costs, plan, bandwidth or inf)
         figures = {"peak": price.peak, "seconds": round(price.seconds, DIGITS), "again": price.again}
-        return {"actions": animate(costs, plan, bandwidth or inf), **figures, "moved": price.moved}
+        return {"actions": price.rows, **figures, "moved": price.moved}
 
     kinds: dict[str, Callable[[int], Plan]] = {"computed again": plans.plan, "all kept": lambda limit: keep_all(costs)}
     if bandwidth is not None:

@@ -34,7 +34,7 @@ from nnmpi.errors import UsageError
 
 Plan = tuple["Action", ...]
 COLUMNS = 100  # of a plan that is drawn, before its rows go on below
-DIGITS = 9  # of seconds in an animation
+DIGITS = 9  # of seconds in the rows of a price
 
 
 class Act(Enum):
@@ -94,6 +94,10 @@ class LayerCost:
         """The seconds of an ordinary pass, forward and backward."""
         return self.keep_s + self.backward_s
 
+    def takes(self, act: Act) -> float:
+        """Return the seconds of computing of an action on this layer."""
+        return {Act.FORWARD: self.forward_s, Act.KEEP: self.keep_s, Act.BACKWARD: self.backward_s}.get(act, 0.0)
+
 
 Costs = Sequence[LayerCost]
 
@@ -116,18 +120,24 @@ class PlanPrice:
     Attributes:
         peak: the most bytes at any moment.
         seconds: of all actions, and what is waited for between them.
-        bytes: after each action.
-        peaks: the most during each action.
         again: how many of the actions go forward through a layer that was gone through before.
         moved: bytes that go out, and come back.
+        rows: one for each action, as JSON values, in seconds and bytes:
+
+                ["K", 0, "=- ", begin, computes, end, peak, after, transfer]
+
+            An action waits from `begin` to `computes`, and computes until `end`. Meanwhile there are at most `peak`
+            bytes, and then `after`. A transfer is [begin, end] of `O` and `I`, else null. The text has a sign for each
+            layer: the action's letter on its own, a small one where a layer is gone through again; else a line where a
+            value waits, a double one where a layer is kept, a dot where it is away. `D` is on the layer that the value
+            would come to.
     """
 
     peak: int
     seconds: float
-    bytes: tuple[int, ...]
-    peaks: tuple[int, ...]
     again: int
-    moved: int = 0
+    moved: int
+    rows: list[list[Any]]
 
 
 class PlanState:
@@ -157,8 +167,7 @@ class PlanState:
     def copy(self) -> PlanState:
         """Return one that goes on from here by itself."""
         other = copy(self)
-        other._values, other._kept, other._seen = set(self._values), set(self._kept), set(self._seen)
-        other._away, other._back, other.done = set(self._away), set(self._back), dict(self.done)
+        vars(other).update({name: copy(each) for name, each in vars(self).items()})
         return other
 
     @property
@@ -187,7 +196,7 @@ class PlanState:
         return i in self._away if act is Act.IN else i in self._values and i < len(self._costs)
 
     def signs(self, action: Action) -> str:
-        """Return how the layers are during an action, see `animate`."""
+        """Return how the layers are during an action, see `PlanPrice`."""
         kept, i = self._kept | self._back, action.layer
         row = [
             "=" if j in kept else "." if j in self._away else "-" if j and j in self._values else " "
@@ -218,24 +227,19 @@ class PlanState:
             self._away.add(i)
         elif act is Act.BACKWARD:
             peak += cost.gradient
-            self._go_back(i)
+            if i in self._back:
+                self._back.discard(i)
+                self.seconds = max(self.seconds, self.done[i])
+            self._kept.discard(i)
+            self._grad = i
         else:
-            keeps = act is Act.KEEP
             self.again += i in self._seen
             self._seen.add(i)
             self._values.add(i + 1)
-            if keeps:
+            if act is Act.KEEP:
                 self._kept.add(i)
-            self.seconds += cost.keep_s if keeps else cost.forward_s
+        self.seconds += cost.takes(act)
         return max(peak, self.bytes)
-
-    def _go_back(self, i: int) -> None:
-        if i in self._back:
-            self._back.discard(i)
-            self.seconds = max(self.seconds, self.done[i])
-        self._kept.discard(i)
-        self._grad = i
-        self.seconds += self._costs[i].backward_s
 
 
 def price_plan(costs: Costs, plan: Iterable[Action], bandwidth: float = inf) -> PlanPrice:
@@ -249,17 +253,21 @@ def price_plan(costs: Costs, plan: Iterable[Action], bandwidth: float = inf) -> 
     Raises:
         UsageError: naming the first action that lacks what it needs, or what is missing at the end.
     """
-    state, moved = PlanState(costs, bandwidth), 0
-    after, peaks = list[int](), list[int]()
+    state, moved, rows = PlanState(costs, bandwidth), 0, list[list[Any]]()
     for action in plan:
         if not state.has_for(action):
-            raise UsageError(f"action {action} of the plan, number {len(after)}, lacks what it needs; check the plan")
-        peaks.append(state.do(action))
-        after.append(state.bytes)
-        moved += moved_bytes(costs, action.layer) if action.act is Act.OUT else 0
+            raise UsageError(f"action {action} of the plan, number {len(rows)}, lacks what it needs; check the plan")
+        i, act, begin_s, signs = action.layer, action.act, state.seconds, state.signs(action)
+        peak, end_s, nbytes = state.do(action), state.seconds, moved_bytes(costs, i)
+        moved += nbytes * (act is Act.OUT)
+        transfer = [state.done[i] - nbytes / bandwidth, state.done[i]] if act in (Act.OUT, Act.IN) else []
+        begin_s, computes_s, end_s, *transfer = (
+            round(each, DIGITS) for each in (begin_s, end_s - costs[i].takes(act), end_s, *transfer)
+        )
+        rows.append([act.value, i, signs, begin_s, computes_s, end_s, peak, state.bytes, transfer or None])
     if not state.is_over:
         raise UsageError("the plan leaves something behind; each layer must go back once, and each value be dropped")
-    return PlanPrice(max(peaks), state.seconds, tuple(after), tuple(peaks), state.again, moved)
+    return PlanPrice(max(row[6] for row in rows), state.seconds, state.again, moved, rows)
 
 
 def parse_plan(text: str) -> Plan:
@@ -285,43 +293,21 @@ def keep_all(costs: Costs) -> Plan:
     return (*plan, *(Action(Act.BACKWARD, i) for i in reversed(range(len(costs)))))
 
 
-def animate(costs: Costs, plan: Plan, bandwidth: float = inf) -> list[list[Any]]:
-    """Return a row for each action of a plan that is right, as JSON values, in seconds and bytes.
-
-        ["K", 0, "=- ", begin, computes, end, peak, after, transfer]
-
-    An action waits from `begin` to `computes`, and computes until `end`. Meanwhile there are at most `peak` bytes, and
-    then `after`. A transfer is [begin, end] of `O` and `I`, else null. The text has a sign for each layer: the action's
-    letter on its own, a small one where a layer is gone through again; else a line where a value waits, a double one
-    where a layer is kept, a dot where it is away. `D` is on the layer that the value would come to.
-    """
-    state, rows = PlanState(costs, bandwidth), list[list[Any]]()
-    for action in plan:
-        i, act, begin, held = action.layer, action.act, state.seconds, state.signs(action)
-        peak, end = state.do(action), state.seconds
-        cost = costs[i]
-        busy = {Act.FORWARD: cost.forward_s, Act.KEEP: cost.keep_s, Act.BACKWARD: cost.backward_s}.get(act, 0.0)
-        moves = [state.done[i] - moved_bytes(costs, i) / bandwidth, state.done[i]] if act in (Act.OUT, Act.IN) else None
-        times = [round(each, DIGITS) for each in (begin, end - busy, end)]
-        rows.append([act.value, i, held, *times, peak, state.bytes, moves and [round(each, DIGITS) for each in moves]])
-    return rows
-
-
 def draw_plan(costs: Costs, plan: Plan) -> str:
     """Return a plan as text: a row for each layer, a column for each action but `D`, and below the bytes as bars.
 
-    The signs are those of `animate`:
+    The signs are those of `PlanPrice`:
 
         0 | F...f.K=B.
         1 | .F--..
     """
-    most = price_plan(costs, plan).peak
-    shown = [(row[2], row[6]) for row in animate(costs, plan) if row[0] != Act.DROP.value]
+    price = price_plan(costs, plan)
+    shown = [(row[2], row[6]) for row in price.rows if row[0] != Act.DROP.value]
     width, lines, steps = max(len(cost.name) for cost in costs), list[str](), " ▁▂▃▄▅▆▇█"
     for start in range(0, len(shown), COLUMNS):
         part = shown[start : start + COLUMNS]
         rows = zip(*(signs for signs, _ in part), strict=True)
         lines += [f"{cost.name:>{width}} |{''.join(row)}" for cost, row in zip(costs, rows, strict=True)]
-        bars = "".join(steps[-(-peak * 8 // most) if most else 0] for _, peak in part)
+        bars = "".join(steps[-(-peak * 8 // max(price.peak, 1))] for _, peak in part)
         lines += [f"{'bytes':>{width}} |{bars}", ""]
     return "\n".join(lines[:-1])
