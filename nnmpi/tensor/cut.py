@@ -108,6 +108,8 @@ def mark(x: Tensor, cut: TensorCut) -> CutTensor:
             f"layer {cut.layer!r} leaves a part of shape {x.shape}, but {cut.own()} of {cut.whole} in axis "
             f"{cut.axis} are this rank's; the layers were sharded for other sizes"
         )
+    if x.node is None and x.requires_grad:
+        x = x.reshape(x.shape)  # a leaf stays behind its part, and gets its gradient
     part = _cut_tensor(replace(cut, within=x.cut))
     _share(part, x)
     return part

@@ -122,6 +122,11 @@ def single_layers(ranks: int, setup: Setup) -> list[Layout | None]:
     return [Layout(dp, pp, 1, split=(*[1] * (pp - 1), layers(setup) - pp + 1)) for dp, pp, _ in found]
 
 
+def parts_at_cuts(ranks: int, setup: Setup) -> list[Layout | None]:
+    """Return a stage that begins with a layer which marks what comes to it as the rank's part: a dropout."""
+    return [Layout(dp=1, pp=2, tp=ranks // 2, split=(4, layers(setup) - 4))] if ranks % 2 == 0 else []
+
+
 def stages_of_zero(ranks: int, _: Setup) -> list[Layout | None]:
     """Return each stage of ZeRO, in units as small as may be."""
     return [Layout(dp=ranks, zero=stage, unit_bytes=1) for stage in (1, 2, 3)]
@@ -202,6 +207,7 @@ ROWS = {
     "tuples": Row(Setup(own.tupled, microbatches=4)),
     "integers": Row(Setup(own.words, microbatches=4, prepare=own.integers)),
     "stages without parameters": Row(replace(NOISY, worker={"clip": 0.3}), single_layers),
+    "parts at a cut": Row(NOISY, parts_at_cuts),
     "measured cuts": Row(SETUPS["resnet"], lambda ranks, _: [Layout(pp=ranks, split="auto")]),
     # what layers do differently in training, and what the global batch decides
     "recomputed": Row(NOISY, recomputed),

@@ -80,7 +80,6 @@ class SequenceGroup(PartExchange):
             x: (batch, this rank's positions, ...).
             length: of the whole sequences.
         """
-        x = x.reshape(x.shape) if x.requires_grad else x  # a leaf stays behind its part
         return mark(x, TensorCut(self.placement(length), self, ""))
 
     def leave(self, x: Any, length: int) -> Tensor:
