@@ -16,12 +16,15 @@ import os
 import shutil
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import is_dataclass
+from itertools import repeat
 from pathlib import Path
-from typing import Any, BinaryIO
+from types import UnionType
+from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
 
-from nnmpi.errors import DataError, UsageError
+from nnmpi.errors import DataError, UsageError, shortened
 
 VARIABLE = "NNMPI_DATA"
 LOCK_FILE = ".lock"
@@ -207,6 +210,31 @@ def read_json(file: Path) -> Any:
         OSError, ValueError: see `read_text` and `parse_json`.
     """
     return parse_json(read_text(file))
+
+
+def rebuilt(kind: Any, value: Any) -> Any:
+    """Return the value of this type that was written as JSON: a dataclass with what is in it, say.
+
+    Raises:
+        AttributeError, KeyError, TypeError, ValueError: for a value of another type.
+    """
+    origin, of = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return value
+    if origin in (Union, UnionType):
+        return None if value is None else rebuilt(of[0], value)
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        return kind(**{name: rebuilt(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
+    if origin is tuple and isinstance(value, list | tuple):
+        return tuple(map(rebuilt, repeat(of[0]) if of[-1] is ... else of, value))
+    if origin is Mapping:  # one of other keys than text is a list of pairs
+        pairs = value.items() if isinstance(value, dict) else value
+        return {rebuilt(of[0], key): rebuilt(of[1], each) for key, each in pairs}
+    fits = value in of if origin is Literal else isinstance(value, int | float if kind is float else origin or kind)
+    if not fits:
+        raise TypeError(f"{shortened(repr(value))} stands in the place of {getattr(kind, '__name__', kind)}")
+    return value
 
 
 @contextmanager

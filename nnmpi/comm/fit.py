@@ -10,16 +10,16 @@ shared memory) was measured as it is, at several lengths.
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, is_dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
+from typing import Any
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS, HIERARCHICAL, NATIVE, SHARED, How, find_collective
 from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.machine import Curve, Machine
 from nnmpi.comm.simulate import price
 from nnmpi.errors import NnmpiError, UsageError, counted, raised_as
-from nnmpi.files import cache_folder, read_json, write_atomically
+from nnmpi.files import cache_folder, read_json, rebuilt, write_atomically
 from nnmpi.units import format_bytes, format_seconds
 
 FORMAT = 2
@@ -84,19 +84,10 @@ class Fit:
         """
         if value["format"] != FORMAT:
             raise ValueError(f"its format is {value['format']}, not {FORMAT}")
-        fit: Fit = _rebuild(cls, {name: each for name, each in value.items() if name != "format"})
+        fit: Fit = rebuilt(cls, {name: each for name, each in value.items() if name != "format"})
         if fit.ranks < 1 or len(fit.facts["nodes"]) != fit.ranks:
             raise ValueError(f"it is of {fit.ranks} ranks on the nodes {fit.facts['nodes']}")
         return fit
-
-
-def _rebuild(kind: Any, value: Any) -> Any:
-    """Return the dataclass that was these JSON values, with those in it; None where it may be none and is."""
-    kind = next((each for each in (kind, *get_args(kind)) if is_dataclass(each)), None)
-    if kind is None or value is None:
-        return tuple(value) if isinstance(value, list) else value
-    hints = get_type_hints(kind)
-    return kind(**{name: _rebuild(hints[name], each) for name, each in value.items()})
 
 
 def load_fit(file: Path) -> Fit:

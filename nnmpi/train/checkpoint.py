@@ -47,7 +47,7 @@ from nnmpi.compose.state import model_state
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer
 from nnmpi.errors import CheckpointError, DataError, counted, raised_as
-from nnmpi.files import read_json, read_text, sha256, sync_folder, write_atomically, write_synced
+from nnmpi.files import read_json, read_text, rebuilt, sha256, sync_folder, write_atomically, write_synced
 from nnmpi.mesh import AXES, Mesh
 from nnmpi.nn.module import Module
 from nnmpi.parallel.model_state import ArraySpec
@@ -128,23 +128,17 @@ class RunState:
         better = isfinite(value) and (not self.best_step or sign * value > sign * self.best)
         return replace(self, best=value, best_step=self.step) if better else self
 
-    def to_json(self) -> dict[str, Any]:
-        """Return the fields as JSON values."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> RunState:
-        """Return what `to_json` gave; other values in the mapping are left alone.
+        """Return the state of which the fields are among these JSON values.
 
         Raises:
             CheckpointError: when a value is missing.
         """
         try:
-            plain = {name: values[name] for name in cls.__dataclass_fields__}
-            totals = {name: Totals(**plain[name]) for name in ("window", "in_epoch")}
-        except (KeyError, TypeError) as error:
+            return rebuilt(cls, {name: values[name] for name in cls.__dataclass_fields__})
+        except (KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"the checkpoint's state.json lacks a value: {error}") from None
-        return cls(**{**plain, **totals})
 
 
 # ---- over all ranks ----
@@ -378,7 +372,7 @@ def _source(file: TensorFile | None) -> tuple[Callable[[str], Array], Mapping[st
 def _values(trainer: Trainer, state: RunState) -> dict[str, Any]:
     """Return what state.json holds. Collective."""
     return {
-        **state.to_json(),
+        **asdict(state),
         "seed": trainer.seed,
         "ranks": trainer.group.size,
         "layout": dict(zip(AXES, trainer.arrangement.mesh.mesh.shape, strict=True)),

@@ -22,18 +22,11 @@ from nnmpi.backend.array import Array
 from nnmpi.data.dataset import Dataset, Predicts, Samples
 from nnmpi.data.transform import Normalize
 from nnmpi.errors import CheckpointError, DataError, shortened
+from nnmpi.files import rebuilt
 from nnmpi.version import VERSION
 
 METADATA = "nnmpi"  # the name of the JSON in a file's metadata
 BYTES, TOKENS = "uint8", "tokens"
-KINDS: Mapping[str, Any] = {  # of a signature's fields; a list's is that of its items
-    **dict.fromkeys(("data", "stored", "predicts", "target"), str),
-    **dict.fromkeys(("class_names", "columns"), [str]),
-    **dict.fromkeys(("sample_shape", "target_shape"), [int]),
-    **dict.fromkeys(("mean", "std"), [int | float]),
-    "classes": int,
-    "scale": int | float,
-}
 
 
 @dataclass(frozen=True)
@@ -166,22 +159,9 @@ class ModelSignature:
             CheckpointError: when fields are missing, unknown, or of another kind.
         """
         try:
-            plain: dict[str, Any] = {
-                name: tuple(each) if isinstance(each, list) else each for name, each in values.items()
-            }
-            found = cls(**plain)
-            wrong = [name for name, kind in KINDS.items() if not _is_of(getattr(found, name), kind)]
-            if wrong:
-                raise TypeError(f"its {wrong[0]} is {shortened(repr(getattr(found, wrong[0])))}")
-        except (TypeError, AttributeError) as error:
+            return rebuilt(cls, values)
+        except (TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"the signature of the weights cannot be read: {error}") from None
-        return found
-
-
-def _is_of(value: Any, kind: Any) -> bool:
-    if isinstance(kind, list):
-        return isinstance(value, tuple) and all(isinstance(each, kind[0]) for each in value)
-    return isinstance(value, kind)
 
 
 def to_metadata(signature: ModelSignature, model: Mapping[str, Any]) -> dict[str, str]:

@@ -246,27 +246,9 @@ class Profile:
         return max(known[low] + (known[high] - known[low]) * (rows - low) / (high - low), 0.0)
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything as JSON values."""
+        """Return everything as JSON values, of which `files.rebuilt` makes it again."""
         found = asdict(self)
         return found | {name: list(found[name].items()) for name in ("steps", "shares")}
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Profile:
-        """Return what `to_json` gave the values of.
-
-        Raises:
-            KeyError, TypeError, ValueError: for values that are none.
-        """
-        shares = {}
-        for (tp, sp), one in value["shares"]:
-            shares[tp, sp] = ShareCost(**{**one, "exchanges": tuple(map(tuple, one["exchanges"]))})
-        return cls(
-            {int(rows): StepCost(**one) for rows, one in value["steps"]},
-            shares,
-            tuple(LayerCost(**each) for each in value["layers"]),
-            int(value["layer_rows"]),
-            {str(name): float(seconds) for name, seconds in value["raced"].items()},
-        )
 
 
 # ---- prices ----

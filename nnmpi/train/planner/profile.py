@@ -35,7 +35,7 @@ from nnmpi.custom import custom_file
 from nnmpi.data.dataset import Samples
 from nnmpi.data.loader import Batch
 from nnmpi.errors import NnmpiError, UsageError
-from nnmpi.files import cache_folder, read_json, write_atomically
+from nnmpi.files import cache_folder, read_json, rebuilt, write_atomically
 from nnmpi.memory.layers import measure as measure_layers
 from nnmpi.memory.layers import of_chain
 from nnmpi.memory.ledger import ACTIVATIONS
@@ -144,7 +144,9 @@ def take_profile(
         """Return the profile as JSON values; None if there is none of this key, or it is damaged."""
         with suppress(OSError, KeyError, TypeError, ValueError, AttributeError, NnmpiError):
             found = read_json(cache_folder() / f"profile-{digest}.json")
-            return Profile.from_json(found).to_json() if found["key"] == key else None
+            if found.pop("key") == key and rebuilt(Profile, found):
+                return found
+        return None
 
     def keep(profile: Profile) -> None:
         if not group.is_root:
@@ -158,7 +160,7 @@ def take_profile(
 
     kept = on_root(group, load)
     if kept is not None:
-        return Profile.from_json(kept), keep
+        return rebuilt(Profile, kept), keep
     say("measuring the model's parts, which is done once and kept")
     with explained(backend, "the model's parts are measured here, and do not fit ({}); give a smaller model or batch"):
         found = measure(workload, group, ranks, shares_of(ranks), backend)
