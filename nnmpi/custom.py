@@ -57,21 +57,23 @@ def custom_file(name: str) -> Path | None:
     return source if is_custom(name) and source.suffix == ".py" and source.is_file() else None
 
 
-def load_custom(name: str, option: str, wanted: str) -> Callable[..., Any]:
-    """Return the function (or class) of this name.
+def load_custom(name: str, option: str, wanted: str) -> Any:
+    """Return the function (or class) of this name; of the name of something of nnmpi's the name itself.
 
     Args:
-        name: FILE.py:NAME or package.module:NAME.
+        name: FILE.py:NAME or package.module:NAME, or another.
         option: for which it was given, such as "--model", for messages.
         wanted: its arguments, such as "(sample_shape, classes)", for messages.
 
     Raises:
         UsageError: when there is no such file, module or function, or the file cannot be read.
     """
+    if not is_custom(name):
+        return name
     source, _, function = name.rpartition(":")
     given = f"{option} {name}"
     module = _load_file(Path(source), given) if source.endswith(".py") else _load_module(source, given)
-    found: Callable[..., Any] | None = getattr(module, function, None)
+    found = getattr(module, function, None)
     if not callable(found):
         raise UsageError(f"{given}: {source} has no function {function!r}; define {function}{wanted}")
     return found

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from nnmpi.command import Parser, positive_count, say
-from nnmpi.custom import is_custom, load_custom
+from nnmpi.custom import load_custom
 from nnmpi.errors import counted
 from nnmpi.pages.page import write_page
 from nnmpi.schedule.check import check
@@ -33,8 +33,7 @@ def main(words: Sequence[str]) -> str:
     """
     given = _parser().parse_args(words)
     virtual = given.virtual_stages or _usual(given.schedule)
-    own = is_custom(given.schedule)
-    name = load_custom(given.schedule, "--schedule", "(rank, ranks, microbatches)") if own else given.schedule
+    name = load_custom(given.schedule, "--schedule", "(rank, ranks, microbatches)")
     schedule = lower(make(name, given.stages, given.microbatches, virtual))
     check(schedule)
     found = simulate_schedule(schedule, _costs(given, schedule))

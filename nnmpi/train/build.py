@@ -56,6 +56,8 @@ from nnmpi.train.signature import ModelSignature
 # rounding would become an update as large as any, and two equal runs would differ. Divided by this, rounding stays what
 # it is.
 VERIFIED_EPS = 1e-3
+# Options that a layout has, too, by the same names.
+SAME = "virtual_stages split reduction memory_limit sp zero activation_memory offload offload_state"
 TOO_LARGE = "the model does not fit into memory ({}); make it smaller"
 
 
@@ -217,11 +219,6 @@ def build_optimizer(config: OptimizationConfig, storage: FlatStorage, eps: float
     )
 
 
-def own_or_name(name: str, option: str, wanted: str) -> Any:
-    """Return the user's function of this name; of other names the name itself. See `own.load_custom`."""
-    return load_custom(name, option, wanted) if is_custom(name) else name
-
-
 def build_layout(config: ParallelConfig, rule: OptimizationConfig, model: ModelConfig) -> Layout:
     """Return the layout that the options ask for.
 
@@ -229,22 +226,9 @@ def build_layout(config: ParallelConfig, rule: OptimizationConfig, model: ModelC
         UsageError: for values that do not go together.
     """
     dp, pp, tp = (None if ranks == "auto" else ranks for ranks in (config.dp, config.pp, config.tp))
-    layout = Layout(
-        dp,
-        pp,
-        tp,
-        schedule=own_or_name(config.pipeline, "--pipeline", "(rank, ranks, microbatches)"),
-        virtual_stages=config.virtual_stages,
-        split=config.split,
-        reduction=config.reduction,
-        memory_limit=config.memory_limit,
-        state_arrays=rule.state_arrays,
-        sp=config.sp,
-        zero=config.zero,
-        activation_memory=config.activation_memory,
-        offload=config.offload,
-        offload_state=config.offload_state,
-    )
+    schedule = load_custom(config.pipeline, "--pipeline", "(rank, ranks, microbatches)")
+    same: dict[str, Any] = {name: getattr(config, name) for name in SAME.split()}
+    layout = Layout(dp, pp, tp, schedule=schedule, state_arrays=rule.state_arrays, **same)
     return choose_attention(layout, model)
 
 
@@ -319,7 +303,7 @@ def build_trainer(
     if sync.rule.asynchronous:
         return AsynchronousWorker(model, optimizer, group, sync.rule, **common)
     fused = False if verified else None  # the fused update leaves no gradients
-    allreduce = own_or_name(config.parallel.allreduce, "--allreduce", "(rank, size)")
+    allreduce = load_custom(config.parallel.allreduce, "--allreduce", "(rank, size)")
     exchange = GradientExchange(allreduce, fused_update=fused, check=verified)
     return Worker(model, optimizer, group, exchange=exchange, arrangement=where, synchronous_sends=verified, **common)
 
@@ -362,10 +346,8 @@ def build_losses(config: OptimizationConfig, where: Arrangement | None) -> dict[
     Raises:
         UsageError: for a loss of the user's that is not there.
     """
-    if is_custom(config.loss):
+    if is_custom(config.loss) or config.loss in ERRORS:
         return {"loss": load_custom(config.loss, "--loss", "(logits, labels)")}
-    if config.loss in ERRORS:
-        return {"loss": config.loss}
     return {
         "loss": sum_cross_entropy(where, config.label_smoothing),
         "evaluation_loss": sum_cross_entropy(where),
@@ -386,13 +368,3 @@ def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
     if idle is not None and mesh.pp == 1 and not resuming:
         raise UsageError(f"{idle} belongs to a pipeline, and {mesh} has none; give --pp 2 or more, or leave it out")
     return layout, mesh
-
-
-def check_sync(config: Config, group: Group) -> None:
-    """Check that this number of ranks can do what the options say about synchrony.
-
-    Raises:
-        UsageError: on all ranks.
-    """
-    config.sync.rule.check(group.size)
-    config.sync.slowness(config.run.seed).check(group.size)

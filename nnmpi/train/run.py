@@ -43,7 +43,6 @@ from nnmpi.train.build import (
     build_schedule,
     build_trainer,
     build_whole,
-    check_sync,
     choose_attention,
     find_layout,
 )
@@ -200,7 +199,8 @@ def set_up(
         DataError, DeviceError: on all ranks, for data that cannot be had, and a device that cannot do it.
     """
     layout, mesh = find_layout(config, group)
-    check_sync(config, group)
+    config.sync.rule.check(group.size)
+    config.sync.slowness(config.run.seed).check(group.size)
     replica = (mesh.coordinates(group.rank).d, mesh.dp)
     inputs = load_inputs(config, group, local_rank, say, replica, mesh.pp)
     with agreed(group):
