@@ -26,7 +26,6 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-import numpy as np
 import threadpoolctl
 
 from nnmpi.backend.blas import blas_pool, find_older, name_blas, read_cpu
@@ -40,7 +39,7 @@ from nnmpi.train.checkpoint import MODEL_FILE, STATE_FILE, load_checkpoint, step
 from nnmpi.train.folder import RunFolder, read_run
 from nnmpi.train.log import describe_measures
 from nnmpi.units import format_bytes
-from nnmpi.version import VERSION
+from nnmpi.version import versions
 
 DESCRIPTION = """With RUN: what has become of a run, and what to do. Without: what this machine and its MPI are, and
 what is slow or wrong with them: mpirun -n 4 python -m nnmpi.doctor. (python -m nnmpi.verify tries whether ranks compute
@@ -252,7 +251,7 @@ def look(group: Group) -> list[Facts]:
         "cores": [own, node],
         "bound": sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [],
         "load": os.getloadavg()[0],
-        "versions": f"nnmpi {VERSION}, Python {platform.python_version()}, NumPy {np.__version__}",
+        "versions": ", ".join(map(" ".join, versions().items())),
         "mpi": group.comm.world.library,
         "launcher": launch.name if launch is not None else "none",
         "blas": name_blas(pool),

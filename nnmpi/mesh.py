@@ -44,7 +44,7 @@ Rank 0 is always (0, 0, 0, 0).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import TYPE_CHECKING, NamedTuple
@@ -127,17 +127,12 @@ class Mesh:
         """
         asked = {DP: dp, PP: pp, TP: tp, SP: sp}
         _check_axes(asked | {"world": world})
-        axes = dict(asked)
-        missing = [axis for axis in AXES if asked[axis] is None]
-        if len(missing) > 1:
-            axes |= {axis: 1 for axis in missing if axis != DP}
-            missing = [axis for axis in missing if axis == DP]
-        given = prod(size for size in axes.values() if size is not None)
-        if missing and world % given == 0:
-            axes[missing[0]] = world // given
-        if prod(axes[axis] or 1 for axis in AXES) != world:
-            raise LayoutError(_misfit(world, axes, asked))
-        return cls(axes[DP] or 1, axes[PP] or 1, axes[TP] or 1, None if nodes is None else tuple(nodes), sp)
+        several = [dp, pp, tp].count(None) > 1
+        wanted = asked | {PP: pp or 1, TP: tp or 1} if several else asked
+        nearest = fitting(world, wanted)[0]
+        if any(size not in (None, own) for size, own in zip(wanted.values(), nearest.shape, strict=True)):
+            raise LayoutError(_misfit(world, wanted, asked))
+        return replace(nearest, nodes=None if nodes is None else tuple(nodes))
 
     def __str__(self) -> str:
         """Return the axes in words."""

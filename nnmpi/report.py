@@ -17,7 +17,6 @@ from typing import Any
 from nnmpi.command import Parser, say
 from nnmpi.compose.stats import PARTS
 from nnmpi.errors import UsageError, raised_as
-from nnmpi.files import parse_json
 from nnmpi.pages.page import write_page
 from nnmpi.train.config import all_options, shown
 from nnmpi.train.folder import RunFolder, read_run
@@ -93,8 +92,7 @@ def gather(run: Path) -> dict[str, Any]:
     options, folder = read_run(run, str(run)), RunFolder(run)
     try:
         records = read_metrics(folder.metrics)
-        starts = folder.starts.read_text(errors="replace").splitlines() if folder.starts.is_file() else []
-        began = [parse_json(line) for line in starts]
+        began = read_metrics(folder.starts) if folder.starts.is_file() else []
         commands = [f"{shlex.join(each['command'])}    # ranks: {each['ranks']}" for each in began]
         kinds = [each["kind"] for each in records]
     except (OSError, ValueError, TypeError, LookupError) as error:  # the last two: of other JSON than a run writes

@@ -25,15 +25,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from numpy import __version__ as numpy_version
-
 from nnmpi.custom import is_foreign, short_name
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.errors import CheckpointError, UsageError, raised_as
 from nnmpi.files import LOCK_FILE, appending, folder_atomically, read_json, sync_folder, write_atomically
 from nnmpi.models.pretrained import CONFIG
 from nnmpi.train.config import Config, all_options, check, flatten
-from nnmpi.version import VERSION
+from nnmpi.version import versions
 
 CONFIG_FILE = "config.json"
 RUNS, LATEST_RUN = Path("runs"), "latest"  # where runs go by default, and a link to the newest of them
@@ -118,14 +116,13 @@ class RunFolder:
             library: the MPI.
             facts: of the run, as its header has them.
         """
-        versions = {"nnmpi": VERSION, "python": platform.python_version(), "numpy": numpy_version, "mpi": library}
         start = {
             "command": ["python", "-m", "nnmpi.train", *words],
             "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "host": platform.node(),
             "folder": str(Path.cwd()),
             "ranks": ranks,
-            "versions": versions,
+            "versions": {**versions(), "mpi": library},
             "facts": facts,
         }
         with suppress(OSError):

@@ -1,7 +1,6 @@
 """The data of a run: prepared once per node, loaded by every rank, and cut into batches."""
 
 import hashlib
-import platform
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from nnmpi.errors import UsageError, counted
 from nnmpi.models.pretrained import read_size
 from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig, check_numbers, given, require
 from nnmpi.train.signature import ModelSignature
+from nnmpi.version import versions
 
 MICROBATCHES_PER_STAGE = 4
 FIXED_MICROBATCHES = 16  # whatever the layout: other microbatches, other bits
@@ -275,9 +275,13 @@ def _describe_start(config: Config, train: Samples, test: Samples) -> list[str]:
     own = (file for file in folder.rglob("*.*") if file.suffix in (".py", ".cu", ".cuh", ".npz", ".gz"))
     for file in [*sorted(own), *custom]:
         program.update(file.read_bytes())
-    versions = f"Python {platform.python_version()} and NumPy {np.__version__}"
     sizes = f"{len(train)} training and {len(test)} test samples"
-    return [versions, program.hexdigest()[:16], sizes, f"{train.identity[:16]} {test.identity[:16]}"]
+    return [
+        ", ".join(map(" ".join, versions().items())),
+        program.hexdigest()[:16],
+        sizes,
+        f"{train.identity[:16]} {test.identity[:16]}",
+    ]
 
 
 def _own_files(config: Config) -> list[Path]:

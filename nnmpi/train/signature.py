@@ -10,7 +10,6 @@ The layout stands in state.json beside it: the same weights are the same file, w
 """
 
 import json
-import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
@@ -23,7 +22,7 @@ from nnmpi.data.dataset import Dataset, Predicts, Samples
 from nnmpi.data.transform import Normalize
 from nnmpi.errors import CheckpointError, DataError, shortened
 from nnmpi.files import rebuilt
-from nnmpi.version import VERSION
+from nnmpi.version import versions
 
 METADATA = "nnmpi"  # the name of the JSON in a file's metadata
 BYTES, TOKENS = "uint8", "tokens"
@@ -166,8 +165,7 @@ class ModelSignature:
 
 def to_metadata(signature: ModelSignature, model: Mapping[str, Any]) -> dict[str, str]:
     """Return the metadata of a file of weights."""
-    versions = {"nnmpi": VERSION, "numpy": np.__version__, "python": platform.python_version()}
-    values = {"signature": asdict(signature), "model": dict(model), "versions": versions}
+    values = {"signature": asdict(signature), "model": dict(model), "versions": versions()}
     return {METADATA: json.dumps(values, allow_nan=False)}
 
 
