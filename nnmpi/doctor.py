@@ -38,8 +38,8 @@ from nnmpi.launcher import read_launch, usable_cores
 from nnmpi.train.checkpoint import MODEL_FILE, STATE_FILE, load_checkpoint, steps
 from nnmpi.train.folder import RunFolder, read_run
 from nnmpi.train.log import describe_measures
+from nnmpi.train.signature import versions
 from nnmpi.units import format_bytes
-from nnmpi.version import versions
 
 DESCRIPTION = """With RUN: what has become of a run, and what to do. Without: what this machine and its MPI are, and
 what is slow or wrong with them: mpirun -n 4 python -m nnmpi.doctor. (python -m nnmpi.verify tries whether ranks compute

@@ -31,7 +31,7 @@ from nnmpi.errors import CheckpointError, UsageError, raised_as
 from nnmpi.files import LOCK_FILE, appending, folder_atomically, read_json, sync_folder, write_atomically
 from nnmpi.models.pretrained import CONFIG
 from nnmpi.train.config import Config, all_options, check, flatten
-from nnmpi.version import versions
+from nnmpi.train.signature import versions
 
 CONFIG_FILE = "config.json"
 RUNS, LATEST_RUN = Path("runs"), "latest"  # where runs go by default, and a link to the newest of them

@@ -26,8 +26,7 @@ from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
 from nnmpi.errors import UsageError, counted
 from nnmpi.models.pretrained import read_size
 from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig, check_numbers, given, require
-from nnmpi.train.signature import ModelSignature
-from nnmpi.version import versions
+from nnmpi.train.signature import ModelSignature, versions
 
 MICROBATCHES_PER_STAGE = 4
 FIXED_MICROBATCHES = 16  # whatever the layout: other microbatches, other bits

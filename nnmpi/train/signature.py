@@ -10,6 +10,7 @@ The layout stands in state.json beside it: the same weights are the same file, w
 """
 
 import json
+import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import prod
@@ -22,7 +23,7 @@ from nnmpi.data.dataset import Dataset, Predicts, Samples
 from nnmpi.data.transform import Normalize
 from nnmpi.errors import CheckpointError, DataError, shortened
 from nnmpi.files import rebuilt
-from nnmpi.version import versions
+from nnmpi.version import VERSION
 
 METADATA = "nnmpi"  # the name of the JSON in a file's metadata
 BYTES, TOKENS = "uint8", "tokens"
@@ -161,6 +162,11 @@ class ModelSignature:
             return rebuilt(cls, values)
         except (TypeError, KeyError, AttributeError) as error:
             raise CheckpointError(f"the signature of the weights cannot be read: {error}") from None
+
+
+def versions() -> dict[str, str]:
+    """Return what numbers depend on besides the machine: versions by name."""
+    return {"nnmpi": VERSION, "python": platform.python_version(), "numpy": np.__version__}
 
 
 def to_metadata(signature: ModelSignature, model: Mapping[str, Any]) -> dict[str, str]:
