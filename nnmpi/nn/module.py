@@ -282,6 +282,8 @@ class Module:
                 )
         for name, entry in entries.items():
             entry.data[...] = namespace(entry.data).asarray(state[name])
+        if entries:
+            self.storage.writes.count += 1
 
     state_dict, load_state_dict = state, load_state  # PyTorch's names
 

@@ -137,6 +137,7 @@ class FusedUpdate:
         """
         scale(self._node.places, factor)
         self.optimizer.update(self._blocks, self._frozen())
+        self.storage.writes.count += 1
         begin = clock.now()
         self._node.barrier.run()
         self.waited_s = clock.now() - begin

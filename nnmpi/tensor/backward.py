@@ -87,8 +87,8 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
         deferred: takes the parameters' part of the work, which is then done by its `finish`.
 
     Raises:
-        GraphError: when root, or a part of what it was computed from, was used up by an earlier pass; when halves are
-            asked for and a leaf wants to know when its gradient is final, or the graph is to be retained.
+        GraphError: when root, or a part of what it was computed from, was used up by an earlier pass; when an
+            operation keeps parameters that were written since; when halves are asked for and a leaf wants to know when its gradient is final, or the graph is to be retained.
         ShapeError: when an operation returns a gradient of another shape than its input has.
         DtypeError: when it returns one of another dtype, or what is no array.
     """
@@ -118,6 +118,8 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
             grad = node.grad
             if grad is not None:  # None: the root does not depend on this operation, or only through what needs none
                 node.grad = None
+                if node.writes is not None and node.writes.count != node.written:
+                    _check_unchanged(node)
                 if deferred is not None:
                     grads = deferred.backward(node, grad)
                 elif recorder is None or node.replayable:
@@ -142,6 +144,18 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
         if not retain:
             unused = nodes if deferred is None else nodes[last + 1 :]  # what is deferred is not for another pass
             tape.nodes = [node for node in unused if node.edges is not None]
+
+
+def _check_unchanged(node: Function) -> None:
+    """Refuse the backward of an operation that keeps parameters, or views of them, which were written since."""
+    assert node.writes is not None and node.edges is not None
+    arrays = [*node.writes.arrays, *(edge.data for edge in node.edges if isinstance(edge, Variable))]
+    for kept in filter(is_array, node.saved):
+        if any(type(each) is type(kept) and namespace(kept).may_share_memory(each, kept) for each in arrays):
+            raise GraphError(
+                f"parameters that {type(node).__name__} computed with were written before its backward, which needs "
+                "them as they were; call backward before the update, or compute the loss again"
+            )
 
 
 def _again(node: Function, edges: tuple[Function | Variable | None, ...] | None, grad: Array) -> Any:

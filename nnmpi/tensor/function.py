@@ -76,6 +76,15 @@ def enable_grad() -> Iterator[None]:
         _recording.reset(token)
 
 
+class Writes:
+    """How often values that lie together in `arrays` were written since they were laid there."""
+
+    __slots__ = ("arrays", "count")
+
+    def __init__(self, arrays: Sequence[Array]) -> None:
+        self.arrays, self.count = arrays, 0
+
+
 class Variable:
     """An array that the graph can differentiate.
 
@@ -91,6 +100,7 @@ class Variable:
             None. Set it before the forward pass: operations look for it when they are recorded.
         guard: called before a backward pass writes to its gradient; it raises where that must not be. Or None; only
             parameters have one.
+        writes: counts the writes to its values, in place; None where nobody counts, as of all but parameters.
     """
 
     __slots__ = ("__weakref__", "buffer", "cut", "data", "grad", "hook", "node", "requires_grad", "tape")
@@ -104,6 +114,7 @@ class Variable:
     hook: Callable[[Any], None] | None
     cut: TensorCut | None
     guard: Callable[[], None] | None = None
+    writes: Writes | None = None
 
     def add_grad(self, grad: Array, xp: Any) -> None:
         """Add one operation's contribution to this leaf's gradient; the array may be written to its buffer in place.
@@ -177,12 +188,27 @@ class Function:
         xp: the module of the arrays that `forward` gets; set before it is called.
         replayable: whether the operation keeps the promise above.
         broadcasts: whether inputs are broadcast to one shape: their gradients may be of the result's, and are summed.
+        views: whether the result may lie where the input does.
+        writes, written: who counts the writes to a parameter among the inputs, and what had been counted then.
     """
 
-    __slots__ = ("__weakref__", "dtype", "edges", "grad", "needs", "owns_grad", "saved", "shape", "xp")
+    __slots__ = (
+        "__weakref__",
+        "dtype",
+        "edges",
+        "grad",
+        "needs",
+        "owns_grad",
+        "saved",
+        "shape",
+        "writes",
+        "written",
+        "xp",
+    )
 
     replayable: ClassVar[bool] = False
     broadcasts: ClassVar[bool] = False
+    views: ClassVar[bool] = False
 
     xp: Any
     dtype: np.dtype[Any]
@@ -193,6 +219,7 @@ class Function:
     needs: tuple[bool, ...]
     saved: tuple[Any, ...]
     shape: tuple[int, ...]
+    writes: Writes | None
 
     def forward(self, *inputs: Any) -> Array:
         """Return the result for the inputs' arrays (or plain values, for inputs that are no tensors)."""
@@ -336,6 +363,7 @@ class Function:
             raise GraphError(f"this {name} was applied before; each application needs a Function object of its own")
         tape: Tape | None = None
         hooked = False
+        writes: Writes | None = None
         edges: list[Function | Variable | None] = []
         for x, needed in zip(inputs, self.needs, strict=True):
             if not needed:
@@ -343,8 +371,11 @@ class Function:
             elif x.node is None:
                 edges.append(x)
                 hooked = hooked or x.hook is not None
+                writes = writes or x.writes
             else:
                 edges.append(x.node)
+                if x.node.views:
+                    writes = writes or x.node.writes
                 if tape is None:
                     tape = x.tape
                 elif tape is not x.tape:
@@ -355,6 +386,7 @@ class Function:
             tape.hooked = True
         tape.nodes.append(self)
         self.edges, self.grad, self.owns_grad = tuple(edges), None, False
+        self.writes, self.written = writes, 0 if writes is None else writes.count
         data = result.data
         self.shape, self.dtype = data.shape, data.dtype
         result.requires_grad, result.node, result.tape = True, self, tape

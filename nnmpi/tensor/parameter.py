@@ -21,6 +21,7 @@ from nnmpi.backend.array import Array
 from nnmpi.backend.recording import active, perform
 from nnmpi.errors import GraphError, ShapeError, UninitializedError, UsageError
 from nnmpi.shard import Region
+from nnmpi.tensor.function import Writes
 from nnmpi.tensor.tensor import Tensor
 
 ALIGNMENT_BYTES = 64
@@ -52,9 +53,10 @@ class Parameter(Tensor):
         ShapeError: when the region has another shape.
     """
 
-    __slots__ = ("declared", "guard", "init", "name", "region")
+    __slots__ = ("declared", "guard", "init", "name", "region", "writes")
 
     guard: Callable[[], None] | None
+    writes: Writes | None
 
     def __init__(
         self, shape: tuple[int, ...] | Array, init: Initializer | None = None, region: Region | None = None
@@ -70,7 +72,7 @@ class Parameter(Tensor):
         self.init: Initializer = init or _zeros
         self.name, self.region = "", region
         self.requires_grad = True
-        self.grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.cut = None
+        self.grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.cut = self.writes = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -131,6 +133,7 @@ class FlatStorage:
         common: whether `data` is memory that other ranks write too (see `parallel.fused`).
         shared: whether a strategy has given these values to several ranks, or each a part; else a rank's are its own.
         state_store: where the state of optimizers over it lies out of memory (`memory.store`); None for in memory.
+        writes: counts the writes to the parameters.
     """
 
     def __init__(
@@ -149,6 +152,7 @@ class FlatStorage:
         self.common = False
         self.shared = any(parameter.region is not None for parameter in parameters.values())
         self.state_store: Any = None
+        self.writes = Writes(self.data)
         self._views: list[tuple[Parameter, Array, Array]] = []  # with data and buffer as they were bound
         lengths: list[int] = []
         if dtype is None and values:
@@ -195,7 +199,7 @@ class FlatStorage:
         parameter, part = span.parameter, slice(span.start, span.stop)
         parameter.data = self._data[span.buffer][part].reshape(parameter.declared)
         parameter.buffer = self._grads[span.buffer][part].reshape(parameter.declared)
-        parameter.grad = None
+        parameter.grad, parameter.writes = None, self.writes
         return parameter, parameter.data, parameter.buffer
 
     def move(self, data: Sequence[Array] | None = None, grads: Sequence[Array] | None = None) -> None:
@@ -212,6 +216,7 @@ class FlatStorage:
                 raise ShapeError("parameters and gradients can move only to arrays of the same lengths and dtypes")
         self.data = self._data = self.data if data is None else list(data)
         self.grads = self._grads = self.grads if grads is None else list(grads)
+        self.writes.arrays = self.data
         if any(parameter.data is array for parameter, array, _ in self._views):
             self._views = [self._lay(span) for span in self.spans]
         self.moves += 1
@@ -285,7 +290,8 @@ class FlatStorage:
                 )
 
     def finish_update(self) -> None:
-        """Do what is to be done when an optimizer has written to `data`: nothing, as the parameters lie there."""
+        """Do what is to be done when somebody has written to `data`: backward passes that need the old values see it."""
+        self.writes.count += 1
 
     def frozen(self) -> list[tuple[int, slice]]:
         """Return where the parameters lie that need no gradient now, which an optimizer leaves as they are."""

@@ -16,7 +16,7 @@ class Reshape(Function):
 
     __slots__ = ("wanted",)
 
-    replayable = True
+    replayable = views = True
 
     def __init__(self, wanted: tuple[int, ...]) -> None:
         self.wanted = wanted
@@ -45,7 +45,7 @@ class Transpose(Function):
 
     __slots__ = ("axes",)
 
-    replayable = True
+    replayable = views = True
 
     def __init__(self, axes: tuple[int, ...]) -> None:
         self.axes = axes
@@ -122,6 +122,8 @@ class GetItem(Function):
     """
 
     __slots__ = ("basic", "key")
+
+    views = True
 
     def __init__(self, key: Any) -> None:
         parts = key if isinstance(key, tuple) else (key,)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from nnmpi import models, nn
+from nnmpi import models, nn, optim
 from nnmpi.backend.array import Array
 from nnmpi.errors import GraphError, ShapeError
 from nnmpi.nn.module import Module
@@ -198,3 +198,27 @@ def test_halves_serve_no_hooks_and_retain_nothing() -> None:
     model.parameters()[0].hook = lambda parameter: None
     with pytest.raises(GraphError, match="in halves"):
         model(x).sum().backward(deferred=Deferred())
+
+
+def test_written_parameters():
+    """A backward that needs weights as they were refuses those that were written since; others go on."""
+    x, model = Tensor(np.ones((2, 3), "float32")), models.mlp((3,), 2, hidden=(4,)).initialize()
+    optimizer, state = optim.SGD(model.storage, lr=0.1), {name: x.copy() for name, x in model.state().items()}
+    weight = model.parameters()[0]
+    uses: list[Callable[[], Tensor]] = [
+        lambda: model(x),
+        lambda: Tensor(np.ones((2, 4), "float32")) @ weight.T.reshape(2, 2, 3).reshape(4, 3),
+        lambda: x @ weight[:, :2],
+        lambda: weight * weight,
+    ]
+    for use in uses:
+        for write in (optimizer.step, lambda: model.load_state(state)):
+            result = use().sum()
+            (weight * 1.0).sum().backward()
+            write()
+            with pytest.raises(GraphError, match="written before its backward"):
+                result.backward()
+            use().sum().backward()
+    total = (weight + 1.0).sum()  # whose gradient is 1 whatever the weight is
+    optimizer.step()
+    total.backward()

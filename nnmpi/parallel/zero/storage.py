@@ -381,6 +381,7 @@ class ShardedStorage(FlatStorage):
         """Let every rank have all new parameters; in stage 3, forget what was gathered of the old ones."""
         if self._group is None:
             raise UsageError("nothing puts the ranks' parts together; make a ShardedDataParallel of this model first")
+        super().finish_update()
         begin = clock.now()
         self._standing.clear()
         self.wait_for_others()
