@@ -36,7 +36,7 @@ from typing import Any, Literal, NoReturn, TextIO, TypeAlias, Union, get_args, g
 from unicodedata import category
 
 from nnmpi.custom import Custom
-from nnmpi.errors import HelpAsked, NnmpiError, UsageError, shortened
+from nnmpi.errors import HelpAsked, NnmpiError, UsageError, shortened, told
 from nnmpi.files import appending
 from nnmpi.launcher import read_launch
 from nnmpi.units import Bytes, Every
@@ -277,7 +277,9 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
                 text = str(asked)
             console.say(text)
         console.check()
-    except NnmpiError as error:
+    except (NnmpiError, OSError) as caught:
+        if not isinstance(error := told(caught), NnmpiError):
+            raise
         if speaks:
             print(f"nnmpi: {printable(str(error))}", file=sys.stderr)
         return error.exit_status

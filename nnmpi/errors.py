@@ -6,6 +6,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from errno import EACCES, ELOOP, ENAMETOOLONG
 from operator import index
 from os import EX_DATAERR  # 65; `python -m nnmpi.run` tries what ends with it once more, and then gives up
 
@@ -79,6 +80,17 @@ def raised_as(kind: type[NnmpiError], what: str, advice: str = "") -> Iterator[N
         yield
     except OSError as error:
         raise kind(f"{what} ({error.strerror or error}){advice and f'; {advice}'}") from None
+
+
+def told(error: BaseException) -> BaseException:
+    """Return an error; in the place of the system's refusal to say what a path is, one with a sentence.
+
+    Whoever asks whether a file is there meets it where a folder may not be entered or a name is too long. It comes from
+    what the user has written, wherever it is raised.
+    """
+    if isinstance(error, OSError) and error.errno in (EACCES, ELOOP, ENAMETOOLONG) and error.filename:
+        return UsageError(f"{shortened(str(error.filename))} cannot be used ({error.strerror}); give another")
+    return error
 
 
 class LayoutError(UsageError):

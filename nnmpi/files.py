@@ -6,11 +6,13 @@ $NNMPI_DATA, or ~/.cache/nnmpi      (macOS: ~/Library/Caches/nnmpi)
   fit-*.json, profile-*.json          measurements of this machine
   kernels/                            machine code that numba has made, unless $NUMBA_CACHE_DIR names a folder
 
-Reading files that anybody may have written: what has no end, or does not end in nesting, is an error like others.
+Reading files that anybody may have written: what has no end, or does not end in nesting, is an error like others;
+`foreign` makes one sentence of whatever a library makes of damage; and a packed file unpacks to so much and no more.
 """
 
 import gzip
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -24,11 +26,13 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
 
-from nnmpi.errors import DataError, UsageError, shortened
+from nnmpi.errors import DataError, NnmpiError, UsageError, shortened
 
 VARIABLE = "NNMPI_DATA"
 LOCK_FILE = ".lock"
 POLL_S = 0.05  # between two attempts to take a lock
+# What packed files may unpack to: tables and images become 3 to 30 times as long, zeros a thousand times.
+UNPACKED, UNPACKED_BYTES = 100, 2**28
 
 
 def expand(path: Path, what: str) -> Path:
@@ -165,6 +169,35 @@ def check_ordinary(file: Path) -> None:
         raise OSError("not an ordinary file")
 
 
+@contextmanager
+def foreign(file: Path, kind: type[NnmpiError] = DataError, what: str = "cannot be read") -> Iterator[None]:
+    """Turn whatever a library makes of a file, which anybody may have written, into "FILE: WHAT (its reason)".
+
+    That is any exception, also what Rust's libraries raise when they panic, which is no Exception.
+    """
+    try:
+        check_ordinary(file)
+        yield
+    except (NnmpiError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        reason = str(getattr(error, "strerror", None) or error)
+        raise kind(f"{file}: {what} ({shortened(reason)})") from error
+
+
+@contextmanager
+def open_arrays(file: Path, kind: type[NnmpiError]) -> Iterator[Any]:
+    """Give the arrays of a file of safetensors.
+
+    Raises:
+        NnmpiError: of this kind, when it cannot be read.
+    """
+    from safetensors import safe_open
+
+    with foreign(file, kind, "cannot be read as safetensors"), safe_open(file, "numpy") as stored:
+        yield stored
+
+
 def appending(file: Path, mode: str = "a", buffering: int = -1) -> Any:
     """Open an ordinary file for adding to its end, but not through a link, which may lead anywhere.
 
@@ -237,17 +270,46 @@ def rebuilt(kind: Any, value: Any) -> Any:
     return value
 
 
+def check_unpacked(path: Path, nbytes: int) -> None:
+    """Refuse a packed file that is far longer when it is unpacked, before that takes the memory.
+
+    Args:
+        path: the packed file.
+        nbytes: what it says that it holds, or what has come out of it so far.
+
+    Raises:
+        DataError: when that is too much.
+    """
+    if nbytes > UNPACKED_BYTES + UNPACKED * path.stat().st_size:
+        raise DataError(f"{path} unpacks to more than {UNPACKED} times its size; if that is meant, unpack it first")
+
+
+class _Unpacked(io.RawIOBase):
+    """What comes out of a gz file, up to a limit."""
+
+    def __init__(self, path: Path, plain: BinaryIO) -> None:
+        self._path, self._stream = path, gzip.GzipFile(fileobj=plain)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, place: Any) -> int:
+        count = self._stream.readinto(place)
+        check_unpacked(self._path, self._stream.tell())
+        return count
+
+
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
+def opened(path: Path) -> Iterator[BinaryIO]:
     """Open an ordinary file for reading its bytes, unpacked when its name ends in .gz.
 
     Raises:
-        DataError: for a file that is missing or unreadable, or a gz stream that is cut or damaged.
+        DataError: for a file that is missing or unreadable, or a gz stream that is cut, damaged or far too long.
     """
     try:
         check_ordinary(path)
         with path.open("rb") as plain:
-            yield gzip.GzipFile(fileobj=plain) if path.suffix == ".gz" else plain
+            yield io.BufferedReader(_Unpacked(path, plain)) if path.suffix == ".gz" else plain
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
         raise DataError(f"{path}: not a whole gz file ({error}); get it again") from error
     except OSError as error:

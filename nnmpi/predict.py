@@ -21,6 +21,7 @@ from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
 from nnmpi.data.tables import read_csv, read_samples
 from nnmpi.errors import DataError, UsageError, raised_as
+from nnmpi.files import foreign
 from nnmpi.train.cli import PlaceConfig, ask, launch_use, read_command
 from nnmpi.train.config import SEQUENCE_MODELS, Config
 from nnmpi.train.run import Run
@@ -79,12 +80,9 @@ def read_image(file: Path, signature: ModelSignature, dtype: str, invert: bool =
     if importlib.util.find_spec("PIL") is None:
         raise UsageError(f"{file}: images are read by Pillow, which is not installed (pip install 'nnmpi[image]')")
     images: Any = importlib.import_module("PIL.Image")
-    try:
-        with images.open(file) as image:
-            plain = image.convert("L" if shape[2] == 1 else "RGB").resize((shape[1], shape[0]))
-            pixels = np.asarray(plain, dtype).reshape(1, *shape) / np.asarray(FULL, dtype)
-    except Exception as error:  # whatever Pillow makes of damage, and of more pixels than it takes
-        raise DataError(f"{file} cannot be read as an image: {error}") from None
+    with foreign(file, DataError, "cannot be read as an image"), images.open(file) as image:
+        plain = image.convert("L" if shape[2] == 1 else "RGB").resize((shape[1], shape[0]))
+        pixels = np.asarray(plain, dtype).reshape(1, *shape) / np.asarray(FULL, dtype)
     return signature.normalized(1 - pixels if invert else pixels)
 
 

@@ -151,7 +151,7 @@ def test_an_image_file_is_read_as_the_data_was(tmp_path: Path, capfd: pytest.Cap
     (tmp_path / "half.ppm").write_bytes(b"P6 8 6 255 x")
     images.new("1", (20000, 20000)).save(tmp_path / "huge.png")  # more pixels than Pillow takes, in 50 KB
     for name in ("no.png", "half.ppm", "huge.png"):
-        with pytest.raises(DataError, match=f"{name} cannot be read as an image"):
+        with pytest.raises(DataError, match=f"{name}: cannot be read as an image"):
             said(predict, f"{folder} {tmp_path}/{name}", 1, capfd)
     with pytest.raises(DataError, match="do not fit a model that takes"):
         said(predict, f"{folder} {files(tmp_path)['table.csv']}", 1, capfd)

@@ -306,9 +306,9 @@ class CollectivePhase:
         agree(self._group, self._error, speaker)
 
 
-def _describe(error: Exception) -> dict[str, Any]:
+def _describe(error: BaseException) -> dict[str, Any]:
     """Return the error as a JSON value: its kind (nnmpi's nearest base), its text, its traceback if it is foreign."""
-    if isinstance(error, NnmpiError):
+    if isinstance(error := errors.told(error), NnmpiError):
         kinds = [kind.__name__ for kind in type(error).__mro__ if getattr(errors, kind.__name__, None) is kind]
         return {"kind": kinds[0], "status": error.exit_status, "text": str(error), "trace": ""}
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -113,7 +113,8 @@ def load_cifar(place: Path, name: str) -> tuple[Dataset, Dataset]:
         try:
             with tarfile.open(fileobj=io.BytesIO(read_bytes(place))) as archive:
                 for member in archive:
-                    if (match := BATCH.fullmatch(Path(member.name).name)) and (stream := archive.extractfile(member)):
+                    match = BATCH.fullmatch(Path(member.name).name)
+                    if match and not member.issparse() and (stream := archive.extractfile(member)):
                         found[match[1]] = stream.read()
         except tarfile.TarError as error:
             raise DataError(f"{place}: not a whole tar archive ({error}); get it again") from error

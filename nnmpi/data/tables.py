@@ -18,7 +18,7 @@ whole numbers (n, time) with several labels for each sample.
 import csv
 import zipfile
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import TextIOWrapper
 from math import nan
@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 from nnmpi.backend.array import Array
 from nnmpi.data.dataset import Dataset, Wanted
 from nnmpi.errors import DataError, UsageError, shortened
-from nnmpi.files import opened
+from nnmpi.files import check_unpacked, foreign, opened
 
 SURE_CLASSES = 1000  # so many may be meant even if there are fewer labels
 MOST_LOST = 0.01  # of a column's deviation, by rounding to float32
@@ -186,7 +186,7 @@ def load_npz(path: Path, name: str, wanted: Wanted = "classes", target: str = ""
     """
     if target:
         raise UsageError(f"data set {path} has no columns of labels to choose from; leave the target out")
-    arrays = _read(path)
+    arrays = _read(path, ("x", "y", "x_train", "y_train", "x_test", "y_test"))
     names = ("x_train", "y_train") if "x_train" in arrays else ("x", "y")
     if not {*names} <= {*arrays} or ("x_test" in arrays) != ("y_test" in arrays):
         raise DataError(f"{path}: holds {sorted(arrays)}; needs x and y, or x_train, y_train, x_test and y_test")
@@ -202,7 +202,7 @@ def load_npz(path: Path, name: str, wanted: Wanted = "classes", target: str = ""
 
 def read_samples(path: Path) -> Array:
     """Return x (or x_test) of an .npz file, as it is."""
-    arrays = _read(path)
+    arrays = _read(path, ("x", "x_test"))
     name = next((name for name in ("x", "x_test") if name in arrays), None)
     if name is None:
         raise DataError(f"{path}: holds {sorted(arrays)}; needs x, the samples")
@@ -210,18 +210,19 @@ def read_samples(path: Path) -> Array:
     return x if x.dtype.kind in "iu" else _samples(path, name, x)
 
 
-def _read(path: Path) -> dict[str, Array]:
-    with opened(path) as stream:
-        try:
-            if not zipfile.is_zipfile(stream):
-                raise ValueError("it is cut off, or another kind of file")
-            stream.seek(0)
-            with np.load(cast(Any, stream), allow_pickle=False) as archive:
-                arrays = {name: archive[name] for name in archive.files}
-            if other := [name for name, found in arrays.items() if not isinstance(found, np.ndarray)]:
-                raise ValueError(f"{other[0]} is no array")
-        except Exception as error:  # whatever zipfile, its decompressors and the reader of headers make of damage
-            raise DataError(f"{path}: not a whole .npz file of arrays without pickled objects ({error})") from error
+def _read(path: Path, wanted: Sequence[str]) -> dict[str, Array]:
+    """Return those of the wanted arrays that the file holds."""
+    what = "not a whole .npz file of arrays without pickled objects"
+    with opened(path) as stream, foreign(path, DataError, what):
+        if not zipfile.is_zipfile(stream):
+            raise ValueError("it is cut off, or another kind of file")
+        stream.seek(0)
+        with np.load(stream, allow_pickle=False) as archive:
+            there = [name for name in wanted if name in archive.files]
+            check_unpacked(path, sum(archive.zip.getinfo(f"{name}.npy").file_size for name in there))
+            arrays = {name: archive[name] for name in there}
+        if other := [name for name, found in arrays.items() if not isinstance(found, np.ndarray)]:
+            raise ValueError(f"{other[0]} is no array")
     return arrays
 
 

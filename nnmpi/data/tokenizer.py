@@ -24,12 +24,13 @@ from typing import Any
 import numpy as np
 
 from nnmpi.errors import DataError, UsageError
-from nnmpi.files import expand, read_json
+from nnmpi.files import expand, foreign, read_json
 
 LIBRARY_FILE = "tokenizer.json"
 CONFIG_FILE = "tokenizer_config.json"
 PAIRS_FILES = ("vocab.json", "merges.txt")
 ENDS = ("<|endoftext|>", "</s>", "<eos>", "<|end_of_text|>", "[SEP]")
+MOST_TOKENS = 2**22  # fifteen times what the largest vocabularies have
 BYTES, CHARACTERS = "bytes", "characters"
 
 
@@ -114,14 +115,10 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
             f"tokenizer {found} is read by the library tokenizers, which is not installed; pip install 'nnmpi[text]', "
             f"or take {BYTES} or {CHARACTERS}"
         ) from None
-    try:
+    with foreign(found, DataError, "not a tokenizer"):
         if found.name in PAIRS_FILES:
             return LibraryTokenizer(_of_pairs(library, *(str(found.parent / name) for name in PAIRS_FILES)))
         return LibraryTokenizer(library.Tokenizer.from_file(str(found)))
-    except BaseException as error:  # the library raises Exception itself, and its panics are no Exceptions
-        if isinstance(error, KeyboardInterrupt | MemoryError):
-            raise
-        raise DataError(f"{found}: not a tokenizer ({error}); get it again") from error
 
 
 def find_tokenizer(path: str | Path) -> Path | None:
@@ -213,6 +210,8 @@ class LibraryTokenizer(Tokenizer):
             made.add_special_tokens([self.end_text])
         self.end = made.token_to_id(self.end_text)
         self.vocabulary_size = max(made.get_vocab(with_added_tokens=True).values()) + 1  # some may be no text's
+        if self.vocabulary_size > MOST_TOKENS:  # an embedding would have a row for each number
+            raise ValueError(f"a token has the number {self.vocabulary_size - 1}, beyond {MOST_TOKENS}")
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens that the library finds."""

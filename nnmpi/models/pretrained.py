@@ -19,8 +19,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import DataError, counted
-from nnmpi.files import read_json
-from nnmpi.models.torch_weights import opened, save_arrays
+from nnmpi.files import foreign, open_arrays, read_json
+from nnmpi.models.torch_weights import save_arrays
 from nnmpi.nn.module import Module
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
@@ -83,7 +83,7 @@ def read_size(folder: Path) -> GPTSize:
     for name, value in fixed.items():
         if found.get(name, value) != value:
             raise DataError(f"{folder / CONFIG}: {name} is {found[name]!r}; only {value!r} can be read")
-    with opened(folder / WEIGHTS, DataError) as stored:  # before anybody makes so many layers, or such large ones
+    with open_arrays(folder / WEIGHTS, DataError) as stored:  # before anybody makes so many layers, or such large ones
         names = _names_in(folder, stored, sizes["layers"])
         for ours, first in (("0.tokens.weight", "vocabulary"), ("0.positions.weight", "context")):
             shape, wanted = stored.get_slice(names[ours]).get_shape(), [sizes[first], sizes["features"]]
@@ -121,7 +121,7 @@ def load_pretrained(model: Module, folder: Path) -> None:
             tokens' embedding; the sentence says which. Nothing is changed.
     """
     layers, file = read_size(folder).layers, folder / WEIGHTS
-    with opened(file, DataError) as stored:
+    with open_arrays(file, DataError) as stored:
         names = _names_in(folder, stored, layers)
         for name, parameter in model.named_parameters():
             source = stored.get_slice(names[name])
@@ -184,12 +184,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         DataError: when it cannot be read, or is of no GPT-2.
     """
     file = folder / CONFIG
-    try:
+    with foreign(file, DataError, "not as Hugging Face's transformers writes it"):
         found = read_json(file)
-    except (OSError, ValueError) as error:
-        raise DataError(
-            f"{file} cannot be read ({error}); give a folder that Hugging Face's transformers wrote"
-        ) from None
     kind = found.get("model_type") if isinstance(found, dict) else None
     if kind != "gpt2":
         raise DataError(f"{file} is of a model of type {kind!r}; only gpt2 can be read")

@@ -14,7 +14,6 @@ A module's name is the path of attributes in both, so a PyTorch model of the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -22,11 +21,11 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.errors import CheckpointError, NnmpiError
+from nnmpi.errors import CheckpointError
+from nnmpi.files import open_arrays
 from nnmpi.nn.conv import Conv2d
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.lstm import LSTM
@@ -152,27 +151,13 @@ def save_arrays(file: Path, arrays: Mapping[str, Array], metadata: Mapping[str, 
     file.write_bytes(save(in_order, {**(metadata or {}), "format": "pt"}))
 
 
-@contextmanager
-def opened(file: Path, error: type[NnmpiError]) -> Iterator[Any]:
-    """Give the arrays of a file of safetensors.
-
-    Raises:
-        NnmpiError: of this kind, when it cannot be read.
-    """
-    try:
-        with safe_open(file, "numpy") as stored:
-            yield stored
-    except (OSError, SafetensorError, TypeError, AttributeError) as caught:  # the last: of dtypes that NumPy has not
-        raise error(f"{file} cannot be read as safetensors: {caught}") from None
-
-
 def read_torch(file: Path) -> dict[str, Array]:
     """Return the arrays of a state_dict that was saved as safetensors.
 
     Raises:
         CheckpointError: when it cannot be read.
     """
-    with opened(file, CheckpointError) as stored:
+    with open_arrays(file, CheckpointError) as stored:
         return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  it is no mapping
 
 

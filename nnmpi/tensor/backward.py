@@ -88,7 +88,8 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
 
     Raises:
         GraphError: when root, or a part of what it was computed from, was used up by an earlier pass; when an
-            operation keeps parameters that were written since; when halves are asked for and a leaf wants to know when its gradient is final, or the graph is to be retained.
+            operation keeps parameters that were written since; when halves are asked for and a leaf wants to know when
+            its gradient is final, or the graph is to be retained.
         ShapeError: when an operation returns a gradient of another shape than its input has.
         DtypeError: when it returns one of another dtype, or what is no array.
     """

@@ -290,7 +290,7 @@ class FlatStorage:
                 )
 
     def finish_update(self) -> None:
-        """Do what is to be done when somebody has written to `data`: backward passes that need the old values see it."""
+        """Do what is to be done when somebody has written to `data`: backward passes see that old values are gone."""
         self.writes.count += 1
 
     def frozen(self) -> list[tuple[int, slice]]:

@@ -26,7 +26,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import isfinite
@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 import nnmpi.clock as clock
 from nnmpi.backend.array import Array
@@ -47,7 +46,7 @@ from nnmpi.compose.state import model_state
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer
 from nnmpi.errors import CheckpointError, DataError, counted, raised_as
-from nnmpi.files import read_json, read_text, rebuilt, sha256, sync_folder, write_atomically, write_synced
+from nnmpi.files import open_arrays, read_json, read_text, rebuilt, sha256, sync_folder, write_atomically, write_synced
 from nnmpi.mesh import AXES, Mesh
 from nnmpi.nn.module import Module
 from nnmpi.parallel.model_state import ArraySpec
@@ -675,7 +674,7 @@ class TensorFile(Mapping[str, Array]):
 
     def __init__(self, file: Path) -> None:
         self.file = file
-        with self._opened() as opened:
+        with open_arrays(file, CheckpointError) as opened:
             self.metadata: dict[str, str] = opened.metadata() or {}
             slices = {name: opened.get_slice(name) for name in opened.offset_keys()}
             self.specs = {
@@ -692,7 +691,7 @@ class TensorFile(Mapping[str, Array]):
         """
         if name not in self.specs:
             raise KeyError(name)
-        with self._opened() as opened:
+        with open_arrays(self.file, CheckpointError) as opened:  # kept open, it would keep a removed file on the disk
             array: Array = opened.get_tensor(name)
         return array
 
@@ -703,15 +702,6 @@ class TensorFile(Mapping[str, Array]):
     def __len__(self) -> int:
         """Return the number of arrays."""
         return len(self.specs)
-
-    @contextmanager
-    def _opened(self) -> Iterator[Any]:
-        """Open the file for one read: kept open, it would take up its place on the disk after it is removed."""
-        try:
-            with safe_open(self.file, framework="numpy") as opened:
-                yield opened
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{self.file} cannot be read: {error}") from None
 
 
 def _header(file: Path, specs: Mapping[str, ArraySpec], metadata: Mapping[str, str]) -> bytes:

@@ -64,7 +64,7 @@ from typing import Any
 
 import nnmpi.clock as clock
 from nnmpi.errors import CheckpointError, NnmpiError, raised_as
-from nnmpi.files import appending, parse_json, write_atomically
+from nnmpi.files import appending, parse_json, read_text, write_atomically
 from nnmpi.synchrony.consistency import Staleness
 from nnmpi.train.folder import RunFolder
 
@@ -80,7 +80,7 @@ def read_metrics(file: Path) -> list[dict[str, Any]]:
         ValueError: when a line before the last is no JSON object.
         OSError: when the file cannot be read.
     """
-    lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+    lines = read_text(file).split("\n")
     whole, rest = lines[:-1], lines[-1]  # what follows the last newline was not finished
     records = [parse_json(line) for line in whole]
     if rest:

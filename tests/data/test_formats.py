@@ -216,6 +216,21 @@ def test_damaged_archive_is_named(tmp_path: Path, damage: Damage) -> None:
         load_npz(path, "a")
 
 
+def test_a_small_file_does_not_fill_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond a hundred times its size it is refused, by what it says of itself or while it unpacks."""
+    monkeypatch.setattr("nnmpi.files.UNPACKED_BYTES", 2**16)
+    zeros = bytes(2**24)
+    (tmp_path / "a.csv.gz").write_bytes(gzip.compress(b"a,b\n" + zeros))
+    (tmp_path / "images.gz").write_bytes(gzip.compress(b"\0\0\x08\x01" + struct.pack(">I", 4) + zeros))
+    np.savez_compressed(tmp_path / "b.npz", x=np.zeros((2**20, 2)), y=np.zeros(2**20, int))
+    reads = (lambda: read_csv(tmp_path / "a.csv.gz"), lambda: read_idx(tmp_path / "images.gz", 1))
+    for read in (*reads, lambda: load_npz(tmp_path / "b.npz", "b")):
+        with pytest.raises(DataError, match="unpacks to more than 100 times its size"):
+            read()
+    np.savez_compressed(tmp_path / "c.npz", x=X, y=Y, junk=np.zeros(2**22))  # of which nobody asks
+    assert len(load_npz(tmp_path / "c.npz", "c")[0]) == 20
+
+
 def test_a_file_that_cannot_be_read_is_not_called_damaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lock(tmp_path, monkeypatch)
     with pytest.raises(DataError, match=r"a\.npz: cannot be read \(Permission denied\)"):

@@ -309,6 +309,7 @@ def test_gpt2s_merges_are_applied(pairs: Path) -> None:
     [
         (lambda vocabulary: vocabulary.pop("H"), "1 of the 256 bytes have no token"),
         (lambda vocabulary: vocabulary.update(e=vocabulary["t"]), "two tokens have one number"),
+        (lambda vocabulary: vocabulary.update(huge=2**31 - 1), "a token has the number 2147483647"),
     ],
 )
 def test_a_vocabulary_that_would_lose_letters_is_refused(

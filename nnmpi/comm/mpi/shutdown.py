@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 import nnmpi.clock as clock
 from nnmpi.command import printable
-from nnmpi.errors import NnmpiError, name_ranks
+from nnmpi.errors import NnmpiError, name_ranks, told
 
 GRACE_S = 1.0
 DRAIN_S = 0.2  # the launcher forwards what was printed only while the job lives: seen lost on a busy machine
@@ -163,7 +163,7 @@ def describe_uncaught(kind: type[BaseException], error: BaseException, trace: Tr
 
     Of nnmpi's own errors the sentence is printed, of any other the traceback, and of Ctrl-C nothing.
     """
-    if isinstance(error, NnmpiError):
+    if isinstance(error := told(error), NnmpiError):
         return error.exit_status, str(error)
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED, ""
