@@ -15,6 +15,7 @@ and drawn (`comm.render`).
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import index
 from typing import TypeAlias
 
 from nnmpi.custom import ask, name_of
@@ -48,6 +49,12 @@ class Step:
     def __post_init__(self) -> None:
         """Refuse a step that means nothing."""
         for name, partner, chunks in (("send", self.to, self.send), ("recv", self.from_, self.recv)):
+            try:
+                _ = None if partner is None else index(partner), isinstance(chunks, range) or [*map(index, chunks)]
+            except TypeError:
+                raise ScheduleError(
+                    f"{name} has {partner!r} and {chunks!r}; ranks and chunks are whole numbers"
+                ) from None
             if (partner is None) != (not chunks):
                 raise ScheduleError(
                     f"a step needs a partner and chunks together, but {name} has {partner} and {chunks}"

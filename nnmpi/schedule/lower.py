@@ -69,7 +69,7 @@ def receive_early(schedule: Schedule) -> Schedule:
 
     Args:
         schedule: with transfers that are not fused yet. One that cannot be played is returned as it is; `check` says
-            why.
+            why, and what nobody sends.
     """
     run = ScheduleRun(schedule, even_costs(schedule.stages))
     if run.stuck:
@@ -78,7 +78,7 @@ def receive_early(schedule: Schedule) -> Schedule:
     programs: list[list[Item]] = [[] for _ in range(schedule.ranks)]
     for rank, program in enumerate(programs):
         own = tuple(schedule.instructions(rank))
-        receives = [(begin_s[send_of(one)], one) for one in own if one.kind in RECEIVES]
+        receives = [(begin_s.get(send_of(one), 0.0), one) for one in own if one.kind in RECEIVES]
         receives.sort(key=lambda pair: pair[0])
         for one in own:
             if one.kind not in RECEIVES:

@@ -5,11 +5,12 @@ are those of `python -m nnmpi.schedule`. To add one: a generator here, its name 
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 from typing import TypeAlias
 
 from nnmpi.custom import ask, name_of
-from nnmpi.errors import UsageError
+from nnmpi.errors import ScheduleError, UsageError
 from nnmpi.schedule.schedule import Instruction, Kind, Schedule
 from nnmpi.shard import split
 
@@ -216,4 +217,11 @@ def make(name: Generator, ranks: int, microbatches: int, virtual: int = 1) -> Sc
         raise UsageError(f"{name_of(name)} has one stage on each rank, not {virtual}; for several choose {INTERLEAVED}")
     rule = SCHEDULES[name] if isinstance(name, str) else name
     programs = tuple(ask(rule, Instruction, rank, ranks, microbatches, *more) for rank in range(ranks))
+    known = (range(ranks * virtual), {None, *range(microbatches)})
+    for one in chain.from_iterable(programs if callable(name) else ()):
+        numbers = zip((one.stage, one.microbatch), known, strict=True)
+        if type(one.kind) is not Kind or any(type(x) is float or x not in there for x, there in numbers):
+            raise ScheduleError(
+                f"{name_of(name)}: {one} has no place in {ranks} stages and {microbatches} microbatches"
+            )
     return Schedule(name_of(name), ranks, ranks * virtual, microbatches, programs)

@@ -235,6 +235,9 @@ def test_a_step_without_meaning_cannot_be_made() -> None:
         Step(recv=(0,))
     with pytest.raises(ScheduleError, match="names a chunk twice"):
         Step(to=1, send=(0, 0))
+    for chunks in ((0.0,), ("01",), 1.5, (None,)):
+        with pytest.raises(ScheduleError, match="ranks and chunks are whole numbers"):
+            Step(to=1, send=chunks)  # type: ignore[arg-type]
 
 
 def test_no_ranks_at_all_cannot_be_proved() -> None:

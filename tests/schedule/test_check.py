@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 from hypothesis import assume, given, settings
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from nnmpi.errors import ScheduleError
 from nnmpi.schedule.check import check
-from nnmpi.schedule.lower import add_transfers, place_reductions
+from nnmpi.schedule.lower import add_transfers, lower, place_reductions
 from nnmpi.schedule.schedule import BACKWARD, RECEIVES, Instruction, Item, Kind, Schedule, Together
 from nnmpi.schedule.schedules import make
 from tests.schedule.every import KINDS, lowered
@@ -194,3 +195,16 @@ def test_a_backward_without_its_reduction_is_noticed_in_every_schedule() -> None
                 programs[0].append(programs[0].pop(at[-1]))
 
             assert _is_refused(spoiled(schedule, late)), name
+
+
+@given(st.data())
+def test_no_schedule_of_ones_own_ends_in_a_stack(data: st.DataObject) -> None:
+    """Programs of any instructions are refused in a sentence, or right."""
+    number = st.sampled_from([0, 0, 1, 1, 2, -1, None, 0.0, "1"])
+    drawn = st.lists(st.builds(Instruction, st.sampled_from([*Kind, "F"]), number, number), max_size=3)
+
+    def own(rank: int, ranks: int, microbatches: int) -> list[Instruction]:
+        return [*(kind.at(rank, m) for kind in (Kind.F, Kind.B) for m in range(microbatches)), *data.draw(drawn)]
+
+    with suppress(ScheduleError):
+        check(lower(make(own, 2, 2)))
