@@ -39,7 +39,7 @@ from nnmpi.custom import Custom
 from nnmpi.errors import HelpAsked, NnmpiError, UsageError, shortened, told
 from nnmpi.files import appending
 from nnmpi.launcher import read_launch
-from nnmpi.units import Bytes, Every
+from nnmpi.units import Bytes, Every, format_duration
 from nnmpi.version import VERSION
 
 Switch: TypeAlias = Literal["auto", "on", "off"]  # what the program decides unless it is switched on or off
@@ -47,6 +47,7 @@ Switch: TypeAlias = Literal["auto", "on", "off"]  # what the program decides unl
 HELP_WIDTH = 80  # of help texts, in characters: under MPI no rank knows the width of the terminal
 FLAG = re.compile(r"(--?[^\s=\d.][^\s=]*)(?:=(.*))?", re.DOTALL)  # not a negative number, nor a text with a dash first
 EXAMPLE = (" ", "python -m ", "mpirun ")  # how a line begins that is one
+MOST_DIGITS = 12  # of a number of ranks, layers, microbatches
 HELP_INDENT = 26  # where the explanations begin
 
 PLAIN: Mapping[Any, tuple[str, str]] = {  # types of options: how the help has a value, and what it is in a sentence
@@ -115,7 +116,28 @@ def positive_count(text: str) -> int:
     """Return the number that an option's word is, for argparse; at least 1."""
     if not text.isdecimal() or int(text) < 1:
         raise UsageError(f"{text!r} is not a number of them, of which there is at least 1")
+    if len(text) > MOST_DIGITS:
+        raise UsageError(f"{shortened(text)} of them are more than there is")
     return int(text)
+
+
+LONG_S, MOST_S = 10.0, 3600.0
+
+
+def foretell(what: str, seconds: float) -> None:
+    """Say on standard error that something takes long, before it begins.
+
+    Args:
+        what: is to be done.
+        seconds: that it takes about.
+
+    Raises:
+        UsageError: where nobody would wait for it, and it would not fit into memory either.
+    """
+    if seconds > MOST_S:
+        raise UsageError(f"{what} would take {format_duration(min(seconds, 1e9))} or so; ask for fewer")
+    if seconds > LONG_S:
+        print(f"nnmpi: {what} takes about {format_duration(seconds)}; Ctrl-C ends it", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)

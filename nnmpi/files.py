@@ -185,19 +185,6 @@ def foreign(file: Path, kind: type[NnmpiError] = DataError, what: str = "cannot 
         raise kind(f"{file}: {what} ({shortened(reason)})") from error
 
 
-@contextmanager
-def open_arrays(file: Path, kind: type[NnmpiError]) -> Iterator[Any]:
-    """Give the arrays of a file of safetensors.
-
-    Raises:
-        NnmpiError: of this kind, when it cannot be read.
-    """
-    from safetensors import safe_open
-
-    with foreign(file, kind, "cannot be read as safetensors"), safe_open(file, "numpy") as stored:
-        yield stored
-
-
 def appending(file: Path, mode: str = "a", buffering: int = -1) -> Any:
     """Open an ordinary file for adding to its end, but not through a link, which may lead anywhere.
 

@@ -220,10 +220,10 @@ class Supervisor:
         folder, given = str(self._plan.folder), list(self._plan.words)
         if self._was_up():
             quiet = ["--quiet"] if "--quiet" in given else []
-            return ["--resume", folder, "--trust", "--dp", "auto", *quiet]  # what it names has been executed already
+            return [f"--resume={folder}", "--trust", "--dp", "auto", *quiet]  # what it names has been executed already
         there = self._plan.resumes or self._files.config.exists()
         layout = ["--dp", "auto"] if ranks != self._plan.ranks else []
-        return [*given, "--resume" if there else "--out", folder, *layout]
+        return [*given, f"{'--resume' if there else '--out'}={folder}", *layout]  # whose name may begin with a dash
 
     def _watch(self, job: subprocess.Popen[bytes], launcher: Launcher, begin_s: float) -> tuple[int, str]:
         """Return a job's status and what happened, once it has ended."""

@@ -26,7 +26,7 @@ from nnmpi.comm.mpi.start import start
 from nnmpi.comm.prove import prove
 from nnmpi.comm.render import coefficients, compare, render
 from nnmpi.comm.simulate import price, simulate_collective
-from nnmpi.command import Parser, positive_count, say
+from nnmpi.command import Parser, foretell, positive_count, say
 from nnmpi.custom import is_custom, load_custom
 from nnmpi.errors import UsageError, raised_as
 from nnmpi.pages.page import write_page
@@ -60,6 +60,7 @@ def _list(arguments: argparse.Namespace) -> str:
 
 def _prove(arguments: argparse.Namespace) -> str:
     """Prove that a collective does what it promises, for a number of ranks."""
+    _foretell(arguments)
     proof = prove(_collective(arguments), arguments.ranks)
     return (
         f"{arguments.operation} by {arguments.algorithm} is right on {arguments.ranks} ranks: "
@@ -69,6 +70,7 @@ def _prove(arguments: argparse.Namespace) -> str:
 
 def _render(arguments: argparse.Namespace) -> str:
     """Draw a collective: rounds down, ranks across; or as a page that runs, beside others."""
+    _foretell(arguments)
     collective = _collective(arguments)
     picture = render(collective, arguments.ranks)
     if arguments.html is None:
@@ -77,6 +79,11 @@ def _render(arguments: argparse.Namespace) -> str:
     animation = compare(beside | {collective.name: collective}, collective.name, arguments.ranks)
     write_page(arguments.html, "collective", f"{arguments.operation} by {collective.name}", animation)
     return f"{picture}\n\n{arguments.html} runs it in a browser"
+
+
+def _foretell(arguments: argparse.Namespace) -> None:
+    """Tell how long many ranks take at most: there are as many chunks, and some algorithms send each by itself."""
+    foretell(f"{arguments.algorithm} on {arguments.ranks} ranks", 5e-7 * arguments.ranks**3)
 
 
 def _simulate(arguments: argparse.Namespace) -> str:

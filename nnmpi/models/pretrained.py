@@ -19,8 +19,8 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import DataError, counted
-from nnmpi.files import foreign, open_arrays, read_json
-from nnmpi.models.torch_weights import save_arrays
+from nnmpi.files import foreign, read_json
+from nnmpi.models.torch_weights import open_arrays, save_arrays
 from nnmpi.nn.module import Module
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"

@@ -14,6 +14,7 @@ A module's name is the path of attributes in both, so a PyTorch model of the sam
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -21,11 +22,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+from safetensors import safe_open
 from safetensors.numpy import save
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.errors import CheckpointError
-from nnmpi.files import open_arrays
+from nnmpi.errors import CheckpointError, NnmpiError
+from nnmpi.files import foreign
 from nnmpi.nn.conv import Conv2d
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.lstm import LSTM
@@ -149,6 +151,17 @@ def save_arrays(file: Path, arrays: Mapping[str, Array], metadata: Mapping[str, 
     """Write arrays as a state_dict of PyTorch's: safetensors, and no pickle."""
     in_order = {name: np.ascontiguousarray(array).reshape(array.shape) for name, array in arrays.items()}
     file.write_bytes(save(in_order, {**(metadata or {}), "format": "pt"}))
+
+
+@contextmanager
+def open_arrays(file: Path, kind: type[NnmpiError]) -> Iterator[Any]:
+    """Give the arrays of a file of safetensors.
+
+    Raises:
+        NnmpiError: of this kind, when it cannot be read.
+    """
+    with foreign(file, kind, "cannot be read as safetensors"), safe_open(file, "numpy") as stored:
+        yield stored
 
 
 def read_torch(file: Path) -> dict[str, Array]:

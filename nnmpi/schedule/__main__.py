@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from nnmpi.command import Parser, positive_count, say
+from nnmpi.command import Parser, foretell, positive_count, say
 from nnmpi.custom import load_custom
 from nnmpi.errors import counted
 from nnmpi.pages.page import write_page
@@ -34,6 +34,8 @@ def main(words: Sequence[str]) -> str:
     given = _parser().parse_args(words)
     virtual = given.virtual_stages or _usual(given.schedule)
     name = load_custom(given.schedule, "--schedule", "(rank, ranks, microbatches)")
+    what = f"a schedule of {given.stages} x {virtual} stages and {given.microbatches} microbatches"
+    foretell(what, 2.5e-4 * given.stages * virtual * given.microbatches)
     schedule = lower(make(name, given.stages, given.microbatches, virtual))
     check(schedule)
     found = simulate_schedule(schedule, _costs(given, schedule))

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, is_result, namespace
+from nnmpi.backend.array import Array, is_array, is_result, namespace
 from nnmpi.backend.recording import active, perform
 from nnmpi.errors import DtypeError, GraphError, ShapeError
 from nnmpi.tensor.function import Function, Grads, Variable, record_whole, unbroadcast

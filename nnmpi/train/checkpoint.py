@@ -46,8 +46,9 @@ from nnmpi.compose.state import model_state
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer
 from nnmpi.errors import CheckpointError, DataError, counted, raised_as
-from nnmpi.files import open_arrays, read_json, read_text, rebuilt, sha256, sync_folder, write_atomically, write_synced
+from nnmpi.files import read_json, read_text, rebuilt, sha256, sync_folder, write_atomically, write_synced
 from nnmpi.mesh import AXES, Mesh
+from nnmpi.models.torch_weights import open_arrays
 from nnmpi.nn.module import Module
 from nnmpi.parallel.model_state import ArraySpec
 from nnmpi.train.folder import RunFolder

@@ -79,6 +79,7 @@ def test_simulate_and_list() -> None:
         ("prove rong", "no all-reduce by 'rong'; the names are ring, tree, ps"),
         ("prove ring --operation foo", "no collective 'foo'; there are all-reduce"),
         ("simulate ring --bytes x", "'x' is not a number of bytes; write it like 4, 64k"),
+        ("prove tree --ranks 5000", "tree on 5000 ranks would take 17 h 21 min or so; ask for fewer"),
         ("simulate ring --ranks 0", "'0' is not a number of them"),
         ("simulate ring --alpha nan", "'nan' is not a number of seconds"),
         ("simulate ring --across-beta 1e-9", "are of messages between nodes; give --per-node"),

@@ -35,6 +35,8 @@ def test_every_schedule_can_be_looked_at(name: str) -> None:
         ("--schedule gpipe --stages 0 --microbatches 2", "--stages: '0' is not a number of them, of which there is at"),
         ("--schedule gpipe --stages 2 --microbatches x", "--microbatches: 'x' is not a number"),
         ("--schedule gpipe --stages 2 --microbatches 2 --virtual-stages 2", "gpipe has one stage on each rank, not 2"),
+        ("--schedule gpipe --stages 5000 --microbatches 5000", "5000 microbatches would take 1 h 44 min or so"),
+        (f"{COMMAND} --virtual-stages {10**20}", "of them are more than there is"),
         (f"{COMMAND} --forward-ms -1", "'-1' is not a number of milliseconds; write it like 2.5"),
         (f"{COMMAND} --html /nowhere/x.html", "/nowhere/x.html cannot be written .No such file or directory.; give"),
     ],
