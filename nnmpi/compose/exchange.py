@@ -72,6 +72,7 @@ class Exchange:
     keeps_own: ClassVar[bool] = True
     is_fused: ClassVar[bool] = False
     holders = 1
+    _meeting = NATIVE, NUMBERS_BYTES  # by which all-reduce the ranks meet, and for how many bytes
     weights: ShardedDataParallel | None = None
 
     def __init__(self, trainer: Trainer, options: GradientExchange) -> None:
@@ -87,7 +88,7 @@ class Exchange:
         self._updates = where.layout.asynchronous
         self.parallel = self._start(options)
         self.notice = self.parallel.notice
-        predicted_s = predict(self.group, *self._meeting())
+        predicted_s = predict(self.group, *self._meeting)
         self._predicted_s = math.nan if predicted_s is None else predicted_s
 
     @classmethod
@@ -98,10 +99,6 @@ class Exchange:
     def _start(self, options: GradientExchange) -> DataParallel:
         how = (options.allreduce, options.bucket_bytes, options.overlap)
         return DataParallel(self.model, self.replicas, *how, self.backend, runs_backward=self._is_whole)
-
-    def _meeting(self) -> tuple[str, int]:
-        """Return by which all-reduce the ranks meet, and for how many bytes."""
-        return NATIVE, NUMBERS_BYTES
 
     def begin(self, batch: Batch) -> None:
         """Begin a step; refuse a batch that was dealt to the replicas in another way than they sum gradients.
@@ -158,7 +155,7 @@ class Exchange:
             sums = self.group.sum_floats(numbers)
         spent_s = clock.now() - begin
         traffic = Traffic(spent_s, 0.0, NUMBERS_BYTES, 1, self._predicted_s) if self.group.size > 1 else Traffic()
-        return sums, math.nan if self._updates else self._norm(), traffic
+        return sums, math.nan if self._updates else gradient_norm(self.model.storage, self.arrangement), traffic
 
     def update(self, factor: float) -> Traffic:
         """Update the weights from the gradients times a factor; return what that communicated."""
@@ -198,9 +195,6 @@ class Exchange:
         """Take everything off the model again; a second call does nothing."""
         self.parallel.release()
 
-    def _norm(self) -> float:
-        return gradient_norm(self.model.storage, self.arrangement)
-
     def _add_ties(self) -> None:
         """Add up the gradients of parameters that stand in stages of several ranks."""
         ties = self.arrangement.ties
@@ -233,14 +227,12 @@ class NodeExchange(Exchange):
         self._fused = FusedUpdate(self.model.storage, self.optimizer, self.group)
         self.holders = self._fused.memory.size
         self._gradient_bytes = sum(grad.nbytes for grad in self.model.storage.grads)
+        self._meeting = SHARED, self._gradient_bytes  # as a shared all-reduce, which writes more, and reads as much
         try:
             return DataParallel(self.model, self.replicas, backend=self.backend, sums_gradients=False)
         except NnmpiError:  # on all ranks
             self._fused.release()
             raise
-
-    def _meeting(self) -> tuple[str, int]:
-        return SHARED, self._gradient_bytes  # as a shared all-reduce does it, which writes more, and reads as much
 
     def meet(self, numbers: Sequence[float]) -> tuple[list[float], float, Traffic]:
         """See `Exchange.meet`; the numbers are added up with the gradients."""

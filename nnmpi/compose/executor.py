@@ -48,7 +48,7 @@ def _executable(name: Generator, ranks: int, microbatches: int, virtual: int) ->
 
 
 class Program(NamedTuple):
-    """What one rank does, in order, what it receives by kind and stage, and whether anything goes backward.
+    """What one rank does, in order, and what it receives by kind and stage.
 
     The one update behind a pass is left out, which is its caller's, and in a whole model the sums: hooks tell of them.
     """
@@ -56,7 +56,6 @@ class Program(NamedTuple):
     items: tuple[tuple[Instruction, ...], ...]
     coming: Mapping[tuple[Kind, int], tuple[int, ...]]
     schedule: Schedule
-    trains: bool
 
 
 @lru_cache(maxsize=256)
@@ -69,7 +68,7 @@ def _program(name: Generator, ranks: int, microbatches: int, virtual: int, rank:
     for one in schedule.instructions(rank):
         if one.kind in RECEIVES and one.microbatch is not None:
             coming.setdefault((one.kind, one.stage), []).append(one.microbatch)
-    return Program(items, {channel: tuple(those) for channel, those in coming.items()}, schedule, schedule.trains)
+    return Program(items, {channel: tuple(those) for channel, those in coming.items()}, schedule)
 
 
 class Caller:
@@ -314,7 +313,7 @@ class Executor:
             values = self._values.pop((stage, microbatch))
         else:
             values = BoundaryArrays((feed(lambda: self._inputs[microbatch]),), (False,))
-        result = self.stages[stage].forward(microbatch, values, program.trains)
+        result = self.stages[stage].forward(microbatch, values, program.schedule.trains)
         if stage == self.count - 1:
             return
         if program.schedule.is_cut(stage):
@@ -345,7 +344,7 @@ class Executor:
         Not all: each has a buffer of its own. A channel's receives are posted in the program's order, only earlier,
         and that is the order of its sends: so MPI pairs them as before.
         """
-        self._keys: list[InputKey] = [(tuple(x.shape), program.trains) for x in inputs]
+        self._keys: list[InputKey] = [(tuple(x.shape), program.schedule.trains) for x in inputs]
         self._coming = {channel: deque(found) for channel, found in program.coming.items()}
         self._posted: dict[tuple[Kind, int, int], Callable[[], BoundaryArrays]] = {}
         # Where a message's receive is posted ahead, the one before it has left or can leave when it is sent.

@@ -50,11 +50,6 @@ class MemoryReport:
     predicted: Mapping[str, int]
 
 
-def _planned(operation: Function) -> int:
-    """Return the bytes of the plan that an operation is part of; 0 if it is none (see `memory.recompute`)."""
-    return getattr(operation, "planned_bytes", 0)
-
-
 class MemoryLedger:
     """The account of one rank's arrays, for `report`.
 
@@ -69,16 +64,9 @@ class MemoryLedger:
         _ledger.set(self)
 
     def note(self, held: Mapping[str, int]) -> None:
-        """Say how many bytes of some kinds there are now.
-
-        Raises:
-            UsageError: for a kind that there is not.
-        """
+        """Say how many bytes of some kinds there are now."""
         if all(self._held.get(kind) == nbytes <= self._peaks[kind] for kind, nbytes in held.items()):
             return  # as in most steps
-        unknown = held.keys() - self._held.keys()
-        if unknown:
-            raise UsageError(f"memory has no kind {min(unknown)!r}; the kinds are {', '.join(KINDS)}")
         self._held |= held
         for kind, nbytes in held.items():
             self._peaks[kind] = max(self._peaks[kind], nbytes)
@@ -98,7 +86,8 @@ class MemoryLedger:
             nonlocal most
             edges = [edge for each in operations for edge in each.edges or ()]
             own = [each.data for each in edges if isinstance(each, Variable) and each.buffer is not None]
-            most = max(most, sum(saved_memory(operations, own).values()), *(_planned(each) for each in operations))
+            planned = [getattr(each, "planned_bytes", 0) for each in operations]  # of the plan that it is part of
+            most = max(most, sum(saved_memory(operations, own).values()), *planned)
 
         token = watching.set(see)
         try:

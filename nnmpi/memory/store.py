@@ -20,6 +20,7 @@ import tempfile
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate, pairwise
 from mmap import ALLOCATIONGRANULARITY, mmap
 from pathlib import Path
 from statistics import median
@@ -174,17 +175,13 @@ class StoredBytes:
 
     def __init__(self, store: Store, place: Array, memory: Sequence[Array]) -> None:
         self._store, self._place = store, place
-        self.wait = store.copy([(there, here) for here, there in self._beside(memory)])
-
-    def _beside(self, memory: Sequence[Array]) -> Iterable[tuple[Array, Array]]:
-        start = 0
-        for each in memory:
-            yield each, self._place[start : start + len(each)]
-            start += len(each)
+        ends = accumulate(map(len, memory), initial=0)
+        self._pieces = [place[start:end] for start, end in pairwise(ends)]
+        self.wait = store.copy(list(zip(self._pieces, memory, strict=True)))
 
     def fetch(self, memory: Sequence[Array]) -> None:
         """Begin to bring the bytes back, into other memory of the same lengths; `wait` then waits for that."""
-        self.wait = self._store.copy(list(self._beside(memory)))
+        self.wait = self._store.copy(list(zip(memory, self._pieces, strict=True)))
 
     def __del__(self) -> None:
         """Give the place back."""
