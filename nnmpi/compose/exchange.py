@@ -291,12 +291,9 @@ class FixedExchange(Exchange):
         return trainer.arrangement.layout.fixed
 
     def _start(self, options: GradientExchange) -> DataParallel:
-        found = DataParallel(
-            self.model, self.replicas, backend=self.backend, sums_gradients=False, shares_batches=False
-        )
-        self._sums = FixedReduction(self.model, self.replicas, self.backend)
         self._asks = self.arrangement.layout.activation_memory is not None  # all ranks together, in the first batch
-        return found
+        self._sums = FixedReduction(self.model, self.replicas, self.backend)
+        return self._sums
 
     def begin(self, batch: Batch) -> None:
         """See `Exchange.begin`."""
@@ -317,20 +314,10 @@ class FixedExchange(Exchange):
         """See `Exchange.enter`: batch statistics are of this microbatch."""
         self._sums.microbatch = microbatch
 
-    def begin_backward(self, last: bool) -> None:
-        """See `Exchange.begin_backward`."""
-        self.parallel.begin_pass(False)
-
     def end_backward(self, microbatch: int) -> None:
         """See `Exchange.end_backward`."""
         super().end_backward(microbatch)
         self._sums.add(microbatch)
-
-    def finish(self) -> Traffic:
-        """See `Exchange.finish`."""
-        begin = clock.now()
-        self._sums.finish()
-        return Traffic(clock.now() - begin, 0.0, self._sums.sent_bytes, len(self.model.storage.grads), math.nan)
 
     def add_up(self, losses: Mapping[int, float]) -> float:
         """See `Exchange.add_up`: in the same tree, by the first rank for all."""
@@ -343,11 +330,6 @@ class FixedExchange(Exchange):
 
     def _describe(self) -> str:
         return "in a fixed tree over the microbatches, after the backward pass"
-
-    def release(self) -> None:
-        """See `Exchange.release`."""
-        super().release()
-        self._sums.release()
 
 
 EXCHANGES: tuple[type[Exchange], ...] = (ZeroExchange, FixedExchange, NodeExchange, Exchange)

@@ -198,9 +198,7 @@ class Passes(Caller):
         self._most_rows = 0
         self._watched = _foreign_buffers(model, where)
         self._report = StepReport()
-        self._passes: deque[PassReport] = deque(maxlen=PASSES_KEPT)
-        self._most = 0  # microbatches in a pass
-        self._staleness: list[int] = []  # in the last pass
+        self._passes: deque[StepReport] = deque(maxlen=PASSES_KEPT)
 
     # ---- what a trainer calls ----
 
@@ -239,7 +237,7 @@ class Passes(Caller):
                 report.passed, report.staleness, report.wait_s = passed, tuple(now.staleness), passed.wait_s
                 if passed.messages:
                     report.count(Traffic(passed.transfer_s, 0.0, passed.sent_bytes, passed.messages, nan))
-                self._keep(passed, now.staleness)
+                self._passes.append(report)
         if self.exchange is not None and not self.updates:
             report.count(self.exchange.finish())
         return report
@@ -300,11 +298,13 @@ class Passes(Caller):
             return [planned.describe()]
         if not self._passes:
             return []
-        group = self._where.mesh.pp
-        lines = [_forecast(group, self.executor.plan(self._most), list(self._passes))]
+        group, passes = self._where.mesh.pp, [each.passed for each in self._passes if each.passed is not None]
+        most = max(each.microbatches for each in passes)  # those of fewer are an epoch's short last batch
+        lines = [_forecast(group, self.executor.plan(most), [each for each in passes if each.microbatches == most])]
+        old = max((each for report in self._passes for each in report.staleness), default=0)
         self._passes.clear()
         if self.updates:  # only schedules that update during a pass, such as pipedream, have weights that are old
-            stale = group.gather(max(self._staleness, default=0))
+            stale = group.gather(old)
             lines.append(f"staleness by rank: at most {', '.join(map(str, stale))} updates")
         return lines
 
@@ -443,16 +443,6 @@ class Passes(Caller):
         now.staleness.append(self._optimizer.steps - now.versions.pop(microbatch))
         self._optimizer.step()
         storage.zero_grad()
-
-    def _keep(self, report: PassReport, staleness: list[int]) -> None:
-        """Keep a pass for `summary`, unless it is of fewer microbatches than others, as an epoch's short last batch."""
-        if report.microbatches < self._most:
-            return
-        if report.microbatches > self._most:
-            self._most = report.microbatches
-            self._passes.clear()
-        self._passes.append(report)
-        self._staleness = staleness
 
 
 @lru_cache(maxsize=16)

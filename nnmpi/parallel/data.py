@@ -51,19 +51,18 @@ class DataParallel:
         sums_gradients: whether gradients are summed here; else each rank's own are left.
         runs_backward: whether the caller uses `backward`; else it runs the backward passes, and calls `reduce` and
             `finish`.
-        shares_batches: whether the ranks share each microbatch, so that batch normalization takes its statistics over
-            them; else a microbatch is one rank's.
 
-                                                            sums_gradients   runs_backward   shares_batches
-            plain                                           True             True            True
-            fused with the update, see `parallel.fused`     False            True            True
-            in a fixed order, see `fixed_reduction`         False            True            False
-            pipeline                                        True             False           True
-            pipeline, in a fixed order                      False            False           False
+                                                            sums_gradients   runs_backward
+            plain                                           True             True
+            fused with the update, see `parallel.fused`     False            True
+            in a fixed order, see `fixed_reduction`         False            True
+            pipeline                                        True             False
 
     With "shared" or "auto" the gradients move to memory that the ranks of a node share, if there is such memory.
 
     Attributes:
+        shares_batches: whether the ranks share each microbatch, so that batch normalization takes its statistics over
+            them; else a microbatch is one rank's.
         exchange: what sums the gradients.
         released: whether `release` was called.
         notice: why gradients are not in shared memory although that was possible; else empty.
@@ -75,6 +74,8 @@ class DataParallel:
             modules that were not there when it was initialized.
     """
 
+    shares_batches = True
+
     def __init__(
         self,
         model: Module,
@@ -85,7 +86,6 @@ class DataParallel:
         backend: Backend | None = None,
         sums_gradients: bool = True,
         runs_backward: bool = True,
-        shares_batches: bool = True,
     ) -> None:
         self.model, self.group = model, group
         self.storage = model.storage
@@ -114,7 +114,7 @@ class DataParallel:
                 span.parameter.guard = self._check_pass
                 if sums_gradients and self.exchange.overlap:  # without hooks the tape is quicker
                     span.parameter.hook = self._hook(number)
-        if group.size > 1 and shares_batches:
+        if group.size > 1 and self.shares_batches:
             for _, module in model.named_modules():
                 if hasattr(module, "all_reduce"):
                     module.all_reduce = self._sum_statistics

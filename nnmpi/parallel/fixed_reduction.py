@@ -17,22 +17,28 @@ microbatches in order.
 """
 
 from functools import partial
+from math import nan
 
 import numpy as np
 
+import nnmpi.clock as clock
 import nnmpi.timeline as timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.comm.buffers import is_device, put, room_like, to_host, to_hosts
 from nnmpi.comm.fixed_order import SumTree, sum_in_fixed_order
+from nnmpi.comm.gradients import Traffic
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm
+from nnmpi.parallel.data import DataParallel
 
 
-class FixedReduction:
+class FixedReduction(DataParallel):
     """Sums a model's gradients over microbatches and replicas.
+
+        begin(microbatches)     begin_pass, loss.backward(), end_pass, add(microbatch)     ...     finish()
 
     Args:
         model: initialized; its batch norms' running statistics are updated here from now on.
@@ -43,9 +49,10 @@ class FixedReduction:
         microbatch: the one whose forward runs, to which batch statistics then belong; the caller sets it before.
     """
 
+    shares_batches = False
+
     def __init__(self, model: Module, group: Group, backend: Backend) -> None:
-        self.model, self.group, self.backend = model, group, backend
-        self.storage = model.storage
+        super().__init__(model, group, backend=backend, sums_gradients=False)
         self.microbatch = 0
         self._norms = [module for _, module in model.named_modules() if isinstance(module, BatchNorm)]
         self._seen: list[dict[int, tuple[Array, Array]]] = [{} for _ in self._norms]
@@ -71,18 +78,18 @@ class FixedReduction:
 
     def finish(self) -> None:
         """Write the sums into the storage's gradients, and update running statistics. Collective."""
+        begin, grads = clock.now(), self.storage.grads
         with timeline.span("gradients", "collective", timeline.REDUCE):
-            self._sum()
-        for norm, seen in zip(self._norms, self._seen, strict=True):
-            self._take_in(norm, seen)
-
-    def _sum(self) -> None:
-        for tree, grad in zip(self._trees, self.storage.grads, strict=True):
-            out = room_like(grad, grad.shape) if is_device(grad) else grad
-            sum_in_fixed_order(self.group, tree, out)
-            put(out, grad)
+            for tree, grad in zip(self._trees, grads, strict=True):
+                out = room_like(grad, grad.shape) if is_device(grad) else grad
+                sum_in_fixed_order(self.group, tree, out)
+                put(out, grad)
         for span in self.storage.spans:
             span.parameter.grad = span.parameter.buffer
+        for norm, seen in zip(self._norms, self._seen, strict=True):
+            self._take_in(norm, seen)
+        sent_bytes = sum(grad.nbytes for grad in grads) if self.group.size > 1 else 0
+        self.traffic = Traffic(clock.now() - begin, 0.0, sent_bytes, len(grads), nan)
 
     def sum_numbers(self, values: dict[int, float], group: Group) -> float:
         """Return the sum of one number per microbatch, which one rank each has, in the same tree; collective."""
@@ -96,14 +103,9 @@ class FixedReduction:
         (total,) = tree.blocks.values()
         return float(total[0])
 
-    @property
-    def sent_bytes(self) -> int:
-        """The bytes of gradients that are summed over the replicas in a step; 0 for a single one."""
-        size = sum(grad.nbytes for grad in self.storage.grads)
-        return size if self.group.size > 1 else 0
-
     def release(self) -> None:
-        """Take the reduction off the model again."""
+        """See `DataParallel.release`."""
+        super().release()
         for norm in self._norms:
             norm.observe = None
 

@@ -155,7 +155,9 @@ def train(group: Group, microbatches: int, reverse: bool = False) -> tuple[list[
         fixed.microbatch = m
         with nn.training():
             loss = cross_entropy(model(x[m]), y[m], reduction="sum")
+        fixed.begin_pass(False)
         loss.backward()
+        fixed.end_pass()
         fixed.add(m)
         losses[m] = loss.item()
     fixed.finish()
