@@ -17,6 +17,7 @@ from nnmpi.errors import whole as whole_number
 
 Predicts: TypeAlias = Literal["classes", "yes-or-no", "quantities"]
 Wanted: TypeAlias = Literal["classes", "quantities", "any"]  # of what stands in a file
+TOKEN_TYPES = (np.uint16, np.uint32)
 IGNORED = -1  # the label of what is not to be predicted, such as padding
 
 
@@ -98,8 +99,8 @@ class Dataset(Samples):
     Attributes:
         name: for messages and headers.
         x: (n, *sample_shape). float32 or uint8: quantities. Images are (n, height, width, channels), grayscale with 1
-            channel, and stay uint8 so that memory stays small: `rows` converts one batch at a time. Other whole
-            numbers: tokens, for an embedding.
+            channel, and stay uint8 so that memory stays small: `rows` converts one batch at a time. uint16, uint32,
+            and with a label for each of them any whole numbers: tokens, for an embedding.
         y: (n,) or (n, ...). int64: labels in 0..classes-1; with several for each sample, `IGNORED` may be among them.
             float32: quantities that are predicted; or with 2 classes, how sure it is that a sample is of class 1.
         classes: number of classes; 0 where quantities are predicted.
@@ -131,6 +132,11 @@ class Dataset(Samples):
             raise DataError(
                 f"{self.name}: samples are {self.x.dtype} and labels {self.y.dtype}; "
                 "give float32 or whole numbers as samples, and int64 labels or float32 quantities"
+            )
+        if self.is_tokens and self.x.dtype not in TOKEN_TYPES and self.x.shape != self.y.shape:
+            raise DataError(
+                f"{self.name}: samples are {self.x.dtype}, whole numbers that may be quantities or tokens; give "
+                "x.astype('float32') for quantities, x.astype('uint32') for tokens"
             )
         if self.x.ndim < 2 or self.y.ndim < 1 or len(self.x) != len(self.y):
             raise DataError(

@@ -38,6 +38,7 @@ Y = np.zeros(3, np.int64)
         (X, Y.astype("int32"), 1, (), "labels int32"),
         (X, Y[:2], 1, (), "as many labels"),
         (X[:, 0], Y, 1, (), "of shape"),
+        (X.astype(int), Y, 3, (), "samples are int64, whole numbers that may be quantities or tokens; give x.astype"),
         (X, np.array([0, 1, 3]), 3, (), "label 3 of sample 2 is not in 0..2"),
         (X, np.array([0, 1, -1]), 3, (), "label -1 of sample 2 is not in 0..2"),
         (X, np.array([[0], [0], [-2]]), 4, (), "label -2 of sample 2 is not in 0..3"),
