@@ -166,16 +166,14 @@ def build_extent(config: OptimizationConfig, inputs: Inputs) -> Extent:
     steps = config.epochs * train_batches
     if config.max_steps is not None:
         steps = min(steps, config.max_steps)
-    return Extent(config.epochs, steps, train_batches, inputs.test_loader.batches_per_epoch)
+    stop = min(steps, config.stop_after or steps)
+    return Extent(config.epochs, steps, train_batches, inputs.test_loader.batches_per_epoch, stop)
 
 
 def warmup_steps(config: OptimizationConfig, extent: Extent) -> int:
-    """Return over how many steps the learning rate rises: by default over an epoch, at most a tenth of all of them.
-
-    What --max-steps cuts off counts as well: a run that stops early and goes on begins as the whole one does.
-    """
+    """Return over how many steps the learning rate rises: by default over an epoch, at most a tenth of all of them."""
     if config.warmup_epochs is None:
-        return min(extent.train_batches, extent.epochs * extent.train_batches // 10)
+        return min(extent.train_batches, extent.steps // 10)
     return round(config.warmup_epochs * extent.train_batches)
 
 

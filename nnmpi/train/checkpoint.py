@@ -74,12 +74,14 @@ class Extent:
     Attributes:
         epochs, steps: passes over the training data, and updates; the run ends with whichever comes first.
         train_batches, test_batches: batches of one pass over the training data, and over the test data.
+        stop: after how many updates it ends this time.
     """
 
     epochs: int
     steps: int
     train_batches: int
     test_batches: int
+    stop: int
 
     def passes(self, state: RunState) -> float:
         """Return the passes over the training data so far, with the fraction of the present one."""

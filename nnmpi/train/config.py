@@ -336,7 +336,9 @@ class OptimizationConfig:
     epochs: int = 20
     """How often the whole training set is gone through."""
     max_steps: int | None = None
-    """Stop after this many updates, if the epochs are not over before."""
+    """Train for this many updates, if the epochs are not over before; the learning rate's schedule ends with them."""
+    stop_after: int | None = None
+    """Stop after this many updates, in the middle of the schedule; --resume goes on with it."""
     batch_size: int | Literal["full"] = 32
     """Samples per update, over all ranks together; full: the whole training set (full gradient descent)."""
     optimizer: Literal["sgd", "adam", "adamw"] | Custom = "adam"
@@ -356,8 +358,8 @@ class OptimizationConfig:
     step:10,0.1, which multiplies it by 0.1 every 10 epochs; or a function (step, steps, lr) of your own,
     FILE.py:NAME."""
     warmup_epochs: float | None = None
-    """Epochs over which the learning rate first rises linearly from near 0 (default: 1, at most a tenth of
-    --epochs)."""
+    """Epochs over which the learning rate first rises linearly from near 0 (default: 1, at most a tenth of the
+    run)."""
     clip: float | None = None
     """Scale gradients down to this global norm where they exceed it; with --sync asp and ssp each worker's own."""
     label_smoothing: float = 0.0
@@ -365,7 +367,7 @@ class OptimizationConfig:
 
     def __post_init__(self) -> None:
         """Check the values and that no option is given that the others make idle."""
-        check_numbers(self, "epochs max_steps batch_size", 1)
+        check_numbers(self, "epochs max_steps stop_after batch_size", 1)
         check_numbers(self, "lr clip", 0, above=True)
         check_numbers(self, "momentum label_smoothing", 0, 1)
         check_numbers(self, "warmup_epochs", 0, LONG)

@@ -192,7 +192,7 @@ class Loop:
                             progress=self._note,
                             poll_signal=self._signals.noted,
                         )
-                    if not trainer.in_step or before.step + report.batches == run.extent.steps:
+                    if not trainer.in_step or before.step + report.batches == run.extent.stop:
                         self._log()
                     self.state = before.after(report.totals, copy(self._window))
                     self._told = 0
@@ -216,7 +216,7 @@ class Loop:
 
     @property
     def _finished(self) -> bool:
-        return self.state.step >= self._run.extent.steps
+        return self.state.step >= self._run.extent.stop
 
     @property
     def _step(self) -> int:
@@ -226,7 +226,7 @@ class Loop:
     def _stop_at(self) -> int:
         """Return the batch of this epoch up to which nothing is due."""
         options, extent, state = self._run.config.run, self._run.extent, self.state
-        steps = [extent.train_batches - state.batch, extent.steps - state.step]
+        steps = [extent.train_batches - state.batch, extent.stop - state.step]
         due = [each.steps for each in (options.eval_every, options.save_every) if each is not None and each.steps]
         steps += [every - state.step % every for every in due]
         if self._tracer.left:
@@ -408,7 +408,7 @@ def begin(config: Config, group: Group, console: Console, words: Sequence[str] =
         state, notices = restore(run.trainer, last, folder, first) if resuming else (first, [])
         if resuming and group.is_root and not folder.finished.exists():
             notices.append(f"{folder.path} had not come to its end: it has no {folder.finished.name}")
-        if state.step >= run.extent.steps:
+        if state.step >= run.extent.stop:
             notices = [*notices, f"the run is finished, {_how_to_go_on(run)}"]
 
         def take_folder() -> None:
@@ -445,6 +445,8 @@ def begin(config: Config, group: Group, console: Console, words: Sequence[str] =
 def _how_to_go_on(run: TrainingRun) -> str:
     """Return what is done, and what would do more."""
     options, extent = run.config.optimization, run.extent
+    if extent.stop < extent.steps:
+        return f"{extent.stop} of {extent.steps} steps are done, as --stop-after says; without it the run goes on"
     if options.max_steps is not None and extent.steps == options.max_steps:
         return f"all {extent.steps} steps are done; a larger --max-steps goes on"
     return f"all {extent.epochs} epochs are done; more --epochs, such as {2 * extent.epochs}, go on"

@@ -132,9 +132,14 @@ def test_a_fixed_order_has_the_same_microbatches_under_every_layout() -> None:
 
 def test_the_run_is_as_long_as_epochs_or_steps_say(group: Group) -> None:
     inputs = load_inputs(Config(), group, 0, lambda _: None, (0, 1))
-    assert build.build_extent(OptimizationConfig(epochs=3), inputs) == Extent(3, 135, 45, 12)
+    assert build.build_extent(OptimizationConfig(epochs=3), inputs) == Extent(3, 135, 45, 12, 135)
     assert build.build_extent(OptimizationConfig(epochs=3, max_steps=50), inputs).steps == 50
     assert build.build_extent(OptimizationConfig(epochs=3, max_steps=500), inputs).steps == 135
+    short = OptimizationConfig(epochs=3, max_steps=50, stop_after=20)
+    extent = build.build_extent(short, inputs)
+    assert (extent.steps, extent.stop, build.warmup_steps(short, extent)) == (50, 20, 5)
+    rate = build.build_schedule(short, extent)
+    assert rate(5) == short.lr and 0 < rate(49) < 0.01 * short.lr and rate(50) == 0
 
 
 def test_ranks_of_one_process_load_each_data_set_that_they_are_asked_for() -> None:

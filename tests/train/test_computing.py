@@ -139,8 +139,8 @@ def test_a_choice_is_that_of_the_option_and_stays(
     main([*digits, str(tmp_path / "plain")], group)
     with monkeypatch.context() as patch:
         patch.setattr(computing, "PAYS", 1.0)
-        main([*digits[:3], "2", *digits[4:], str(tmp_path / "own")], group)
-    main(["--resume", str(tmp_path / "own"), "--max-steps", "4", "--quiet"], group)  # so short a run has NumPy's
+        main([*digits, str(tmp_path / "own"), "--stop-after", "2"], group)
+    main(["--resume", str(tmp_path / "own"), "--quiet"], group)  # so short a run has NumPy's
     assert "kernels:     numba's, which are faster" in (tmp_path / "own" / "console.txt").read_text()
     assert "kernels:     NumPy's; loading numba's" in (tmp_path / "plain" / "console.txt").read_text()
     assert weights(tmp_path / "own") == weights(tmp_path / "told")

@@ -39,5 +39,5 @@ def test_json_keeps_every_bit() -> None:
 
 
 def test_passes_count_the_fraction_of_an_epoch() -> None:
-    extent = Extent(epochs=3, steps=12, train_batches=4, test_batches=1)
+    extent = Extent(epochs=3, steps=12, train_batches=4, test_batches=1, stop=12)
     assert extent.passes(RunState(step=9, epoch=2, batch=1)) == 2.25
