@@ -105,8 +105,7 @@ class Communicator:
     def gather(self, value: Any) -> list[Any]:
         """Return every rank's JSON value, in rank order, on every rank.
 
-        Tuples become lists and keys of dictionaries text, this rank's own too. Equal values are one object, which is
-        not to be changed.
+        Tuples become lists and keys of dictionaries text, this rank's own too.
 
         Raises:
             CommError: on all ranks, when a value is none that JSON can hold.
@@ -117,14 +116,7 @@ class Communicator:
         texts = np.empty(int(lengths.sum()), np.uint8)
         self.comm.allgatherv(text, texts, lengths.tolist())
         whole, ends = texts.tobytes(), np.cumsum(lengths).tolist()
-        values: list[Any] = []
-        known: dict[bytes, Any] = {}  # most often many ranks say the same
-        for rank, (begin, end) in enumerate(pairwise([0, *ends])):
-            part = whole[begin:end]
-            if part not in known:
-                known[part] = decode_json(part, rank)
-            values.append(known[part])
-        return values
+        return [decode_json(whole[begin:end], rank) for rank, (begin, end) in enumerate(pairwise([0, *ends]))]
 
     def share(self, value: Any, root: int = 0) -> Any:
         """Return root's JSON value on every rank; what the others pass is not looked at.

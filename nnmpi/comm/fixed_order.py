@@ -23,6 +23,7 @@ a row since then a rank with a run of leaves can add most of them before it hear
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -30,6 +31,7 @@ import numpy as np
 from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.buffers import DTYPES, Buffer, check_buffer
 from nnmpi.comm.group import Group
+from nnmpi.comm.point_to_point import send_and_receive
 from nnmpi.errors import CommError, DtypeError, ShapeError, UsageError, name_ranks
 from nnmpi.shard import split
 
@@ -124,15 +126,14 @@ def _sum_round(
     """Sum one piece of the arrays, short enough for one message."""
     chunks = split(out.size, group.size)
     own = chunks[group.rank]
-    packed = np.empty(len(mine) * out.size, out.dtype)
-    arrays = list(mine.values())
-    parts = (array[chunk.start : chunk.stop] for chunk in chunks for array in arrays)
-    np.concatenate([packed[:0], *parts], out=packed)
-    came = np.empty((sum(map(len, everyones)), len(own)), out.dtype)
-    sizes = [len(mine) * len(chunk) for chunk in chunks]
-    group.comm.alltoallv(packed, sizes, came.reshape(-1), [len(blocks) * len(own) for blocks in everyones])
+    came = [np.empty((len(blocks), len(own)), out.dtype) for blocks in everyones]
+    for array, place in zip(mine.values(), came[group.rank], strict=True):
+        place[...] = array[own.start : own.stop]
+    others = [(rank, chunk) for rank, chunk in enumerate(chunks) if rank != group.rank]
+    sent = [(r, np.stack([array[chunk.start : chunk.stop] for array in mine.values()])) for r, chunk in others if mine]
+    send_and_receive(group, [each for each in sent if each[1].size], [(r, came[r]) for r, _ in others if came[r].size])
     sums: dict[TreeBlock, Buffer] = {}
-    for block, array in zip((block for blocks in everyones for block in blocks), came, strict=True):
+    for block, array in zip(chain(*everyones), chain(*came), strict=True):
         _settle(sums, leaves, block, array, is_own=True)
     (finished,) = sums.values()
     group.comm.allgatherv(finished, out, [len(chunk) for chunk in chunks])

@@ -311,15 +311,16 @@ class Group(Communicator):
         """Replace the array on every rank by its elementwise largest value over the ranks. Collective.
 
         Args:
-            array: (n,) without NaN: MPI does not say what becomes of that. Not of 16-bit floating point.
+            array: (n,) not of 16-bit floating point. NaN where any rank has NaN.
 
         Raises:
             ShapeError: when it is not 1-D and contiguous.
             DtypeError: for 16-bit floating point.
         """
         host = to_host(check_buffer(array))
-        self.comm.allreduce_max(host)
-        put(host, array)
+        everyones = np.empty((self.size, host.size), host.dtype)
+        self.comm.allgather(host, everyones)
+        put(everyones.max(axis=0, out=host), array)
 
     def _check_length(self, array: Buffer, length: int) -> None:
         if check_buffer(array, low=True).size != length:

@@ -155,9 +155,6 @@ class Comm(Protocol):
     def allreduce(self, array: Buffer, /) -> None:
         """Replace the array everywhere by the sum over the ranks."""
 
-    def allreduce_max(self, array: Buffer, /) -> None:
-        """Replace the array everywhere by the largest of each element over the ranks."""
-
     def iallreduce(self, array: Buffer, /) -> Request:
         """Start a sum."""
 
@@ -193,16 +190,6 @@ class Comm(Protocol):
 
     def ireduce_scatter(self, array: Buffer, own: Buffer, counts: Sequence[int], /) -> Request:
         """Start it."""
-
-    def alltoallv(self, data: Buffer, counts: Sequence[int], into: Buffer, came: Sequence[int]) -> None:
-        """Send every rank its part of `data`, and write what they send, one behind the other in rank order.
-
-        Args:
-            data: (sum of counts,) read.
-            counts: elements for each rank.
-            into: (sum of came,) written.
-            came: elements that each rank sends here.
-        """
 
     # ---- other communicators ----
 

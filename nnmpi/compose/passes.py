@@ -223,7 +223,7 @@ class Passes(Caller):
         self._left = Counter(chain.from_iterable(self._numbers.values()))
         if cuts:
             refusal = "" if may_replay else LOOKED_AT
-            if self.is_cut and self.executor.plan(len(cuts)).has_halves:
+            if self.is_cut and Kind.I in self.executor.plan(len(cuts)).kinds:
                 refusal = "half a backward is done by what the graph knows"
             elif self.is_cut and len(batch.y) < self._most_rows:
                 refusal = "a short last batch would take memory of its own"

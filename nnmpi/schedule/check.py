@@ -10,11 +10,13 @@ The ranks' programs are enough for all of it: no clock is needed, since programs
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import NamedTuple, NoReturn
 
 from nnmpi.errors import ScheduleError
 from nnmpi.schedule.schedule import (
+    RECEIVES,
     SENDS,
     TRANSFERS,
     Channel,
@@ -162,25 +164,28 @@ def _check_order(schedule: Schedule, positions: Positions) -> None:
 
 def _needs(schedule: Schedule, one: Instruction) -> Iterator[Instruction]:
     """Yield what must be done on the same rank before an instruction, as far as it is there."""
-    stage, m = one.stage, one.microbatch
-    alone = schedule.ranks == 1  # then the neighbouring stages are here, and no message orders them
-    if one.kind is Kind.F:
-        yield Kind.RECV_ACT.at(stage, m)
-        yield from [Kind.F.at(stage - 1, m)] * alone
-    elif one.kind in (Kind.B, Kind.I):
-        yield from (Kind.F.at(stage, m), Kind.RECV_GRAD.at(stage, m))
-        yield from [Kind.B.at(stage + 1, m), Kind.I.at(stage + 1, m)] * alone
-    elif one.kind is Kind.W:
-        yield Kind.I.at(stage, m)
-    elif one.kind is Kind.SEND_ACT:
-        yield Kind.F.at(stage, m)
-    elif one.kind is Kind.SEND_GRAD:
-        yield from (Kind.B.at(stage, m), Kind.I.at(stage, m))
-    elif one.kind is Kind.REDUCE:
-        summed = range(schedule.microbatches) if m is None else (m,)
-        yield from (kind.at(stage, each) for each in summed for kind in (Kind.B, Kind.W))
-    elif one.kind is Kind.STEP:
-        yield Kind.REDUCE.at(stage, m)
+    summed = range(schedule.microbatches) if one.kind is Kind.REDUCE and one.microbatch is None else (one.microbatch,)
+    yield from (kind.at(one.stage, m) for kind in _NEEDED[one.kind] for m in summed)
+    if schedule.ranks == 1:  # then the neighbouring stages are here, and no message orders them
+        kinds, further = _NEEDED_NEXT.get(one.kind, ((), 0))
+        yield from (kind.at(one.stage + further, one.microbatch) for kind in kinds)
+
+
+_NEEDED: Mapping[Kind, tuple[Kind, ...]] = MappingProxyType(
+    {
+        Kind.F: (Kind.RECV_ACT,),
+        Kind.B: (Kind.F, Kind.RECV_GRAD),
+        Kind.I: (Kind.F, Kind.RECV_GRAD),
+        Kind.W: (Kind.I,),
+        Kind.SEND_ACT: (Kind.F,),
+        Kind.SEND_GRAD: (Kind.B, Kind.I),
+        Kind.REDUCE: (Kind.B, Kind.W),
+        Kind.STEP: (Kind.REDUCE,),
+        **dict.fromkeys(RECEIVES, ()),
+    }
+)
+_HALF = (Kind.B, Kind.I), 1
+_NEEDED_NEXT = MappingProxyType({Kind.F: ((Kind.F,), -1), Kind.B: _HALF, Kind.I: _HALF})
 
 
 def _check_channels(schedule: Schedule, positions: Positions) -> None:

@@ -14,13 +14,16 @@ would stall its sender until the late receive: the advantage is lost, or all ran
 posts each receive when its message is sent.
 """
 
+from collections.abc import Iterator
 from itertools import groupby
+from types import MappingProxyType
 
 from nnmpi.schedule.schedule import (
     BACKWARD,
     RECEIVES,
     SENDS,
     TRANSFERS,
+    Instruction,
     Item,
     Kind,
     Schedule,
@@ -39,23 +42,31 @@ def lower(schedule: Schedule) -> Schedule:
     return fuse(place_reductions(receive_early(with_transfers)))
 
 
+_TRANSFERS_OF = MappingProxyType(
+    {
+        Kind.F: (Kind.RECV_ACT, Kind.SEND_ACT),
+        Kind.B: (Kind.RECV_GRAD, Kind.SEND_GRAD),
+        Kind.I: (Kind.RECV_GRAD, Kind.SEND_GRAD),
+    }
+)
+
+
 def add_transfers(schedule: Schedule) -> Schedule:
     """Return the schedule with a receive before each use and a send after each result that crosses ranks."""
-    programs: list[list[Item]] = [[] for _ in range(schedule.ranks)]
-    for rank, program in enumerate(programs):
-        for one in schedule.instructions(rank):
+
+    def change(own: tuple[Instruction, ...]) -> Iterator[Instruction]:
+        for one in own:
+            receive, send = _TRANSFERS_OF.get(one.kind, (None, None))
             before, after = schedule.is_cut(one.stage - 1), schedule.is_cut(one.stage)
-            is_forward, is_backward = one.kind is Kind.F, one.kind in (Kind.B, Kind.I)
-            if is_forward and before:
-                program.append(Kind.RECV_ACT.at(one.stage, one.microbatch))
-            if is_backward and after:
-                program.append(Kind.RECV_GRAD.at(one.stage, one.microbatch))
-            program.append(one)
-            if is_forward and after:
-                program.append(Kind.SEND_ACT.at(one.stage, one.microbatch))
-            if is_backward and before:
-                program.append(Kind.SEND_GRAD.at(one.stage, one.microbatch))
-    return schedule.having(programs)
+            if one.kind is not Kind.F:
+                before, after = after, before
+            if receive and before:
+                yield receive.at(one.stage, one.microbatch)
+            yield one
+            if send and after:
+                yield send.at(one.stage, one.microbatch)
+
+    return schedule.changed(change)
 
 
 def receive_early(schedule: Schedule) -> Schedule:
@@ -75,17 +86,17 @@ def receive_early(schedule: Schedule) -> Schedule:
     if run.stuck:
         return schedule
     begin_s = {span.instruction: span.begin_s for span in run.spans}
-    programs: list[list[Item]] = [[] for _ in range(schedule.ranks)]
-    for rank, program in enumerate(programs):
-        own = tuple(schedule.instructions(rank))
+
+    def change(own: tuple[Instruction, ...]) -> Iterator[Instruction]:
         receives = [(begin_s.get(send_of(one), 0.0), one) for one in own if one.kind in RECEIVES]
         receives.sort(key=lambda pair: pair[0])
         for one in own:
             if one.kind not in RECEIVES:
                 while one.kind not in SENDS and receives and receives[0][0] <= begin_s[one]:
-                    program.append(receives.pop(0)[1])
-                program.append(one)
-    return schedule.having(programs)
+                    yield receives.pop(0)[1]
+                yield one
+
+    return schedule.changed(change)
 
 
 def place_reductions(schedule: Schedule) -> Schedule:
@@ -93,29 +104,30 @@ def place_reductions(schedule: Schedule) -> Schedule:
 
     Where the generator has updates of its own (one per microbatch), each gets a reduction before it.
     """
-    programs: list[list[Item]] = [[] for _ in range(schedule.ranks)]
-    for rank, program in enumerate(programs):
-        own = tuple(schedule.instructions(rank))
+
+    def change(own: tuple[Instruction, ...]) -> Iterator[Instruction]:
         last = {one.stage: one for one in own if one.kind in BACKWARD}
         updates = not any(one.kind is Kind.STEP for one in own)
         for one in own:
             if one.kind is Kind.STEP:
-                program.append(Kind.REDUCE.at(one.stage, one.microbatch))
-            program.append(one)
+                yield Kind.REDUCE.at(one.stage, one.microbatch)
+            yield one
             if updates and last.get(one.stage) is one:
-                program.append(Kind.REDUCE.at(one.stage))
-        program += [Kind.STEP.at(stage) for stage in sorted(last)] * updates
-    return schedule.having(programs)
+                yield Kind.REDUCE.at(one.stage)
+        yield from [Kind.STEP.at(stage) for stage in sorted(last)] * updates
+
+    return schedule.changed(change)
 
 
 def fuse(schedule: Schedule) -> Schedule:
     """Return the schedule with neighbouring transfers posted together: there is nothing to do between them."""
-    programs: list[list[Item]] = [[] for _ in range(schedule.ranks)]
-    for rank, program in enumerate(programs):
-        for transfers, run in groupby(schedule.instructions(rank), lambda one: one.kind in TRANSFERS):
-            own = tuple(run)
-            program += [Together(own)] if transfers and len(own) > 1 else own
-    return schedule.having(programs)
+
+    def change(own: tuple[Instruction, ...]) -> Iterator[Item]:
+        for transfers, run in groupby(own, lambda one: one.kind in TRANSFERS):
+            items = tuple(run)
+            yield from [Together(items)] if transfers and len(items) > 1 else items
+
+    return schedule.changed(change)
 
 
 def _is_met(schedule: Schedule) -> bool:

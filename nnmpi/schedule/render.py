@@ -89,7 +89,7 @@ def _line(cells: Sequence[_Cell], columns: int, width: int) -> str:
 
 def _legend(schedule: Schedule) -> str:
     """Explain what is in the picture."""
-    used = {one.kind for rank in range(schedule.ranks) for one in schedule.instructions(rank)}
+    used = schedule.kinds
     stage = "0" if schedule.virtual > 1 else ""
     words = {
         Kind.F: f"forward {'of stage 0 ' if stage else ''}on microbatch 0",

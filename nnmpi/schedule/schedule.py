@@ -17,7 +17,7 @@ A message between two stages has two transfers as its ends:
 Messages of one sort from one rank to another arrive in the order in which they were sent: they make a channel.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
@@ -168,14 +168,14 @@ class Schedule:
         return self.stages // self.ranks
 
     @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """What kinds of instructions there are."""
+        return frozenset(one.kind for rank in range(self.ranks) for one in self.instructions(rank))
+
+    @property
     def trains(self) -> bool:
         """Whether anything goes backward."""
-        return any(one.kind in BACKWARD for rank in range(self.ranks) for one in self.instructions(rank))
-
-    @cached_property
-    def has_halves(self) -> bool:
-        """Whether any backward is done in halves."""
-        return any(one.kind is Kind.I for rank in range(self.ranks) for one in self.instructions(rank))
+        return not self.kinds.isdisjoint(BACKWARD)
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that a stage lives on."""
@@ -194,8 +194,9 @@ class Schedule:
         for item in self.programs[rank]:
             yield from parts(item)
 
-    def having(self, programs: Sequence[Sequence[Item]]) -> "Schedule":
-        """Return the same schedule with other programs."""
+    def changed(self, change: Callable[[tuple[Instruction, ...]], Iterable[Item]]) -> "Schedule":
+        """Return the schedule in which each rank does what `change` makes of its instructions."""
+        programs = (change(tuple(self.instructions(rank))) for rank in range(self.ranks))
         return replace(self, programs=tuple(map(tuple, programs)))
 
 

@@ -243,8 +243,8 @@ def test_ranks_with_other_gradients_are_found_at_once(group: Group) -> None:
     found = raised(lambda: BucketExchange(group, [np.zeros(n)], [(0, 0, n)]).free())
     others = "rank 0 has" if last == 1 else f"ranks 0-{last - 1} have"
     expected = (
-        f"CommError: the ranks would sum different gradients: {others} buckets of 8 float64; "
-        f"rank {last} has buckets of 9 float64; build the same model on every rank"
+        f"CommError: the ranks would sum different gradients: {others} a bucket of 8 float64; "
+        f"rank {last} has a bucket of 9 float64; build the same model on every rank"
     )
     assert group.gather(found) == [expected if last else ""] * group.size
 

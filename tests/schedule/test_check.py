@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given, settings
@@ -21,7 +22,7 @@ Programs = list[list[Item]]
 def spoiled(schedule: Schedule, spoil: Callable[[Programs], None]) -> Schedule:
     programs = [list(program) for program in schedule.programs]
     spoil(programs)
-    return schedule.having(programs)
+    return replace(schedule, programs=tuple(map(tuple, programs)))
 
 
 def instruction(text: str) -> Instruction:
@@ -116,7 +117,7 @@ def test_deadlock_of_receives() -> None:
 def test_stages_of_one_rank_follow_one_another(first: Instruction, second: Instruction) -> None:
     schedule = lowered("interleaved", 1, 1, 2)
     order: dict[Item, Item] = {first: second, second: first}
-    swapped = schedule.having([[order.get(one, one) for one in schedule.programs[0]]])
+    swapped = replace(schedule, programs=(tuple(order.get(one, one) for one in schedule.programs[0]),))
     with pytest.raises(ScheduleError, match=f"{first} does not stand behind {second}, which it needs"):
         check(swapped)
 

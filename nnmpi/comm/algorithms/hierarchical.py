@@ -18,7 +18,7 @@ Source: Jia et al., Highly scalable deep learning training system with mixed-pre
 distributed SGD, 2018, for the idea.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from math import isqrt
 
@@ -41,13 +41,15 @@ def hierarchical(rank: int, size: int, nodes: Sequence[int] | None = None) -> tu
     members = _members(nodes)
     mine, everything = members[nodes[rank]], range(size)
     place = mine.index(rank)
-    up = _renamed(tree_reduce(place, len(mine)), mine, everything)
-    down = _renamed(tree_broadcast(place, len(mine)), mine, everything)
+    up, down = (
+        _among(mine, steps(place, len(mine)), lambda chunks: everything if chunks else ())
+        for steps in (tree_reduce, tree_broadcast)
+    )
     if rank != mine[0]:
         return up + down
     leaders = [ranks[0] for ranks in members.values()]
     across = ring(leaders.index(rank), len(leaders))
-    return up + tuple(_on_shares(step, leaders, size) for step in across) + down
+    return up + _among(leaders, across, lambda chunks: part(size, len(leaders), chunks[0])) + down
 
 
 @lru_cache(maxsize=1)  # thousands of ranks ask for it one after another
@@ -59,22 +61,15 @@ def _members(nodes: tuple[int, ...]) -> dict[int, list[int]]:
     return members
 
 
-def _renamed(steps: Sequence[Step], ranks: Sequence[int], everything: Chunks) -> tuple[Step, ...]:
-    """Return steps over the whole buffer among these ranks, which were numbered 0, 1 ... in them."""
+def _among(ranks: Sequence[int], steps: Sequence[Step], share: Callable[[Chunks], Chunks]) -> tuple[Step, ...]:
+    """Return steps among these ranks, which were numbered 0, 1 ... in them; `share` says what stands for chunks."""
     return tuple(
         Step(
             None if step.to is None else ranks[step.to],
-            everything if step.send else (),
+            share(step.send),
             None if step.from_ is None else ranks[step.from_],
-            everything if step.recv else (),
+            share(step.recv),
             step.reduce,
         )
         for step in steps
     )
-
-
-def _on_shares(step: Step, leaders: Sequence[int], size: int) -> Step:
-    """Return a ring's step among the leaders, each of its chunks a share of the `size` chunks."""
-    assert step.to is not None and step.from_ is not None
-    send, recv = (part(size, len(leaders), chunks[0]) for chunks in (step.send, step.recv))
-    return Step(leaders[step.to], send, leaders[step.from_], recv, step.reduce)

@@ -149,22 +149,11 @@ class MpiComm:
         self.reduce_scatter, self.ireduce_scatter = named("a reduce-scatter", mpi.Reduce_scatter), mpi.Ireduce_scatter
         self.allgatherv = named("an all-gather", partial(_gather, mpi.Allgatherv))
         self.iallgatherv = partial(_gather, mpi.Iallgatherv)
-        self._alltoallv = named("an all-to-all", mpi.Alltoallv)
         self.free = mpi.Free
 
     def poke(self) -> None:
         """Let messages move on."""
         self.mpi.Iprobe()
-
-    # ---- collectives ----
-
-    def allreduce_max(self, array: Buffer) -> None:
-        """Replace the array everywhere by the largest of each element."""
-        self.allreduce(array, MPI.MAX)
-
-    def alltoallv(self, data: Buffer, counts: Sequence[int], into: Buffer, came: Sequence[int]) -> None:
-        """Send every rank its part."""
-        self._alltoallv([data, list(counts)], [into, list(came)])
 
     # ---- other communicators ----
 

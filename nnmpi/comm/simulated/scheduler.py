@@ -345,10 +345,7 @@ class Scheduler:
                 break
             what = heapq.heappop(self._agenda)[-1]
             if not isinstance(what, SimulatedRank):
-                try:
-                    what()
-                except CommError as error:  # a mistake of some rank, found when its message came
-                    self.failure = (own.number if own is not None else -1, error)
+                what()
                 continue
             if what is own:
                 return True

@@ -55,12 +55,10 @@ _GATHERS = (COLLECTIVES["all-gather", "tree"].cost,)
 _WAYS: Mapping[str, Sequence[Cost]] = MappingProxyType(
     {
         "allreduce": _ALL_REDUCES,
-        "allreduce_max": _ALL_REDUCES,
         "broadcast": tuple(COLLECTIVES["broadcast", how].cost for how in ("tree", "ring")),
         "allgather": _GATHERS,
         "allgatherv": _GATHERS,
         "reduce_scatter": _GATHERS,
-        "alltoallv": (lambda N: (N - 1, 1, 0),),
     }
 )
 _LATENCIES: Sequence[Cost] = (lambda N: (levels(N), 0, 0),)
@@ -91,6 +89,7 @@ class SimulatedRequest:
         checksum: of `memory` when it was started, if it reads that; else None.
         complete: whether it is.
         complete_s: when it became so, by simulated time.
+        result: what this rank gets of a collective that makes something.
     """
 
     owner: SimulatedRank
@@ -102,6 +101,7 @@ class SimulatedRequest:
     checksum: int | None = None
     complete: bool = False
     complete_s: float = 0.0
+    result: Any = None
 
 
 def checksum(memory: Bytes | None) -> int:
@@ -452,19 +452,18 @@ class SimulatedComm:
         """Return when all ranks have come here."""
         self.wait_all([self._join(("barrier",), None, 0, lambda everyones: None)])
 
-    def _reduce(self, name: str, combine: np.ufunc, array: Buffer) -> SimulatedRequest:
-        """Sum over the ranks, in their order, or take the largest of each element."""
+    def _reduce(self, name: str, array: Buffer) -> SimulatedRequest:
+        """Sum over the ranks, in their order."""
 
         def write(arrays: list[Buffer]) -> None:
-            total = _total(arrays, combine)
+            total = _total(arrays)
             for each in arrays:
                 each[...] = total
 
         return self._join((name, array.size, array.dtype.name), array, array.nbytes, write, writes=array)
 
-    allreduce = partialmethod(_wait_for, _reduce, "allreduce", np.add)
-    allreduce_max = partialmethod(_wait_for, _reduce, "allreduce_max", np.maximum)
-    iallreduce = partialmethod(_reduce, "iallreduce", np.add)
+    allreduce = partialmethod(_wait_for, _reduce, "allreduce")
+    iallreduce = partialmethod(_reduce, "iallreduce")
 
     def _broadcast(self, name: str, data: Buffer, root: int) -> SimulatedRequest:
         memory = as_bytes(data)
@@ -502,7 +501,7 @@ class SimulatedComm:
         def combine(everyones: list[tuple[Buffer, Buffer]]) -> None:
             begin = 0
             for length, (_, part) in zip(counts, everyones, strict=True):
-                part[...] = _total([whole.reshape(-1)[begin : begin + length] for whole, _ in everyones], np.add)
+                part[...] = _total([whole.reshape(-1)[begin : begin + length] for whole, _ in everyones])
                 begin += length
 
         return self._join((name, tuple(counts), array.dtype.name), (array, own), array.nbytes, combine, writes=own)
@@ -510,18 +509,12 @@ class SimulatedComm:
     reduce_scatter = partialmethod(_wait_for, _reduce_scatter, "reduce_scatter")
     ireduce_scatter = partialmethod(_reduce_scatter, "ireduce_scatter")
 
-    def alltoallv(self, data: Buffer, counts: Sequence[int], into: Buffer, came: Sequence[int]) -> None:
-        """Send every rank its part."""
-        value = (data.reshape(-1), counts, into.reshape(-1), came)
-        signature = ("alltoallv", data.dtype.name)
-        self.wait_all([self._join(signature, value, (data.nbytes + into.nbytes) // 2, _all_to_all, writes=into)])
-
     def _join(
         self,
         signature: tuple[Any, ...],
         value: Any,
         nbytes: int,
-        combine: Callable[[list[Any]], None],
+        combine: Callable[[list[Any]], Any],
         writes: Buffer | None = None,
     ) -> SimulatedRequest:
         """Come to this communicator's next collective.
@@ -530,7 +523,8 @@ class SimulatedComm:
             signature: see `CollectiveCall`.
             value: what this rank brings.
             nbytes: of the whole array, for its time.
-            combine: called by the last rank with what all have brought, in rank order; writes the results.
+            combine: called by the last rank with what all have brought, in rank order; writes the results, or returns
+                one for each rank.
             writes: the array that is written here.
         """
         own, board, scheduler = self._own, self._board, self._scheduler
@@ -555,11 +549,12 @@ class SimulatedComm:
         scheduler.leave(own)
         return request
 
-    def _finish(self, call: CollectiveCall, combine: Callable[[list[Any]], None], end_s: float) -> None:
+    def _finish(self, call: CollectiveCall, combine: Callable[[list[Any]], Any], end_s: float) -> None:
         """Write a collective's results and complete it; if the seed decides, on each rank by itself."""
-        combine([call.brought[rank] for rank in range(self.size)])
+        results = combine([call.brought[rank] for rank in range(self.size)])
         call.brought.clear()  # nor is what was brought kept by who knows the call
-        for request in call.requests.values():
+        for rank, request in call.requests.items():
+            request.result = results and results[rank]
             if self._scheduler.by_time:
                 self._board.complete(request, end_s)
             else:
@@ -582,10 +577,8 @@ class SimulatedComm:
     def _regroup(self, name: str, color: int, key: int) -> Self:
         def make(everyones: Sequence[tuple[int, int]]) -> list[tuple[int, list[int]]]:
             made: dict[int, tuple[int, list[int]]] = {}  # number and ranks of each communicator, by color
-            for color, _, rank in sorted((color, key, rank) for rank, (color, key) in enumerate(everyones)):
-                if color not in made:
-                    made[color] = next(self._board.numbers), []
-                made[color][1].append(self._members[rank])
+            for color, _, rank in sorted((*given, rank) for rank, given in enumerate(everyones)):
+                made.setdefault(color, (next(self._board.numbers), []))[1].append(self._members[rank])
             return [made[color] for color, _ in everyones]
 
         number, ranks = self._exchange(name, (color, key), make)
@@ -593,14 +586,9 @@ class SimulatedComm:
 
     def _exchange(self, name: str, value: Any, make: Callable[[list[Any]], Sequence[Any]]) -> Any:
         """Return what `make` has for this rank, of what it makes of all ranks' values."""
-        found: list[Any] = []
-
-        def combine(brought: list[tuple[Any, list[Any]]]) -> None:
-            for result, (_, theirs) in zip(make([each for each, _ in brought]), brought, strict=True):
-                theirs.append(result)
-
-        self.wait_all([self._join((name,), (value, found), 0, combine)])
-        return found[0]
+        request = self._join((name,), value, 0, make)
+        self.wait_all([request])
+        return request.result
 
     def free(self) -> None:
         """Give it back: there is nothing to give."""
@@ -626,11 +614,11 @@ def _describe(signature: tuple[Any, ...]) -> str:
     return f"{name}({', '.join(map(str, rest))})"
 
 
-def _total(arrays: Sequence[Buffer], combine: np.ufunc) -> Buffer:
-    """Return all arrays' sum, or whatever else is made of two, in rank order."""
+def _total(arrays: Sequence[Buffer]) -> Buffer:
+    """Return all arrays' sum, in rank order."""
     total = arrays[0].copy()
     for array in arrays[1:]:
-        combine(total, array, out=total)
+        total += array
     return total
 
 
@@ -638,17 +626,3 @@ def _gather(everyones: list[tuple[Buffer, Buffer]]) -> None:
     whole = np.concatenate([as_bytes(own) for own, _ in everyones])
     for _, into in everyones:
         as_bytes(into)[...] = whole
-
-
-def _all_to_all(everyones: list[tuple[Buffer, Sequence[int], Buffer, Sequence[int]]]) -> None:
-    for receiver, (_, _, into, came) in enumerate(everyones):
-        at = 0
-        for sender, (data, counts, _, _) in enumerate(everyones):
-            if counts[receiver] != came[sender]:
-                raise CommError(
-                    f"alltoallv: rank {sender} of the communicator sends {counts[receiver]} elements to {receiver}, "
-                    f"which expects {came[sender]}"
-                )
-            begin = sum(counts[:receiver])
-            into[at : at + came[sender]] = data[begin : begin + counts[receiver]]
-            at += came[sender]
