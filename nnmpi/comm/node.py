@@ -128,9 +128,6 @@ class SharedMemory:
 
     Args:
         group: the ranks; those on one node share memory.
-        nodes: the node of each rank of the group, for trying several nodes on one machine; found out by default.
-        ordered: whether what is written is seen in the order of writing, so that counters will do for barriers; as the
-            world says by default.
 
     Attributes:
         group: the ranks.
@@ -147,24 +144,19 @@ class SharedMemory:
         DeviceError: on all ranks, when there is no shared memory on one of their nodes.
     """
 
-    def __init__(
-        self,
-        group: Communicator,
-        nodes: Sequence[int] | None = None,
-        ordered: bool | None = None,
-    ) -> None:
-        self.group, self._options = group, (nodes, ordered)
-        ordered = group.comm.world.keeps_order if ordered is None else ordered
-        self.node_of = tuple(group.nodes() if nodes is None else nodes)
+    def __init__(self, group: Communicator) -> None:
+        self.group, self._ordered = group, group.comm.world.keeps_order
+        self.node_of = tuple(group.nodes())
         several = len(set(self.node_of)) > 1
-        self._owns_node = several or not ordered  # and gives it back; whether it is the group's is not to be seen later
+        self._owns_node = (
+            several or not self._ordered
+        )  # and gives it back; whether it is the group's is not to be seen later
         self.node = group.comm  # where nothing is sent on it; and communicators are scarce: MPICH has 2048
         if self._owns_node:
             self.node = group.comm.split(self.node_of[group.rank], group.rank)
         self.rank, self.size = self.node.rank, self.node.size
         self.across = group.comm.split(self.rank, group.rank) if several else None
         self.members = tuple(each for each, node in enumerate(self.node_of) if node == self.node_of[group.rank])
-        self._ordered = ordered
         usable = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
         everyones = group.gather(sorted(usable))  # the cores that each rank may run on
         cores = {core for rank in self.members for core in everyones[rank]}
@@ -186,7 +178,7 @@ class SharedMemory:
             UsageError: when it was closed.
         """
         self._check_open()
-        twin = SharedMemory(group, *self._options)
+        twin = SharedMemory(group)
         twin._windows = self._windows
         return twin
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from nnmpi.comm.group import Group
-from nnmpi.comm.node import SharedMemory
+from tests.comm.memory import shared_memory
 
 ORDERED = pytest.mark.parametrize("ordered", [True, False], ids=["flags", "collectives"])
 
@@ -12,7 +12,7 @@ ORDERED = pytest.mark.parametrize("ordered", [True, False], ids=["flags", "colle
 @pytest.mark.mpi
 @ORDERED
 def test_nobody_passes_before_all_have_come(group: Group, ordered: bool) -> None:
-    memory = SharedMemory(group, ordered=ordered)
+    memory = shared_memory(group, ordered=ordered)
     marks = memory.common_all([(group.size, np.int64)])[0]
     early = 0
     for turn in range(1, 300):
@@ -27,7 +27,7 @@ def test_nobody_passes_before_all_have_come(group: Group, ordered: bool) -> None
 @pytest.mark.mpi
 @ORDERED
 def test_barriers_of_other_tags_do_not_count(group: Group, ordered: bool) -> None:
-    memory = SharedMemory(group, ordered=ordered)
+    memory = shared_memory(group, ordered=ordered)
     first, second = memory.barrier_of(1), memory.barrier_of(2)
     for barrier in (first, second) if group.rank % 2 else (second, first):
         barrier.start()

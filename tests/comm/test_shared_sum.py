@@ -13,6 +13,7 @@ from nnmpi.comm.mpi.mpi_world import wrap
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import SharedSum, own_slice
 from nnmpi.errors import CommError, DeviceError, ShapeError, UsageError
+from tests.comm.memory import shared_memory
 from tests.harness.job import mpirun, run
 from tests.harness.refusals import told
 
@@ -54,7 +55,7 @@ def test_slices_cover_an_array_once_and_begin_on_cache_lines(n: int, size: int, 
 @pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
 def test_the_sum_is_that_in_rank_order(group: Group, dtype: str, ordered: bool) -> None:
-    memory = SharedMemory(group, ordered=ordered)
+    memory = shared_memory(group, ordered=ordered)
     right = []
     for n in LENGTHS:
         array = memory.allocate(n, dtype)
@@ -69,7 +70,7 @@ def test_the_sum_is_that_in_rank_order(group: Group, dtype: str, ordered: bool) 
 
 @pytest.mark.mpi
 def test_over_several_nodes_all_ranks_have_the_same_bits(group: Group) -> None:
-    memory = SharedMemory(group, nodes=blocks_of_two(group))
+    memory = shared_memory(group, nodes=blocks_of_two(group))
     outcomes = []
     for n in LENGTHS:
         array = memory.allocate(n, "float32")
@@ -101,7 +102,7 @@ def test_hundreds_in_a_row_never_meet_one_another(group: Group) -> None:
 @pytest.mark.parametrize("nodes", ["one node", "several"])
 def test_slices_of_an_array_may_be_in_flight_at_once_in_any_order(group: Group, nodes: str, ordered: bool) -> None:
     several = blocks_of_two(group) if nodes == "several" else None
-    memory = SharedMemory(group, nodes=several, ordered=ordered)
+    memory = shared_memory(group, nodes=several, ordered=ordered)
     array = memory.allocate(1000, "int64")
     cuts = [slice(600, 1000), slice(37, 600), slice(0, 37)]
     sums = [SharedSum(array[cut], memory, tag) for tag, cut in enumerate(cuts)]
@@ -236,7 +237,7 @@ def test_a_group_makes_a_new_memory_when_its_own_was_freed(group: Group) -> None
 def test_it_is_given_back_once_however_often_it_is_asked_for(group: Group, nodes: str, ordered: bool) -> None:
     """Freed twice, a communicator would be an error, or somebody else's; what was closed refuses in a sentence."""
     whole = group.duplicate()
-    memory = SharedMemory(whole, nodes=blocks_of_two(whole) if nodes == "several" else None, ordered=ordered)
+    memory = shared_memory(whole, nodes=blocks_of_two(whole) if nodes == "several" else None, ordered=ordered)
     kept = memory.allocate(5, "float64")
     memory.barrier_of(3)
     for give_back in (memory.close, memory.free):

@@ -10,6 +10,7 @@ from nnmpi.comm.mpi import mpi_world
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.world import PAGE_BYTES
 from nnmpi.errors import DeviceError, ShapeError
+from tests.comm.memory import shared_memory
 
 
 @pytest.mark.both_worlds
@@ -46,7 +47,7 @@ def test_one_array_can_be_given_back_and_others_stay(group: Group) -> None:
 @pytest.mark.both_worlds
 def test_a_common_array_stands_once_per_node(group: Group) -> None:
     nodes = [rank * 2 // group.size for rank in range(group.size)]
-    memory = SharedMemory(group, nodes=nodes)
+    memory = shared_memory(group, nodes=nodes)
     array = memory.common_all([(group.size, np.int64)])[0]
     array[group.rank] = group.rank + 1
     memory.barrier()
@@ -58,7 +59,7 @@ def test_a_common_array_stands_once_per_node(group: Group) -> None:
 
 @pytest.mark.mpi
 def test_all_ranks_refuse_when_one_of_their_nodes_has_no_room(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory = SharedMemory(group, nodes=range(group.size))
+    memory = shared_memory(group, nodes=range(group.size))
     if group.rank == group.size - 1:
         monkeypatch.setattr(mpi_world, "free_bytes", lambda: 2**20)
     with pytest.raises(DeviceError, match="has only 1048576 free"):

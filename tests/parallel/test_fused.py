@@ -18,6 +18,7 @@ from nnmpi.optim.clip import clip_by_global_norm
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.fused import FusedUpdate
 from nnmpi.tensor.parameter import FlatStorage, Parameter
+from tests.comm.memory import shared_memory
 
 pytestmark = pytest.mark.host_only("the fused update, which is of arrays in the memory of the node")
 
@@ -165,7 +166,7 @@ def test_numbers_are_added_up_on_the_way(group: Group) -> None:
 
 @pytest.mark.simulated(min_size=2)
 def test_several_nodes_are_refused(group: Group) -> None:
-    memory = SharedMemory(group, nodes=list(range(group.size)))
+    memory = shared_memory(group, nodes=list(range(group.size)))
     with pytest.raises(UsageError, match="for the ranks of one node"):
         Setting(group, memory, "sgd", {"lr": 0.1}, "float64")
     memory.free()

@@ -128,14 +128,19 @@ class Shutdown:
         if size > 1 and ("\n" in text or len(ranks) < size):
             step = "" if self._world.step is None or "\n" not in text else f", in step {self._world.step}"
             text = f"{name_ranks(ranks)} of {size}{step}: {text}"
-        with contextlib.suppress(OSError, ValueError):  # closed, or its reader is gone
-            sys.stdout.flush()
-            sys.stderr.write(printable(text) + "\n")
-            sys.stderr.flush()
+        complain(text)
 
     def _is_child(self) -> bool:
         """Whether this is a fork of the process that started MPI: it must not touch MPI."""
         return os.getpid() != self._process
+
+
+def complain(text: str) -> None:
+    """Print to stderr, behind what was printed so far."""
+    with contextlib.suppress(OSError, ValueError):  # closed, or its reader is gone
+        sys.stdout.flush()
+        sys.stderr.write(printable(text) + "\n")
+        sys.stderr.flush()
 
 
 def abort(mpi: ModuleType, status: int) -> NoReturn:

@@ -21,8 +21,7 @@ from types import ModuleType, TracebackType
 import threadpoolctl
 
 from nnmpi.comm.group import Group
-from nnmpi.comm.mpi.shutdown import Shutdown, describe_uncaught
-from nnmpi.command import printable
+from nnmpi.comm.mpi.shutdown import Shutdown, complain, describe_uncaught
 from nnmpi.errors import LaunchError, UsageError
 from nnmpi.launcher import Launch, is_rank, read_launch
 
@@ -205,5 +204,5 @@ def _failed_alone(kind: type[BaseException], error: BaseException, trace: Traceb
     """End a single process as `Shutdown.on_exception` ends a rank: the `sys.excepthook` while there are no others."""
     status, text = describe_uncaught(kind, error, trace)
     if text:
-        sys.stderr.write(printable(text) + "\n")
+        complain(text)
     raise SystemExit(status)

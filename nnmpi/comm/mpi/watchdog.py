@@ -21,7 +21,6 @@ import json
 import os
 import resource
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -32,7 +31,7 @@ from typing import Any
 
 from mpi4py import MPI
 
-from nnmpi.comm.mpi.shutdown import STALLED, abort
+from nnmpi.comm.mpi.shutdown import STALLED, abort, complain
 from nnmpi.comm.world import WARNING_S
 from nnmpi.command import printable
 from nnmpi.errors import name_ranks
@@ -197,12 +196,12 @@ class Watchdog:
             self._end(ENDED.format(words))
         self.warning_s = 2 * waited_s
         what_then = f"; the job is ended after {self.limit_s:.0f} s of it" if self.limit_s > waited_s else ""
-        _say(f"waiting {words}{what_then}")
+        complain(f"nnmpi: waiting {words}{what_then}")
 
     def _end(self, text: str) -> None:
         """Leave a flight record and abort the job."""
         if text:
-            _say(text)
+            complain(f"nnmpi: {text}")
         with contextlib.suppress(Exception):  # whatever it is, the job must end
             self._record(text)
         time.sleep(RECORD_S if text else 4 * RECORD_S)
@@ -287,9 +286,3 @@ def _by_place(statuses: Mapping[int, RankStatus]) -> dict[str, list[int]]:
 
 def _plural(ranks: list[int], one: str, several: str) -> str:
     return f"{name_ranks(ranks)} {one if len(ranks) == 1 else several}"
-
-
-def _say(text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):
-        sys.stderr.write(printable(f"nnmpi: {text}") + "\n")
-        sys.stderr.flush()
