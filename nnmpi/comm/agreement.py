@@ -238,17 +238,10 @@ def on_root(group: Communicator, work: Callable[[], Any]) -> Any:
     Raises:
         NnmpiError: on all ranks, when `work` raises; of what kind and with what text, see `agree`.
     """
-    answer: dict[str, Any] = {}
-    failure: Exception | None = None
-    if group.is_root:
-        try:
-            answer = {"result": work()}
-        except Exception as error:
-            failure, answer = error, {"error": _describe(error)}
-    answer = group.share(answer)
-    if "error" in answer:
-        raise _rebuild({0: answer["error"]}, group.size, speaker=0) from failure
-    return answer["result"]
+    phase = CollectivePhase(group)
+    result = phase.attempt(work) if group.is_root else None
+    phase.agree(speaker=0)
+    return group.share(result)
 
 
 class CollectivePhase:

@@ -100,9 +100,13 @@ def as_bytes(array: Buffer) -> NDArray[np.uint8]:
         raise ShapeError(words) from error
 
 
-def pieces(array: Buffer, max_bytes: int) -> Iterator[Buffer]:
-    """Cut a 1-D array into views of whole elements, at most max_bytes each (but at least one element)."""
-    length = max(1, max_bytes // array.itemsize)
+# Counts in MPI messages are 32-bit in most libraries; half of that leaves room, and nobody can tell the difference.
+MAX_MESSAGE_BYTES = 2**30
+
+
+def pieces(array: Buffer) -> Iterator[Buffer]:
+    """Cut a 1-D array into views of whole elements, each short enough for a message (but at least one element)."""
+    length = max(1, MAX_MESSAGE_BYTES // array.itemsize)
     for start in range(0, array.size, length):
         yield array[start : start + length]
 

@@ -25,9 +25,6 @@ from nnmpi.comm.world import Comm, Request
 from nnmpi.errors import CommError, UsageError, name_ranks
 from nnmpi.shard import split
 
-# Counts in MPI messages are 32-bit in most libraries; half of that leaves room, and nobody can tell the difference.
-MAX_MESSAGE_BYTES = 2**30
-
 
 class Pending(Protocol):
     """What is started, polled or waited for, and may be started again: a collective bound to one array, a barrier."""
@@ -211,21 +208,13 @@ class Execution(Stages):
             given to MPI as it is, when it was computed.
         comm: the communicator; its ranks are those in the steps.
         tag: tells the messages of this execution from those of others in flight between the same ranks.
-        max_message_bytes: longer messages are cut into pieces of at most that.
 
     Raises:
         ShapeError: see `check_buffer`.
         DtypeError: see `check_buffer`.
     """
 
-    def __init__(
-        self,
-        steps: Sequence[Step],
-        array: Buffer,
-        comm: Comm,
-        tag: int = 0,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
-    ) -> None:
+    def __init__(self, steps: Sequence[Step], array: Buffer, comm: Comm, tag: int = 0) -> None:
         computed = _check(array)
         chunks, xp = split(array.size, comm.size), namespace(array)
         longest = max((sum(len(chunks[c]) for c in step.recv) for step in steps if step.reduce), default=0)
@@ -241,7 +230,7 @@ class Execution(Stages):
             sent = _slices(step.send, array, chunks)
             for call, parts, partner in ((comm.irecv, landing, step.from_), (comm.isend, sent, step.to)):
                 # As bytes: the dtype is nobody else's business.
-                messages = (as_bytes(piece) for part in parts for piece in pieces(part, max_message_bytes))
+                messages = (as_bytes(piece) for part in parts for piece in pieces(part))
                 calls += [partial(call, message, cast(int, partner), tag) for message in messages]
             if calls:
                 stages += [*computed, Calls(comm, calls, waits_for=partial(_describe, step, len(steps), tag))]
@@ -287,26 +276,17 @@ class NativeExecution(Stages):
     Args:
         array: (n,) the buffer, worked on in place; one of a device as in `Execution`.
         comm: the communicator whose ranks take part.
-        operation: "all-reduce", "broadcast", "all-gather" or "reduce-scatter".
-        max_message_bytes: longer arrays are worked on in pieces of at most that.
-        root: whose values a broadcast spreads.
+        operation: "all-reduce", "broadcast" (from rank 0), "all-gather" or "reduce-scatter".
 
     Raises:
         UsageError: for another operation.
     """
 
-    def __init__(
-        self,
-        array: Buffer,
-        comm: Comm,
-        operation: str = ALL_REDUCE.name,
-        max_message_bytes: int = MAX_MESSAGE_BYTES,
-        root: int = ROOT,
-    ) -> None:
+    def __init__(self, array: Buffer, comm: Comm, operation: str = ALL_REDUCE.name) -> None:
         if operation not in NATIVE_OPERATIONS:
             raise UsageError(f"MPI has no {operation} of its own here; it has {', '.join(NATIVE_OPERATIONS)}")
         stages = _check(array)
-        calls = _find_calls(array, comm, operation, max_message_bytes, root)
+        calls = _find_calls(array, comm, operation)
         # What is written may not overlap what is read.
         stages += [partial(_copy, array, given[0]) for name, given in calls if name == "reduce_scatter"]
         blocks = [partial(getattr(comm, name), *given) for name, given in calls]
@@ -315,16 +295,17 @@ class NativeExecution(Stages):
         super().__init__(stages, "this native collective")
 
 
-def _find_calls(array: Buffer, comm: Comm, operation: str, limit: int, root: int) -> list[tuple[str, tuple[Any, ...]]]:
+def _find_calls(array: Buffer, comm: Comm, operation: str) -> list[tuple[str, tuple[Any, ...]]]:
     """Return the calls of the communicator that do it, by name, with their arguments."""
     parts = [array[chunk.start : chunk.stop] for chunk in split(array.size, comm.size)]
-    counts, at_once = [part.size for part in parts], array.nbytes <= limit
+    counts, at_once = [part.size for part in parts], len([*pieces(array)]) < 2
     if operation == BROADCAST.name:
-        return [("broadcast", (piece, root)) for piece in pieces(array, limit)]
+        return [("broadcast", (piece, ROOT)) for piece in pieces(array)]
     if operation == ALL_GATHER.name and at_once:
         return [("allgatherv", (None, array, counts))]
     if operation == ALL_GATHER.name:  # each owner broadcasts its chunk, piece by piece
-        return [("broadcast", (piece, owner)) for owner, part in enumerate(parts) for piece in pieces(part, limit)]
+        owned = ((owner, piece) for owner, part in enumerate(parts) for piece in pieces(part))
+        return [("broadcast", (piece, owner)) for owner, piece in owned]
     if operation == REDUCE_SCATTER.name and at_once:
         return [("reduce_scatter", (array.copy(), parts[comm.rank], counts))]
-    return [("allreduce", (piece,)) for piece in pieces(array, limit)]  # a long reduce-scatter sums for all
+    return [("allreduce", (piece,)) for piece in pieces(array)]  # a long reduce-scatter sums for all

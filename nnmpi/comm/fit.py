@@ -9,7 +9,7 @@ shared memory) was measured as it is, at several lengths.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -130,7 +130,7 @@ EXAMPLES = (4, 1024, 2**14, 2**16, 2**18, 2**20, 2**22, 2**24, 2**26)
 LONG_BYTES = 2**20
 
 
-def describe_fit(fit: Fit, sizes: Sequence[int] = EXAMPLES) -> Iterator[str]:
+def describe_fit(fit: Fit) -> Iterator[str]:
     """Yield lines: latency and bandwidth of each link, and what each all-reduce is predicted to take."""
     machine = fit.machine
     yield f"{fit.ranks} ranks on {counted(len(set(fit.facts['nodes'])), 'node')} under {fit.facts['mpi']}"
@@ -140,9 +140,9 @@ def describe_fit(fit: Fit, sizes: Sequence[int] = EXAMPLES) -> Iterator[str]:
             yield f"messages {name}, {way}: latency {format_seconds(alpha_s)}, {1e9 * beta_s:.3f} ns/B at 1 MiB"
     yield f"adding: {1e9 * machine.add(LONG_BYTES) / LONG_BYTES:.3f} ns/B at 1 MiB"
     yield ""
-    yield f"{'predicted':17}" + "".join(f"{format_bytes(nbytes):>11}" for nbytes in sizes)
+    yield f"{'predicted':17}" + "".join(f"{format_bytes(nbytes):>11}" for nbytes in EXAMPLES)
     for how in (NATIVE, *([SHARED] if fit.shared is not None else []), *ALGORITHMS):
-        seconds = [format_seconds(fit.predict(how, nbytes), digits=3) for nbytes in sizes]
+        seconds = [format_seconds(fit.predict(how, nbytes), digits=3) for nbytes in EXAMPLES]
         yield f"{how:17}" + "".join(f"{each:>11}" for each in seconds)
 
 

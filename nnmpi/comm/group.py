@@ -46,7 +46,7 @@ from nnmpi.comm.collective import (
     Collective,
     Step,
 )
-from nnmpi.comm.execution import MAX_MESSAGE_BYTES, Execution, NativeExecution, Pending, staged, widened
+from nnmpi.comm.execution import Execution, NativeExecution, Pending, staged, widened
 from nnmpi.comm.fit import Choice, Fit, choose
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import SharedSum
@@ -349,7 +349,7 @@ class Group(Communicator):
             return put(host, flat)
         if not is_array(array):
             raise DtypeError(f"broadcast works on arrays, not {type(array).__name__}; group.share(value) sends others")
-        for piece in pieces(as_bytes(check_contiguous(array)), MAX_MESSAGE_BYTES):
+        for piece in pieces(as_bytes(check_contiguous(array))):
             self.comm.broadcast(piece, root)
         return None
 

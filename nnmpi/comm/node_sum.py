@@ -106,7 +106,6 @@ class SharedSum(Stages):
         array: (n,) the buffer, summed in place; it may be a slice of an allocated one, of any length, 0 too.
         memory: of the group whose ranks take part.
         tag: 0..32767, the same on all ranks.
-        block_bytes: how much of each array is added at a time, if not what suits a cache.
 
     Raises:
         ShapeError, DtypeError: see `check_buffer`.
@@ -114,10 +113,10 @@ class SharedSum(Stages):
         DeviceError: on all ranks, when one of their arrays was not allocated in the shared memory.
     """
 
-    def __init__(self, array: Buffer, memory: SharedMemory, tag: int = 0, block_bytes: int | None = None) -> None:
+    def __init__(self, array: Buffer, memory: SharedMemory, tag: int = 0) -> None:
         stages: list[Stage] = []
         if _is_to_add(check_buffer(array), memory):
-            stages += _stages(array, memory, tag, NodeSum([array], memory, tag, block_bytes=block_bytes))
+            stages += _stages(array, memory, tag, NodeSum([array], memory, tag))
         super().__init__(stages, f"the shared sum with tag {tag}")
 
 

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 import numpy as np
 
 from nnmpi.comm.buffers import Buffer, as_bytes, check_contiguous, is_device, pieces, room_like, to_hosts
-from nnmpi.comm.execution import MAX_MESSAGE_BYTES, MessageRequest
+from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.group import BLOCKING_TAG, Group
 from nnmpi.comm.world import Comm, Request
 
@@ -195,4 +195,4 @@ def rendezvous(group: Group) -> Iterator[Rendezvous]:
 
 def _post(call: Callable[..., Request], array: Buffer, partner: int, tag: int) -> list[Request]:
     """Start a send or a receive of a C-contiguous array of any length, and return its requests."""
-    return [call(piece, partner, tag) for piece in pieces(as_bytes(array), MAX_MESSAGE_BYTES)]
+    return [call(piece, partner, tag) for piece in pieces(as_bytes(array))]

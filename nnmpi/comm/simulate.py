@@ -30,6 +30,7 @@
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
+from typing import cast
 
 import numpy as np
 
@@ -39,38 +40,36 @@ from nnmpi.comm.prove import Engine
 from nnmpi.custom import ask
 from nnmpi.errors import ScheduleError, UsageError
 
+ITEM_BYTES = 4  # of an element
 EXACT_RANKS = 64  # up to which ranks that are not alike are simulated message by message, whatever they do
 
 
-def price(collective: Collective | Algorithm, size: int, nbytes: int, machine: Machine, itemsize: int = 4) -> float:
+def price(collective: Collective | Algorithm, size: int, nbytes: int, machine: Machine) -> float:
     """Return the seconds until the last rank has finished a collective; see `simulate_collective`."""
-    return max(simulate_collective(collective, size, nbytes, machine, itemsize))
+    return max(simulate_collective(collective, size, nbytes, machine))
 
 
-def simulate_collective(
-    collective: Collective | Algorithm, size: int, nbytes: int, machine: Machine, itemsize: int = 4
-) -> list[float]:
+def simulate_collective(collective: Collective | Algorithm, size: int, nbytes: int, machine: Machine) -> list[float]:
     """Return when each of `size` ranks finishes a collective over a buffer of `nbytes`, in seconds.
 
     Args:
         collective: what they do.
         size: number of ranks, at least 1.
-        nbytes: the whole buffer of a rank, rounded up to whole elements.
+        nbytes: the whole buffer of a rank, rounded up to whole elements of float32.
         machine: what messages and sums cost, and where the ranks are.
-        itemsize: bytes of an element.
 
     Raises:
         UsageError: for no ranks, or a machine with another number of them.
         ScheduleError: when the ranks wait for one another for ever.
     """
-    if size < 1 or nbytes < 0 or itemsize < 1:
-        raise UsageError(f"{size} ranks with {nbytes} bytes in elements of {itemsize} cannot be simulated")
-    seconds = _Seconds(machine, machine.places(size), -(-nbytes // itemsize), itemsize)
+    if size < 1 or nbytes < 0:
+        raise UsageError(f"{size} ranks with {nbytes} bytes cannot be simulated")
+    seconds = _Seconds(machine, machine.places(size), -(-nbytes // ITEM_BYTES))
     clocks = [0.0] * size
     for phase in as_collective(collective).phases:
         steps = _steps_of_all(phase, size) if seconds.may_be_in_lock_step else None
         if steps is not None:
-            clocks = [max(clocks) + sum(map(seconds.of_all, steps))] * size
+            clocks = [max(clocks) + sum(seconds.of_all(*_lengths(step)) for step in steps)] * size
             continue
         states = seconds.run([ask(phase, Step, rank, size) for rank in range(size)], clocks)
         for rank, state in enumerate(states):
@@ -106,18 +105,17 @@ class _Seconds(Engine):
         machine: what they cost.
         nodes: of each rank.
         elements: of the buffer.
-        itemsize: bytes of an element.
     """
 
-    def __init__(self, machine: Machine, nodes: tuple[int, ...], elements: int, itemsize: int) -> None:
-        self._machine, self._nodes, self._itemsize = machine, nodes, itemsize
+    def __init__(self, machine: Machine, nodes: tuple[int, ...], elements: int) -> None:
+        self._machine, self._nodes = machine, nodes
         self._short, self._longer = divmod(elements, len(nodes))  # elements of a chunk; the first chunks have one more
         self._links = Links(nodes)
         size, places = len(nodes), len(set(nodes))
         # Whether ranks that do the same have equal clocks, or nearly.
         self.may_be_in_lock_step = (places in (1, size) and self._short > 0) or size > EXACT_RANKS
         self._sent, self._message = cache(self._find_sent), cache(machine.message)
-        self._steps: dict[tuple[int | None, int, int, bool], float] = {}
+        self.of_all = cache(self._find_step)
 
     def carry(self, sender: int, receiver: int, out: Step, into: Step, ready: float) -> float:
         """Return when the messages have arrived."""
@@ -139,31 +137,35 @@ class _Seconds(Engine):
         """Return the bytes of the messages in which these chunks travel."""
         short, longer = self._short, self._longer
         ends = [[short * at + min(at, longer) for at in (run.start, run.stop)] for run in runs(chunks)]
-        return tuple((stop - start) * self._itemsize for start, stop in ends if stop > start)
+        return tuple((stop - start) * ITEM_BYTES for start, stop in ends if stop > start)
 
     # ---- all ranks at once ----
 
-    def of_all(self, step: Step) -> float:
-        """Return the seconds of a step that all ranks do at once, from rank 0's step."""
-        key = step.to, len(step.send), len(step.recv), step.reduce
-        if key not in self._steps:
-            self._steps[key] = self._of_all(step)
-        return self._steps[key]
+    def _find_step(self, to: int, sent: Sequence[int], received: Sequence[int]) -> float:
+        """Return the seconds of a step that all ranks do at once.
 
-    def _of_all(self, step: Step) -> float:
-        assert step.to is not None
-        longest = (self._short + (self._longer > 0)) * self._itemsize
-        messages = tuple(longest * len(run) for run in runs(step.send))
-        source, target = np.array(self._nodes), np.roll(self._nodes, -step.to)
+        Args:
+            to: where rank 0 sends.
+            sent: how many chunks there are in each message.
+            received: the same of what is added.
+        """
+        longest = (self._short + (self._longer > 0)) * ITEM_BYTES
+        messages = tuple(longest * chunks for chunks in sent)
+        source, target = np.array(self._nodes), np.roll(self._nodes, -to)
         crossing = source != target
         seconds = 0.0 if crossing.all() else sum(self._message(False, (True,), messages))
         if crossing.any():
             latency_s, wire_s = self._message(True, (True,), messages)
             busiest = max(np.bincount(ends[crossing]).max() for ends in (source, target))
             seconds = max(seconds, latency_s + wire_s, wire_s * busiest)  # a latency passes under the bytes of others
-        adding = sum(self._machine.add(longest * len(run)) for run in runs(step.recv)) if step.reduce else 0.0
-        return float(seconds + adding)
+        return float(seconds + sum(self._machine.add(longest * chunks) for chunks in received))
 
 
 def _is_both(step: Step) -> bool:
     return step.to is not None and step.from_ is not None
+
+
+def _lengths(step: Step) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Return where a step of rank 0 sends, and the chunks of each message that is sent, and that is added."""
+    sent, received = (tuple(map(len, runs(chunks))) for chunks in (step.send, step.recv))
+    return cast(int, step.to), sent, received if step.reduce else ()

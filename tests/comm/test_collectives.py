@@ -10,6 +10,7 @@ import zlib
 import numpy as np
 import pytest
 
+from nnmpi.comm import buffers
 from nnmpi.comm.algorithms.hierarchical import hierarchical
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, NATIVE, find_collective
 from nnmpi.comm.algorithms.ring import ring
@@ -85,13 +86,16 @@ def test_long_arrays(group: Group, operation: str, algorithm: str) -> None:
 @pytest.mark.both_worlds
 @pytest.mark.parametrize("max_bytes", [1, 100])
 @pytest.mark.parametrize(("operation", "algorithm"), WAYS)
-def test_messages_are_cut(group: Group, operation: str, algorithm: str, max_bytes: int) -> None:
+def test_messages_are_cut(
+    group: Group, operation: str, algorithm: str, max_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(buffers, "MAX_MESSAGE_BYTES", max_bytes)
     array = np.empty(61, np.float32)
     if algorithm == NATIVE:
-        pending: Pending = NativeExecution(array, group.comm, operation, max_message_bytes=max_bytes)
+        pending: Pending = NativeExecution(array, group.comm, operation)
     else:
         steps = find_collective(operation, algorithm)(group.rank, group.size)
-        pending = Execution(steps, array, group.comm, 4, max_bytes)
+        pending = Execution(steps, array, group.comm, 4)
     run_each_way(group, pending, array, operation)
 
 

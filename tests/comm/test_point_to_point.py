@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from nnmpi.backend.array import Array
-from nnmpi.comm import point_to_point
+from nnmpi.comm import buffers
 from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import Messages, rendezvous, send_and_receive
@@ -67,7 +67,7 @@ def test_ready_says_whether_a_message_is_there_without_waiting(group: Group) -> 
 
 @pytest.mark.both_worlds
 def test_a_long_message_is_cut_and_there_when_its_last_piece_is(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(point_to_point, "MAX_MESSAGE_BYTES", 80)
+    monkeypatch.setattr(buffers, "MAX_MESSAGE_BYTES", 80)
     messages = Messages(group)
     after, before = neighbours(group)
     arrival = messages.receive(np.empty(23), before, tag=0)
@@ -107,7 +107,7 @@ def test_a_send_can_be_waited_for_by_itself(group: Group) -> None:
 
 @pytest.mark.both_worlds
 def test_arrays_of_any_kind_arrive(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(point_to_point, "MAX_MESSAGE_BYTES", 20)  # the longer ones travel in pieces
+    monkeypatch.setattr(buffers, "MAX_MESSAGE_BYTES", 20)  # the longer ones travel in pieces
     for array in ARRAYS:
         found = np.full(array.shape, 1, array.dtype)
         with rendezvous(group) as channel:  # from rank to rank, as a bucket is passed on

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import nnmpi.comm.node_sum as node_sum
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.mpi_world import wrap
 from nnmpi.comm.node import SharedMemory
@@ -54,12 +55,16 @@ def test_slices_cover_an_array_once_and_begin_on_cache_lines(n: int, size: int, 
 @pytest.mark.mpi
 @pytest.mark.parametrize("ordered", [True, False], ids=["flags", "messages"])
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int64"])
-def test_the_sum_is_that_in_rank_order(group: Group, dtype: str, ordered: bool) -> None:
+def test_the_sum_is_that_in_rank_order(
+    group: Group, dtype: str, ordered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_sum, "CACHED_BYTES", 0)
+    monkeypatch.setattr(node_sum, "LEAST_BLOCK_BYTES", 4096)
     memory = shared_memory(group, ordered=ordered)
     right = []
     for n in LENGTHS:
         array = memory.allocate(n, dtype)
-        shared_sum = SharedSum(array, memory, block_bytes=4096)
+        shared_sum = SharedSum(array, memory)
         for turn in range(2):
             array[:] = values(group.rank, n, dtype, turn)
             shared_sum.run()

@@ -43,9 +43,9 @@ import nnmpi.timeline as timeline
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.algorithms.registry import AUTO, NATIVE
 from nnmpi.comm.algorithms.registry import SHARED as SHARED_MEMORY
-from nnmpi.comm.buffers import is_device
+from nnmpi.comm.buffers import MAX_MESSAGE_BYTES, is_device
 from nnmpi.comm.collective import ALL_GATHER, REDUCE_SCATTER
-from nnmpi.comm.execution import MAX_MESSAGE_BYTES, Pending
+from nnmpi.comm.execution import Pending
 from nnmpi.comm.gradients import BUCKET_BYTES, Traffic
 from nnmpi.comm.group import Group
 from nnmpi.comm.node import SharedMemory

@@ -10,7 +10,7 @@ import pytest
 from nnmpi import clock, models, ops, optim
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend, numpy_backend
-from nnmpi.comm import point_to_point
+from nnmpi.comm import buffers
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CommError
@@ -184,7 +184,7 @@ def test_on_a_device_it_goes_through_the_host(group: Group) -> None:
 @pytest.mark.mpi
 def test_long_messages_do_not_overtake_one_another(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """Messages that no MPI buffers, in pieces."""
-    monkeypatch.setattr(point_to_point, "MAX_MESSAGE_BYTES", 100_000)
+    monkeypatch.setattr(buffers, "MAX_MESSAGE_BYTES", 100_000)
     run = Run(group, 0, ((0, 4),), delays=5, hidden=9000)
     assert everywhere(group, np.allclose(run.weights, serial_weights(4, 9000), rtol=1e-9, atol=1e-12))
 
