@@ -211,11 +211,14 @@ def _neighbours(rank: int, size: int) -> int:
     return part((rank - 1) % size) + part(rank, 2) + part((rank + 1) % size)
 
 
-ALL_REDUCE = Contract("all-reduce", lambda rank, chunk, size: part(rank), lambda rank, chunk, size: everyone(size))
+def own_part(rank: int, chunk: int, size: int) -> int:
+    """Return the rank's own part: it has one in every chunk."""
+    return part(rank)
+
+
+ALL_REDUCE = Contract("all-reduce", own_part, lambda rank, chunk, size: everyone(size))
 REDUCE_SCATTER = Contract(
-    "reduce-scatter",
-    lambda rank, chunk, size: part(rank),
-    lambda rank, chunk, size: everyone(size) if chunk == rank else None,
+    "reduce-scatter", own_part, lambda rank, chunk, size: everyone(size) if chunk == rank else None
 )
 ALL_GATHER = Contract(
     "all-gather",
@@ -227,9 +230,4 @@ BROADCAST = Contract(
     lambda rank, chunk, size: part(ROOT) if rank == ROOT else None,
     lambda rank, chunk, size: part(ROOT),
 )
-NEIGHBOUR_AVERAGE = Contract(
-    "neighbour-average",
-    lambda rank, chunk, size: part(rank),
-    lambda rank, chunk, size: _neighbours(rank, size),
-    most=2,
-)
+NEIGHBOUR_AVERAGE = Contract("neighbour-average", own_part, lambda rank, chunk, size: _neighbours(rank, size), most=2)

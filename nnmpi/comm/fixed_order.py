@@ -29,10 +29,10 @@ from typing import TypeAlias
 import numpy as np
 
 from nnmpi.comm.agreement import refuse_different
-from nnmpi.comm.buffers import DTYPES, Buffer, check_buffer
+from nnmpi.comm.buffers import Buffer, check_buffer
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import send_and_receive
-from nnmpi.errors import CommError, DtypeError, ShapeError, UsageError, name_ranks
+from nnmpi.errors import CommError, UsageError, name_ranks
 from nnmpi.shard import split
 
 # What one round of the exchange packs at most: enough to make latency small, little enough to stay in a cache.
@@ -80,19 +80,16 @@ class SumTree:
 
         Args:
             leaf: its number, 0..leaves-1.
-            array: (n,) of a dtype in `buffers.DTYPES`; the same n and dtype for all leaves. It may be read-only or have
-                gaps; it is copied or added, and not kept.
+            array: (n,) of the same length and dtype for all leaves. It may be read-only or have gaps; it is copied or
+                added, and not kept.
 
         Raises:
             UsageError: for a leaf that is not in the tree, or was pushed before.
-            ShapeError: for an array that is not 1-D, or of another length than those before it.
-            DtypeError: for another dtype.
         """
         if not 0 <= leaf < self.leaves:
             raise UsageError(f"leaf {leaf} is not one of 0..{self.leaves - 1}")
         if any(leaf in covered(block, self.leaves) for block in self._blocks):
             raise UsageError(f"leaf {leaf} was pushed before; push each leaf once, and make a tree for another sum")
-        _check_leaf(array, next(iter(self._blocks.values()), array))
         _settle(self._blocks, self.leaves, (0, leaf), array, is_own=False)
 
 
@@ -160,18 +157,11 @@ def _settle(blocks: dict[TreeBlock, Buffer], leaves: int, block: TreeBlock, arra
 
 def _compare(group: Group, tree: SumTree, mine: Mapping[TreeBlock, Buffer], out: Buffer) -> list[list[TreeBlock]]:
     """Return every rank's blocks, after a look whether they make up one tree of arrays like `out`; collective."""
-    first = next(iter(mine.values()), out)  # which all are like
-    alike = (first.shape, first.dtype) == (out.shape, out.dtype)
-    about = f"{tree.leaves} leaves and a result of {out.size} {out.dtype}" + (
-        "" if alike else " of which its leaves differ in length or dtype"
-    )
-    # One exchange for both, as this is done for every sum.
-    gathered = group.gather([about, alike, list(mine)])
+    about = f"{tree.leaves} leaves and a result of {out.size} {out.dtype}"
+    gathered = group.gather([about, list(mine)])  # one exchange for both, as this is done for every sum
     remedy = "give leaves and result of one length and dtype, and the same number of leaves, on all ranks"
-    refuse_different([[text] for text, _, _ in gathered], "the ranks' sums differ", remedy)
-    if not alike:
-        raise CommError(f"all ranks have {about}; {remedy}")
-    everyones = [[(level, index) for level, index in blocks] for _, _, blocks in gathered]
+    refuse_different([[text] for text, _ in gathered], "the ranks' sums differ", remedy)
+    everyones = [[(level, index) for level, index in blocks] for _, blocks in gathered]
     holders: list[list[int]] = [[] for _ in range(tree.leaves)]
     for rank, blocks in enumerate(everyones):
         for block in blocks:
@@ -182,16 +172,3 @@ def _compare(group: Group, tree: SumTree, mine: Mapping[TreeBlock, Buffer], out:
             where = f"was pushed on {name_ranks(ranks)}" if ranks else "was pushed on no rank"
             raise CommError(f"leaf {leaf} of {tree.leaves} {where}; push each leaf on one rank")
     return everyones
-
-
-def _check_leaf(array: Buffer, other: Buffer) -> None:
-    """Make sure that this is a leaf, and like another one."""
-    if array.ndim != 1 or array.shape != other.shape:
-        raise ShapeError(
-            f"a leaf of shape {array.shape} cannot be added to one of {other.shape}; push 1-D arrays of one length"
-        )
-    if array.dtype not in DTYPES or array.dtype != other.dtype:
-        raise DtypeError(
-            f"a leaf of {array.dtype} cannot be added to one of {other.dtype}; push arrays of one dtype, one of "
-            f"{', '.join(sorted(dtype.name for dtype in DTYPES))}"
-        )

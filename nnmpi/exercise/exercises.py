@@ -37,7 +37,7 @@ from nnmpi.comm.collective import (
     Contract,
     Step,
     everyone,
-    part,
+    own_part,
 )
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
@@ -57,11 +57,7 @@ from nnmpi.synchrony.consistency import WorkerClocks
 
 ANY, POWERS = (1, 2, 3, 4, 5, 8), (1, 2, 4, 8, 16)
 
-REDUCE = Contract(
-    "reduce",
-    lambda rank, chunk, size: part(rank),
-    lambda rank, chunk, size: everyone(size) if rank == ROOT else None,
-)
+REDUCE = Contract("reduce", own_part, lambda rank, chunk, size: everyone(size) if rank == ROOT else None)
 
 
 def check_collective(

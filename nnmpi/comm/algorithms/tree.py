@@ -64,14 +64,13 @@ def tree_scatter(rank: int, size: int) -> tuple[Step, ...]:
     """Return the steps after which each rank has the chunk of its own number out of rank 0's buffer."""
     reach = 1 << (size - 1).bit_length() if rank == 0 else rank & -rank  # it is served with chunks rank..rank+reach-1
     steps = () if rank == 0 else (Step(from_=rank - reach, recv=range(rank, min(rank + reach, size))),)
-    children = []
-    distance = reach // 2
-    while distance:
-        if rank + distance < size:
-            chunks = range(rank + distance, min(rank + 2 * distance, size))
-            children.append(Step(to=rank + distance, send=chunks))
-        distance //= 2
-    return (*steps, *children)
+    distances = (reach >> bit for bit in range(1, reach.bit_length()))
+    passed_on = (
+        Step(to=rank + distance, send=range(rank + distance, min(rank + 2 * distance, size)))
+        for distance in distances
+        if rank + distance < size
+    )
+    return (*steps, *passed_on)
 
 
 def _parent(rank: int) -> int:

@@ -183,7 +183,7 @@ class MpiWorld:
 
     Attributes:
         waiting: since when the main thread waits for other ranks, of `time.monotonic`, and for what.
-        operations: when the last calls began, of `time.perf_counter`, and their names.
+        operations: when the last calls began, by the same clock, and their names.
     """
 
     simulated = False
@@ -243,11 +243,11 @@ def _gather(call: Callable[..., T], own: Buffer | None, into: Buffer, counts: Se
 
 def _named(world: MpiWorld, size: int, name: str, call: Callable[..., T]) -> Callable[..., T]:
     """Return a call that says while it runs what it waits for, and since when."""
-    append, now, since, what = world.operations.append, time.perf_counter, time.monotonic, f"{name} of {size} ranks"
+    append, now, what = world.operations.append, time.monotonic, f"{name} of {size} ranks"
 
     def named(*arguments: Any) -> T:
-        append((now(), what))
-        world.waiting = since(), what
+        world.waiting = begun = now(), what
+        append(begun)
         try:
             return call(*arguments)
         finally:

@@ -110,7 +110,7 @@ class Shutdown:
     def _announce(self, status: int, text: str, limit_s: float) -> list[int] | None:
         """Announce this rank's end; return the ranks with the same status and text, None if not all come in time."""
         self._announced, self._world.waiter = True, None
-        self._world.operations.append((time.perf_counter(), "MPI's end, for the other ranks"))
+        self._world.operations.append((time.monotonic(), "MPI's end, for the other ranks"))
         own = hashlib.blake2b(f"{status} {text}".encode(errors="backslashreplace"), digest_size=16).digest()
         everyones = bytearray(len(own) * self._comm.Get_size())
         # Not blocking: a rank whose partners never come to their end must notice and abort.

@@ -213,7 +213,7 @@ class Watchdog:
             return
         folder = self.folder / "flight"
         folder.mkdir(parents=True, exist_ok=True)
-        now = time.perf_counter()
+        now = time.monotonic()
         peak_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         facts = {"rank": self.rank, "host": socket.gethostname(), "pid": os.getpid(), "peak_bytes": peak_bytes}
         with (folder / f"rank-{self.rank}.txt").open("w") as stream:
