@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import nnmpi.comm.fit
 from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.fit import Fit, default_file, describe_fit, load_fit, save_fit
 from nnmpi.comm.group import Group
@@ -144,8 +145,9 @@ def test_calls_are_timed_in_turn_from_the_last_start_to_the_last_end(group: Grou
     assert group.gather(seconds.tolist()) == [seconds.tolist()] * group.size
 
 
-def test_the_lines_have_both_links_and_every_algorithm() -> None:
-    told = list(describe_fit(make(), (1000, 2**20)))
+def test_the_lines_have_both_links_and_every_algorithm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nnmpi.comm.fit, "EXAMPLES", (1000, 2**20))
+    told = list(describe_fit(make()))
     text = "\n".join(told)
     assert "messages inside a node, one way: latency 1 us" in text
     assert "messages between nodes, both ways: latency 10 us, 1.000 ns/B" in text
