@@ -26,13 +26,15 @@ from nnmpi.nn.activation import (
 )
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
 from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
+from nnmpi.nn.decoder import AdaptiveAvgPool2d, Conv1d, ConvTranspose2d, Dropout2d, Upsample
+from nnmpi.nn.gru import GRU
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
 from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.mode import continued, current, evaluation, observed, training, unfused
 from nnmpi.nn.module import Buffer, Constant, Module, Normal, Parameter, Uniform, fan_in, kaiming
-from nnmpi.nn.norm import BatchNorm, LayerNorm
+from nnmpi.nn.norm import BatchNorm, GroupNorm, LayerNorm, RMSNorm
 from nnmpi.nn.sharding import Sharding, Units
-from nnmpi.nn.transformer import CausalSelfAttention, TransformerBlock
+from nnmpi.nn.transformer import CausalSelfAttention, MultiheadAttention, TransformerBlock
 
 # PyTorch's names: one class normalizes all shapes, and a module finds what stands in its lists.
 BatchNorm1d = BatchNorm2d = BatchNorm
@@ -49,6 +51,15 @@ __all__ = [
     "CrossEntropyLoss",
     "BCEWithLogitsLoss",
     "GELU",
+    "AdaptiveAvgPool2d",
+    "Conv1d",
+    "ConvTranspose2d",
+    "Dropout2d",
+    "Upsample",
+    "GRU",
+    "GroupNorm",
+    "RMSNorm",
+    "MultiheadAttention",
     "LSTM",
     "AvgPool2d",
     "BatchNorm",

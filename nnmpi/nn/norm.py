@@ -1,6 +1,7 @@
 """Normalization layers: over the batch and over the features."""
 
 from collections.abc import Callable
+from math import prod
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import ShapeError, UsageError, whole
@@ -118,3 +119,46 @@ class LayerNorm(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized, of the same shape."""
         return layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(Module):
+    """Divides each row by its root mean square (Zhang and Sennrich, 2019): (..., features) -> the same.
+
+    Args:
+        normalized_shape: the length of the last axis.
+        eps: added to the mean square.
+    """
+
+    def __init__(self, normalized_shape: int, eps: float = 1e-6) -> None:
+        self.eps = eps
+        self.weight = Parameter((whole("RMSNorm's normalized_shape", normalized_shape),), Constant(1.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x normalized, of the same shape."""
+        squares = (x * x).mean(-1, keepdims=True)
+        return x / (squares + self.eps).sqrt() * self.weight
+
+
+class GroupNorm(Module):
+    """Normalizes groups of channels of each sample (Wu and He, 2018): (batch, ..., num_channels) -> the same.
+
+    Args:
+        num_groups: how many; they divide the channels.
+        num_channels: the length of the last axis.
+        eps: added to the variance.
+    """
+
+    def __init__(self, num_groups: int, num_channels: int, eps: float = 1e-5) -> None:
+        self.num_groups, channels = whole("GroupNorm's num_groups", num_groups), whole("num_channels", num_channels)
+        if channels % self.num_groups:
+            raise UsageError(f"{num_groups} groups do not divide {num_channels} channels")
+        self.eps = eps
+        self.weight, self.bias = Parameter((channels,), Constant(1.0)), Parameter((channels,), Constant(0.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x normalized, of the same shape."""
+        each, pixels = x.shape[-1] // self.num_groups, prod(x.shape[1:-1])
+        groups = x.reshape(len(x), pixels, self.num_groups, each)
+        centred = groups - groups.mean((1, 3), keepdims=True)
+        variance = (centred * centred).mean((1, 3), keepdims=True)
+        return (centred / (variance + self.eps).sqrt()).reshape(x.shape) * self.weight + self.bias

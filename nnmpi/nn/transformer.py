@@ -32,6 +32,7 @@ class CausalSelfAttention(Module):
         dropout: the probability with which one of the attention's probabilities is dropped in training (see `Dropout`).
     """
 
+    causal = True
     sharding = MappingProxyType({"qkv": Sharding.COLUMN, "proj": Sharding.ROW})
 
     def __init__(
@@ -54,9 +55,27 @@ class CausalSelfAttention(Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the attention's result, of the shape of x. See `ops.attention`."""
         memory, rate = current().memory, self.dropout if current().training else 0.0
+        if memory is not None and not self.causal:
+            raise UsageError("text is written by attention to tokens before; this one is not causal")
         before = None if memory is None else memory.setdefault(self.path, KeyValues())
         place = partial(mask_place, self.path)
-        return self.proj(attention(self.qkv(x), self.heads, True, before, rate, place))
+        return self.proj(attention(self.qkv(x), self.heads, self.causal, before, rate, place))
+
+
+class MultiheadAttention(CausalSelfAttention):
+    """Each position attends to all of its sequence, as in an encoder: (batch, time, embed_dim) -> the same.
+
+    It has queries, keys and values of one sequence; for those of two there is `ops.scaled_dot_product_attention`.
+
+    Args:
+        embed_dim: the length of x's last axis; a multiple of `num_heads`.
+        num_heads, dropout, bias: see `CausalSelfAttention`.
+    """
+
+    causal = False
+
+    def __init__(self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True) -> None:
+        super().__init__(embed_dim, num_heads, bias, dropout)
 
 
 class TransformerBlock(Module):

@@ -3,6 +3,7 @@
 from nnmpi.ops.activation import gelu, leaky_relu, linear_gelu, log_softmax, relu, sigmoid, silu, softmax, tanh
 from nnmpi.ops.attention import attention, scaled_dot_product_attention
 from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
+from nnmpi.ops.conv.transposed import conv_transpose2d
 from nnmpi.ops.dropout import dropout
 from nnmpi.ops.embedding import embedding
 from nnmpi.ops.linear import linear, linear_relu, linear_transposed
@@ -19,6 +20,7 @@ __all__ = [
     "conv2d",
     "conv_relu",
     "conv_relu_pool",
+    "conv_transpose2d",
     "cross_entropy",
     "dropout",
     "embedding",

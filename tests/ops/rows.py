@@ -1,5 +1,7 @@
 """The rows of the table for nnmpi.ops. Every operation there stands here: test_operations sees to it."""
 
+from functools import partial
+
 import numpy as np
 from hypothesis import strategies as st
 
@@ -62,10 +64,11 @@ def lstm(draw: Draw) -> Case:
     return Case(run, arrays(draw, anywhere, sizes if begun else sizes[:4]))
 
 
-def conv2d(draw: Draw) -> Case:
+def conv2d(draw: Draw, alone: bool = False) -> Case:
     """Every option, different for rows and columns; also no image at all, and borders wider than the kernel."""
-    groups = draw(st.integers(1, 2))
-    c, o, n = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2)), draw(st.integers(0, 2))
+    groups = 3 if alone else draw(st.integers(1, 2))
+    c, o = (groups * (1 if alone else draw(st.integers(1, 2))) for _ in range(2))
+    n = draw(st.integers(0, 2))
     kernel, stride, dilation = ([draw(st.integers(1, most)) for _ in range(2)] for most in (3, 3, 2))
     padding = [draw(st.integers(0, 2)) for _ in range(2)]
     reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
@@ -74,6 +77,20 @@ def conv2d(draw: Draw) -> Case:
     inputs = arrays(draw, anywhere, shapes[: draw(st.integers(2, 3))])
     options = (tuple(stride), tuple(padding), tuple(dilation), groups)
     return Case(lambda x, weight, bias=None: ops.conv2d(x, weight, bias, *options), inputs)
+
+
+def conv_transpose2d(draw: Draw) -> Case:
+    """Every option, different for rows and columns; also no image at all."""
+    groups = draw(st.integers(1, 2))
+    c, o, n = groups * draw(st.integers(1, 2)), groups * draw(st.integers(1, 2)), draw(st.integers(0, 2))
+    kernel, stride, dilation = ([draw(st.integers(1, most)) for _ in range(2)] for most in (3, 3, 2))
+    extra = [draw(st.integers(0, step - 1)) for step in stride]
+    reach = [d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True)]
+    padding = [draw(st.integers(0, (r - 1) // 2)) for r in reach]
+    shapes = [(n, draw(st.integers(1, 3)), draw(st.integers(1, 3)), c), (*kernel, o // groups, c), (o,)]
+    inputs = arrays(draw, anywhere, shapes[: draw(st.integers(2, 3))])
+    options = (tuple(stride), tuple(padding), tuple(extra), tuple(dilation), groups)
+    return Case(lambda x, weight, bias=None: ops.conv_transpose2d(x, weight, bias, *options), inputs)
 
 
 def conv_relu_pool(draw: Draw) -> Case:
@@ -211,7 +228,8 @@ OPS: list[Row] = [
     *rows("ops.linear_relu", any=linear_relu_case),
     *rows("ops.linear_transposed", any=linear_transposed),
     *rows("ops.lstm", any=lstm),
-    *rows("ops.conv2d", any=conv2d),
+    *rows("ops.conv2d", any=conv2d, depthwise=partial(conv2d, alone=True)),
+    *rows("ops.conv_transpose2d", any=conv_transpose2d),
     *rows("ops.conv_relu", any=conv_relu_pool),
     *rows("ops.conv_relu_pool", any=conv_relu_pool),
     *rows("ops.max_pool2d", any=pooling(ops.max_pool2d)),

@@ -13,6 +13,7 @@ import nnmpi.tensor
 from nnmpi import tensor
 from nnmpi.errors import DtypeError
 from nnmpi.ops.conv.conv2d import Conv2dFunction
+from nnmpi.ops.conv.depthwise import Depthwise
 from nnmpi.ops.conv.im2col import Im2col, Im2colReluPool
 from nnmpi.tensor.check import check_gradients
 from nnmpi.tensor.elementwise import RULES, Pointwise
@@ -156,7 +157,7 @@ def test_every_function_class_is_run_by_the_table():
     for row in TABLE:
         run(row)
     public = {kind for kind in mine if not kind.__name__.startswith("_") and kind.__name__ not in elsewhere}
-    assert public | {Im2col, Im2colReluPool} == seen
+    assert public | {Im2col, Im2colReluPool, Depthwise} == seen
     assert rules == RULES.keys()
 
 

@@ -1,0 +1,89 @@
+"""Gated recurrent units: layers that read sequences step by step, with one state."""
+
+from typing import Any
+
+from nnmpi.errors import UsageError, whole
+from nnmpi.nn.activation import Dropout
+from nnmpi.nn.mode import current
+from nnmpi.nn.module import Module, fan_in
+from nnmpi.ops.activation import sigmoid
+from nnmpi.ops.linear import linear
+from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.tensor import Tensor, stack
+
+
+class GRULayer(Module):
+    """One layer. The weights' columns are r, z and n, side by side; `bias` and `bias_n` as below.
+
+    r, z = sigmoid(x W + h R + b)     n = tanh(x W_n + b_n + r * (h R_n + bias_n))     h = n + z * (h - n)
+    """
+
+    def __init__(self, inputs: int, features: int) -> None:
+        self.weight = Parameter((inputs, 3 * features), fan_in(features))
+        self.recurrent = Parameter((features, 3 * features), fan_in(features))
+        self.bias = Parameter((3 * features,), fan_in(features))
+        self.bias_n = Parameter((features,), fan_in(features))
+
+    def forward(self, x: Tensor, h: Tensor | None = None) -> Tensor:
+        """Return h of each time: (batch, time, features)."""
+        gates, two, found = linear(x, self.weight, self.bias), 2 * self.bias_n.size, []
+        for t in range(x.shape[1]):
+            own = gates[:, t]
+            product = None if h is None else h @ self.recurrent
+            opened = sigmoid(own[:, :two] if product is None else own[:, :two] + product[:, :two])
+            r, z = opened[:, : two // 2], opened[:, two // 2 :]
+            more = r * self.bias_n if product is None else r * (product[:, two:] + self.bias_n)
+            new = (own[:, two:] + more).tanh()
+            h = new - z * new if h is None else new + z * (h - new)
+            found.append(h)
+        return stack(found, 1)
+
+
+class GRU(Module):
+    """Layers of gated recurrent units on one another: (batch, time, input_size) -> (batch, time, hidden_size).
+
+    Cho et al., "Learning phrase representations using RNN encoder-decoder", 2014, in the form of cuDNN and PyTorch,
+    where r multiplies the product with h. Padding stands behind sequences, so it changes nothing before it; a loss
+    leaves it out by labels of -1.
+
+    Args:
+        input_size: the length of x's last axis.
+        hidden_size: that of h.
+        num_layers: how many.
+        dropout: the probability with which an element between two layers is dropped in training.
+
+    Example:
+        >>> layer = nn.GRU(4, 3, num_layers=2).initialize(seed=0)
+        >>> layer(numpy.zeros((5, 7, 4), "float32")).shape
+        (5, 7, 3)
+    """
+
+    def __init__(self, input_size: int, hidden_size: int, num_layers: int = 1, *, dropout: float = 0.0) -> None:
+        input_size, hidden_size = whole("GRU's input_size", input_size), whole("GRU's hidden_size", hidden_size)
+        num_layers = whole("GRU's num_layers", num_layers)
+        self.layers = [GRULayer(hidden_size if number else input_size, hidden_size) for number in range(num_layers)]
+        self.drops = [Dropout(dropout) for _ in range(num_layers - 1)]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return h of each time of the last layer.
+
+        Raises:
+            UsageError: where tokens are written one after the other.
+        """
+        if current().memory is not None:
+            raise UsageError("a GRU does not go on from the tokens before; call `with_state`, or take an LSTM")
+        return self.with_state(x)[0]
+
+    def with_state(self, x: Tensor, state: Any = None) -> tuple[Tensor, Tensor]:
+        """Return the result, and the state in which each layer ends.
+
+        Args:
+            x: (batch, time, input_size), of at least one time.
+            state: in which they begin, (num_layers, batch, hidden_size); None for 0.
+        """
+        ends = []
+        for number, layer in enumerate(self.layers):
+            x = layer(x, None if state is None else state[number])
+            ends.append(x[:, -1])
+            x = self.drops[number](x) if number < len(self.drops) else x
+        return x, stack(ends)

@@ -1,0 +1,101 @@
+"""Transposed convolution: the convolution that takes small images to large ones, as a decoder does.
+
+    x (n, h, w, c)  each pixel times the kernel is added to the window of y that it stands for  ->  y (n, H, W, o)
+
+    forward     y = the input's gradient of the convolution  Y (H, W, o) -> X (h, w, c),  given x as its result's
+    backward    dx = that convolution of dy,     dW = its weight's gradient, with dy as images and x as gradient
+
+So it is that convolution read backwards, and computed by its parts (see `im2col`). Dumoulin and Visin, "A guide to
+convolution arithmetic for deep learning", 2016, section 4.
+"""
+
+from nnmpi.backend.array import Array
+from nnmpi.backend.windows import Pair, pair
+from nnmpi.errors import ShapeError, UsageError
+from nnmpi.ops.conv.algorithm import ConvSpec, Gradients
+from nnmpi.ops.conv.im2col import Im2col, input_gradient
+from nnmpi.ops.linear import place_for
+from nnmpi.tensor.function import Function
+from nnmpi.tensor.operand import in_float32, may_meet, require_floating
+from nnmpi.tensor.tensor import Tensor
+
+
+class ConvTranspose2dFunction(Function):
+    """See the head of this file.
+
+    Args:
+        spec: of the convolution that goes the other way.
+        size: rows and columns of the result.
+    """
+
+    __slots__ = ("size", "spec")
+
+    replayable = True
+
+    def __init__(self, spec: ConvSpec, size: Pair) -> None:
+        self.spec, self.size = spec, size
+
+    def forward(self, x: Array, weight: Array) -> Array:
+        xp = self.xp
+        x, weight = xp.ascontiguousarray(x), xp.ascontiguousarray(weight)
+        y: Array = xp.empty((len(x), *self.size, weight.shape[2] * self.spec.groups), x.dtype)
+        input_gradient(xp, x, weight, self.spec, y)
+        self.saved = (x, weight)
+        return y
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        (x, weight), xp, convolution = self.saved, self.xp, Im2col(self.spec)
+        grad, to_x, to_weight = xp.ascontiguousarray(grad), None, None
+        if self.needs[0]:
+            to_x = xp.empty(x.shape, x.dtype)
+            convolution.forward(xp, grad, weight, None, to_x, False)
+        if self.needs[1]:
+            to_weight = place_for(self, 1, weight.shape, weight.dtype)
+            convolution.backward(xp, x, grad, weight, None, Gradients(None, to_weight, None))
+        return to_x, to_weight
+
+
+def conv_transpose2d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    stride: int | Pair = 1,
+    padding: int | Pair = 0,
+    output_padding: int | Pair = 0,
+    dilation: int | Pair = 1,
+    groups: int = 1,
+) -> Tensor:
+    """Convolve backwards: images (n, h, w, c) become (n, H, W, o), with H = (h - 1) stride - 2 padding + reach + extra.
+
+    Args:
+        x: (n, h, w, c).
+        weight: (kh, kw, o / groups, c).
+        bias: (o,), or None.
+        stride, padding, dilation: one number, or one for rows and one for columns, of the convolution from y to x.
+        output_padding: extra rows and columns of y at its end, fewer than stride.
+        groups: channels are cut into this many groups that do not mix.
+
+    Raises:
+        ShapeError: when shapes do not fit one another.
+        UsageError: for options out of range.
+        DtypeError: when x, weight and bias differ in dtype.
+    """
+    may_meet("conv_transpose2d", x, weight, bias)
+    steps, border, spread = pair("stride", stride, 1), pair("padding", padding, 0), pair("dilation", dilation, 1)
+    extra = pair("output_padding", output_padding, 0)
+    if extra[0] >= steps[0] or extra[1] >= steps[1]:
+        raise UsageError(f"output_padding {output_padding} is not below stride {stride}; give 0, or a larger stride")
+    if x.ndim != 4 or weight.ndim != 4 or x.shape[3] != weight.shape[3] or groups < 1 or x.shape[3] % groups:
+        raise ShapeError(
+            f"conv_transpose2d needs images (n, h, w, c) and a weight (kh, kw, o / groups, c), c a multiple of groups, "
+            f"not {x.shape} and {weight.shape} with {groups} groups"
+        )
+    if bias is not None and bias.shape != (weight.shape[2] * groups,):
+        raise ShapeError(f"conv_transpose2d's bias has shape {bias.shape}; give ({weight.shape[2] * groups},)")
+    axes = zip(x.shape[1:3], weight.shape[:2], steps, border, spread, extra, strict=True)
+    rows, columns = ((n - 1) * step - 2 * edge + apart * (k - 1) + 1 + more for n, k, step, edge, apart, more in axes)
+    if min(rows, columns) < 1:
+        raise ShapeError(f"images {x.shape} become {rows} x {columns} pixels; take less padding")
+    spec = ConvSpec((weight.shape[0], weight.shape[1]), steps, border, spread, groups)
+    y = in_float32(ConvTranspose2dFunction(spec, (rows, columns)), require_floating("conv_transpose2d", x), weight)
+    return y if bias is None else y + bias
