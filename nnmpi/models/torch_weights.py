@@ -5,6 +5,8 @@
     Conv2d       (kh, kw, in, out)         (out, in, kh, kw)
     after Flatten: rows by (h, w, c)       columns by (c, h, w)
     BatchNorm    running_variance          running_var, and num_batches_tracked
+    Conv1d       weight (1, kernel, in, out)                  (out, in, kernel)
+    GRU          layers.0.weight, bias, bias_n                weight_ih_l0, two biases of all gates
     LSTM         layers.0.weight, gates i f o g, one bias     weight_ih_l0, gates i f g o, two biases
     others       as they are
 
@@ -29,6 +31,8 @@ from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import CheckpointError, NnmpiError
 from nnmpi.files import foreign
 from nnmpi.nn.conv import Conv2d
+from nnmpi.nn.decoder import Conv1d, ConvTranspose2d
+from nnmpi.nn.gru import GRU
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.mode import observed
@@ -178,11 +182,20 @@ def _of_module(module: Module, image: tuple[int, ...] | None) -> Iterator[tuple[
     """Yield what stands otherwise in PyTorch of a module: as `NamedWeight`, by names in the module."""
     if isinstance(module, Linear):
         yield "weight", ("weight",), partial(_linear, image), partial(_linear_back, image)
-    elif isinstance(module, Conv2d):
+    elif isinstance(module, Conv1d):
+        yield "weight", ("weight",), lambda x: (x[0].transpose(2, 1, 0),), lambda x: x.transpose(2, 1, 0)[None]
+    elif isinstance(module, Conv2d | ConvTranspose2d):
         yield "weight", ("weight",), lambda x: (x.transpose(3, 2, 0, 1),), lambda x: x.transpose(2, 3, 1, 0)
     elif isinstance(module, BatchNorm):
         names = ("running_var", "num_batches_tracked")
         yield "running_variance", names, lambda x: (x, np.zeros((), np.int64)), lambda x: x
+    elif isinstance(module, GRU):
+        for number in range(len(module.layers)):
+            ours, ih, hh = f"layers.{number}.", f"bias_ih_l{number}", f"bias_hh_l{number}"
+            for name, theirs in (("weight", "weight_ih"), ("recurrent", "weight_hh")):
+                yield f"{ours}{name}", (f"{theirs}_l{number}",), lambda x: (x.T,), lambda x: x.T
+            yield f"{ours}bias", (ih, hh), lambda x: (x, np.zeros_like(x)), _first_gates
+            yield f"{ours}bias_n", (hh,), lambda x: (np.r_[x * 0, x * 0, x],), lambda x: x[2 * len(x) // 3 :]
     elif isinstance(module, LSTM):
         for number in range(len(module.layers)):
             layer, reverse = divmod(number, module.directions)
@@ -204,6 +217,11 @@ def _linear_back(image: tuple[int, ...] | None, x: Array) -> Array:
         return x.T
     height, width, channels = image
     return x.reshape(-1, channels, height, width).transpose(2, 3, 1, 0).reshape(x.shape[1], -1)
+
+
+def _first_gates(own: Array, more: Array) -> Array:
+    """Return a GRU's bias: of the last gate, PyTorch's second one stays apart."""
+    return own + np.where(np.arange(len(more)) < 2 * len(more) // 3, more, 0)
 
 
 def _gates(x: Array) -> Array:

@@ -61,11 +61,11 @@ class ConvTranspose2d(Module):
         return conv_transpose2d(x, self.weight, self.bias, *self.options)
 
 
-class Conv1d(Module):
+class Conv1d(Conv2d):
     """A convolution over time: (batch, time, in_channels) -> (batch, out_time, out_channels).
 
     Arguments are those of `Conv2d`, one number each; the weight is stored (1, kernel, in_channels / groups,
-    out_channels), in `conv`.
+    out_channels).
     """
 
     def __init__(
@@ -80,11 +80,11 @@ class Conv1d(Module):
         bias: bool = True,
     ) -> None:
         along = (1, kernel_size), (1, stride), (0, padding), (1, dilation)
-        self.conv = Conv2d(in_channels, out_channels, *along, groups=groups, bias=bias)
+        super().__init__(in_channels, out_channels, *along, groups, bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the convolution."""
-        y = self.conv(x.reshape(len(x), 1, *x.shape[1:]))
+        y = super().forward(x.reshape(len(x), 1, *x.shape[1:]))
         return y.reshape(len(x), *y.shape[2:])
 
 

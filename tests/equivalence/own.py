@@ -13,10 +13,13 @@ import numpy as np
 from nnmpi.nn.activation import Dropout, Flatten, ReLU, Tanh
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
 from nnmpi.nn.conv import Conv2d, GlobalAvgPool2d
+from nnmpi.nn.decoder import AdaptiveAvgPool2d, Conv1d, ConvTranspose2d, Dropout2d, Upsample
+from nnmpi.nn.gru import GRU
 from nnmpi.nn.linear import Embedding, Linear
 from nnmpi.nn.module import Module
-from nnmpi.nn.norm import BatchNorm
+from nnmpi.nn.norm import BatchNorm, GroupNorm, RMSNorm
 from nnmpi.nn.sharding import Sharding
+from nnmpi.nn.transformer import MultiheadAttention
 from nnmpi.tensor.tensor import Tensor
 
 COLUMN, ROW = Sharding.COLUMN, Sharding.ROW
@@ -61,6 +64,31 @@ def nested(sample_shape: tuple[int, ...], classes: int) -> Sequential:
     model = Sequential(Residual(body, shortcut), GlobalAvgPool2d(), Linear(6, classes))
     model.sharding = {"0.body.0": COLUMN, "0.body.3": ROW, "2": COLUMN}
     return model
+
+
+def decoding(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+    """Return layers that few models have: convolutions of each channel and backwards, groups, channels that go."""
+    model = Sequential(
+        Conv2d(sample_shape[-1], 4, 3, padding=1),
+        GroupNorm(2, 4),
+        Conv2d(4, 4, 3, stride=2, padding=1, groups=4),
+        ConvTranspose2d(4, 6, 3, stride=2, padding=1, output_padding=1),
+        Dropout2d(0.3),
+        AdaptiveAvgPool2d((3, 2)),
+        Upsample(2),
+        GlobalAvgPool2d(),
+        RMSNorm(6),
+        Linear(6, classes),
+    )
+    model.sharding = {"0": COLUMN, "9": COLUMN}
+    return model
+
+
+def reading(sample_shape: tuple[int, ...], classes: int) -> Sequential:
+    """Return a model of texts with a GRU, whole attention and a convolution over time."""
+    return Sequential(
+        Embedding(classes, 6), Conv1d(6, 6, 3, padding=1), GRU(6, 9, 2), MultiheadAttention(9, 3), Linear(9, classes)
+    )
 
 
 def branched(sample_shape: tuple[int, ...], classes: int) -> Sequential:

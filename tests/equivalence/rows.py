@@ -209,6 +209,8 @@ ROWS = {
     "stages without parameters": Row(replace(NOISY, worker={"clip": 0.3}), single_layers),
     "parts at a cut": Row(NOISY, parts_at_cuts),
     "measured cuts": Row(SETUPS["resnet"], lambda ranks, _: [Layout(pp=ranks, split="auto")]),
+    "decoding": Row(Setup(own.decoding, microbatches=3)),
+    "reading": Row(Setup(own.reading, data=tokens, **TEXT)),
     # what layers do differently in training, and what the global batch decides
     "recomputed": Row(NOISY, recomputed),
     "clipped": Row(replace(NOISY, worker={"clip": 0.05})),

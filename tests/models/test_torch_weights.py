@@ -16,6 +16,20 @@ IMAGES = np.random.default_rng(0).standard_normal((3, 8, 6, 2)).astype(np.float3
 TOKENS = np.random.default_rng(0).integers(0, 7, (3, 5))
 
 
+def _decoder(t: Any) -> Any:
+    """Return a model of layers that have the same names in both."""
+    up = t.ConvTranspose2d(4, 6, (3, 2), 2, 1, groups=2)
+    return t.Sequential(
+        t.Conv2d(2, 4, 3),
+        t.GroupNorm(2, 4),
+        up,
+        t.Upsample(scale_factor=2),
+        t.AdaptiveAvgPool2d((3, 2)),
+        t.Flatten(),
+        t.Linear(36, 3),
+    )
+
+
 def cases() -> dict[str, tuple[Module, Any]]:
     """Return models of every kind of layer, with something that they take."""
     bidirectional = nn.Sequential(nn.Embedding(7, 4), nn.LSTM(4, 5, num_layers=2, bidirectional=True), nn.Linear(10, 7))
@@ -24,6 +38,8 @@ def cases() -> dict[str, tuple[Module, Any]]:
         "mlp": (models.mlp((8, 6, 2), 10, (9,)), IMAGES),
         "resnet": (models.resnet((8, 6, 2), 10), IMAGES),
         "lstm": (bidirectional, TOKENS),
+        "gru": (nn.Sequential(nn.Embedding(7, 4), nn.GRU(4, 5, num_layers=2), nn.Linear(5, 7)), TOKENS),
+        "decoder": (_decoder(nn), IMAGES),
         "gpt": (models.gpt(7, 5, 8, 1, 2), TOKENS),
     }
 
@@ -73,10 +89,19 @@ def _torch_model(torch: Any, name: str) -> Any:
 
         return _resnet(t, Residual)
 
+    if name == "decoder":
+        return _decoder(t)
+
+    class GRU(t.GRU):  # type: ignore[name-defined,misc]
+        def forward(self, x: Any) -> Any:
+            return super().forward(x)[0]
+
     class LSTM(t.LSTM):  # type: ignore[name-defined,misc]
         def forward(self, x: Any) -> Any:
             return super().forward(x)[0]
 
+    if name == "gru":
+        return t.Sequential(t.Embedding(7, 4), GRU(4, 5, 2, batch_first=True), t.Linear(5, 7))
     return t.Sequential(t.Embedding(7, 4), LSTM(4, 5, 2, bidirectional=True, batch_first=True), t.Linear(10, 7))
 
 
@@ -104,7 +129,7 @@ def _mean(t: Any) -> Any:
     return t.Sequential(t.AdaptiveAvgPool2d(1), t.Flatten())
 
 
-@pytest.mark.parametrize("name", ["cnn", "mlp", "resnet", "lstm"])
+@pytest.mark.parametrize("name", ["cnn", "mlp", "resnet", "lstm", "gru", "decoder"])
 def test_pytorch_computes_the_same(name: str) -> None:
     """Logits within 1e-6 of the largest, there and with what is trained there."""
     torch = pytest.importorskip("torch")

@@ -106,7 +106,7 @@ LAYERS = {
         lambda: nn.Conv1d(4, 6, 3, 2, 1, groups=2),
         SEQUENCES,
         lambda m, x: ops.conv2d(
-            x.reshape(2, 5, 1, 4), m.conv.weight.transpose((1, 0, 2, 3)), m.conv.bias, (2, 1), (1, 0), 1, 2
+            x.reshape(2, 5, 1, 4), m.weight.transpose((1, 0, 2, 3)), m.bias, (2, 1), (1, 0), 1, 2
         ).reshape(2, 3, 6),
     ),
     "AdaptiveAvgPool2d": (
