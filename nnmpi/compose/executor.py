@@ -159,10 +159,9 @@ class Executor:
                 before, after = s % self.ranks, (s + 1) % self.ranks
                 peer = after if before == self.rank else before
                 self._boundaries[s] = StageBoundary(self._messages, peer, s, backend)
-        self._values: dict[tuple[int, int], BoundaryArrays] = {}  # by stage and microbatch, as all of these
-        self._results: dict[tuple[int, int], BoundaryArrays] = {}
-        self._grads: dict[tuple[int, int], list[Array]] = {}
-        self._input_grads: dict[tuple[int, int], list[Array]] = {}
+        # By microbatch and the stage that takes them, which may be of another rank: then they wait to be sent.
+        self._values: dict[tuple[int, int], BoundaryArrays] = {}
+        self._grads: dict[tuple[int, int], Sequence[Array]] = {}
         self._timeline: timeline.Timeline | None = None
         self._actions: dict[Kind, Callable[[int, Any], None]] = {
             Kind.F: self._forward,
@@ -242,8 +241,8 @@ class Executor:
             if self._boundaries:
                 self._drain()
         except BaseException:
-            for arrays in (self._values, self._results, self._grads, self._input_grads):
-                arrays.clear()
+            self._values.clear()
+            self._grads.clear()
             for stage in self.stages.values():
                 stage.clear()
             self._caller.abort()
@@ -308,31 +307,23 @@ class Executor:
     # ---- computing ----
 
     def _forward(self, stage: int, microbatch: int) -> None:
-        program = self._now
         if stage:
             values = self._values.pop((stage, microbatch))
         else:
             values = BoundaryArrays((feed(lambda: self._inputs[microbatch]),), (False,))
-        result = self.stages[stage].forward(microbatch, values, program.schedule.trains)
-        if stage == self.count - 1:
-            return
-        if program.schedule.is_cut(stage):
-            self._results[stage, microbatch] = result
-        else:
+        result = self.stages[stage].forward(microbatch, values, self._now.schedule.trains)
+        if stage < self.count - 1:
             self._values[stage + 1, microbatch] = result
 
     def _go_back(self, stage: int, microbatch: int, halves: bool) -> None:
-        last = stage == self.count - 1
-        if last:
+        if stage == self.count - 1:
             perform(self._caller.begin_backward, microbatch)
-            grads = [feed(lambda: self._seeds[microbatch])]
+            grads: Sequence[Array] = [feed(lambda: self._seeds[microbatch])]
         else:
             grads = self._grads.pop((stage, microbatch))
         result = self.stages[stage].backward(microbatch, grads, halves)
         if stage == 0:
             perform(self._caller.end_backward, microbatch)
-        elif self._now.schedule.is_cut(stage - 1):
-            self._input_grads[stage, microbatch] = result
         else:
             self._grads[stage - 1, microbatch] = result
 
@@ -367,9 +358,10 @@ class Executor:
 
     def _send(self, kind: Kind, stage: int, microbatch: int) -> None:
         if kind is Kind.SEND_ACT:
-            values = self._results.pop((stage, microbatch))
+            values = self._values.pop((stage + 1, microbatch))
         else:
-            stage, values = stage - 1, BoundaryArrays(tuple(self._input_grads.pop((stage, microbatch))), ())
+            stage -= 1
+            values = BoundaryArrays(tuple(self._grads.pop((stage, microbatch))), ())
         perform(self._send_over, kind, stage, microbatch, active() is not None, *values)
 
     def _send_over(self, kind: Kind, boundary: int, microbatch: int, copy: bool, *values: Any) -> None:
