@@ -150,7 +150,8 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
 def _check_unchanged(node: Function) -> None:
     """Refuse the backward of an operation that keeps parameters, or views of them, which were written since."""
     assert node.writes is not None and node.edges is not None
-    arrays = [*node.writes.arrays, *(edge.data for edge in node.edges if isinstance(edge, Variable))]
+    counted = (edge for edge in node.edges if isinstance(edge, Variable) and edge.writes is not None)
+    arrays = [*node.writes.arrays, *(edge.data for edge in counted)]  # not what else comes to a stage
     for kept in filter(is_array, node.saved):
         if any(type(each) is type(kept) and namespace(kept).may_share_memory(each, kept) for each in arrays):
             raise GraphError(
