@@ -145,7 +145,7 @@ def main(words: Sequence[str], group: Group) -> None:
     """
     console, (folder, options, place) = ask(words, parse, group)
     run = place.open(folder, group)
-    train, test = load_samples(_data(run, options), group, group.local_rank(), console.say)
+    train, test = load_samples(_data(run, options), group, console.say)
     with agreed(group):
         samples = matched(run.signature, train if options.part == "train" else test)
     console.say(*_lines(run, samples, *evaluate(run, samples, options.batch_size), options))

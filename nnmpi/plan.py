@@ -118,10 +118,9 @@ def main(words: Sequence[str], group: Group) -> None:
     console, asked = ask(words, parse, group)
     machine, config = asked.machine, asked.config
     ranks = group.size if machine.ranks is None else machine.ranks
-    local_rank = group.local_rank()
-    backend = take_backend(config.run.backend, group, local_rank)
+    backend = take_backend(config.run.backend, group)
     if asked.samples.shape is None:
-        samples = load_samples(config, group, local_rank, console.say)[0]
+        samples = load_samples(config, group, console.say)[0]
     with agreed(group):
         if asked.samples.shape is not None:
             drawn = asked.samples.draw(int(config.optimization.batch_size), config)

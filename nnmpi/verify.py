@@ -139,7 +139,7 @@ def main(words: Sequence[str], group: Group) -> bool:
     config = replace(config, parallel=replace(config.parallel, microbatches=parts))
     with agreed(group):
         layout = build_layout(config.parallel, config.optimization, config.model)
-    backend = take_backend(config.run.backend, group, group.local_rank())
+    backend = take_backend(config.run.backend, group)
     with explained(backend):
         ours, header = run(config, trial.steps, dataset, group, layout, backend)
         place = [f"backend {backend.name} on {backend.device}"] if backend.is_device else []
@@ -172,7 +172,7 @@ def _samples(asked: Asked, group: Group) -> Dataset:
     if samples.shape is not None:
         with agreed(group):
             return samples.draw(trial.samples, config)
-    train, _ = load_samples(config, group, group.local_rank(), lambda _: None)
+    train, _ = load_samples(config, group, lambda _: None)
     with agreed(group):
         if not isinstance(train, Dataset):
             raise UsageError(f"--dataset {config.data.dataset} is a text; leave it out, and give --model gpt")

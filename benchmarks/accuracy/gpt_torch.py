@@ -72,7 +72,7 @@ def main() -> None:
     ):
         raise SystemExit(f"{arguments.run} is no run of gpt with adamw, and without dropout and --microbatches")
     torch.set_num_threads(arguments.threads)
-    inputs = load_inputs(config, start(), 0, print, (0, 1))
+    inputs = load_inputs(config, start(), print, (0, 1))
     extent = build_extent(recipe, inputs)
     rate = build_schedule(recipe, extent, inputs.batch_size)
     model = twin(config, inputs)

@@ -52,7 +52,7 @@ def row_of(one):
 def run(words, group, wanted, rounds, say):
     """Measure one model's layouts with the kernels and BLAS of a run; return everything as JSON values. Collective."""
     backend, config = numpy_backend(), parse(words.split())
-    samples = load_samples(config, group, group.rank, say)
+    samples = load_samples(config, group, say)
     model = build_whole(config, samples[0], backend, group)
     config, _ = choose_computing(config, model, samples[0], backend, group)
     with computing(config):

@@ -328,7 +328,7 @@ def trial_run(
     """
     mesh = find_mesh(group, layout)
     replica = mesh.coordinates(group.rank).d, mesh.dp
-    inputs = load_inputs(config, group, group.local_rank(), lambda _: None, replica, mesh.pp, samples)
+    inputs = load_inputs(config, group, lambda _: None, replica, mesh.pp, samples)
     model = build_whole(config, inputs.train, backend, group)
     trainer = build_trainer(config, model, group, inputs, backend, layout, verified)
     if not isinstance(trainer, Worker):

@@ -276,7 +276,7 @@ class PlaceConfig:
         Raises:
             NnmpiError: on all ranks; see `open_run`.
         """
-        backend = take_backend(self.backend, group, group.local_rank())
+        backend = take_backend(self.backend, group)
         layout = Layout(self.dp, self.pp, self.tp, sp=self.sp)
         return open_run(folder, group, layout, backend, self.best, self.weights, self.trust)
 

@@ -107,7 +107,7 @@ REMEDY_OPTIONS = (
 )
 
 
-def take_backend(name: str, group: Group, local_rank: int, limit_bytes: int | None = None) -> Backend:
+def take_backend(name: str, group: Group, limit_bytes: int | None = None) -> Backend:
     """Return the backend of this name, with a fair part of its device's memory. Collective.
 
     Where "auto" finds a device on some nodes alone, all ranks take NumPy.
@@ -115,12 +115,12 @@ def take_backend(name: str, group: Group, local_rank: int, limit_bytes: int | No
     Args:
         name: auto, numpy or cupy.
         group: all ranks of the run.
-        local_rank: this rank's number on its node.
         limit_bytes: what a rank's arrays may take of a device's memory, if less than that.
 
     Raises:
         DeviceError: on all ranks, when one cannot use the device that it should.
     """
+    local_rank = group.local_rank()
     with agreed(group):
         backend = select(name, local_rank)
     names = group.gather(backend.name)

@@ -72,7 +72,7 @@ class Inputs:
         return self.train.tokenizer if isinstance(self.train, Text) else None
 
 
-def load_samples(config: Config, group: Group, local_rank: int, say: Callable[[str], None]) -> tuple[Samples, Samples]:
+def load_samples(config: Config, group: Group, say: Callable[[str], None]) -> tuple[Samples, Samples]:
     """Return the training and the test set, after the first rank of each node has made or downloaded what is missing.
 
     Collective.
@@ -80,7 +80,6 @@ def load_samples(config: Config, group: Group, local_rank: int, say: Callable[[s
     Args:
         config: every option.
         group: all ranks of the run.
-        local_rank: this rank's number on its node.
         say: called with a sentence when a transfer begins.
 
     Raises:
@@ -91,10 +90,11 @@ def load_samples(config: Config, group: Group, local_rank: int, say: Callable[[s
     data = config.data
     where = f"--dataset {data.dataset}" + ("" if data.data_dir is None else f" --data-dir {data.data_dir}")
     source: TextSource | None = None
+    is_first = group.local_rank() == 0
     with agreed(group), _prefixed(where):
         source = text_source(config)
         downloads = source is not None or (data.dataset in DOWNLOADED and data.data_dir is None)
-        if local_rank == 0 or not downloads:  # what makes nothing checks the options, with the same error on all ranks
+        if is_first or not downloads:  # what makes nothing checks the options, with the same error on all ranks
             if source is not None:
                 prepare_tokens(source)
             elif not is_custom(data.dataset):
@@ -112,7 +112,6 @@ def load_samples(config: Config, group: Group, local_rank: int, say: Callable[[s
 def load_inputs(
     config: Config,
     group: Group,
-    local_rank: int,
     say: Callable[[str], None],
     replica: tuple[int, int],
     stages: int = 1,
@@ -123,7 +122,6 @@ def load_inputs(
     Args:
         config: every option.
         group: all ranks of the run.
-        local_rank: this rank's number on its node.
         say: called with a sentence when a transfer begins.
         replica: which of how many replicas of the model this rank belongs to.
         stages: ranks of a pipeline, which batches go through in microbatches.
@@ -135,7 +133,7 @@ def load_inputs(
         CommError: for ranks with different data or programs.
     """
     data, run, once = config.data, config.run, group.comm.world.once
-    train, test = samples or load_samples(config, group, local_rank, say)
+    train, test = samples or load_samples(config, group, say)
     with agreed(group):
         if isinstance(train, Dataset) and train.classes == 1:
             raise UsageError(f"--dataset {data.dataset} has one class alone, so that there is nothing to tell apart")

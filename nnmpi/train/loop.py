@@ -382,8 +382,7 @@ def begin(config: Config, group: Group, console: Console, words: Sequence[str] =
     assert config.run.out is not None
     folder, resuming = RunFolder(config.run.out), config.run.resume is not None
     group.comm.world.watch(WARNING_S, config.run.stall_limit, folder.path)
-    local_rank = group.local_rank()
-    backend = take_backend(config.run.backend, group, local_rank, config.parallel.memory_limit)
+    backend = take_backend(config.run.backend, group, config.parallel.memory_limit)
     with agreed(group):
         check_backend(config.run, backend)
     # A loss that overflows is found and explained by the worker; NumPy's warnings would come first, once per rank.
@@ -400,9 +399,9 @@ def begin(config: Config, group: Group, console: Console, words: Sequence[str] =
 
             with agreed(group):
                 check_open(config.parallel, config.sync.rule.asynchronous, resuming)
-            chosen = choose(config, group, backend, local_rank, console.say)
+            chosen = choose(config, group, backend, console.say)
             config = chosen.config
-        run = set_up(config, group, backend, folder, last, console.say, local_rank, stack)
+        run = set_up(config, group, backend, folder, last, console.say, stack)
         facts, settled = header(run), run.settled()
         first = RunState(samples=len(run.inputs.train), data=run.inputs.identity)
         state, notices = restore(run.trainer, last, folder, first) if resuming else (first, [])

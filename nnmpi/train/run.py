@@ -182,7 +182,6 @@ def set_up(
     folder: RunFolder,
     last: Checkpoint | None,
     say: Callable[[str], None],
-    local_rank: int,
     stack: ExitStack,
 ) -> TrainingRun:
     """Load the data, build everything, and return it. Collective.
@@ -191,7 +190,6 @@ def set_up(
         folder: where the run will write; it is not touched here.
         last: the checkpoint that the run goes on from: its cuts hold again.
         say: called with a sentence when a download begins.
-        local_rank: this rank's number on its node.
         stack: gets what must be left at the end of the run: what computes.
 
     Raises:
@@ -202,7 +200,7 @@ def set_up(
     config.sync.rule.check(group.size)
     config.sync.slowness(config.run.seed).check(group.size)
     replica = (mesh.coordinates(group.rank).d, mesh.dp)
-    inputs = load_inputs(config, group, local_rank, say, replica, mesh.pp)
+    inputs = load_inputs(config, group, say, replica, mesh.pp)
     with agreed(group):
         extent = build_extent(config.optimization, inputs)
         schedule = build_schedule(config.optimization, extent)

@@ -56,7 +56,7 @@ def test_optimizers_get_their_options() -> None:
 def test_the_worker_gets_its_options(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(build, "Worker", lambda *_, **options: given.update(options))
-    inputs = load_inputs(Config(), group, 0, lambda _: None, (0, 1))
+    inputs = load_inputs(Config(), group, lambda _: None, (0, 1))
 
     def options(config: Config) -> dict[str, Any]:
         model = build.build_whole(config, inputs.train, numpy_backend(), group)
@@ -78,7 +78,7 @@ def test_the_worker_gets_its_options(group: Group, monkeypatch: pytest.MonkeyPat
 
 def test_the_loaders_get_their_options(group: Group) -> None:
     def inputs(**options: Any) -> Any:
-        return load_inputs(assemble(options), group, 0, lambda _: None, (0, 1))
+        return load_inputs(assemble(options), group, lambda _: None, (0, 1))
 
     plain = inputs()
     assert (plain.batch_size, plain.train_loader.shuffle, plain.test_loader.shuffle) == (32, True, False)
@@ -97,7 +97,7 @@ def test_the_loaders_get_their_options(group: Group) -> None:
 @pytest.mark.parametrize("dataset", ["iris", "digits"])
 def test_a_small_set_is_made_input_once_with_the_bits_of_its_batches(group: Group, dataset: str) -> None:
     def inputs(**options: Any) -> Any:
-        return load_inputs(assemble({"dataset": dataset, "model": "mlp", **options}), group, 0, lambda _: None, (0, 1))
+        return load_inputs(assemble({"dataset": dataset, "model": "mlp", **options}), group, lambda _: None, (0, 1))
 
     each_time = inputs(dtype="float64")  # data sets hold float32
     assert each_time.train_loader.dataset is each_time.train
@@ -131,7 +131,7 @@ def test_a_fixed_order_has_the_same_microbatches_under_every_layout() -> None:
 
 
 def test_the_run_is_as_long_as_epochs_or_steps_say(group: Group) -> None:
-    inputs = load_inputs(Config(), group, 0, lambda _: None, (0, 1))
+    inputs = load_inputs(Config(), group, lambda _: None, (0, 1))
     assert build.build_extent(OptimizationConfig(epochs=3), inputs) == Extent(3, 135, 45, 12, 135)
     assert build.build_extent(OptimizationConfig(epochs=3, max_steps=50), inputs).steps == 50
     assert build.build_extent(OptimizationConfig(epochs=3, max_steps=500), inputs).steps == 135
@@ -147,7 +147,7 @@ def test_ranks_of_one_process_load_each_data_set_that_they_are_asked_for() -> No
 
     def program(group: Group) -> None:
         iris, digits = (assemble({"dataset": name, "model": "mlp"}) for name in ("iris", "digits"))
-        first, second, third = (load_inputs(each, group, 0, lambda _: None, (0, 1)) for each in (iris, digits, iris))
+        first, second, third = (load_inputs(each, group, lambda _: None, (0, 1)) for each in (iris, digits, iris))
         assert (len(first.train), len(second.train)) == (120, 1438)
         assert first.signature.sample_shape != second.signature.sample_shape
         assert third.train is first.train

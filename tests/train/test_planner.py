@@ -329,7 +329,7 @@ def test_the_layouts_that_may_be_the_best_race_once(monkeypatch: pytest.MonkeyPa
     config = parse([*SMALL, "--layout", "auto", "--jit", "off"])
 
     def chosen() -> ChosenLayout:
-        return simulate(lambda group: choose(config, group, numpy_backend(), group.rank, lambda _: None), 2)[0]
+        return simulate(lambda group: choose(config, group, numpy_backend(), lambda _: None), 2)[0]
 
     first, count = chosen(), len(ran)
     assert len({str(each) for each in ran}) == auto_layout.RACERS

@@ -58,7 +58,7 @@ class ChosenLayout:
         return [f"{predicted}, measured {format_seconds(took_s, 3)} ({off:+.0f} %)"]
 
 
-def choose(config: Config, group: Group, backend: Backend, local_rank: int, say: Say) -> ChosenLayout:
+def choose(config: Config, group: Group, backend: Backend, say: Say) -> ChosenLayout:
     """Return the configuration with the layout that takes least time; the same on all ranks. Collective.
 
     A run that multiplies little takes less time than a search: it has replicas.
@@ -67,14 +67,13 @@ def choose(config: Config, group: Group, backend: Backend, local_rank: int, say:
         config: with the layout left open.
         group: all ranks of the run.
         backend: where this rank computes.
-        local_rank: this rank's number on its node.
         say: called with a sentence when something takes its time.
 
     Raises:
         UsageError: on all ranks, for options that leave nothing to choose.
         LayoutError: on all ranks, when nothing fits the memory.
     """
-    samples = load_samples(config, group, local_rank, say)
+    samples = load_samples(config, group, say)
     model = build_whole(config, samples[0], backend, group)
     config, kernels = choose_computing(config, model, samples[0], backend, group)
     work = multiplications(config.optimization, model, samples[0])
