@@ -51,9 +51,9 @@ def short_name(name: str) -> str:
     return f"{stem}-{function}"
 
 
-def custom_file(name: str) -> Path | None:
+def custom_file(name: object) -> Path | None:
     """Return the file that the name is in; None for other names, and for one in an installed module."""
-    source = Path(name.rpartition(":")[0])
+    source = Path(str(name).rpartition(":")[0])
     return source if is_custom(name) and source.suffix == ".py" and source.is_file() else None
 
 

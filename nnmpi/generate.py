@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from pathlib import Path
 
 import numpy as np
 
@@ -18,7 +17,6 @@ from nnmpi.errors import UsageError
 from nnmpi.train.cli import PlaceConfig, ask, launch_use, read_command
 from nnmpi.train.config import (
     SEQUENCE_MODELS,
-    Config,
     check_numbers,
     require,
 )
@@ -71,9 +69,12 @@ def main(words: Sequence[str], group: Group) -> None:
         raise UsageError(f"tokens come one by one, and {place.sp} ranks cannot share one's position; leave --sp out")
     begin = clock.now()
     run = place.open(folder, group)
-    _check_model(folder, run.config)
+    model = run.config.model.model
+    require(
+        model in SEQUENCE_MODELS, f"{folder} is a run of model {model}; only {' or '.join(SEQUENCE_MODELS)} can write"
+    )
     generator = TokenGenerator(run.arrangement, run.backend, run.config.run.precision)
-    context = None if run.config.model.model == "lstm" else run.signature.sample_shape[0]
+    context = None if model == "lstm" else run.signature.sample_shape[0]
     tokenizer = run.tokenizer
     prompt, end = on_root(group, partial(_tokens, options.prompt, tokenizer, run.classes))
     draw = np.random.default_rng(options.seed)
@@ -91,12 +92,6 @@ def main(words: Sequence[str], group: Group) -> None:
         f"loading took {ready - begin:.2f} s"
     )
     generator.release()
-
-
-def _check_model(folder: Path, config: Config) -> None:
-    """Refuse a run whose model does not write."""
-    known, model = " or ".join(SEQUENCE_MODELS), config.model.model
-    require(model in SEQUENCE_MODELS, f"{folder} is a run of model {model}; only {known} can write")
 
 
 def _tokens(prompt: str, tokenizer: Tokenizer | None, vocabulary: int) -> tuple[list[int], int]:

@@ -23,7 +23,7 @@ from nnmpi.data.tables import read_csv, read_samples
 from nnmpi.errors import DataError, UsageError, raised_as
 from nnmpi.files import foreign
 from nnmpi.train.cli import PlaceConfig, ask, launch_use, read_command
-from nnmpi.train.config import SEQUENCE_MODELS, Config
+from nnmpi.train.config import SEQUENCE_MODELS
 from nnmpi.train.run import Run
 from nnmpi.train.signature import BYTES, ModelSignature
 
@@ -117,7 +117,8 @@ def main(words: Sequence[str], group: Group) -> None:
     """
     console, (folder, file, options, place) = ask(words, parse, group)
     run = place.open(folder, group)
-    _check_model(run.config)
+    if run.config.model.model in SEQUENCE_MODELS:
+        raise UsageError(f"a run of model {run.config.model.model} says what comes next: see python -m nnmpi.generate")
     with agreed(group):
         x = read_file(file, run.signature, run.config.run.dtype, options.invert)
     text = format_predictions(run, run.answers(x), options.format)
@@ -131,12 +132,6 @@ def main(words: Sequence[str], group: Group) -> None:
             options.out.write_text(text + "\n")
 
     on_root(group, write)
-
-
-def _check_model(config: Config) -> None:
-    """Refuse a run that writes texts."""
-    if config.model.model in SEQUENCE_MODELS:
-        raise UsageError(f"a run of model {config.model.model} says what comes next: see python -m nnmpi.generate")
 
 
 def format_predictions(run: Run, answers: Array, kind: str) -> str:

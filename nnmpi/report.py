@@ -42,6 +42,7 @@ PANELS = [  # title, label and key of the values, whose they are, and what they 
     ("Loss over time", "loss", "loss", BOTH, SECONDS),
     ("Accuracy over time", "accuracy", "accuracy", BOTH, SECONDS),
 ]
+RESULT = ("kind", "epoch", "loss", "accuracy", "perplexity", "elapsed_s")
 _MEMORY = "memory_"
 
 
@@ -102,7 +103,9 @@ def gather(run: Path) -> dict[str, Any]:
     heights = [[each.get(n, 0) for n in range(stale.largest() + 1)] for each in stale.histograms if stale.count()]
     return {
         "head": began[-1].get("facts", []) if began else [],
-        "results": [_result(each) for each in records if each["kind"] in ("eval", "test")][-2:],
+        "results": [{key: each.get(key) for key in RESULT} for each in records if each["kind"] in ("eval", "test")][
+            -2:
+        ],
         "charts": [chart for panel in PANELS if (chart := _chart(*panel, records))["lines"]],
         "times": {label: mean for key, label in PARTS.items() if (mean := _mean(trained, key))},
         "memory": {key.removeprefix(_MEMORY): n for key, n in (trained or [{}])[-1].items() if key.startswith(_MEMORY)},
@@ -110,10 +113,6 @@ def gather(run: Path) -> dict[str, Any]:
         "options": _options(options),
         "commands": commands,
     }
-
-
-def _result(record: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: record.get(key) for key in ("kind", "epoch", "loss", "accuracy", "perplexity", "elapsed_s")}
 
 
 def _chart(

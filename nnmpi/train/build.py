@@ -15,6 +15,7 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import use_precision
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
+from nnmpi.command import flag_of
 from nnmpi.compose.arrange import Arrangement, arrange, find_mesh
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import GradientExchange, Layout, Numerics
@@ -47,6 +48,7 @@ from nnmpi.train.config import (
     ModelConfig,
     OptimizationConfig,
     ParallelConfig,
+    given,
     require,
 )
 from nnmpi.train.inputs import Inputs, load_inputs
@@ -361,8 +363,8 @@ def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:
     with agreed(group):
         layout = build_layout(config.parallel, config.optimization, config.model)
     mesh = find_mesh(group, layout)
-    idle = config.parallel.describe_idle()
-    resuming = config.run.resume is not None  # then they may be those of a run that had a pipeline
-    if idle is not None and mesh.pp == 1 and not resuming:
-        raise UsageError(f"{idle} belongs to a pipeline, and {mesh} has none; give --pp 2 or more, or leave it out")
+    for name in given(config.parallel).keys() & {"pipeline", "virtual_stages", "split"}:
+        fits = mesh.pp > 1 or config.run.resume is not None  # then it may be that of a run that had a pipeline
+        sentence = f"belongs to a pipeline, and {mesh} has none; give --pp 2 or more, or leave it out"
+        require(fits, f"{flag_of(name)} {sentence}")
     return layout, mesh

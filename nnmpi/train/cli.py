@@ -225,17 +225,13 @@ def _refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
     for name in FIXED.split():
         before = resumed.get(name, given[name])
         before = list(before) if isinstance(before, tuple) else before
-        if before != given[name] and not (name == "dataset" and _is_moved(str(before), given[name])):
+        same_file = Path(str(before)).name == Path(str(given[name])).name and not {before, given[name]} & {*NAMES}
+        if before != given[name] and not (name == "dataset" and same_file):  # which may lie elsewhere now
             flag = all_options()[name].flag
             raise UsageError(
                 f"--resume {given['resume']}: the run has {flag} {shown(before)}, which cannot become "
                 f"{shown(given[name])}; leave {flag} out, or start a new run with another --out"
             )
-
-
-def _is_moved(before: str, now: str) -> bool:
-    """Return whether both are paths of a file with the same name: data may lie elsewhere when a run goes on."""
-    return not {before, now} & {*NAMES} and Path(before).name == Path(now).name
 
 
 # ---- commands that use a run ----

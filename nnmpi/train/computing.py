@@ -186,11 +186,6 @@ def describe_device(backend: Backend, group: Group, verbose: bool = False) -> li
     ]
 
 
-def device_use(backend: Backend) -> dict[str, float]:
-    """Return what a record of training says about a device's memory, as this rank sees it; nothing on the host."""
-    return {"device_peak_bytes": backend.memory().peak_bytes} if backend.is_device else {}
-
-
 @contextmanager
 def explained(
     backend: Backend, words: str = "out of memory ({}); give a smaller --batch-size, or --microbatches 2 or more"

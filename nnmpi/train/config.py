@@ -153,10 +153,6 @@ class ParallelConfig:
         fits = not self.zero or self.allreduce in sums
         require(fits, f"--allreduce {self.allreduce} does not go with --zero {self.zero}, which {why}")
 
-    def describe_idle(self) -> str | None:
-        """Return the first given option that means something in a pipeline alone; None if there is none."""
-        return next((flag_of(name) for name in given(self) if name in ("pipeline", "virtual_stages", "split")), None)
-
 
 MOST_SIMULATED_RANKS = 1024
 

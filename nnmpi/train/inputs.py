@@ -25,7 +25,7 @@ from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tok
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
 from nnmpi.errors import UsageError, counted
 from nnmpi.models.pretrained import read_size
-from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig, check_numbers, given, require
+from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig, check_numbers, flatten, given, require
 from nnmpi.train.signature import ModelSignature, versions
 
 MICROBATCHES_PER_STAGE = 4
@@ -268,9 +268,10 @@ def check_same_start(config: Config, group: Group, train: Samples, test: Samples
 
 def _describe_start(config: Config, train: Samples, test: Samples) -> list[str]:
     """Return the versions, a hash of the program's files, the data's sizes, and a hash of the data."""
-    program, folder, custom = hashlib.sha256(), Path(__file__).parents[1], _own_files(config)
+    program, folder = hashlib.sha256(), Path(__file__).parents[1]
     own = (file for file in folder.rglob("*.*") if file.suffix in (".py", ".cu", ".cuh", ".npz", ".gz"))
-    for file in [*sorted(own), *custom]:
+    written = {file for value in flatten(config).values() if (file := custom_file(value))}  # by the user
+    for file in [*sorted(own), *sorted(written)]:
         program.update(file.read_bytes())
     sizes = f"{len(train)} training and {len(test)} test samples"
     return [
@@ -279,13 +280,6 @@ def _describe_start(config: Config, train: Samples, test: Samples) -> list[str]:
         sizes,
         f"{train.identity[:16]} {test.identity[:16]}",
     ]
-
-
-def _own_files(config: Config) -> list[Path]:
-    """Return the files that the user wrote and that this run computes with."""
-    sections = (config.model.model, config.data.dataset, config.parallel.allreduce, config.parallel.pipeline)
-    more = (config.optimization.optimizer, config.optimization.loss, config.optimization.schedule)
-    return sorted({file for name in (*sections, *more) if (file := custom_file(name)) is not None})
 
 
 def text_source(config: Config) -> TextSource | None:

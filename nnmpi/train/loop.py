@@ -41,7 +41,7 @@ from nnmpi.files import locked, read_json, write_atomically
 from nnmpi.models.pretrained import read_size, save_pretrained
 from nnmpi.train.build import dropout_of
 from nnmpi.train.checkpoint import MODEL_FILE, STATE_FILE, RunState, Saver, find, restore, steps
-from nnmpi.train.computing import check_backend, device_use, explained, take_backend
+from nnmpi.train.computing import check_backend, explained, take_backend
 from nnmpi.train.config import Config, to_json
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.header import header
@@ -250,7 +250,9 @@ class Loop:
         if self._window.samples:
             window = replace(self._window, steps=max(self._window.steps, 1))
             state = replace(self._on_time(), step=step, batch=self.state.batch + step - self.state.step, window=window)
-            more = {**self._trainer.details(last.totals), **device_use(self._run.backend)}
+            more = self._trainer.details(last.totals)
+            if self._run.backend.is_device:
+                more["device_peak_bytes"] = self._run.backend.memory().peak_bytes
             if not self._trainer.in_step:
                 more |= {"comm_bytes": None, "comm_calls": None}  # they are in the segment's record
             self.reporter.steps(state, last.norm, self._run.schedule(max(step - 1, 0)), more)

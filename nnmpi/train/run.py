@@ -308,11 +308,11 @@ def open_run(
             _load_torch(weights, lambda: build().initialize(dtype=dtype), sample, group, where)
         elif last is not None:
             load_weights(where.model, group, where, last)
-    found: list[Tokenizer | None] = []  # on rank 0
-    on_root(group, lambda: found.append(_read_tokenizer(folder)))
+    place = RunFolder(folder).tokenizer if is_run else folder
+    with agreed(group):  # of samples that were tokens to begin with there is none
+        tokenizer = load_tokenizer(place) if group.is_root and find_tokenizer(place) is not None else None
     step = None if last is None else last.values["step"]
-    tokenizer, files = found[0] if found else None, RunFolder(folder)
-    return Run(config, group, backend, files, signature, tokenizer, where.model, where, step)
+    return Run(config, group, backend, RunFolder(folder), signature, tokenizer, where.model, where, step)
 
 
 def _load_torch(file: Path, build: Callable[[], Module], sample: Array, group: Group, where: Arrangement) -> None:
@@ -372,9 +372,3 @@ def _read_signature(folder: Path, last: Checkpoint | None, group: Group) -> Mode
         return read_metadata(file.metadata, file.file)["signature"]
 
     return ModelSignature.from_json(on_root(group, read))
-
-
-def _read_tokenizer(folder: Path) -> Tokenizer | None:
-    """Return the tokenizer of a run or a model; None where its samples were tokens to begin with."""
-    place = folder if (folder / WEIGHTS).is_file() else RunFolder(folder).tokenizer
-    return None if find_tokenizer(place) is None else load_tokenizer(place)
