@@ -70,9 +70,8 @@ def main(words: Sequence[str], group: Group) -> None:
     begin = clock.now()
     run = place.open(folder, group)
     model = run.config.model.model
-    require(
-        model in SEQUENCE_MODELS, f"{folder} is a run of model {model}; only {' or '.join(SEQUENCE_MODELS)} can write"
-    )
+    known = " or ".join(SEQUENCE_MODELS)
+    require(model in SEQUENCE_MODELS, f"{folder} is a run of model {model}; only {known} can write")
     generator = TokenGenerator(run.arrangement, run.backend, run.config.run.precision)
     context = None if model == "lstm" else run.signature.sample_shape[0]
     tokenizer = run.tokenizer
