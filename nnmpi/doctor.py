@@ -35,7 +35,7 @@ from nnmpi.command import Parser, say
 from nnmpi.errors import CheckpointError, counted, name_ranks
 from nnmpi.files import is_locked, parse_json, read_json, read_text
 from nnmpi.launcher import read_launch, usable_cores
-from nnmpi.train.checkpoint import MODEL_FILE, STATE_FILE, load_checkpoint, steps
+from nnmpi.train.checkpoint import MODEL_FILE, STATE_FILE, Checkpoint, load_checkpoint, steps
 from nnmpi.train.folder import RunFolder, read_run
 from nnmpi.train.log import describe_measures
 from nnmpi.train.signature import versions
@@ -100,8 +100,15 @@ def diagnose(path: Path) -> Diagnosis:
     """
     read_run(path, str(path))
     folder = RunFolder(path)
-    step, checkpoint, notices = _last_checkpoint(folder)
-    starts = _lines(folder.starts)
+    checkpoint, step, notices = None, 0, []
+    try:
+        checkpoint = load_checkpoint(folder.checkpoints)
+    except (CheckpointError, OSError) as error:
+        notices = [str(error)]
+    if checkpoint is not None:
+        notices, known = list(checkpoint.notices), checkpoint.values.get("step")
+        step = known if isinstance(known, int) else 0
+    starts, faults = _lines(folder.starts), _lines(folder.faults)
     records = [each for each in _lines(folder.metrics) if isinstance(each.get("global_step"), int)]
     reached = max((each["global_step"] for each in records), default=0)
     last = starts[-1] if starts else {}
@@ -109,92 +116,73 @@ def diagnose(path: Path) -> Diagnosis:
     facts = (
         f"started {counted(len(starts), 'time')}, {where}" if starts else "never started",
         f"metrics reach step {reached}" if records else "no metrics",
-        f"last good checkpoint: step {step}, in {checkpoint}" if checkpoint else "no checkpoint that is whole",
+        f"last good checkpoint: step {step}, in {checkpoint.folder}" if checkpoint else "no checkpoint that is whole",
         *notices,
-        *(f"start {each.get('start')}: {each.get('fault')}" for each in _lines(folder.faults)[-5:]),
+        *(f"start {each.get('start')}: {each.get('fault')}" for each in faults[-5:]),
     )
-    happened, advice = _judge(folder, starts, records, reached, step, checkpoint)
-    return Diagnosis(happened, advice, facts)
+
+    def judge() -> tuple[str, str]:
+        """Return what happened, and what to do."""
+        ranks = last.get("ranks")  # the command is there to be copied, and the folder may be anybody's
+        command = f"python -m nnmpi.run -n {ranks if isinstance(ranks, int) else 1} -- --resume {quote(str(path))}"
+        resume = f"go on with: {command}"
+        if checkpoint is None and steps(folder.checkpoints):
+            resume = "no checkpoint is whole: bring one back from a copy, or start a new run with another --out"
+        loses = f"; the {reached - step} steps since the checkpoint of step {step} are done again" * (reached > step)
+        if is_locked(path):
+            return f"The run still goes on; it is at step {reached} or later.", "wait, or watch its metrics.jsonl"
+        if folder.finished.exists():
+            return _judge_end(folder, checkpoint)
+        flight = _flight(folder)
+        if flight is not None:
+            happened, record = flight
+            return (
+                f"The run stood still and was ended: {happened}",
+                f"read the stacks in {record}, then {resume}{loses}",
+            )
+        trained = [each for each in records if each.get("kind") == "train"]
+        if trained and trained[-1].get("loss", 0.0) is None:
+            return (
+                f"The loss was no longer a finite number at step {trained[-1]['global_step']}.",
+                f"go on with a smaller --lr, or --clip, from an earlier checkpoint: {command} --lr ...",
+            )
+        why = "it did not say why (killed, or out of memory or time)"
+        if faults and _written(folder.faults) >= _written(folder.starts):
+            why = f"its supervisor saw: {faults[-1].get('fault')}"
+        if not starts:
+            return "The run ended while it was set up, before its first step.", f"read what it printed; {resume}"
+        if not records and checkpoint is None:
+            return f"The run came up and ended before a line of metrics was written; {why}.", resume
+        if reached == step:
+            return f"The run ended after step {step}, which is saved; it is not finished.", resume
+        return f"The run ended at about step {reached}; {why}.", f"{resume}{loses}"
+
+    return Diagnosis(*judge(), facts)
 
 
-def _judge(
-    folder: RunFolder,
-    starts: list[Any],
-    records: list[dict[str, Any]],
-    reached: int,
-    step: int,
-    checkpoint: Path | None,
-) -> tuple[str, str]:
-    path = folder.path
-    resume = f"go on with: {_command(starts, path)}"
-    if checkpoint is None and steps(folder.checkpoints):
-        resume = "no checkpoint is whole: bring one back from a copy, or start a new run with another --out"
-    loses = f"; the {reached - step} steps since the checkpoint of step {step} are done again" if reached > step else ""
-    if is_locked(path):
-        return f"The run still goes on; it is at step {reached} or later.", "wait, or watch its metrics.jsonl"
-    if folder.finished.exists():
-        return _judge_end(folder, checkpoint)
-    flight = _flight(folder)
-    if flight is not None:
-        happened, record = flight
-        return f"The run stood still and was ended: {happened}", f"read the stacks in {record}, then {resume}{loses}"
-    trained = [each for each in records if each.get("kind") == "train"]
-    if trained and trained[-1].get("loss", 0.0) is None:
-        return (
-            f"The loss was no longer a finite number at step {trained[-1]['global_step']}.",
-            f"go on with a smaller --lr, or --clip, from an earlier checkpoint: {_command(starts, path)} --lr ...",
-        )
-    faults, why = _lines(folder.faults), "it did not say why (killed, or out of memory or time)"
-    if faults and _written(folder.faults) >= _written(folder.starts):
-        why = f"its supervisor saw: {faults[-1].get('fault')}"
-    if not starts:
-        return "The run ended while it was set up, before its first step.", f"read what it printed; {resume}"
-    if not records and checkpoint is None:
-        return f"The run came up and ended before a line of metrics was written; {why}.", resume
-    if reached == step:
-        return f"The run ended after step {step}, which is saved; it is not finished.", resume
-    return f"The run ended at about step {reached}; {why}.", f"{resume}{loses}"
-
-
-def _judge_end(folder: RunFolder, checkpoint: Path | None) -> tuple[str, str]:
+def _judge_end(folder: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, str]:
     """Judge a run that says that it is finished."""
+    resume = f"python -m nnmpi.train --resume {quote(str(folder.path))}"
     try:
         end = read_json(folder.finished)
         step, ranks, wanted = (end[key] for key in ("step", "ranks", "weights_sha256"))
     except (OSError, ValueError, KeyError, TypeError):
-        again = f"prove the end again: python -m nnmpi.train --resume {quote(str(folder.path))}"
-        return f"{folder.finished} is damaged.", again
+        return f"{folder.finished} is damaged.", f"prove the end again: {resume}"
     with suppress(OSError, ValueError, KeyError, TypeError):
-        if checkpoint is not None and read_json(checkpoint / STATE_FILE)["files"][MODEL_FILE]["sha256"] == wanted:
+        files = read_json(checkpoint.folder / STATE_FILE)["files"] if checkpoint is not None else {}
+        if files[MODEL_FILE]["sha256"] == wanted:
+            names = ("accuracy",) if end.get("accuracy") is not None else ("rmse", "r2")  # neither after a text
+            known = {name: nan if end[name] is None else end[name] for name in names if name in end}
+            result = f", test {describe_measures(known)}" if known else ""
             return (
-                f"The run is finished: {step} steps on {counted(ranks, 'rank')}{_result(end)}; the weights are those "
+                f"The run is finished: {step} steps on {counted(ranks, 'rank')}{result}; the weights are those "
                 "of its end.",
                 f"nothing; use it: python -m nnmpi.evaluate {quote(str(folder.path))}",
             )
     return (
         f"The run was finished after {step} steps, but its last whole checkpoint has other weights than those.",
-        f"bring the checkpoint back, or train its end again: python -m nnmpi.train --resume {quote(str(folder.path))}",
+        f"bring the checkpoint back, or train its end again: {resume}",
     )
-
-
-def _result(end: dict[str, Any]) -> str:
-    """Return how good the model was at the end; nothing where that is not told, as after a text."""
-    known: dict[str, float] = {name: nan if end[name] is None else end[name] for name in ("rmse", "r2") if name in end}
-    if end.get("accuracy") is not None:
-        known = {"accuracy": end["accuracy"]}
-    return f", test {describe_measures(known)}" if known else ""
-
-
-def _last_checkpoint(folder: RunFolder) -> tuple[int, Path | None, list[str]]:
-    """Return the step and folder of the last good checkpoint, and what is wrong with newer ones."""
-    try:
-        loaded = load_checkpoint(folder.checkpoints)
-    except (CheckpointError, OSError) as error:
-        return 0, None, [str(error)]
-    if loaded is None:
-        return 0, None, []
-    step = loaded.values.get("step")
-    return step if isinstance(step, int) else 0, loaded.folder, list(loaded.notices)
 
 
 def _flight(folder: RunFolder) -> tuple[str, Path] | None:
@@ -216,12 +204,6 @@ def _flight(folder: RunFolder) -> tuple[str, Path] | None:
 
 def _written(file: Path) -> float:
     return file.stat().st_mtime if file.exists() else 0.0
-
-
-def _command(starts: list[Any], path: Path) -> str:
-    ranks = starts[-1].get("ranks") if starts else 1
-    ranks = ranks if isinstance(ranks, int) else 1  # the command is there to be copied, and the folder may be anybody's
-    return f"python -m nnmpi.run -n {ranks} -- --resume {quote(str(path))}"
 
 
 def _lines(file: Path) -> list[Any]:

@@ -99,13 +99,12 @@ def gather(run: Path) -> dict[str, Any]:
     except (OSError, ValueError, TypeError, LookupError) as error:  # the last two: of other JSON than a run writes
         raise UsageError(f"{run}: the metrics of the run cannot be read: {error}") from None
     trained = [each for each, kind in zip(records, kinds, strict=True) if kind == "train"]
+    tests = [each for each, kind in zip(records, kinds, strict=True) if kind in ("eval", "test")]
     stale = sum_staleness(records)
     heights = [[each.get(n, 0) for n in range(stale.largest() + 1)] for each in stale.histograms if stale.count()]
     return {
         "head": began[-1].get("facts", []) if began else [],
-        "results": [{key: each.get(key) for key in RESULT} for each in records if each["kind"] in ("eval", "test")][
-            -2:
-        ],
+        "results": [{key: each.get(key) for key in RESULT} for each in tests[-2:]],
         "charts": [chart for panel in PANELS if (chart := _chart(*panel, records))["lines"]],
         "times": {label: mean for key, label in PARTS.items() if (mean := _mean(trained, key))},
         "memory": {key.removeprefix(_MEMORY): n for key, n in (trained or [{}])[-1].items() if key.startswith(_MEMORY)},

@@ -225,8 +225,9 @@ def _refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
     for name in FIXED.split():
         before = resumed.get(name, given[name])
         before = list(before) if isinstance(before, tuple) else before
-        same_file = Path(str(before)).name == Path(str(given[name])).name and not {before, given[name]} & {*NAMES}
-        if before != given[name] and not (name == "dataset" and same_file):  # which may lie elsewhere now
+        places = {str(before), str(given[name])}
+        moved = name == "dataset" and len({Path(each).name for each in places}) == 1 and not places & {*NAMES}
+        if before != given[name] and not moved:
             flag = all_options()[name].flag
             raise UsageError(
                 f"--resume {given['resume']}: the run has {flag} {shown(before)}, which cannot become "
