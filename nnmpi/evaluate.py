@@ -24,7 +24,7 @@ from nnmpi.tensor.tensor import Tensor
 from nnmpi.train.cli import PlaceConfig, ask, launch_use, read_command
 from nnmpi.train.config import Config, check_numbers
 from nnmpi.train.inputs import load_samples
-from nnmpi.train.log import describe_measures, measures_of
+from nnmpi.train.log import describe_result, measures_of
 from nnmpi.train.run import Run
 from nnmpi.train.signature import BYTES, ModelSignature
 
@@ -188,13 +188,12 @@ def _lines(
         if confusion is not None:
             values |= {"classes": run.class_names, "confusion": confusion.tolist()}
         return [json.dumps(values)]
-    unsure = f", perplexity {found.perplexity:.4g}" if run.signature.is_tokens else ""
+    loss, quality = describe_result(found, measures, run.signature.is_tokens)
     is_classes = run.signature.predicts == "classes"
     counted = f"{found.score_sum:.0f} of {found.targets} right" if is_classes else f"{found.targets} samples"
     after = "" if run.step is None else f" after step {run.step}"
     return [
-        f"{options.part} {describe_measures(measures)} (loss {found.loss:.4f}{unsure}), {counted}, with "
-        f"{samples.name} and the weights{after} of {run.folder.path}"
+        f"{options.part} {quality} ({loss}), {counted}, with {samples.name} and the weights{after} of {run.folder.path}"
     ]
 
 

@@ -7,12 +7,10 @@ from shlex import quote
 from textwrap import wrap
 from typing import Any, NamedTuple
 
-from nnmpi.backend.backend import Backend
 from nnmpi.backend.memory import keep_freed_memory
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
-from nnmpi.command import Console, flag_of
-from nnmpi.data.dataset import Samples
+from nnmpi.command import flag_of
 from nnmpi.errors import counted
 from nnmpi.memory.ledger import KINDS
 from nnmpi.train.build import build_whole
@@ -129,28 +127,20 @@ def main(words: Sequence[str], group: Group) -> None:
     model = build_whole(config, samples, backend, group)
     config, _ = choose_computing(config, model, samples, backend, group)
     with computing(config):
-        _plan(asked._replace(config=config), samples, ranks, group, backend, console)
+        # First the network: it may be none, and measuring the model takes longer.
+        network = take_network(group, console.say, ranks, machine.nodes, machine.network)
+        workload = Workload(config, (samples, samples))
+        profile, _ = take_profile(workload, group, ranks, backend, console.say)
+
+        def look() -> list[str]:
+            found = plan(workload.pricer(profile, network, backend), machine.memory, machine.kept)
+            command = train_command(asked, ranks, found.best[0].options())
+            step_s = profile.step(workload.batch_size, "seconds")
+            return [*_header(asked, ranks, network, step_s), *describe(found), "", command]
+
+        console.say(*on_root(group, look))
     with agreed(group):
         console.check()
-
-
-def _plan(asked: _Asked, samples: Samples, ranks: int, group: Group, backend: Backend, console: Console) -> None:
-    """Search, and print. Collective."""
-    machine, config = asked.machine, asked.config
-    say = console.say
-    # First the network: it may be none, and measuring the model takes longer.
-    network = take_network(group, say, ranks, machine.nodes, machine.network)
-    workload = Workload(config, (samples, samples))
-    profile, _ = take_profile(workload, group, ranks, backend, say)
-
-    def look() -> list[str]:
-        pricer = workload.pricer(profile, network, backend)
-        found = plan(pricer, machine.memory, machine.kept)
-        command = train_command(asked, ranks, found.best[0].options())
-        step_s = profile.step(workload.batch_size, "seconds")
-        return [*_header(asked, ranks, network, step_s), *describe(found), "", command]
-
-    console.say(*on_root(group, look))
 
 
 def _header(asked: _Asked, ranks: int, network: PlannedNetwork, step_s: float) -> list[str]:
@@ -205,4 +195,4 @@ def train_command(asked: _Asked, ranks: int, layout: Any) -> str:
 
 if __name__ == "__main__":
     keep_freed_memory()  # as the train command does, whose steps are predicted
-    run_on_ranks(sys.argv[1:], main, lambda: {"ranks": 0})
+    run_on_ranks(sys.argv[1:], main)

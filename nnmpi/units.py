@@ -8,8 +8,7 @@ from decimal import Decimal
 
 from nnmpi.errors import UsageError
 
-_UNITS = {"": 1, "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40}
-_NAMES = {"B": 1, "KB": 2**10, "MB": 2**20, "GB": 2**30, "TB": 2**40}
+_UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _DIGITS = 20  # of a number of bytes: nobody has more memory than they tell
 _WORD = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(?:i?b)?", re.IGNORECASE)
 
@@ -27,7 +26,7 @@ def parse_bytes(text: str) -> int:
         raise UsageError(f"{text!r} is not a number of bytes; write it like 4, 64k, 1MB or 1.5GiB (k is 1024)")
     if len(found[1]) > _DIGITS:
         raise UsageError(f"{text[:_DIGITS]}... has too many digits; give a number of bytes such as 512MiB")
-    return int(Decimal(found[1]) * _UNITS[found[2].lower()])
+    return int(Decimal(found[1]) * _UNITS[found[2].upper()])
 
 
 class Bytes(int):
@@ -63,10 +62,8 @@ def format_bytes(nbytes: int) -> str:
 
     format_bytes(65536) -> "64 KB"        format_bytes(1000) -> "1000 B"        format_bytes(1536) -> "1.5 KB"
     """
-    name, unit = max(
-        ((name, unit) for name, unit in _NAMES.items() if unit <= max(nbytes, 1)), key=lambda pair: pair[1]
-    )
-    return f"{nbytes / unit:.4g} {name}"
+    unit, size = max((pair for pair in _UNITS.items() if pair[1] <= max(nbytes, 1)), key=lambda pair: pair[1])
+    return f"{nbytes / size:.4g} {unit}B"
 
 
 def parse_settings(text: str) -> dict[str, float]:

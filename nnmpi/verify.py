@@ -343,4 +343,4 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_on_ranks(sys.argv[1:], main, lambda: {"ranks": 0}) is False)
+    sys.exit(run_on_ranks(sys.argv[1:], main) is False)

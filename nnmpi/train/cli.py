@@ -89,7 +89,7 @@ def ask(words: Sequence[str], parse: Callable[[Sequence[str]], T], group: Group)
 def run_on_ranks(
     words: Sequence[str],
     program: Callable[[Sequence[str], Group], Any],
-    simulation: Callable[[], dict[str, Any]],
+    simulation: Callable[[], dict[str, Any]] = lambda: {"ranks": 0},
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Any:
     """Call the program on the ranks that MPI has started, or with --simulate on simulated ones; return what it does.

@@ -475,6 +475,13 @@ class Config:
     def __post_init__(self) -> None:
         """Check that the sections go together."""
         self.sync.check(self.parallel)
+        if self.parallel.layout == "auto":
+            require(not self.sync.rule.asynchronous, "--layout auto is for ranks in step; leave it, or --sync, out")
+            new = "--layout auto is for a new run; leave it out: with --resume the run's own layout goes on"
+            require(self.run.resume is None, new)
+            for name in given(self.parallel):
+                left = name in ("layout", "memory_limit", "offload")
+                require(left, f"--layout auto chooses {flag_of(name)} itself; leave one of them out")
         check_positions(self.model.model, self.parallel.sp)
         fixed = self.parallel.reduction == "fixed" and self.data.partition != "none"
         require(

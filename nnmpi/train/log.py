@@ -19,6 +19,7 @@ from nnmpi.train.checkpoint import RunState
 from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
 from nnmpi.train.run import TrainingRun
 
+TRAFFIC = ("comm_bytes", "comm_calls")
 PRINT_EVERY_S = 5.0  # between two printed lines of progress inside an epoch
 
 
@@ -39,6 +40,12 @@ def measures_of(found: Totals, variance: float | None) -> dict[str, float]:
     if variance is None:
         return {"accuracy": found.accuracy}
     return {"rmse": found.rmse, "r2": r2(found.score, variance)}
+
+
+def describe_result(found: Totals, measures: Mapping[str, float], tokens: bool) -> tuple[str, str]:
+    """Return the loss in words, of tokens the perplexity, too; and the measures."""
+    unsure = f", perplexity {found.perplexity:.4g}" if tokens else ""
+    return f"loss {found.loss:.4f}{unsure}", describe_measures(measures)
 
 
 class Reporter:
@@ -82,10 +89,7 @@ class Reporter:
                 "grad_norm": norm if isfinite(norm) else None,
                 "elapsed_s": state.elapsed_s,
                 "samples_per_second": window.samples_per_second,
-                **{part: window.per_step(getattr(window, part)) for part in PARTS},
-                "hidden_s": window.per_step(window.hidden_s),
-                "comm_bytes": window.per_step(window.comm_bytes),
-                "comm_calls": window.per_step(window.comm_calls),
+                **{part: window.per_step(getattr(window, part)) for part in (*PARTS, "hidden_s", *TRAFFIC)},
                 "predicted_sync_s": window.predicted_step_s,
                 **self._of_tokens(window.perplexity, window.targets_per_second),
                 **more,
@@ -100,22 +104,13 @@ class Reporter:
         self._due_s = clock.now() + PRINT_EVERY_S
 
     def result(self, found: Totals, prefix: str = "") -> str:
-        """Return the loss and how good it is in words; of tokens the perplexity, too."""
-        return f"{self.losses(found, prefix)}, {prefix}{self.quality(found)}"
+        """Return the loss and how good outputs are in words, see `describe_result`."""
+        return ", ".join(f"{prefix}{each}" for each in describe_result(found, self.measures(found), self._tokens))
 
     def measures(self, found: Totals) -> dict[str, float]:
         """Return how good outputs are besides their loss: the accuracy, or of quantities RMSE and R2."""
         samples = self._inputs.train if found.steps else self._inputs.test  # an evaluation does no step
         return measures_of(found, samples.variance)
-
-    def quality(self, found: Totals) -> str:
-        """Return the measures in words."""
-        return describe_measures(self.measures(found))
-
-    def losses(self, found: Totals, prefix: str = "") -> str:
-        """Return the loss in words; of tokens the perplexity, too."""
-        unsure = f", {prefix}perplexity {found.perplexity:.4g}" if self._tokens else ""
-        return f"{prefix}loss {found.loss:.4f}{unsure}"
 
     def _rate(self, totals: Totals) -> str:
         if self._tokens:

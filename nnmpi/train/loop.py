@@ -45,7 +45,7 @@ from nnmpi.train.computing import check_backend, explained, take_backend
 from nnmpi.train.config import Config, to_json
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.header import header
-from nnmpi.train.log import Reporter
+from nnmpi.train.log import Reporter, describe_result
 from nnmpi.train.metrics import MetricsRecorder, cut_metrics, read_metrics
 from nnmpi.train.run import TrainingRun, set_up
 from nnmpi.train.signature import to_metadata
@@ -397,10 +397,8 @@ def begin(config: Config, group: Group, console: Console, words: Sequence[str] =
         last = find(folder, group) if resuming else None
         chosen = None
         if config.parallel.layout == "auto":
-            from nnmpi.train.planner.auto_layout import check_open, choose  # the planner, which other starts do without
+            from nnmpi.train.planner.auto_layout import choose  # the planner, which other starts do without
 
-            with agreed(group):
-                check_open(config.parallel, config.sync.rule.asynchronous, resuming)
             chosen = choose(config, group, backend, console.say)
             config = chosen.config
         run = set_up(config, group, backend, folder, last, console.say, stack)
@@ -462,6 +460,7 @@ def _finish(run: TrainingRun, state: RunState, report: Totals, console: Console,
     gpt = options.model == "gpt"
     weights = run.trainer.state()[0].to_dict() if gpt else {}
     last_steps, measures = group.gather(state.step), reporter.measures(report)
+    loss, quality = describe_result(report, measures, run.inputs.train.is_tokens)
 
     def write() -> None:
         kept = f"its last checkpoint is whole: make room, and go on with --resume {folder.path}"
@@ -485,8 +484,7 @@ def _finish(run: TrainingRun, state: RunState, report: Totals, console: Console,
     on_root(group, write)
     run.trainer.release()  # requests and communicators go back before the program ends
     console.say(
-        f"test {reporter.quality(report)} ({reporter.losses(report)}) with the final weights"
-        f"{reporter.best(state, report)}",
+        f"test {quality} ({loss}) with the final weights{reporter.best(state, report)}",
         f"{counted(state.step, 'step')} in {format_duration(state.elapsed_s)}; "
         f"weights and metrics are in {folder.path}",
         *([f"memory of the device: {run.backend.memory()}"] if run.backend.is_device else []),

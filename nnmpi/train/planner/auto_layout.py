@@ -13,12 +13,11 @@ import nnmpi.clock as clock
 from nnmpi.backend.backend import Backend
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
-from nnmpi.command import flag_of
-from nnmpi.errors import UsageError, counted
+from nnmpi.errors import counted
 from nnmpi.train import computing as host
 from nnmpi.train.build import build_whole
 from nnmpi.train.computing import choose_computing, multiplications
-from nnmpi.train.config import Config, ParallelConfig, given
+from nnmpi.train.config import Config
 from nnmpi.train.inputs import load_samples
 from nnmpi.train.planner.network import Say, take_network
 from nnmpi.train.planner.price import plan
@@ -139,18 +138,3 @@ def time_layout(workload: Workload, options: Mapping[str, Any], group: Group, ba
     """Return the seconds of a step of a layout. Collective."""
     with ready(workload, options, None, group, backend) as (worker, batches):
         return usual_s(group, lambda batch: worker.step(batch, 0.0), batches, RACE_S)
-
-
-def check_open(config: ParallelConfig, asynchronous: bool, resuming: bool = False) -> None:
-    """Refuse options that say themselves what the planner is to choose.
-
-    Raises:
-        UsageError: naming the first.
-    """
-    if asynchronous:
-        raise UsageError("--layout auto is for ranks in step; leave it, or --sync, out")
-    if resuming:
-        raise UsageError("--layout auto is for a new run; leave it out: with --resume the run's own layout goes on")
-    for name in given(config):
-        if name not in ("layout", "memory_limit", "offload"):
-            raise UsageError(f"--layout auto chooses {flag_of(name)} itself; leave one of them out")
