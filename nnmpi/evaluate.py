@@ -153,20 +153,20 @@ def main(words: Sequence[str], group: Group) -> None:
 
 def _data(run: Run, options: EvaluationConfig) -> Config:
     """Return the options of the run with the data that is to be evaluated, in the tokens that it knows."""
-    config = run.config
-    data = config.data if options.data_dir is None else replace(config.data, data_dir=options.data_dir)
-    if options.dataset is not None and options.dataset != data.dataset:
-        data = replace(data, dataset=options.dataset, data_dir=options.data_dir, augment="none")
-        if options.dataset.endswith((".txt", ".txt.gz")):
-            data = replace(data, text_columns="")  # the run's own text may be a table
+    config, values = run.config, dict[str, Any]()
+    if options.data_dir is not None or options.dataset not in (None, config.data.dataset):
+        values["data_dir"] = options.data_dir
+    if options.dataset not in (None, config.data.dataset):
+        values |= {"dataset": options.dataset, "augment": "none"}
+        if str(options.dataset).endswith((".txt", ".txt.gz")):
+            values["text_columns"] = ""  # the run's own text may be a table
     if options.text_columns is not None:
-        data = replace(data, text_columns=options.text_columns)
-    if not run.signature.is_tokens:
-        return replace(config, data=data)
-    tokenizer, (context, *_) = run.folder.tokenizer, run.signature.sample_shape
-    if tokenizer.is_dir():
-        data = replace(data, tokenizer=str(tokenizer))
-    return replace(config, data=data, model=replace(config.model, context=context))
+        values["text_columns"] = options.text_columns
+    if run.signature.is_tokens:
+        values["context"] = run.signature.sample_shape[0]
+        if run.folder.tokenizer.is_dir():
+            values["tokenizer"] = str(run.folder.tokenizer)
+    return config.having(**values)
 
 
 def _lines(

@@ -118,7 +118,7 @@ def parse(words: Sequence[str]) -> Asked:
         samples = replace(samples, shape=(config.model.context or CONTEXT,))
     require(samples.classes is None or samples.shape is not None, "--classes belongs to --shape; leave it out")
     momentum = 0.9 if config.optimization.optimizer == "sgd" else 0.0
-    return trial, samples, replace(config, optimization=replace(config.optimization, momentum=momentum))
+    return trial, samples, config.having(momentum=momentum)
 
 
 def main(words: Sequence[str], group: Group) -> bool:
@@ -136,7 +136,7 @@ def main(words: Sequence[str], group: Group) -> bool:
     if not exact:
         _check_steps(trial.steps, config.run.dtype, batch)
     parts = min(config.parallel.microbatches or 1, batch)
-    config = replace(config, parallel=replace(config.parallel, microbatches=parts))
+    config = config.having(microbatches=parts)
     with agreed(group):
         layout = build_layout(config.parallel, config.optimization, config.model)
     backend = take_backend(config.run.backend, group)

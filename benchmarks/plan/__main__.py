@@ -4,7 +4,6 @@ import argparse
 import json
 import sys
 import time
-from dataclasses import replace
 from itertools import permutations
 from math import nan
 from pathlib import Path
@@ -22,7 +21,7 @@ from nnmpi.train.inputs import load_samples  # noqa: E402
 from nnmpi.train.planner.auto_layout import RACE_S, choose  # noqa: E402
 from nnmpi.train.planner.network import take_network  # noqa: E402
 from nnmpi.train.planner.price import plan  # noqa: E402
-from nnmpi.train.planner.profile import Workload, ready, take_profile, usual_s, with_options  # noqa: E402
+from nnmpi.train.planner.profile import Workload, ready, take_profile, usual_s  # noqa: E402
 
 CASES = {
     "mlp": "--model mlp --hidden 512 512 --batch-size 256",
@@ -77,9 +76,11 @@ def run(words, group, wanted, rounds, say):
         for row in rows.values():
             row["took_s"] = min(row["rounds"])
             say(f"{row['words']}: {1e3 * row['step_s']:.3f} ms, took {1e3 * row['took_s']:.3f}")
-        left_open = replace(config, parallel=replace(config.parallel, layout="auto"))
+        left_open = config.having(layout="auto")
         auto = choose(left_open, group, backend, group.rank, say).config.parallel
-    won = next((rows[one.candidate] for one in chosen if with_options(config, one.options()).parallel == auto), None)
+    won = next(
+        (rows[one.candidate] for one in chosen if config.having(**one.options(), layout="given").parallel == auto), None
+    )
     return {
         "command": words,
         "ranks": group.size,

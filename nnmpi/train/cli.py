@@ -170,9 +170,9 @@ def read_options(words: Sequence[str], group: Group) -> Config:
     def read() -> dict[str, Any]:
         config = parse(words)
         out = config.run.resume or config.run.out or default_folder(config)
-        config = replace(config, run=replace(config.run, out=out))
+        config = config.having(out=out)
         if config.model.pretrained is not None:
-            config = replace(config, model=replace(config.model, pretrained=find_model(config.model.pretrained)))
+            config = config.having(pretrained=find_model(config.model.pretrained))
         return flatten(config)
 
     return assemble(on_root(group, read))

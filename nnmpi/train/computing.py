@@ -59,7 +59,7 @@ def choose_computing(
             line = f"kernels: NumPy's; loading numba's, which are faster, {why}"
         elif all(group.gather(_loads())):
             chosen, line = "on", f"kernels: numba's, which are faster than NumPy's; loading them {why}"
-    return replace(config, run=replace(run, jit=chosen)), line
+    return config.having(jit=chosen), line
 
 
 def installed_numba() -> str:

@@ -10,7 +10,7 @@ every name must be unique over all sections. `None` stands for "not given". Opti
 import math
 import types
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
@@ -487,6 +487,14 @@ class Config:
         require(
             not fixed, f"--partition {self.data.partition} does not go with --reduction fixed, which deals any sample"
         )
+
+    def having(self, **values: Any) -> "Config":
+        """Return the options with other values of some, by their names."""
+        sections = {
+            name: replace(section, **{each: values[each] for each in vars(section).keys() & values.keys()})
+            for name, section in vars(self).items()
+        }
+        return Config(**sections)
 
 
 # ---- options by name ----

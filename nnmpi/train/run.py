@@ -168,11 +168,10 @@ class TrainingRun(Run):
         """
         config, source = self.config, text_source(self.config)
         if self.tokenizer is not None and source is not None:
-            config = replace(config, data=replace(config.data, tokenizer=source.tokenizer))
+            config = config.having(tokenizer=source.tokenizer)
         if not self.arrangement.stages:
             return config
-        microbatches = self.inputs.train_loader.microbatches
-        return replace(config, parallel=replace(config.parallel, microbatches=microbatches))
+        return config.having(microbatches=self.inputs.train_loader.microbatches)
 
 
 def set_up(
@@ -352,7 +351,7 @@ def _read_config(folder: Path, trust: bool) -> Config:
     config = assemble(options)
     if config.model.pretrained is None or not left.is_dir():
         return config
-    return replace(config, model=replace(config.model, pretrained=left))  # what it began with may be gone
+    return config.having(pretrained=left)  # what it began with may be gone
 
 
 def _read_signature(folder: Path, last: Checkpoint | None, group: Group) -> ModelSignature:

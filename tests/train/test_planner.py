@@ -332,7 +332,7 @@ def test_the_layouts_that_may_be_the_best_race_once(monkeypatch: pytest.MonkeyPa
 
     first, count = chosen(), len(ran)
     assert len({str(each) for each in ran}) == auto_layout.RACERS
-    assert first.config == profile.with_options(config, ran[-1])
+    assert first.config == config.having(**ran[-1], layout="given")
     again = chosen()
     assert (again.config, len(ran)) == (first.config, count)
     assert sum("race (kept): " in line for line in again.lines) == auto_layout.RACERS

@@ -21,7 +21,7 @@ from nnmpi.train.config import Config
 from nnmpi.train.inputs import load_samples
 from nnmpi.train.planner.network import Say, take_network
 from nnmpi.train.planner.price import plan
-from nnmpi.train.planner.profile import Workload, ready, take_profile, usual_s, with_options
+from nnmpi.train.planner.profile import Workload, ready, take_profile, usual_s
 from nnmpi.units import format_seconds
 
 RACE_S = 0.6  # of a turn
@@ -78,7 +78,7 @@ def choose(config: Config, group: Group, backend: Backend, say: Say) -> ChosenLa
     work = multiplications(config.optimization, model, samples[0])
     if group.size == 1 or (work < host.PAYS and config.parallel.memory_limit is None):
         line = f"planner: replicas; a search pays in runs of {host.PAYS:.0e} multiplications, this one has {work:.0e}"
-        return ChosenLayout(with_options(config, {}), (line, *filter(None, [kernels])))
+        return ChosenLayout(config.having(layout="given"), (line, *filter(None, [kernels])))
     with host.computing(config):
         found = _search(Workload(config, samples), group, backend, say)
     return replace(found, lines=(*found.lines, *filter(None, [kernels])))
@@ -119,7 +119,7 @@ def _search(workload: Workload, group: Group, backend: Backend, say: Say) -> Cho
         f"chosen: {name}; a step is predicted to take {format_seconds(seconds, 3)} (found in "
         f"{format_seconds(clock.now() - begin, 2)})",
     ]
-    return ChosenLayout(with_options(config, options), tuple(lines), seconds)
+    return ChosenLayout(config.having(**options, layout="given"), tuple(lines), seconds)
 
 
 def race(workload: Workload, layouts: Sequence[Mapping[str, Any]], group: Group, backend: Backend) -> list[float]:

@@ -16,7 +16,7 @@ import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import product, repeat
 from typing import Any
@@ -248,9 +248,9 @@ def ready(
         group: all ranks.
         backend: where this rank computes.
     """
-    config = with_options(workload.config, options)
+    config = workload.config.having(**options, layout="given")
     if rows is not None:
-        config = replace(config, optimization=replace(config.optimization, batch_size=rows))
+        config = config.having(batch_size=rows)
     layout, _ = find_layout(config, group)
     if group.size > 1 and group.fit is None:
         group.fit = find_fit(group)
@@ -276,8 +276,3 @@ def usual_s(group: Group, call: Callable[[Any], Any], arguments: Iterator[Any], 
 
     times = time_calls(group, [(lambda: call(given[0]), refill)], MEASURE_S if budget_s is None else budget_s)[0]
     return float(np.quantile(times[len(times) // SETTLED :], QUARTILE))
-
-
-def with_options(config: Config, options: Mapping[str, Any]) -> Config:
-    """Return a configuration with the options of a layout, and none left open."""
-    return replace(config, parallel=replace(config.parallel, **options, layout="given"))
