@@ -77,7 +77,7 @@ def run(words, group, wanted, rounds, say):
             row["took_s"] = min(row["rounds"])
             say(f"{row['words']}: {1e3 * row['step_s']:.3f} ms, took {1e3 * row['took_s']:.3f}")
         left_open = config.having(layout="auto")
-        auto = choose(left_open, group, backend, group.rank, say).config.parallel
+        auto = choose(left_open, group, backend, say).config.parallel
     won = next(
         (rows[one.candidate] for one in chosen if config.having(**one.options(), layout="given").parallel == auto), None
     )

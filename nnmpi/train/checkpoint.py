@@ -41,15 +41,12 @@ from nnmpi.comm.agreement import on_root
 from nnmpi.comm.buffers import as_bytes
 from nnmpi.comm.group import Group
 from nnmpi.comm.world import BackgroundWork
-from nnmpi.compose.arrange import Arrangement
-from nnmpi.compose.state import model_state
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer
 from nnmpi.errors import CheckpointError, DataError, counted, raised_as
 from nnmpi.files import read_json, read_text, rebuilt, sha256, sync_folder, write_atomically, write_synced
 from nnmpi.mesh import AXES, Mesh
 from nnmpi.models.torch_weights import open_arrays
-from nnmpi.nn.module import Module
 from nnmpi.parallel.model_state import ArraySpec
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
@@ -340,7 +337,7 @@ def restore(
             f"{last.folder} is of {had}, but {has}; resume with the data that it began with, or start a new run with "
             "another --out"
         )
-    arrays, sources = trainer.state(), [_source(last.model), _source(last.optimizer)]
+    arrays, sources = trainer.state(), [source_of(last.model), source_of(last.optimizer)]
     for each, (_, specs, file) in zip(arrays, sources, strict=True):  # both, before either is written
         each.check(specs, file)
     for each, source in zip(arrays, sources, strict=True):
@@ -349,22 +346,7 @@ def restore(
     return replace(state, data=first.data), [*last.notices, *_moved(last, trainer)]
 
 
-def load_weights(model: Module, group: Group, where: Arrangement, last: Checkpoint) -> None:
-    """Give a model the weights that `find` found. Collective.
-
-    Args:
-        model: this rank's part, initialized.
-        group: all ranks.
-        where: how the model lies on them.
-        last: what was found.
-
-    Raises:
-        CheckpointError: on all ranks, when it does not fit the model; nothing is changed then.
-    """
-    model_state(model, group, where).scatter(*_source(last.model))
-
-
-def _source(file: TensorFile | None) -> tuple[Callable[[str], Array], Mapping[str, ArraySpec] | None, Path | None]:
+def source_of(file: TensorFile | None) -> tuple[Callable[[str], Array], Mapping[str, ArraySpec] | None, Path | None]:
     """Return what `ModelState.scatter` takes: on rank 0 how to read the file, what is in it, and its name."""
     if file is None:
         return dict[str, Array]().__getitem__, None, None

@@ -46,7 +46,7 @@ from nnmpi.train.build import (
     choose_attention,
     find_layout,
 )
-from nnmpi.train.checkpoint import Checkpoint, Extent, find, load_weights
+from nnmpi.train.checkpoint import Checkpoint, Extent, find, source_of
 from nnmpi.train.computing import choose_computing, computing, explained
 from nnmpi.train.config import Config, ModelConfig, assemble, check_positions, flatten
 from nnmpi.train.folder import RunFolder, check_trust, read_run
@@ -306,7 +306,7 @@ def open_run(
         if weights is not None:
             _load_torch(weights, lambda: build().initialize(dtype=dtype), sample, group, where)
         elif last is not None:
-            load_weights(where.model, group, where, last)
+            model_state(where.model, group, where).scatter(*source_of(last.model))
     place = RunFolder(folder).tokenizer if is_run else folder
     with agreed(group):  # of samples that were tokens to begin with there is none
         tokenizer = load_tokenizer(place) if group.is_root and find_tokenizer(place) is not None else None
