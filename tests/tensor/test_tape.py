@@ -219,6 +219,8 @@ def test_written_parameters():
             with pytest.raises(GraphError, match="written before its backward"):
                 result.backward()
             use().sum().backward()
-    total = (weight + 1.0).sum()  # whose gradient is 1 whatever the weight is
+    total, stashed = (weight + 1.0).sum(), (Tensor(np.ones(weight.shape, "float32"), requires_grad=True) * weight).sum()
+    model.storage.move(data=[each.copy() for each in model.storage.data])  # as PipeDream does before it updates
     optimizer.step()
-    total.backward()
+    total.backward()  # which needs no weight
+    stashed.backward()
