@@ -17,6 +17,7 @@ COMMANDS = {
     "plan": "which layout of a model takes the least time, on these ranks or on others",
     "comm": "prove, price, draw and simulate collectives; fit a cost model",
     "schedule": "draw and simulate pipeline schedules",
+    "simrun": "run a program written for mpi4py on simulated ranks; deadlocks and other mistakes with their lines",
     "exercise": "exercises, and a checker that says which chunk, which rank, after which step is wrong",
     "memory": "draw and price plans of what is computed again within a budget of bytes",
 }

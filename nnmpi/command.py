@@ -297,7 +297,7 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
                 text = main(sys.argv[1:])
             except HelpAsked as asked:
                 text = str(asked)
-            console.say(text)
+            console.say(*filter(None, [text]))
         console.check()
     except (NnmpiError, OSError) as caught:
         if not isinstance(error := told(caught), NnmpiError):

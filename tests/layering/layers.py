@@ -30,7 +30,9 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"compose"}),
     frozenset({"train"}),
     frozenset({"verify"}),
-    frozenset({"generate", "evaluate", "plan", "predict", "export", "doctor", "exercise", "report", "__main__"}),
+    frozenset(
+        {"generate", "evaluate", "plan", "predict", "export", "doctor", "exercise", "report", "simrun", "__main__"}
+    ),
     frozenset({"run"}),
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
@@ -87,5 +89,8 @@ FOREIGN_FLAGS = {
     "--mpi": "srun's",
     "--shm-size": "docker's",
 }
+
+# Who pickles all the same: objects of mpi4py's programs travel so, and stay in the process.
+PICKLERS = frozenset({"nnmpi/comm/simulated/mpi_front.py"})
 
 PICKLES = frozenset({"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "marshal", "shelve"})

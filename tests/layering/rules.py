@@ -106,7 +106,7 @@ def libraries_at_home(tree: Tree) -> Iterator[str]:
         home = layers.HOMES.get(library)
         if home is not None and not source.path.startswith(f"{PACKAGE}/{home}/"):
             yield f"{source.path}:{found.line}: imports {library}, which only {home}/ may"
-        if library in layers.PICKLES:
+        if library in layers.PICKLES and source.path not in layers.PICKLERS:
             yield f"{source.path}:{found.line}: imports {library}; nothing is pickled, in files or messages"
 
 

@@ -140,18 +140,21 @@ class Scheduler:
 
     Attributes:
         ranks: by number.
+        seed: this one.
         random: for what else is to be drawn.
-        by_time: whether the order is that of the clocks.
+        by_time: whether the order is that of the clocks; may be set to False before the ranks run.
         turns: how often the turn has changed.
+        on_turn: called on a rank's thread, with its number, when it has the turn.
         failure: the rank that failed first, and its exception; None while all is well.
         fallen: what became of ranks that were killed or have stopped, in words.
     """
 
     def __init__(self, size: int, seed: int, cpu_factor: float, faults: Faults | None = None) -> None:
         self.ranks = [SimulatedRank(number) for number in range(size)]
-        self.random = Random(seed)
+        self.seed, self.random = seed, Random(seed)
         self.by_time = cpu_factor == 0
         self.turns = 0
+        self.on_turn: Callable[[int], object] = str
         self.failure: tuple[int, BaseException] | None = None
         self.fallen: dict[int, str] = {}
         self._faults, self._last_turn = faults, inf
@@ -318,6 +321,7 @@ class Scheduler:
         rank._gate.acquire()
         try:
             if self.failure is None:
+                self.on_turn(rank.number)
                 self.leave(rank)
                 program(rank.number)
                 self._charge(rank)
@@ -334,6 +338,7 @@ class Scheduler:
         if self._hand_over(rank):
             return
         rank._gate.acquire()
+        self.on_turn(rank.number)
         if self.failure is not None:
             raise Abandoned
 

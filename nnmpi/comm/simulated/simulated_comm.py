@@ -52,13 +52,13 @@ _ALL_REDUCES: tuple[Cost, ...] = (  # MPI takes recursive doubling for short arr
     ALGORITHMS["ring"].cost,
 )
 _GATHERS = (COLLECTIVES["all-gather", "tree"].cost,)
+_BROADCASTS = tuple(COLLECTIVES["broadcast", how].cost for how in ("tree", "ring"))
 _WAYS: Mapping[str, Sequence[Cost]] = MappingProxyType(
     {
         "allreduce": _ALL_REDUCES,
-        "broadcast": tuple(COLLECTIVES["broadcast", how].cost for how in ("tree", "ring")),
-        "allgather": _GATHERS,
-        "allgatherv": _GATHERS,
-        "reduce_scatter": _GATHERS,
+        **dict.fromkeys(("broadcast", "bcast", "reduce"), _BROADCASTS),
+        **dict.fromkeys(("allgather", "reduce_scatter", "gather", "scatter"), _GATHERS),
+        "alltoall": (lambda N: (N - 1, 1, 0),),
     }
 )
 _LATENCIES: Sequence[Cost] = (lambda N: (levels(N), 0, 0),)
@@ -87,6 +87,8 @@ class SimulatedRequest:
         memory: the bytes that it reads or writes.
         writes: whether it writes them.
         checksum: of `memory` when it was started, if it reads that; else None.
+        envelope: of a message: the sender's number in its communicator, the tag, the dtype. Of a receive: what it
+            takes, and later what it has got.
         complete: whether it is.
         complete_s: when it became so, by simulated time.
         result: what this rank gets of a collective that makes something.
@@ -99,6 +101,7 @@ class SimulatedRequest:
     memory: Bytes | None = None
     writes: bool = False
     checksum: int | None = None
+    envelope: tuple[int, int, Any] = (0, 0, None)
     complete: bool = False
     complete_s: float = 0.0
     result: Any = None
@@ -176,6 +179,8 @@ class SimulatedMessage:
 class MessageQueue:
     """The messages with one tag from one rank to another: sends that no receive has met, and the other way round.
 
+    Whose messages may be taken in another order, derives from it.
+
     Attributes:
         sends, receives: in the order in which they were started.
         last_s: when the last message so far arrived; none may be there before it.
@@ -184,6 +189,14 @@ class MessageQueue:
     sends: deque[SimulatedMessage] = field(default_factory=deque)
     receives: deque[SimulatedRequest] = field(default_factory=deque)
     last_s: float = 0.0
+
+    def find_receive(self, message: SimulatedMessage) -> SimulatedRequest | None:
+        """Return the receive that takes a message."""
+        return self.receives[0] if self.receives else None
+
+    def find_send(self, receive: SimulatedRequest) -> SimulatedMessage | None:
+        """Return the message that a receive takes."""
+        return self.sends[0] if self.sends else None
 
 
 LEAVES_AT_ONCE = 0.5  # the share of short messages that have left when they are sent, where the seed decides
@@ -200,6 +213,7 @@ class CollectiveCall:
         brought: what each rank has brought, by its number in the communicator.
         requests: theirs.
         last_s: when the last one so far came.
+        nbytes: the most that one brings, for its time.
     """
 
     signature: tuple[Any, ...]
@@ -207,6 +221,7 @@ class CollectiveCall:
     brought: dict[int, Any] = field(default_factory=dict)
     requests: dict[int, SimulatedRequest] = field(default_factory=dict)
     last_s: float = 0.0
+    nbytes: int = 0
 
 
 class MessageBoard:
@@ -220,6 +235,8 @@ class MessageBoard:
         scheduler: this one.
         places: the node of each rank.
         bytes: how many were carried so far.
+        sent, received: how many bytes each rank has, in messages and by the formulas of collectives.
+        eager_bytes: how long a message may be that leaves at once.
         queues: by (communicator, from, to, tag).
         calls: by (communicator, number of the collective).
         open: what each rank has started and not yet waited for, by number.
@@ -229,7 +246,8 @@ class MessageBoard:
 
     def __init__(self, scheduler: Scheduler, machine: Machine) -> None:
         self.scheduler, self.places = scheduler, machine.places(len(scheduler.ranks))
-        self.bytes = 0
+        self.bytes, self.eager_bytes = 0, EAGER_BYTES
+        self.sent, self.received = [0] * len(self.places), [0] * len(self.places)
         self._machine, self._links = machine, Links(self.places)
         self.queues: defaultdict[tuple[int, int, int, int], MessageQueue] = defaultdict(MessageQueue)
         self.calls: dict[tuple[int, int], CollectiveCall] = {}
@@ -247,12 +265,16 @@ class MessageBoard:
             both_ways: whether its sender receives something at the same time.
         """
         self.bytes += nbytes
+        self.sent[source] += nbytes
+        self.received[target] += nbytes
         across = self.places[source] != self.places[target]
         costs = self._machine.message(across, [both_ways], [nbytes])
         return self._links.carry(source, target, ready_s, *costs)
 
     def collective_s(self, name: str, ranks: tuple[int, ...], nbytes: int) -> float:
         """Return what a collective of MPI's own takes from the last rank's arrival, by the formulas of the algorithms.
+
+        What each rank sends and receives is counted.
 
         Args:
             name: of the call.
@@ -264,9 +286,12 @@ class MessageBoard:
         across = len({self.places[rank] for rank in ranks}) > 1
         curve = self._machine.link(across).one_way
         costs = [way(len(ranks)) for way in _WAYS.get(name, _LATENCIES)]
-        return min(
-            latencies * curve.alpha_s + sent * nbytes * curve.beta(max(nbytes, 1)) for latencies, sent, _ in costs
-        )
+        beta_s = curve.beta(max(nbytes, 1))
+        seconds, sent = min((alphas * curve.alpha_s + sent * nbytes * beta_s, sent) for alphas, sent, _ in costs)
+        for rank in ranks:
+            self.sent[rank] += round(sent * nbytes)
+            self.received[rank] += round(sent * nbytes)
+        return seconds
 
     def complete(self, request: SimulatedRequest, at_s: float) -> None:
         """Let a request be complete, and its rank know it."""
@@ -318,16 +343,19 @@ class SimulatedComm:
         self._scheduler.enter(own)
         memory = as_bytes(data)
         request = self._open(f"send to rank {self._members[to]} with tag {tag}", memory, False, self._members[to])
-        leaves = not synchronous and memory.nbytes <= EAGER_BYTES
+        request.envelope = self.rank, tag, data.dtype
+        leaves = not synchronous and memory.nbytes <= board.eager_bytes
         receiving = any(request.writes for request in board.open[own.number])
         message = SimulatedMessage(request, memory.nbytes, memory.copy() if leaves else None, own.clock_s, receiving)
-        queue = board.queues[self._number, own.number, self._members[to], tag]
+        queue = self._queue(own.number, self._members[to], tag)
         if leaves:
             if self._scheduler.by_time or self._scheduler.random.random() < LEAVES_AT_ONCE:
                 board.complete(request, own.clock_s)
             self._depart(message, queue, self._members[to], own.clock_s)
-        if queue.receives:
-            self._pair(message, queue.receives.popleft(), queue)
+        receive = queue.find_receive(message)
+        if receive is not None:
+            queue.receives.remove(receive)
+            self._pair(message, receive, queue)
         else:
             queue.sends.append(message)
         self._scheduler.leave(own)
@@ -335,16 +363,28 @@ class SimulatedComm:
 
     issend = partialmethod(isend, synchronous=True)
 
+    def _queue(self, source: int, target: int, tag: int) -> MessageQueue:
+        """Return where messages from one rank to another wait, and receives."""
+        return self._board.queues[self._number, source, target, tag]
+
     def irecv(self, into: Buffer, source: int, tag: int) -> SimulatedRequest:
         """Start receiving; see `comm.world.Comm`."""
-        own, board = self._own, self._board
-        self._scheduler.enter(own)
-        memory = as_bytes(into)
         partner = self._members[source]
-        request = self._open(f"receive from rank {partner} with tag {tag}", memory, True, partner)
-        queue = board.queues[self._number, partner, own.number, tag]
-        if queue.sends:
-            self._pair(queue.sends.popleft(), request, queue)
+        return self._receive(f"rank {partner} with tag {tag}", as_bytes(into), (source, tag, into.dtype), partner)
+
+    def _receive(
+        self, words: str, memory: Bytes | None, envelope: tuple[int, int, Any], *partners: int
+    ) -> SimulatedRequest:
+        """Start receiving what may come from some ranks."""
+        own = self._own
+        self._scheduler.enter(own)
+        request = self._open(f"receive from {words}", memory, True, *partners)
+        request.envelope = envelope
+        queue = self._queue(partners[0], own.number, envelope[1])
+        message = queue.find_send(request)
+        if message is not None:
+            queue.sends.remove(message)
+            self._pair(message, request, queue)
         else:
             queue.receives.append(request)
         self._scheduler.leave(own)
@@ -522,7 +562,7 @@ class SimulatedComm:
         Args:
             signature: see `CollectiveCall`.
             value: what this rank brings.
-            nbytes: of the whole array, for its time.
+            nbytes: of the whole array, for its time, as far as this rank knows.
             combine: called by the last rank with what all have brought, in rank order; writes the results, or returns
                 one for each rank.
             writes: the array that is written here.
@@ -540,11 +580,11 @@ class SimulatedComm:
             raise CommError(f"the ranks are in different collectives: {', '.join(texts)}")
         call.brought[self.rank], call.requests[self.rank] = value, request
         request.missing = lambda: [each for rank, each in enumerate(self._members) if rank not in call.brought]
-        call.last_s = max(call.last_s, own.clock_s)
+        call.last_s, call.nbytes = max(call.last_s, own.clock_s), max(call.nbytes, nbytes)
         if len(call.brought) == self.size:
             del board.calls[self._number, number]
-            name = signature[0].removeprefix("i")
-            end_s = call.last_s + board.collective_s(name, self._members, nbytes)
+            name = signature[0].removeprefix("i").removesuffix("v").lower()
+            end_s = call.last_s + board.collective_s(name, self._members, call.nbytes)
             scheduler.plan(end_s, partial(self._finish, call, combine, end_s))
         scheduler.leave(own)
         return request
@@ -584,9 +624,11 @@ class SimulatedComm:
         number, ranks = self._exchange(name, (color, key), make)
         return type(self)(self._board, self.world, self._own, ranks, number)
 
-    def _exchange(self, name: str, value: Any, make: Callable[[list[Any]], Sequence[Any]]) -> Any:
+    def _exchange(
+        self, name: str, value: Any, make: Callable[[list[Any]], Sequence[Any]], *words: Any, nbytes: int = 0
+    ) -> Any:
         """Return what `make` has for this rank, of what it makes of all ranks' values."""
-        request = self._join((name,), value, 0, make)
+        request = self._join((name, *words), value, nbytes, make)
         self.wait_all([request])
         return request.result
 

@@ -43,9 +43,9 @@ class SimulatedWorld:
     simulated = True
     keeps_order = False  # a rank that watches a counter would never let another one raise it
 
-    def __init__(self, board: MessageBoard, own: SimulatedRank) -> None:
+    def __init__(self, board: MessageBoard, own: SimulatedRank, comm_type: type[SimulatedComm] = SimulatedComm) -> None:
         self._scheduler, self._own, self._made = board.scheduler, own, board.made
-        self.comm = SimulatedComm(board, self, own, range(len(board.scheduler.ranks)), 0)
+        self.comm = comm_type(board, self, own, range(len(board.scheduler.ranks)), 0)
         self.waiter: object = None
         self.step: int | None = None
         own.world = self
@@ -103,10 +103,12 @@ class SimulatedRun(list[T]):
     Attributes:
         seconds: when the last rank ended, by simulated time.
         bytes: that were sent between two ranks.
+        busiest: the rank that sent or received the most bytes, collectives counted in, and how many.
     """
 
     seconds = 0.0
     bytes = 0
+    busiest = 0, 0
 
 
 def simulate(
@@ -143,13 +145,30 @@ def simulate(
         raise UsageError(f"{ranks} ranks cannot be simulated; give 1 or more")
     if not 0 <= cpu_factor < float("inf"):
         raise UsageError(f"a cpu_factor of {cpu_factor} means nothing; give 0 or more")
-    share_freed_memory()
     scheduler = Scheduler(ranks, seed, cpu_factor, faults)
-    board = MessageBoard(scheduler, machine or Machine.uniform(0.0, 0.0))
+    return play(main, MessageBoard(scheduler, machine or Machine.uniform(0.0, 0.0)), check)
+
+
+def play(
+    main: Callable[[Group], T],
+    board: MessageBoard,
+    check: bool = True,
+    comm_type: type[SimulatedComm] = SimulatedComm,
+) -> SimulatedRun[T]:
+    """Do what `simulate` does, with a scheduler, a machine and calls of one's own.
+
+    Args:
+        main, check: as there.
+        board: with the scheduler, of which no rank has begun.
+        comm_type: what the ranks communicate by.
+    """
+    share_freed_memory()
+    scheduler = board.scheduler
+    ranks = len(scheduler.ranks)
     results: list[T | None] = [None] * ranks
 
     def live(number: int) -> None:
-        world = SimulatedWorld(board, scheduler.ranks[number])
+        world = SimulatedWorld(board, scheduler.ranks[number], comm_type)
         with clock.using(world):
             results[number] = main(Group(world.comm, private=True))
 
@@ -166,11 +185,13 @@ def simulate(
     if scheduler.failure is not None:
         number, error = scheduler.failure
         if number >= 0:
-            error.add_note(f"(on rank {number} of {ranks} simulated ones, with seed {seed})")
+            error.add_note(f"(on rank {number} of {ranks} simulated ones, with seed {scheduler.seed})")
         raise error
     leftovers = board.find_leftovers() if check else []
     if leftovers:
         raise CommError("the ranks have ended, but " + "; ".join(leftovers))
     run = SimulatedRun(cast(list[T], results))
     run.seconds, run.bytes = max(rank.clock_s for rank in scheduler.ranks), board.bytes
+    most = [*map(max, board.sent, board.received)]
+    run.busiest = most.index(max(most)), max(most)
     return run

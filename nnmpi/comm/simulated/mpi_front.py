@@ -1,0 +1,471 @@
+"""mpi4py's calls on simulated ranks: what a program that `nnmpi.simrun` runs gets for `from mpi4py import MPI`.
+
+    Send([x, MPI.DOUBLE], 1)             a buffer is read as views of its elements, one for each rank    `read_parts`
+    send({"a": 1}, 1)                    an object travels as its pickle, which never leaves this process
+    Gather, Alltoallv, bcast ...         each rank shows what it has for whom, and takes what is for it    `_meet`
+    Reduce, scan ...                     each takes what all have, and combines it, neighbours first    `_fold`
+    MPI.Win                              refused by name
+
+A message finds its receive as MPI has it: from any rank, with any tag, shorter than its room. Where MPI leaves open
+whose message is taken, the clocks decide, or else the seed. What programs hand over has no types; setup.cfg says so.
+"""
+
+import operator
+import pickle
+import platform
+import re
+from functools import partial, partialmethod
+from itertools import accumulate, zip_longest
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from nnmpi.comm.buffers import as_bytes
+from nnmpi.comm.simulated.scheduler import Abandoned, describe_lines, find_lines
+from nnmpi.comm.simulated.simulated_comm import MessageQueue, SimulatedComm, SimulatedMessage
+from nnmpi.errors import CommError
+
+ANY, PROC_NULL, UNDEFINED = -1, -2, -32766  # as Open MPI has them
+ROOM_BYTES = 1 << 15  # of what mpi4py's irecv receives
+TICK_S = 1e-7  # what asking for the time takes: no two answers are the same
+BYTE, PICKLED = np.dtype("u1"), np.dtype([("pickle", "u1")])
+IN_PLACE, COMM_NULL = object(), None
+
+# MPI's datatypes are NumPy's.
+_TYPES = """
+    BYTE u1  UNSIGNED_CHAR u1  UINT8_T u1  CHAR i1  SIGNED_CHAR i1  INT8_T i1  BOOL ?  C_BOOL ?
+    SHORT i2  INT16_T i2  UNSIGNED_SHORT u2  UINT16_T u2  INT i4  INTEGER i4  INT32_T i4  UNSIGNED u4  UINT32_T u4
+    LONG i8  LONG_LONG i8  INT64_T i8  UNSIGNED_LONG u8  UNSIGNED_LONG_LONG u8  UINT64_T u8
+    FLOAT f4  REAL f4  DOUBLE f8  DOUBLE_PRECISION f8  COMPLEX c8  C_FLOAT_COMPLEX c8
+    DOUBLE_COMPLEX c16  C_DOUBLE_COMPLEX c16
+"""
+DATATYPES = {name: np.dtype(code) for name, code in re.findall(r"(\w+) (\S+)", _TYPES)}
+
+# What makes one of two objects, and of two arrays.
+OPS = {
+    "SUM": (operator.add, np.add),
+    "PROD": (operator.mul, np.multiply),
+    "MAX": (max, np.maximum),
+    "MIN": (min, np.minimum),
+    "LAND": (lambda x, y: bool(x) & bool(y), np.logical_and),
+    "LOR": (lambda x, y: bool(x) | bool(y), np.logical_or),
+    "BAND": (operator.and_, np.bitwise_and),
+    "BOR": (operator.or_, np.bitwise_or),
+}
+
+# Who gives to whom in a collective.
+ROOT, ALL, EACH = "root", "all", "each its own"
+MOVES = {
+    "bcast": (ROOT, ALL),
+    "scatter": (ROOT, EACH),
+    "gather": (ALL, ROOT),
+    "allgather": (ALL, ALL),
+    "alltoall": (ALL, EACH),
+    "reduce": (ALL, ROOT),
+    "allreduce": (ALL, ALL),
+    "reduce_scatter": (ALL, ALL),
+    "scan": (ALL, ALL),
+}
+
+
+def refuse(self, name):
+    """Refuse a name that is not there, of MPI's or of an object's."""
+    whose = self.__name__ if isinstance(self, ModuleType) else type(self).__name__
+    there = ", ".join(each for each in dir(self) if not each.startswith("_"))
+    raise AttributeError(f"simulated ranks have no {whose}.{name}; of {whose} they have {there}")
+
+
+class Status:
+    """Of a message that was received."""
+
+    __getattr__ = refuse
+    source = tag = ANY
+    count = 0
+
+    def Get_source(self):
+        """Return who has sent it."""
+        return self.source
+
+    def Get_tag(self):
+        """Return its tag."""
+        return self.tag
+
+    def Get_count(self, datatype=BYTE):
+        """Return how many elements it has."""
+        return self.count // datatype.itemsize
+
+
+def read_parts(spec, ranks):
+    """Return the elements of a buffer for each of so many ranks, as views; [None] where there is no buffer.
+
+    Args:
+        spec: an array or other buffer, or a list of it with a datatype, a count, or counts and displacements.
+        ranks: among which it is divided where no counts are given, the first ones with one element more.
+
+    Raises:
+        ValueError: for a buffer that is too short, or has gaps.
+    """
+    buffer, *rest = spec if isinstance(spec, list | tuple) else [spec]
+    if buffer is None or buffer is IN_PLACE:
+        return [None]
+    dtype = rest.pop() if rest and isinstance(rest[-1], np.dtype | str) else None
+    counts, begins = (*(rest[0] if rest and isinstance(rest[0], tuple) else rest), None, None)[:2]
+    array = np.asarray(memoryview(buffer))
+    if not array.flags.c_contiguous:
+        raise ValueError(f"an array with strides {array.strides} is no buffer; copy it: ascontiguousarray")
+    flat = array.reshape(-1) if dtype is None else as_bytes(array).view(dtype)
+    if counts is None:
+        counts = [flat.size // ranks + (flat.size % ranks > rank) for rank in range(ranks)]
+    counts = np.broadcast_to(counts, ranks).tolist()
+    begins = np.cumsum([0, *counts]) if begins is None else np.broadcast_to(begins, ranks)
+    parts = [flat[begin:][:count] for begin, count in zip(begins, counts, strict=False)]
+    if [part.size for part in parts] != counts:
+        raise ValueError(f"a buffer of {flat.size} elements is too short for counts of {counts}")
+    return parts
+
+
+def _read(spec):
+    return read_parts(spec, 1)[0]
+
+
+def _pack(value):
+    return np.frombuffer(pickle.dumps(value), PICKLED)
+
+
+class Mailbox(MessageQueue):
+    """All messages to a rank, and its receives."""
+
+    def find_receive(self, message):
+        """Return the first receive that takes a message."""
+        return next((receive for receive in self.receives if _fits(message, receive)), None)
+
+    def find_send(self, receive):
+        """Return a message that a receive takes: the first of its sender."""
+        firsts: dict[int, SimulatedMessage] = {}
+        for message in self.sends:
+            if _fits(message, receive):
+                firsts.setdefault(message.request.owner.number, message)
+        scheduler = receive.owner.world._scheduler
+        if firsts and not scheduler.by_time:
+            return scheduler.random.choice([*firsts.values()])
+        return min(firsts.values(), key=lambda each: (not each.there, each.ready_s), default=None)
+
+
+def _fits(message, receive):
+    (source, tag, _), wanted = message.request.envelope, receive.envelope
+    return wanted[0] in (ANY, source) and wanted[1] in (ANY, tag)
+
+
+class Wire(SimulatedComm):
+    """Messages, matched as MPI does."""
+
+    def _queue(self, source, target, tag):
+        return self._board.queues.setdefault((self._number, ANY, target, ANY), Mailbox())
+
+    def _pair(self, message, receive, queue):
+        (source, tag, sent), wanted = message.request.envelope, receive.envelope[2]
+        if sent != wanted and BYTE not in (sent, wanted):
+            sender, *lines = message.request, *map(describe_lines, (message.request.lines, receive.lines))
+            raise CommError(
+                f"rank {sender.owner.number} sends {sent} ({lines[0]}), which rank {receive.owner.number} receives as "
+                f"{wanted} ({lines[1]}); send and recv are for objects, Send and Recv for arrays"
+            )
+        if receive.memory is None:
+            receive.memory = np.empty(message.nbytes, BYTE)
+        receive.memory = receive.memory[: message.nbytes]
+        receive.envelope = source, tag, receive.memory
+        super()._pair(message, receive, queue)
+
+    def receive(self, into, source, tag):
+        """Start receiving; into None for a pickle of any length."""
+        others = [rank for rank in self._members if rank != self._own.number] or self._members
+        partners = others if source == ANY else [self._members[source]]
+        words = (
+            f"{'any rank' if source == ANY else f'rank {partners[0]}'} with {'any tag' if tag == ANY else f'tag {tag}'}"
+        )
+        memory, kind = (None, PICKLED) if into is None else (as_bytes(into), into.dtype)
+        return self._receive(words, memory, (source, tag, kind), *partners)
+
+    def share(self, name, value, *words, nbytes):
+        """Return what each rank brings to a collective."""
+        return self._exchange(name, value, lambda everyones: [everyones] * self.size, *words, nbytes=nbytes)
+
+
+def _fold(name, combine, values, rank):
+    """Return what is made of the values of all ranks, or for a scan of those up to this one."""
+    if name.lower() == "scan":
+        return [*accumulate(values, combine)][rank]
+    while len(values) > 1:  # neighbours first, as mpi4py does, and MPI with short arrays
+        pairs = zip_longest(values[::2], values[1::2])
+        values = [x if y is None else combine(x, y) for x, y in pairs]
+    return values[0]
+
+
+class Request:
+    """Something that was started: a list of it, empty where there was nothing to do."""
+
+    __getattr__ = refuse
+
+    def __init__(self, wire, started, loads=False):
+        self._wire, self._started, self._loads = wire, started, loads
+
+    def Test(self, status=None):
+        """Return whether it is complete."""
+        return self._wire.test_all(self._started) and self.Wait(status)
+
+    def test(self, status=None):
+        """Return whether it is complete, and what was received."""
+        return (True, self.wait(status)) if self.Test() else (False, None)
+
+    def Wait(self, status=None):
+        """Return when it is complete."""
+        self._wire.wait_all(self._started)
+        if status is not None:
+            source, tag, got = self._started[0].envelope if self._started else (PROC_NULL, ANY, b"")
+            status.source, status.tag, status.count = source, tag, len(got)
+        return True
+
+    def wait(self, status=None):
+        """Return what was received."""
+        self.Wait(status)
+        return pickle.loads(self._started[0].envelope[2]) if self._loads and self._started else None
+
+    @staticmethod
+    def Waitall(requests, statuses=None):
+        """Return when all are complete."""
+        return all(each.Wait(status) for each, status in zip_longest(requests, statuses or ()))
+
+    @staticmethod
+    def waitall(requests, statuses=None):
+        """Return what was received."""
+        return [each.wait(status) for each, status in zip_longest(requests, statuses or ())]
+
+
+class Intracomm:
+    """Some ranks, as mpi4py has them."""
+
+    __getattr__ = refuse
+
+    def __init__(self, wire):
+        self._wire, self.rank, self.size = wire, wire.rank, wire.size
+
+    def Get_rank(self):
+        """Return this rank's number."""
+        return self.rank
+
+    def Get_size(self):
+        """Return how many ranks there are."""
+        return self.size
+
+    def Abort(self, errorcode=0):
+        """End all ranks at once."""
+        self._wire._scheduler.failure = self._wire._own.number, SystemExit(errorcode)
+        raise Abandoned
+
+    def Barrier(self):
+        """Return when all ranks have come here."""
+        self._wire.barrier()
+
+    barrier = Barrier
+
+    def _among(self, rank):
+        if not 0 <= rank < self.size:
+            raise ValueError(f"there is no rank {rank} in this communicator, whose ranks are 0 to {self.size - 1}")
+        return rank
+
+    # ---- messages ----
+
+    def _send(self, name, buf, dest, tag=0):
+        data = _pack(buf) if name.islower() else _read(buf)
+        synchronous = "ss" in name.lower()
+        started = [] if dest == PROC_NULL else [self._wire.isend(data, self._among(dest), tag, synchronous)]
+        request = Request(self._wire, started)
+        return request if name[0] in "Ii" else request.wait()
+
+    def _receive(self, name, buf=None, source=ANY, tag=ANY, status=None):
+        into = _read(buf) if not name.islower() else np.empty(ROOM_BYTES, PICKLED) if name == "irecv" else None
+        if source not in (ANY, PROC_NULL):
+            self._among(source)
+        started = [] if source == PROC_NULL else [self._wire.receive(into, source, tag)]
+        request = Request(self._wire, started, name.islower())
+        return request if name[0] in "Ii" else request.wait(status)
+
+    def _both(self, name, sendbuf, dest, sendtag=0, recvbuf=None, source=ANY, recvtag=ANY, status=None):
+        start, receive = ("isend", "recv") if name.islower() else ("Isend", "Recv")
+        sent = self._send(start, sendbuf, dest, sendtag)
+        found = self._receive(receive, recvbuf, source, recvtag, status)
+        sent.Wait()
+        return found
+
+    # ---- collectives ----
+
+    def _meet(self, name, root, give, *words):
+        """Return what the ranks have for this one, and where they gave it.
+
+        Args:
+            give: returns arrays, one for all ranks or one for each; called with how many.
+            words: what all must bring alike.
+        """
+        givers, takers = MOVES[name.lower().removesuffix("v").removesuffix("_block")]
+        is_root, dealt = self.rank == self._among(root), takers == EACH
+        rooted = [] if givers == ALL and takers != ROOT else [f"root {root}"]
+        mine = [each.copy() for each in give(self.size if dealt else 1)] if is_root or givers == ALL else []
+        nbytes = sum(each.nbytes for each in mine) * (1 if words or dealt or givers == ROOT else self.size)
+        everyones = self._wire.share(name, (mine, find_lines()), *rooted, *words, nbytes=nbytes)
+        return [
+            (parts[self.rank if dealt else 0], lines)
+            for parts, lines in everyones
+            if parts and (is_root or takers != ROOT)
+        ]
+
+    def _buffers(self, name, sendbuf, recvbuf, root=0):
+        def give(parts):
+            if sendbuf is not IN_PLACE:
+                return read_parts(sendbuf, parts)
+            room = read_parts(recvbuf, self.size)
+            return room if parts > 1 else [room[self.rank]]
+
+        found = self._meet(name, root, give)
+        for (data, lines), into in zip(found, read_parts(recvbuf, len(found)) if found else (), strict=True):
+            if into is not None:
+                if (data.size, data.dtype) != (into.size, into.dtype):
+                    raise CommError(
+                        f"{name}: {data.size} {data.dtype} are sent ({describe_lines(lines)}) to rank {self.rank} of "
+                        f"its communicator, where there is room for {into.size} ({describe_lines(find_lines())})"
+                    )
+                into[...] = data
+
+    def Bcast(self, buf, root=0):
+        """Replace the elements by root's."""
+        self._buffers("Bcast", buf, buf, root)
+
+    def _objects(self, name, value=None, root=0, *words):
+        def give(parts):
+            if parts > 1 and len(value) != parts:
+                raise ValueError(f"{name} has {len(value)} objects for {parts} ranks; give one for each")
+            return map(_pack, value if MOVES[name][1] == EACH else [value])
+
+        found = [pickle.loads(data) for data, _ in self._meet(name, root, give, *words)]
+        return found[0] if MOVES[name][0] == ROOT else found or None
+
+    def _combine(self, name, value, op="SUM", root=0):
+        found = self._objects(name, value, root, op)
+        return found and _fold(name, OPS[op][0], found, self.rank)
+
+    def _total(self, name, sendbuf, recvbuf, op, root=0):
+        data = _read(recvbuf if sendbuf is IN_PLACE else sendbuf)
+
+        def combine(x, y):
+            return OPS[op][1](x, y).astype(x.dtype)
+
+        found = [each for each, _ in self._meet(name, root, lambda parts: [data], op, data.size, data.dtype)]
+        return _fold(name, combine, found, self.rank) if found else None
+
+    def _reduce(self, name, sendbuf, recvbuf, op="SUM", root=0):
+        total = self._total(name, sendbuf, recvbuf, op, root)
+        if total is not None:
+            np.copyto(_read(recvbuf)[: total.size], total, "equiv")
+
+    def Reduce_scatter(self, sendbuf, recvbuf, recvcounts=None, op="SUM"):
+        """Combine all arrays, each rank a part of so many elements; without counts, of the same length."""
+        total = self._total("Reduce_scatter", sendbuf, recvbuf, op)
+        ends = np.cumsum(recvcounts) if recvcounts is not None else self.size
+        part = np.split(total, ends)[self.rank]
+        np.copyto(_read(recvbuf)[: part.size], part, "equiv")
+
+    def Reduce_scatter_block(self, sendbuf, recvbuf, op="SUM"):
+        """Combine all arrays, each rank a part of the same length."""
+        self.Reduce_scatter(sendbuf, recvbuf, None, op)
+
+    # ---- other communicators ----
+
+    def Split(self, color=0, key=0):
+        """Return one of the ranks of a color; COMM_NULL for UNDEFINED."""
+        wire = self._wire.split(color, key)
+        return COMM_NULL if color == UNDEFINED else Intracomm(wire)
+
+    def Dup(self):
+        """Return another one of the same ranks."""
+        return Intracomm(self._wire.duplicate())
+
+    def Free(self):
+        """Give it back: there is nothing to give."""
+
+    def Create_cart(self, dims, periods=False, reorder=False):
+        """Return the first ranks on a grid, row by row; COMM_NULL for the others."""
+        outside = bool(self.rank >= np.prod(dims))
+        wire = self._wire.split(outside, self.rank)
+        return COMM_NULL if outside else Cartcomm(wire, dims, periods)
+
+
+CALLS = (
+    (Intracomm._send, "send ssend isend issend Send Ssend Isend Issend"),
+    (Intracomm._receive, "recv irecv Recv Irecv"),
+    (Intracomm._both, "sendrecv Sendrecv"),
+    (Intracomm._objects, "bcast scatter gather allgather alltoall"),
+    (Intracomm._buffers, "Scatter Scatterv Gather Gatherv Allgather Allgatherv Alltoall Alltoallv"),
+    (Intracomm._combine, "reduce allreduce scan"),
+    (Intracomm._reduce, "Reduce Allreduce Scan"),
+)
+for function, names in CALLS:
+    for name in names.split():
+        setattr(Intracomm, name, partialmethod(function, name))
+
+
+class Cartcomm(Intracomm):
+    """Ranks on a grid."""
+
+    def __init__(self, wire, dims, periods):
+        super().__init__(wire)
+        self.dims, self.periods = np.atleast_1d(dims).tolist(), periods
+        self.coords = self.Get_coords(self.rank)
+
+    def Get_coords(self, rank):
+        """Return where a rank is."""
+        return [int(each) for each in np.unravel_index(rank, self.dims)]
+
+    def Get_cart_rank(self, coords):
+        """Return who is there; PROC_NULL beyond an end."""
+        there = np.where(self.periods, np.mod(coords, self.dims), coords)
+        inside = np.all((there >= 0) & (there < self.dims))
+        return int(np.ravel_multi_index(there, self.dims)) if inside else PROC_NULL
+
+    def Shift(self, direction, disp):
+        """Return from whom and to whom a shift along a direction goes."""
+        step = disp * np.eye(len(self.dims), dtype=int)[direction]
+        return self.Get_cart_rank(self.coords - step), self.Get_cart_rank(self.coords + step)
+
+
+def make_modules(wire: Any) -> dict[str, ModuleType]:
+    """Return what stands for mpi4py on a rank, by name."""
+
+    def wtime():
+        wire.world.sleep(TICK_S)
+        return wire.world.now()
+
+    mpi, package = ModuleType("mpi4py.MPI"), ModuleType("mpi4py")
+    vars(package).update(MPI=mpi, rc=SimpleNamespace(), __path__=[], __getattr__=partial(refuse, package))
+    vars(mpi).update(
+        {name: name for name in OPS},
+        **DATATYPES,
+        Comm=Intracomm,
+        Intracomm=Intracomm,
+        Cartcomm=Cartcomm,
+        Request=Request,
+        Status=Status,
+        Exception=CommError,
+        COMM_WORLD=Intracomm(wire),
+        COMM_NULL=COMM_NULL,
+        ANY_SOURCE=ANY,
+        ANY_TAG=ANY,
+        PROC_NULL=PROC_NULL,
+        UNDEFINED=UNDEFINED,
+        IN_PLACE=IN_PLACE,
+        REQUEST_NULL=Request(wire, []),
+        Wtime=wtime,
+        Get_processor_name=platform.node,
+        Finalize=wire.barrier,
+        __getattr__=partial(refuse, mpi),
+    )
+    return {"mpi4py": package, "mpi4py.MPI": mpi}

@@ -1,0 +1,214 @@
+"""Programs written for mpi4py: each mistake is named with its ranks and lines; right ones print what mpirun prints."""
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+
+from nnmpi.errors import CommError, UsageError
+from nnmpi.simrun import main
+from tests.harness.job import mpirun, run
+
+HEAD = """\
+import sys
+import numpy as np
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+rank, size = comm.Get_rank(), comm.Get_size()
+"""
+
+# A program (its first line is line 6), the exception, and what its sentence says (a regular expression).
+DEFECTS = {
+    "a ring of long sends": (
+        "comm.Send(np.zeros(9999), (rank + 1) % size)\ncomm.Recv(np.zeros(9999))",
+        CommError,
+        r"deadlock.*(rank \d -> ){3}.*rank 1 waits for send to rank 2 with tag 0.*p\.py:6",
+    ),
+    "nobody sends": (
+        "if rank == 1:\n    comm.recv(source=MPI.ANY_SOURCE, tag=4)",
+        CommError,
+        r"deadlock.*rank 1 waits for receive from any rank with tag 4.*p\.py:7.*ended: rank 0, rank 2",
+    ),
+    "a rank leaves a collective out": (
+        "if rank:\n    comm.Barrier()",
+        CommError,
+        r"deadlock.*rank 1 waits for barrier.*p\.py:7.*ended: rank 0",
+    ),
+    "different collectives": (
+        "if rank == 1:\n    comm.gather(1)\nelse:\n    comm.bcast(1)",
+        CommError,
+        r"different collectives.*(rank 1 in gather\(root 0\) \(p\.py:7\)|bcast).*p\.py:[79]",
+    ),
+    "different roots": ("comm.bcast(1, root=rank % 2)", CommError, r"bcast\(root [01]\).*p\.py:6.*bcast\(root"),
+    "different lengths": (
+        "comm.Allreduce(np.zeros(3 + (rank == 1)), np.zeros(4))",
+        CommError,
+        r"different collectives.*Allreduce\(SUM, [34], float64\) \(p\.py:6\)",
+    ),
+    "different operations": ("comm.reduce(1, [MPI.MAX, MPI.MIN][rank % 2])", CommError, r"reduce\(root 0, M"),
+    "a part that does not fit": (
+        "comm.Gather(np.zeros(2 + (rank == 2)), np.zeros(6))",
+        CommError,
+        r"Gather: 3 float64 are sent \(p\.py:6\) to rank 0 .* room for 2 \(p\.py:6\)",
+    ),
+    "a message that is cut": (
+        "if rank == 0:\n    comm.Send(np.zeros(9), 1)\nif rank == 1:\n    comm.Recv(np.zeros(5))",
+        CommError,
+        r"rank 0 sends 72 bytes \(p\.py:7\), which rank 1 receives into 40 \(p\.py:9\)",
+    ),
+    "an object for an array": (
+        "if rank == 0:\n    comm.send([1], 1)\nif rank == 1:\n    comm.Recv(np.zeros(99))",
+        CommError,
+        r"rank 0 sends .*pickle.* \(p\.py:7\), which rank 1 receives as float64 \(p\.py:9\)",
+    ),
+    "changed in flight": (
+        "x = np.zeros(9)\nif rank == 0:\n    r = comm.Isend(x, 1)\n    x += 1\n    r.Wait()\n"
+        "if rank == 1:\n    comm.Recv(x)",
+        CommError,
+        r"rank 0 changed an array while its send to rank 1 .* read it \(p\.py:8\)",
+    ),
+    "received twice into one array": (
+        "x = np.zeros(9)\nr = [comm.Irecv(x, 0), comm.Irecv(x, 0)]",
+        CommError,
+        r"memory \(p\.py:7\) that its receive from rank 0 .* still writes",
+    ),
+    "nobody receives": (
+        "if rank == 2:\n    comm.send('hello', 0)",
+        CommError,
+        r"nobody received rank 2's send to rank 0 with tag 0 of \d+ bytes \(p\.py:7\)",
+    ),
+    "nobody waits": (
+        "if rank == 2:\n    comm.isend('hello', 0)\nif rank == 0:\n    comm.recv()",
+        CommError,
+        r"rank 2 never waited for its send to rank 0 .*\(p\.py:7\)",
+    ),
+    "an object in place of a buffer": ("comm.Send([1.0, 2.0], 0)", SystemExit, "bytes-like object.*'float'"),
+    "no such rank": ("comm.send(1, rank + 1)", SystemExit, r"line 6.*there is no rank 3.* 0 to 2"),
+    "windows": ("MPI.Win", SystemExit, r"line 6.*have no mpi4py.MPI.Win; of mpi4py.MPI they have ANY_SOURCE"),
+    "persistent requests": ("comm.Send_init(np.zeros(1), 0)", SystemExit, r"have no Intracomm.Send_init; .*Bcast"),
+    "a module that talks": ("import talks", UsageError, "communicates while it is imported"),
+}
+
+# Programs that are right. Their lines are compared with those of mpirun, in any order.
+RIGHT = {
+    "messages": """\
+        x, y, status = np.arange(4.0) + rank, np.empty(6), MPI.Status()
+        right, left = (rank + 1) % size, (rank - 1) % size
+        requests = [comm.Irecv([y, 4, MPI.DOUBLE], left, 7), comm.Isend([x, MPI.DOUBLE], right, 7)]
+        MPI.Request.Waitall(requests)
+        print(rank, y[:4], comm.sendrecv({"from": rank}, right, 1, None, left, 1))
+        comm.Sendrecv(x, dest=left, sendtag=2, recvbuf=y, source=right, recvtag=MPI.ANY_TAG, status=status)
+        print(rank, y[:4], status.Get_source() == right, status.Get_tag(), status.Get_count(MPI.DOUBLE))
+        request = comm.isend("x" * rank, left)
+        received = comm.irecv(source=right)
+        print(rank, received.wait(), request.test()[1], comm.recv(source=MPI.PROC_NULL))
+        request = comm.issend(rank, left)
+        print(rank, MPI.Request.waitall([comm.irecv(source=right), request]))
+        """,
+    "collectives": """\
+        x, whole, mine = np.arange(2) + 10 * rank, np.zeros((size, 2), int), np.zeros(2, int)
+        comm.Allgather(x, whole); print(rank, whole.tolist())
+        comm.Alltoall(np.arange(size) + 10 * rank, whole[:, 0].copy()); comm.Bcast([whole, MPI.LONG], root=1)
+        comm.Scatter(whole if rank == 1 else None, mine, root=1); print(rank, mine)
+        comm.Gather(mine, whole if rank == 0 else None); print(rank, whole.tolist())
+        for op in (MPI.SUM, MPI.PROD, MPI.MAX, MPI.MIN, MPI.LAND, MPI.LOR, MPI.BAND, MPI.BOR):
+            comm.Allreduce(x, mine, op); print(rank, mine, comm.allreduce(rank, op), comm.reduce(rank, op, root=1))
+        comm.Allreduce(MPI.IN_PLACE, x); comm.Scan(x, mine); print(rank, x, mine, comm.scan(rank))
+        comm.Reduce(x, mine, root=2); print(rank, mine if rank == 2 else "")
+        own = np.zeros(rank + 1, "i"); counts = [1, 2, 3][:size]; total = sum(counts)
+        comm.Reduce_scatter(np.arange(total, dtype="i") * rank, own, counts); print(rank, own)
+        comm.Reduce_scatter_block(np.arange(2 * size), mine); print(rank, mine)
+        parts = np.zeros(total + 1, "i")
+        comm.Allgatherv(own, [parts, counts, [0, 2, 4], MPI.INT]); print(rank, parts)
+        comm.Gatherv(own, (parts, counts) if rank == 0 else None)
+        comm.Scatterv([parts, counts, None, MPI.INT] if rank == 0 else None, own); print(rank, own)
+        comm.Alltoallv([np.arange(size) + rank, [1] * size], [whole, ([1] * size, range(0, 2 * size, 2))])
+        print(rank, whole.tolist(), comm.bcast(rank, 1), comm.scatter([[i] for i in range(size)]), comm.gather(rank))
+        print(rank, comm.allgather("a" * rank), comm.alltoall([(rank, i) for i in range(size)]))
+        """,
+    "communicators": """\
+        row = comm.Split(rank % 2, -rank); print(rank, row.Get_rank(), row.allgather(rank))
+        print(rank, comm.Split(MPI.UNDEFINED if rank else 0) == MPI.COMM_NULL, comm.Dup().allreduce(1))
+        grid = comm.Create_cart([size, 1], periods=[True, False])
+        print(rank, grid.Get_coords(rank), grid.Shift(0, 1), grid.Shift(1, 1)[0] == MPI.PROC_NULL, grid.coords)
+        """,
+    "modules and numbers": """\
+        import random, pickle, helper
+        class Own:
+            def __init__(self): self.rank = rank
+        np.random.seed(rank); random.seed(rank)
+        found = comm.allgather(Own())
+        print(helper.RANK == rank, [each.rank for each in found], isinstance(found[0], Own), __name__)
+        print(rank, np.random.rand(), random.random(), sys.argv[1:], end="")
+        comm.Barrier(); print(" whole")
+        """,
+}
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], str]:
+    """Write a program and its modules into the current folder; returns its name."""
+    monkeypatch.chdir(tmp_path)
+    Path("helper.py").write_text("from mpi4py import MPI\nRANK = MPI.COMM_WORLD.rank\n")
+    Path("talks.py").write_text("from mpi4py import MPI\nMPI.COMM_WORLD.barrier()\n")
+
+    def write(text: str) -> str:
+        Path("p.py").write_text(HEAD + dedent(text))
+        return "p.py"
+
+    return write
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_mistake_is_named(defect: str, programs: Callable[[str], str], capsys: pytest.CaptureFixture[str]) -> None:
+    text, kind, sentence = DEFECTS[defect]
+    for seed in "012":
+        with pytest.raises(kind) as error:
+            main(["-n", "3", "--seed", seed, programs(text)])
+        assert re.search(sentence, f"{error.value}\n{capsys.readouterr().err}", re.DOTALL)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_program_prints_what_mpirun_prints(
+    name: str, programs: Callable[[str], str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = programs(RIGHT[name])
+    said = main(["-n", "3", "--seeds", "4", program, "a", "--b"])
+    assert said == "4 seeds: none fails, and all print the same"
+    ending = run([*mpirun(3), sys.executable, program, "a", "--b"], tmp_path / "output", 60.0)
+    assert sorted(capsys.readouterr().out.splitlines()) == sorted(ending.output.splitlines())
+
+
+def test_seeds_find_a_race_and_the_clock_is_exact(
+    programs: Callable[[str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    race = "if rank:\n    comm.send(rank, 0)\nelse:\n    print([comm.recv() for _ in range(size - 1)])"
+    assert re.search(r"none fails, but with seed \d+ rank 0 does not print", main(["--seeds", "9", programs(race)]))
+    with pytest.raises(SystemExit):
+        main(["--seeds", "30", programs(f"{race[:-1]}[0] < 3 or 1 / 0)")])
+    assert re.search(r"ZeroDivisionError.*with seed [1-9]", capsys.readouterr().err, re.DOTALL)
+    ring = "t = MPI.Wtime()\nfor _ in range(8):\n    comm.sendrecv(0, (rank + 1) % size)\nprint(MPI.Wtime() - t > 4e-4)"
+    said = main(["-n", "3", "--network", "alpha_us=50,gbit=1", programs(ring)])
+    assert said == (
+        "3 ranks with alpha_us=50,gbit=1: 400.5 us of simulated time; the busiest, rank 0, sent or received 40 B"
+    )
+    assert main(["-n", "3", "--network", "alpha_us=50,gbit=1", programs(ring)]) == said
+
+
+def test_small_sends_that_need_buffers_are_found(programs: Callable[[str], str]) -> None:
+    ring = programs("comm.send(0, (rank + 1) % size)\ncomm.recv()")
+    assert main([ring]) == ""
+    with pytest.raises(CommError, match="deadlock"):
+        main(["--eager", "0", ring])
+
+
+@pytest.mark.parametrize(
+    ("text", "status"), [("sys.exit(3 * (rank == 1))", 3), ("rank or comm.Abort(7)\ncomm.Barrier()", 7)]
+)
+def test_the_status_is_the_programs(text: str, status: int, programs: Callable[[str], str]) -> None:
+    with pytest.raises(SystemExit) as ending:
+        main([programs(text)])
+    assert ending.value.code == status
