@@ -185,27 +185,17 @@ class Group(Communicator):
             ShapeError: as in `all_reduce`.
             DtypeError: as in `all_reduce`.
         """
-        if not 0 <= tag < BLOCKING_TAG:
+        if not 0 <= tag <= BLOCKING_TAG:
             raise UsageError(f"tag {tag} is not one of 0..{BLOCKING_TAG - 1}")
-        return self._bind(array, algorithm, tag, operation)
-
-    def _run(self, array: Buffer, algorithm: How, operation: str, check: bool) -> None:
-        """Do a collective once, after a look whether all ranks have the same array."""
-        with timeline.span(operation, "collective", timeline.REDUCE):
-            if check:
-                self.check_same(array)
-            self._bind(array, algorithm, BLOCKING_TAG, operation).run()
-
-    def _bind(self, array: Buffer, algorithm: How, tag: int, operation: str) -> Pending:
         check_buffer(array, low=True)
         if is_low(array.dtype) and operation in (ALL_GATHER.name, BROADCAST.name):
             array = array.view(np.uint16)
         elif is_low(array.dtype):
-            return widened(array, lambda wide: self._bind(wide, algorithm, tag, operation))
+            return widened(array, lambda wide: self.bind(wide, algorithm, tag, operation))
         if algorithm == AUTO and operation == ALL_REDUCE.name:
             algorithm = self.choose(array).algorithm
         if is_device(array) and (algorithm == SHARED or not cuda_aware()):
-            return staged(array, lambda host: self._bind(host, algorithm, tag, operation))
+            return staged(array, lambda host: self.bind(host, algorithm, tag, operation))
         if algorithm == NATIVE:
             return NativeExecution(array, self.comm, operation)
         if algorithm == SHARED and operation == ALL_REDUCE.name:
@@ -213,6 +203,13 @@ class Group(Communicator):
         collective = find_collective(operation, algorithm, self.nodes() if algorithm == HIERARCHICAL else None)
         steps = collective(self.rank, self.size) if isinstance(algorithm, str) else self._proved(collective)
         return Execution(steps, array, self.comm, tag)
+
+    def _run(self, array: Buffer, algorithm: How, operation: str, check: bool) -> None:
+        """Do a collective once, after a look whether all ranks have the same array."""
+        with timeline.span(operation, "collective", timeline.REDUCE):
+            if check:
+                self.check_same(array)
+            self.bind(array, algorithm, BLOCKING_TAG, operation).run()
 
     def _proved(self, collective: Collective) -> Sequence[Step]:
         """Return this rank's steps of a user's collective. Collective at first, when the ranks compare theirs."""
