@@ -101,7 +101,7 @@ def _fit(arguments: argparse.Namespace) -> str:
     group = start()
     file = arguments.out or default_file(facts(group))
     on_root(group, lambda: _check_place(file))  # before it takes half a minute
-    fit = measure(group, lambda line: print(f"measuring {line}", flush=True))
+    fit = measure(group, say=lambda line: group.is_root and print(f"measuring {line}", flush=True))
     if not group.is_root:
         return ""
     save_fit(fit, file)

@@ -162,12 +162,9 @@ def _compare(group: Group, tree: SumTree, mine: Mapping[TreeBlock, Buffer], out:
     remedy = "give leaves and result of one length and dtype, and the same number of leaves, on all ranks"
     refuse_different([[text] for text, _ in gathered], "the ranks' sums differ", remedy)
     everyones = [[(level, index) for level, index in blocks] for _, blocks in gathered]
-    holders: list[list[int]] = [[] for _ in range(tree.leaves)]
-    for rank, blocks in enumerate(everyones):
-        for block in blocks:
-            for leaf in covered(block, tree.leaves):
-                holders[leaf].append(rank)
-    for leaf, ranks in enumerate(holders):
+    leaves = [{leaf for block in blocks for leaf in covered(block, tree.leaves)} for blocks in everyones]
+    for leaf in range(tree.leaves):
+        ranks = [rank for rank, theirs in enumerate(leaves) if leaf in theirs]
         if len(ranks) != 1:
             where = f"was pushed on {name_ranks(ranks)}" if ranks else "was pushed on no rank"
             raise CommError(f"leaf {leaf} of {tree.leaves} {where}; push each leaf on one rank")

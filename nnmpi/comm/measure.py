@@ -29,20 +29,16 @@ BUDGET_S = 24.0
 # Lengths of whole all-reduces: close together where one overtakes another, and where MPI changes its ways.
 WHOLE_SIZES = (4, 16, 64, 256, *(2**bit for bit in range(10, 15)), *(2**bit for bit in range(16, 27, 2)))
 
-Progress = Callable[[str], Any]
 Refilled: TypeAlias = tuple[Callable[[], Any], Callable[[], Any]]
 """A call and what refills its buffers: fresh data, as in training."""
 
 
-def _say_nothing(line: str) -> None: ...
-
-
-def measure(group: Group, progress: Progress = _say_nothing, budget_s: float = BUDGET_S) -> Fit:
+def measure(group: Group, budget_s: float = BUDGET_S, say: Callable[[str], Any] = str) -> Fit:
     """Measure this machine with these ranks. Collective.
 
     Args:
-        progress: called on rank 0 with a line about what comes next.
         budget_s: seconds to spend in measuring, about.
+        say: called on all ranks with a line about what comes next; by default nothing is made of it.
 
     Raises:
         UsageError: for a single rank.
@@ -50,7 +46,6 @@ def measure(group: Group, progress: Progress = _say_nothing, budget_s: float = B
     if group.size == 1:
         raise UsageError("one rank has nobody to send to, so there is nothing to fit; start at least 2 (mpirun -n 2)")
     share = budget_s / 6
-    say = progress if group.is_root else _say_nothing
     local = group.node()
     leaders = group.split(min(local.rank, 1))
     say("messages inside a node")

@@ -30,10 +30,9 @@ from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.buffers import Buffer, check_buffer
 from nnmpi.comm.execution import Execution, Stage, Stages
-from nnmpi.comm.node import SharedMemory
+from nnmpi.comm.node import LINE_BYTES, SharedMemory
 from nnmpi.errors import DeviceError
 
-ALIGNMENT_BYTES = 64
 # What is added at a time of all ranks' arrays together should lie in a core's cache, but shorter blocks than this cost
 # more in calls than the cache saves. Measured (Zen 4, 1 MiB L2, Open MPI | MPICH, buffers refilled, microseconds for
 # 4 MB): 2 ranks with blocks of 64, 128, 256 KiB 232, 132, 110 | 340, 251, 231; 4 ranks 1278, 1002, 1227 | 1328, 1061,
@@ -153,7 +152,7 @@ def own_slice(array: Buffer, size: int, rank: int) -> slice:
         size: the number of ranks that add up a part each.
         rank: the one in question.
     """
-    step = ALIGNMENT_BYTES // array.itemsize
+    step = LINE_BYTES // array.itemsize
     units = shard.part(-(-array.size // step), size, rank)
     return slice(min(units.start * step, array.size), min(units.stop * step, array.size))
 
