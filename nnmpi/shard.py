@@ -77,6 +77,7 @@ class Region:
         start, stop: the range of each repeat that belongs to the part; it may be empty.
         repeats: the axis is seen as this many equal ranges after one another, and start..stop is taken from each. That
             is the form of flattened images (height, width, channels) whose channels are cut.
+        second: another range of the axis, which comes behind, where it is seen as one range.
 
     Raises:
         ValueError: when the axis or the range does not exist, or the repeats do not divide the axis.
@@ -87,6 +88,7 @@ class Region:
     start: int
     stop: int
     repeats: int = 1
+    second: range = range(0)
 
     def __post_init__(self) -> None:
         """Check that there is such a part."""
@@ -100,7 +102,7 @@ class Region:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """The shape of the part."""
-        length = (self.stop - self.start) * self.repeats
+        length = (self.stop - self.start) * self.repeats + len(self.second)
         return (*self.shape[: self.axis], length, *self.shape[self.axis + 1 :])
 
     @property
@@ -119,7 +121,8 @@ class Region:
 
     @property
     def _index(self) -> tuple[Any, ...]:
-        return (slice(None), slice(None), slice(self.start, self.stop))
+        own = [*range(self.start, self.stop), *self.second] if self.second else slice(self.start, self.stop)
+        return (slice(None), slice(None), own)
 
     def _seen(self, whole: Any) -> Any:
         """Return the array as (axes before, repeats, range, axes after)."""
@@ -127,29 +130,6 @@ class Region:
             raise ValueError(f"a part of an array of shape {self.shape} is not one of shape {whole.shape}")
         before, after = prod(self.shape[: self.axis]), prod(self.shape[self.axis + 1 :])
         return whole.reshape(before, self.repeats, self.shape[self.axis] // self.repeats, after)
-
-
-@dataclass(frozen=True)
-class PairRegion(Region):
-    """A part of two ranges of one axis, start..stop and behind that second_start..second_stop.
-
-    Attributes:
-        second_start, second_stop: the other range.
-    """
-
-    second_start: int = 0
-    second_stop: int = 0
-
-    @property
-    def local_shape(self) -> tuple[int, ...]:
-        """The shape of the part."""
-        length = self.stop - self.start + self.second_stop - self.second_start
-        return (*self.shape[: self.axis], length, *self.shape[self.axis + 1 :])
-
-    @property
-    def _index(self) -> tuple[Any, ...]:
-        places = [*range(self.start, self.stop), *range(self.second_start, self.second_stop)]
-        return (slice(None), slice(None), places or slice(0))
 
 
 def zigzag(n: int, parts: int, index: int) -> tuple[range, range]:

@@ -12,7 +12,8 @@ Batch normalization takes its statistics over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -113,7 +114,7 @@ class DataParallel:
                 # the sum of a gradient begins before the pass is over.
                 span.parameter.guard = self._check_pass
                 if sums_gradients and self.exchange.overlap:  # without hooks the tape is quicker
-                    span.parameter.hook = self._hook(number)
+                    span.parameter.hook = partial(self._final, number)
         if group.size > 1 and self.shares_batches:
             for _, module in model.named_modules():
                 if hasattr(module, "all_reduce"):
@@ -237,13 +238,10 @@ class DataParallel:
         self.exchange.free()
         self._unshare_gradients()
 
-    def _hook(self, number: int) -> Callable[[Parameter], None]:
-        def final(parameter: Parameter) -> None:
-            if self._last:
-                parameter.finish_gradient()  # in its place, if somebody has set another array
-                self.exchange.ready(number)
-
-        return final
+    def _final(self, number: int, parameter: Parameter) -> None:
+        if self._last:
+            parameter.finish_gradient()  # in its place, if somebody has set another array
+            self.exchange.ready(number)
 
     def _check_pass(self) -> None:
         """Refuse a backward pass that was not begun by `backward`: its gradients would not be summed."""

@@ -93,14 +93,10 @@ class FixedReduction(DataParallel):
 
     def sum_numbers(self, values: dict[int, float], group: Group) -> float:
         """Return the sum of one number per microbatch, which one rank each has, in the same tree; collective."""
-        numbers = np.zeros(self._count)
+        tree, total = SumTree(self._count), np.zeros(1)
         for microbatch, value in values.items():
-            numbers[microbatch] = value
-        group.all_reduce(numbers, check=False)  # of each one rank has more than a zero, so nothing is rounded
-        tree = SumTree(self._count)
-        for microbatch in range(self._count):
-            tree.push(microbatch, numbers[microbatch : microbatch + 1])
-        (total,) = tree.blocks.values()
+            tree.push(microbatch, np.array([value]))
+        sum_in_fixed_order(group, tree, total)
         return float(total[0])
 
     def release(self) -> None:

@@ -36,7 +36,7 @@ from nnmpi.errors import LayoutError, UsageError
 from nnmpi.nn.activation import GELU, Dropout, Flatten, LeakyReLU, ReLU, Sigmoid, SiLU, Softmax, Tanh
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
 from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d, Pool2d
-from nnmpi.nn.linear import Embedding, Linear, TiedLinear
+from nnmpi.nn.linear import Embedding, Linear
 from nnmpi.nn.lstm import LSTM
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
@@ -112,8 +112,7 @@ def place(layer: Module, context: LayerContext) -> Placed:
     whole |= context.placement.is_replicated and not isinstance(layer, Pool2d)
     if not (whole and type(layer) in FOLLOWING):
         return RULES[type(layer)](layer, context)
-    shape = layer.weight.shape if isinstance(layer, BatchNorm | LayerNorm) else ()
-    return context.on_replicated(layer, shape[0] if len(shape) == 1 else None)
+    return context.on_replicated(layer, layer.weight.shape[-1] if isinstance(layer, BatchNorm | LayerNorm) else None)
 
 
 def assumed_placement(layer: Module, sharding: Sharding, units: Units | None = None) -> Placement:
@@ -130,31 +129,27 @@ Shape: TypeAlias = tuple[int, ...]
 
 
 def shape_after(layer: Module, shape: Shape | None) -> Shape | None:
-    """Return a sample's shape after a layer; None when it is not known before it, or does not fit.
+    """Return a sample's shape after a layer; None when it is not known, before it or after it, or does not fit.
 
     Layers that are not named here leave the shape as it is.
     """
-    if shape is None or isinstance(layer, Branches):
+    if shape is None or isinstance(layer, Branches | LSTM | Embedding):
         return None
-    if isinstance(layer, LSTM):
-        return (*shape[:-1], layer.directions * layer.hidden_size)
-    if isinstance(layer, Linear | TiedLinear | Embedding):
-        rest = shape if isinstance(layer, Embedding) else shape[:-1]
-        return (*rest, layer.weight.shape[PRODUCTS[type(layer)].outputs])
     if isinstance(layer, Flatten):
         return (prod(shape),)
-    if not isinstance(layer, Conv2d | Pool2d | GlobalAvgPool2d):
-        return shape
-    if len(shape) != 3:
-        return None
-    height, width, channels = shape
+    channels = layer.weight.shape[PRODUCTS[type(layer)].outputs] if type(layer) in PRODUCTS else shape[-1]
     if isinstance(layer, GlobalAvgPool2d):
         return (channels,)
-    if isinstance(layer, Pool2d):
-        return (*layer.over.out(height, width), channels)
-    rows, columns, _, outputs = layer.weight.shape
-    spec = ConvSpec((rows, columns), layer.stride, layer.padding, layer.dilation)
-    return (*spec.pooled_size(height, width), outputs)
+    size = shape[:-1]
+    if isinstance(layer, Conv2d | Pool2d):
+        if len(size) != 2:
+            return None
+        if isinstance(layer, Pool2d):
+            size = layer.over.out(*size)
+        else:
+            rows, columns, *_ = layer.weight.shape
+            size = ConvSpec((rows, columns), layer.stride, layer.padding, layer.dilation).pooled_size(*size)
+    return (*size, channels)
 
 
 CONTAINERS = (Sequential, Residual)  # whose forward is known

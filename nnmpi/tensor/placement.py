@@ -39,7 +39,7 @@ from math import gcd, prod
 from typing import Any, Protocol
 
 from nnmpi.errors import LayoutError
-from nnmpi.shard import PairRegion, Region, part, zigzag
+from nnmpi.shard import Region, part, zigzag
 
 FEATURES, ROWS = -1, 1  # the axes that can be cut
 
@@ -84,8 +84,8 @@ class Placement:
         """
         whole = tuple(shape)
         repeats = self.resolve(whole[axis]).repeats or 1
-        (own,) = self.ranges(size, rank)
-        return Region(whole, axis % len(whole), own.start, own.stop, repeats)
+        own, *second = self.ranges(size, rank)
+        return Region(whole, axis % len(whole), own.start, own.stop, repeats, *second)
 
     def resolve(self, total: int) -> Placement:
         """Return the placement with its repeats known, given the length of the whole axis.
@@ -173,11 +173,6 @@ class Placement:
 @dataclass(frozen=True)
 class PairPlacement(Placement):
     """The placement of positions of which each rank has two chunks, one from each end (see `shard.zigzag`)."""
-
-    def region(self, shape: Sequence[int], axis: int, size: int, rank: int) -> Region:
-        """See `Placement.region`."""
-        whole, (first, second) = tuple(shape), self.ranges(size, rank)
-        return PairRegion(whole, axis % len(whole), first.start, first.stop, 1, second.start, second.stop)
 
     def ranges(self, size: int, rank: int) -> tuple[range, ...]:
         """See `Placement.ranges`."""

@@ -25,7 +25,6 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
-from nnmpi.backend.sums import row_sum
 from nnmpi.comm.group import Group
 from nnmpi.comm.point_to_point import send_and_receive
 from nnmpi.errors import ShapeError
@@ -135,49 +134,28 @@ class _Regions:
         return own.reshape(self.own.local_shape)
 
 
-class Copy(Function):
-    """The same on every rank; the gradients are summed."""
+class RankSum(Function):
+    """The sum over the ranks, of what comes or of what comes back; the other one stays as it is.
 
-    __slots__ = ("group",)
+    Args:
+        group: the ranks.
+        forward_sums: whether what comes is summed, in its own array; else its gradients are.
+    """
 
-    def __init__(self, group: Group) -> None:
-        self.group = group
+    __slots__ = ("forward_sums", "group")
+
+    def __init__(self, group: Group, forward_sums: bool) -> None:
+        self.group, self.forward_sums = group, forward_sums
 
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on ranks of another group: as before."""
         return uncut(self, inputs[0], (), "")
 
     def forward(self, x: Array) -> Array:
-        return x
+        return sum_in_place(self.group, x) if self.forward_sums else x
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (all_sum(self.group, grad, self.into(0)),)
-
-
-class SumOverRanks(Function):
-    """The sum over the ranks, in the array of this rank's summand, and a bias that is added to it once."""
-
-    __slots__ = ("group",)
-
-    def __init__(self, group: Group) -> None:
-        self.group = group
-
-    def placed(self, *inputs: Any) -> Placement:
-        """Return how the result lies on ranks of another group: as before, where the bias is whole."""
-        x, bias = inputs
-        return uncut(self, x, () if bias is None else (-1,), "adds a whole bias")
-
-    def forward(self, x: Array, bias: Array | None) -> Array:
-        y = sum_in_place(self.group, x)
-        if bias is not None:
-            y += bias
-        return y
-
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        if not self.needs[1]:
-            return grad if self.needs[0] else None, None
-        rows = grad.reshape(int(np.prod(grad.shape[:-1])), grad.shape[-1])
-        return grad if self.needs[0] else None, row_sum(namespace(grad), rows, self.into(1))
+        return (grad if self.forward_sums else all_sum(self.group, grad, self.into(0)),)
 
 
 # What becomes of an activation, and of its gradient: methods of `_Regions`.
@@ -213,7 +191,7 @@ class Redistribute(Function):
 
 def copy(x: Tensor, group: Group) -> Tensor:
     """Return x, replicated, for a computation that differs from rank to rank: its gradients are summed."""
-    return x if group.size == 1 else Copy(group)(x)
+    return x if group.size == 1 else RankSum(group, False)(x)
 
 
 def sum_over_ranks(x: Tensor, group: Group, bias: Tensor | None = None) -> Tensor:
@@ -224,9 +202,8 @@ def sum_over_ranks(x: Tensor, group: Group, bias: Tensor | None = None) -> Tenso
         group: the ranks.
         bias: (features,), replicated; added once.
     """
-    if group.size == 1 and bias is None:
-        return x
-    return SumOverRanks(group)(x, bias)
+    whole = x if group.size == 1 else RankSum(group, True)(x)
+    return whole if bias is None else whole + bias
 
 
 def redistribute(way: str, x: Any, group: Group, placement: Placement) -> Tensor:

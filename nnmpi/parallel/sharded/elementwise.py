@@ -90,4 +90,4 @@ def place_layer_norm(layer: LayerNorm, context: LayerContext) -> Placed:
     shape = layer.weight.shape
     if context.placement.has_rows and len(shape) < 3:
         return context.on_parts(layer)
-    return context.on_replicated(layer, shape[0] if len(shape) == 1 else None)
+    return context.on_replicated(layer, shape[-1])

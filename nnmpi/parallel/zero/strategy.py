@@ -6,6 +6,7 @@ On one node nothing is sent: see `ShardedStorage.connect`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NoReturn
 
 import numpy as np
@@ -116,7 +117,7 @@ class ShardedDataParallel(DataParallel):
             alone = unit.layers[0].module is self.model
             x = self._whole(x) if alone else run_layers(unit.layers, unit.joined, x, kept)
             if isinstance(x, Tensor):
-                x = UnitEnd(self._reach(number))(x)
+                x = UnitEnd(partial(self._reach, number))(x)
             storage.leave(number)
         check_empty(kept)
         storage.leave(SHARED)
@@ -136,16 +137,12 @@ class ShardedDataParallel(DataParallel):
             )
         self._at = len(self.storage.units) - 1
 
-    def _reach(self, number: int) -> Callable[[], None]:
-        """Return what is called when a backward pass comes to the end of a unit."""
-
-        def reached() -> None:
-            self._check_pass()
-            self._finish_units(number)
-            self.storage.enter(SHARED)
-            self.storage.enter(number, number - 1 if number else None)
-
-        return reached
+    def _reach(self, number: int) -> None:
+        """A backward pass comes to the end of a unit."""
+        self._check_pass()
+        self._finish_units(number)
+        self.storage.enter(SHARED)
+        self.storage.enter(number, number - 1 if number else None)
 
     def gather_for(self, module: Module) -> None:
         """Let the weights of a part of the model be in their places, until others need these. Collective.
