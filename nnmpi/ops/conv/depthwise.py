@@ -83,9 +83,11 @@ class Depthwise(Algorithm):
         n, height, width, channels = y.shape
         room = ELEMENTS if xp.__name__ == "numpy" else y.size
         most = max(1, room // (width * channels))  # rows of the result
-        count, strip = max(1, most // height), min(height, most)
+        count, strip = max(1, most // max(1, height)), max(1, min(height, most))
         for start in range(0, max(n, 1), count):
             block = slice(start, min(start + count, n))
             scratch = xp.empty((block.stop - start, strip, width, channels), y.dtype)
-            strips = [slice(row, min(row + strip, height)) for row in range(0, height, strip)]
+            strips = [
+                slice(row, min(row + strip, height)) for row in range(0, max(1, height), strip)
+            ]  # one strip, too, of no rows
             yield block, [(rows, scratch[:, : rows.stop - rows.start]) for rows in strips]
