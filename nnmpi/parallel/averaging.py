@@ -32,8 +32,7 @@ from math import sqrt
 import nnmpi.timeline as timeline
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.algorithms.gossip import gossip
-from nnmpi.comm.buffers import is_device
-from nnmpi.comm.execution import Execution
+from nnmpi.comm.collective import NEIGHBOUR_AVERAGE
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
 from nnmpi.optim.clip import scale, sum_of_squares
@@ -181,24 +180,16 @@ class Gossip(Averaging):
     def after_step(self, step: int, rows: int) -> None:
         """Average with the neighbours; see `Averaging.after_step`."""
         self._done += 1
-        steps = gossip(self.group.rank, self.group.size)
+        data, steps = self.storage.data, len(gossip(self.group.rank, self.group.size))
         with keep_frozen(self.storage):
-            if any(map(is_device, self.storage.data)):
-                for array in self.storage.data:
-                    self.group.average_neighbours(array)
-            else:
-                self._mix(
-                    [Execution(steps, array, self.group.comm, tag) for tag, array in enumerate(self.storage.data)]
-                )
-                scale(self.storage.data, 1 / (2 * len(steps)))  # each step has doubled the number of buffers in the sum
-        self.messages += len(steps) * len(self.storage.data)
-        self.bytes += len(steps) * sum(array.nbytes for array in self.storage.data)
-
-    def _mix(self, sums: list[Execution]) -> None:
-        """Run the sums side by side; the rank sleeps, and takes no core, while its neighbours are late."""
-        for each in sums:
-            each.start()
-        self.group.comm.world.wait_until(lambda: min([each.poll() for each in sums], default=True))  # all are polled
+            sums = [self.group.bind(each, "gossip", tag, NEIGHBOUR_AVERAGE.name) for tag, each in enumerate(data)]
+            for each in sums:
+                each.start()
+            # The rank sleeps, and takes no core, while its neighbours are late. All are polled.
+            self.group.comm.world.wait_until(lambda: min([each.poll() for each in sums], default=True))
+            scale(data, 1 / (2 * steps))  # each step has doubled the number of buffers in the sum
+        self.messages += steps * len(data)
+        self.bytes += steps * sum(array.nbytes for array in data)
 
 
 @contextmanager

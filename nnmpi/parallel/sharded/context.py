@@ -33,8 +33,7 @@ class ParameterSharder:
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        # By the id of the whole parameter, which is kept here, so that no other object gets its id: (whole, part).
-        self._cut: dict[int, tuple[Parameter, Parameter]] = {}
+        self._cut: dict[Parameter, Parameter] = {}  # of each whole one the part
 
     def cut(self, whole: Parameter | Buffer | None, placement: Placement, axis: int) -> Parameter | Buffer | None:
         """Return this rank's part of a parameter or buffer that is cut along with an activation.
@@ -76,11 +75,10 @@ class ParameterSharder:
     def _part(self, whole: Parameter | Buffer, region: Region) -> Parameter | Buffer:
         if isinstance(whole, Buffer):
             return Buffer(region.local_shape, whole.value, region)
-        if id(whole) not in self._cut and whole.region is None:
-            part = Parameter(region.local_shape, whole.init, region)
+        if whole not in self._cut and whole.region is None:
+            part = self._cut[whole] = Parameter(region.local_shape, whole.init, region)
             part.requires_grad = whole.requires_grad
-            self._cut[id(whole)] = (whole, part)
-        part = whole if whole.region is not None else self._cut[id(whole)][1]
+        part = self._cut.get(whole, whole)
         if part.region != region:
             raise LayoutError(
                 f"two layers share a parameter of shape {whole.shape} and would cut it in two ways; let the table give "
@@ -95,7 +93,7 @@ class ParameterSharder:
             LayoutError: naming it.
         """
         for name, parameter in model.named_parameters():
-            if id(parameter) in self._cut:
+            if parameter in self._cut:
                 raise LayoutError(
                     f"parameter {name!r} is whole there and cut in another place of the model; let the table give both "
                     "places shardings that cut the same axis, or Sharding.REPLICATED"

@@ -113,11 +113,11 @@ class ShardedStorage(FlatStorage):
         self.ranks, self.stage, self._store = ranks, stage, store
         itemsize = (next(iter(values.values())).dtype if dtype is None else np.dtype(dtype)).itemsize
         self.units, _ = cut_units(model, unit_bytes or UNIT_BYTES[stage], itemsize)
-        homes = {id(each): number for number, unit in enumerate(self.units) for each in unit.parameters}
+        homes = {each: number for number, unit in enumerate(self.units) for each in unit.parameters}
 
         def place(name: str, parameter: Parameter) -> str:
             label = "default" if group is None else group(name, parameter)
-            return f"{homes.get(id(parameter), SHARED)} {label}"
+            return f"{homes.get(parameter, SHARED)} {label}"
 
         self._node: NodeSum | None = None
         self._standing: dict[int, bool] = {}  # the units in their slots, and whether all of each has come
@@ -342,12 +342,21 @@ class ShardedStorage(FlatStorage):
         if one_node and group.size > 1 and algorithm in (AUTO, SHARED_MEMORY):
             try:
                 self._share(SharedMemory(group))
-                return notice
+                return ""
             except DeviceError as error:
                 if algorithm == SHARED_MEMORY:
                     raise
                 notice = f"ranks of one node send messages: {error}"
-        self._bind_messages(group, NATIVE if algorithm in (AUTO, SHARED_MEMORY) else algorithm)
+        name = NATIVE if algorithm in (AUTO, SHARED_MEMORY) else algorithm
+        several = [i for i, whole in enumerate(self._data) if group.size > 1 and whole.size]
+        bind = partial(group.bind, algorithm=name)
+        self._gathers = {i: bind(self._data[i], tag=i, operation=ALL_GATHER.name) for i in several}
+        # Bound, MPI's own would keep a copy of each array that it sums.
+        self._sums = {
+            i: bind(self._grads[i], tag=len(self._data) + i, operation=REDUCE_SCATTER.name)
+            for i in several
+            if name != NATIVE or self._grads[i].nbytes > MAX_MESSAGE_BYTES
+        }
         return notice
 
     def _share(self, memory: SharedMemory) -> None:
@@ -365,17 +374,6 @@ class ShardedStorage(FlatStorage):
         self._node = NodeSum(grads, memory, owns=self.own, places=None if self.stage == 1 else self.grads)
         self._settle(data, grads)
         self.grads = self._node.places
-
-    def _bind_messages(self, group: Group, name: str) -> None:
-        several = [i for i, whole in enumerate(self._data) if group.size > 1 and whole.size]
-        bind = partial(group.bind, algorithm=name)
-        self._gathers = {i: bind(self._data[i], tag=i, operation=ALL_GATHER.name) for i in several}
-        # Bound, MPI's own would keep a copy of each array that it sums.
-        self._sums = {
-            i: bind(self._grads[i], tag=len(self._data) + i, operation=REDUCE_SCATTER.name)
-            for i in several
-            if name != NATIVE or self._grads[i].nbytes > MAX_MESSAGE_BYTES
-        }
 
     def finish_update(self) -> None:
         """Let every rank have all new parameters; in stage 3, forget what was gathered of the old ones."""
@@ -506,30 +504,27 @@ def cut_units(model: Module, limit_bytes: int, itemsize: int) -> tuple[tuple[Uni
     """
     layers = model.layers if isinstance(model, ModelPart) else open_chain(model)
     blocks = [tuple(block) for _, block in groupby(layers, lambda layer: layer.name.partition(".")[0])]
-    seen: set[int] = set()
+    seen: set[Parameter] = set()
     merged: list[tuple[ChainLayer, ...]] = [()]
     sizes = [0]
     for block in blocks:
-        new = {id(each): each.size * itemsize for each in _parameters(block) if id(each) not in seen}
-        seen |= new.keys()
-        size = sum(new.values())
+        new = [each for each in _parameters(block) if each not in seen]
+        seen.update(new)
+        size = sum(each.size for each in new) * itemsize
         if size and sizes[-1]:
             merged.append(())
             sizes.append(0)
         merged[-1] += block
         sizes[-1] += size
     runs = [tuple(layer for i in group for layer in merged[i]) for group in buckets(sizes, limit_bytes)]
-    users = Counter(id(each) for run in runs for each in _parameters(run))
-    units = [
-        Unit(run, join_layers(run), tuple(each for each in _parameters(run) if users[id(each)] == 1)) for run in runs
-    ]
-    return tuple(units), tuple(each for each in model.parameters() if users[id(each)] != 1)
+    users = Counter(each for run in runs for each in _parameters(run))
+    units = [Unit(run, join_layers(run), tuple(each for each in _parameters(run) if users[each] == 1)) for run in runs]
+    return tuple(units), tuple(each for each in model.parameters() if users[each] != 1)
 
 
 def _parameters(layers: Sequence[ChainLayer]) -> list[Parameter]:
     """Return the parameters of some layers, each once."""
-    found = {id(each): each for layer in layers for _, module in layer.members for each in module.parameters()}
-    return list(found.values())
+    return list(dict.fromkeys(p for layer in layers for _, module in layer.members for p in module.parameters()))
 
 
 @dataclass(frozen=True)

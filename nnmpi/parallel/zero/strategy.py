@@ -165,8 +165,9 @@ class ShardedDataParallel(DataParallel):
 
     def _unit_of(self, module: Module) -> int:
         """Return the number of the unit that has a module's parameters; SHARED if none has any."""
-        own = {id(each) for each in module.parameters()}
-        numbers = [i for i, unit in enumerate(self.storage.units) if own & set(map(id, unit.parameters))]
+        numbers = [
+            i for i, unit in enumerate(self.storage.units) if not {*module.parameters()}.isdisjoint(unit.parameters)
+        ]
         if len(numbers) > 1:
             raise UsageError(
                 f"what is computed again at once lies in {len(numbers)} units of ZeRO {self.stage}, whose weights and "
