@@ -147,19 +147,14 @@ class LocalSGD(Averaging):
         self._done += 1
         self._rows += rows
         if (step + 1) % self.every == 0:
-            if self.group.size > 1:
-                self._average()
+            weight, size = self._weight(), self.group.size
             self._rows = 0
-
-    def _average(self) -> None:
-        """Replace the weights by their mean; a ring takes 2 (N-1) messages of each rank, with an N-th of the array."""
-        weight, steps = self._weight(), 2 * (self.group.size - 1)
-        with keep_frozen(self.storage):
-            for array in self.storage.data:
-                scale([array], weight)
-                self.group.all_reduce(array, SUM, check=False)
-                self.messages += steps
-                self.bytes += steps * array.nbytes // self.group.size
+            with keep_frozen(self.storage):
+                for array in self.storage.data if size > 1 else ():
+                    scale([array], weight)
+                    self.group.all_reduce(array, SUM, check=False)
+                    self.messages += 2 * (size - 1)  # of a ring, each with an N-th of the array
+                    self.bytes += 2 * (size - 1) * array.nbytes // size
 
 
 class Gossip(Averaging):

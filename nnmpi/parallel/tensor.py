@@ -44,7 +44,7 @@ from nnmpi.nn.sharding import Sharding, Table, Units, find
 from nnmpi.nn.transformer import TransformerBlock
 from nnmpi.ops.conv.algorithm import ConvSpec
 from nnmpi.parallel.sharded.branches import place_branches
-from nnmpi.parallel.sharded.collectives import PartExchange, gather
+from nnmpi.parallel.sharded.collectives import PartExchange
 from nnmpi.parallel.sharded.context import (
     LayerContext,
     ParameterSharder,
@@ -375,8 +375,7 @@ class ModelWalk:
         return Redistributed(module, after=self._gather(layout)), ActivationLayout(REPLICATED, layout.shape)
 
     def _gather(self, layout: ActivationLayout) -> Callable[[Any], Any]:
-        layout.placement.check_known(self.sharder.group.size)
-        return partial(gather, group=self.sharder.group, placement=layout.placement)
+        return LayerContext("", layout.placement, None, None, self.sharder).to_replicated()
 
     def _has_rule(self, module: Module) -> bool:
         """Return whether a rule says what replaces a module: of branches that are not dealt out the layers alone."""

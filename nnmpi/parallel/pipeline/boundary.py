@@ -91,7 +91,7 @@ def pack(x: Any, kept: dict[str, Tensor], stage: int) -> tuple[list[Tensor], boo
         UsageError: for a value that is neither a tensor nor a tuple of tensors.
     """
     single = isinstance(x, Tensor)
-    tensors = [x] if single else list(x) if isinstance(x, tuple | list) else [x]
+    tensors = [*x] if isinstance(x, tuple | list) else [x]
     tensors += [kept[name] for name in sorted(kept)]
     for tensor in tensors:
         if not isinstance(tensor, Tensor):
