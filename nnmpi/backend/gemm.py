@@ -1,10 +1,10 @@
 """Products of matrices, in the mode of `precision` and with the library that is there for the arrays.
 
-arrays          float32, float64                  float16, bfloat16
-NumPy           its BLAS; MKL, where it is        rounded up to float32, its BLAS, and down once
-                installed, for large matrices
-CuPy            cuBLAS, called by nnmpi           cuBLAS, which adds up in float32 and rounds down once
-                (see `cublas`)
+arrays          float32, float64                  float16, bfloat16                     whole numbers
+NumPy           its BLAS; MKL, where it is        none: operations compute in float32   its own loops
+                installed, for large matrices     (see `tensor.operand.in_float32`)
+CuPy            cuBLAS, called by nnmpi           cuBLAS, which adds up in float32      its own kernels
+                (see `cublas`)                    and rounds down once
 """
 
 import sys
@@ -13,18 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array
 from nnmpi.backend.blas import installed_mkl
 from nnmpi.backend.cublas import products_of
-from nnmpi.backend.precision import is_floating, precision
+from nnmpi.backend.precision import is_floating, is_low, precision
 from nnmpi.backend.recording import perform
 from nnmpi.errors import DtypeError, ShapeError, UsageError
 
-HALF_BYTES = 2  # float16 and bfloat16 are the only floating dtypes of this size
-
 
 def gemm(xp: Any, a: Array, b: Array, out: Array | None = None, add: bool = False, dtype: Any = None) -> Array:
-    """Return a @ b for matrices, or for stacks of as many matrices.
+    """Return a @ b for matrices, or for stacks of as many matrices; also for a vector a of NumPy's.
 
     Args:
         xp: the module whose functions are called, or a recorder's stand-in for it.
@@ -35,33 +33,28 @@ def gemm(xp: Any, a: Array, b: Array, out: Array | None = None, add: bool = Fals
         dtype: of the result without `out`; by default a's.
 
     Raises:
-        DtypeError: for two dtypes, or a result that these cannot have.
-        ShapeError: where half-precision or device arrays do not fit one another. (NumPy says so itself of its own.)
+        DtypeError: for two dtypes of a device's arrays, or a result that these cannot have.
+        ShapeError: where a device's arrays do not fit one another. (NumPy says so itself of its own.)
         UsageError: for `add` without `out`.
         DeviceError: for arrays of the host among those of a device.
     """
     if add and out is None:
         raise UsageError("a product can only be added to something: give `out`")
     library = xp.__name__
-    if library != "numpy" or a.dtype.itemsize == HALF_BYTES:
+    if library != "numpy" and is_floating(a.dtype):
         shape = product_shape(a.shape, b.shape)
         if out is None:
             out = xp.empty(shape, a.dtype if dtype is None else dtype)
-        if not is_floating(a.dtype):
-            raise DtypeError(f"no product of {a.dtype} arrays: convert them to a floating dtype")
         if a.dtype != b.dtype:
             raise DtypeError(f"no product of {a.dtype} and {b.dtype}: convert one of them")
-        if out.dtype != a.dtype and not (a.dtype.itemsize == HALF_BYTES and out.dtype == np.float32):
+        if out.dtype != a.dtype and not (is_low(a.dtype) and out.dtype == np.float32):
             raise DtypeError(f"the product of {a.dtype} arrays cannot be written to {out.dtype}")
         if out.shape != shape:
             raise ShapeError(
                 f"the product of shapes {a.shape} and {b.shape} is {shape}, but the place for it {out.shape}"
             )
-        if library == "cupy":
-            products = products_of(sys.modules[library])  # xp may be a stand-in for the module
-            perform(products.multiply, a, b, out, add, precision() == "tf32")
-        else:
-            perform(_multiply_halves, namespace(out), a, b, out, add)
+        products = products_of(sys.modules[library])  # xp may be a stand-in for the module
+        perform(products.multiply, a, b, out, add, precision() == "tf32")
         return out
     mkl = installed_mkl()
     if mkl is not None and mkl.takes(a, b, out):
@@ -69,18 +62,11 @@ def gemm(xp: Any, a: Array, b: Array, out: Array | None = None, add: bool = Fals
             out = xp.empty((a.shape[0], b.shape[1]), a.dtype)
         perform(mkl.multiply, a, b, out, add)
         return out
+    # NumPy's dot is quicker than its matmul, which also warns of what OpenBLAS computes in lanes that nobody reads.
     multiply = xp.dot if a.ndim == b.ndim == 2 and (out is None or out.flags.c_contiguous) else xp.matmul
     if add:
         return xp.add(out, multiply(a, b), out=out)
     return multiply(a, b) if out is None else multiply(a, b, out=out)
-
-
-def _multiply_halves(xp: Any, a: Array, b: Array, out: Array, add: bool) -> None:
-    """Write, or add, a product by way of float32."""
-    a, b = a.astype(np.float32), b.astype(np.float32)
-    # NumPy's dot is quicker than its matmul, which also warns of what OpenBLAS computes in lanes that nobody reads.
-    product = xp.dot(a, b) if a.ndim == b.ndim == 2 else xp.matmul(a, b)
-    out[...] = product + out.astype(product.dtype) if add else product
 
 
 @lru_cache(1024)

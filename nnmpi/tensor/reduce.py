@@ -6,7 +6,6 @@ from typing import Any
 
 from nnmpi.backend.array import Array
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.precision import is_floating
 from nnmpi.backend.sums import sum_over
 from nnmpi.errors import ShapeError
 from nnmpi.tensor.function import Function, Grads, unbroadcast
@@ -168,8 +167,6 @@ class MatMul(Function):
     def multiply(self, a: Array, b: Array) -> Array:
         """Return the product of two stacks of matrices."""
         xp = self.xp
-        if not is_floating(a.dtype):
-            return xp.matmul(a, b)
         if b.ndim > 2 or a.ndim == 2:
             return gemm(xp, a, b)
         rows = prod(a.shape[:-1])  # one matrix for all of a stack: it is one product

@@ -538,7 +538,7 @@ def _product(a: Any, b: Any) -> Tensor:
             for each in (a, b)
         )
     try:
-        return reduce.MatMul()(a, b)
+        return in_float32(reduce.MatMul(), a, b) if type(x) is np.ndarray else reduce.MatMul()(a, b)
     except LayoutError:
         raise
     except ValueError as error:

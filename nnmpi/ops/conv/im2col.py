@@ -39,7 +39,7 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels import bias_grad
-from nnmpi.backend.precision import FLOAT32, cast, is_floating, is_low
+from nnmpi.backend.precision import FLOAT32, cast, is_low
 from nnmpi.backend.sums import row_sum
 from nnmpi.backend.windows import corners, windows
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
@@ -122,16 +122,6 @@ class Columns:
             yield rows, memory.reshape(terms, pixels).T if self._short else memory.reshape(pixels, terms)
 
 
-def multiply(xp: Any, left: Array, right: Array, out: Array, add: bool = False) -> None:
-    """Write, or add, left @ right; also of whole numbers, which no BLAS multiplies, and of a vector."""
-    if left.ndim > 1 and is_floating(left.dtype):
-        gemm(xp, left, right, out, add)
-    elif add:
-        xp.add(out, xp.matmul(left, right), out=out)
-    else:
-        xp.matmul(left, right, out=out)
-
-
 class ProductSum:
     """A sum of products of matrices, or of stacks of them.
 
@@ -145,7 +135,7 @@ class ProductSum:
 
     def add(self, left: Array, right: Array) -> None:
         """Add left @ right."""
-        multiply(self._xp, left, right, self._total, self._begun)
+        gemm(self._xp, left, right, self._total, self._begun)
         self._begun = True
 
     def finish(self) -> Array:
@@ -203,7 +193,7 @@ def _scatter_windows(xp: Any, grad: Array, weight: Array, spec: ConvSpec, out: A
         xp.copyto(block, 0)
         view = windows(block, spec.kernel, spec.stride, spec.dilation)  # (images, out_h, out_w, kh, kw, c)
         for i, j in np.ndindex(kh, kw):
-            multiply(xp, rows, weight[i, j].T, share)  # (pixels, c)
+            gemm(xp, rows, weight[i, j].T, share)  # (pixels, c)
             seen = view[:, :, :, i, j]
             xp.add(seen, share.reshape(seen.shape), out=seen)
         xp.copyto(out[start : start + count], block[:, top : top + h, left : left + w], casting="unsafe")
@@ -219,7 +209,7 @@ class Im2col(Algorithm):
             columns = Columns(xp, x[..., inputs], self.spec, kernel.shape[1])
             for block in columns.blocks():
                 for rows, matrix in columns.strips(block):
-                    multiply(xp, matrix, kernel, _pixels(result[block][:, rows]))
+                    gemm(xp, matrix, kernel, _pixels(result[block][:, rows]))
         if bias is not None:
             flat = y.reshape(len(y), prod(y.shape[1:]))  # (n, out_h out_w o)
             xp.add(flat, repeated(xp, bias, y.shape[1] * y.shape[2]), out=flat, casting="unsafe")
@@ -268,7 +258,7 @@ class Im2colReluPool(Algorithm):
                 start, size = block.start * image + rows.start * row, len(matrix) * o // places
                 h = flat[start : start + size]
                 z = (h if memory is None else memory[: places * size]).reshape(places, size)
-                multiply(xp, matrix, kernel, z.reshape(len(matrix), o))
+                gemm(xp, matrix, kernel, z.reshape(len(matrix), o))
                 won = None if winner is None else winner[start : start + size]
                 if places > 1:
                     planes.largest(z, h, won)
