@@ -24,6 +24,7 @@ import numpy as np
 from threadpoolctl import ThreadpoolController, threadpool_info
 
 from nnmpi.backend.array import Array
+from nnmpi.backend.cublas import Matrices
 from nnmpi.launcher import user_chose_threads
 
 VARIABLE = "OPENBLAS_CORETYPE"
@@ -33,7 +34,7 @@ AVX512_CORES = frozenset(["skylakex", "cooperlake", "sapphirerapids"])
 ZEN4 = ("AuthenticAMD", "25")  # vendor and family with AVX-512 of half width (Zen 3 has none at all)
 
 LEAST = 2**20  # multiplications: with 64 rows and columns NumPy is ahead, with 128 MKL
-ROWS, PLAIN, TRANSPOSED = 101, 111, 112  # cblas's codes
+ROWS, PLAIN = 101, 111  # cblas's codes; a matrix that lies in columns has the next one
 OPENMP, SEQUENTIAL = 0, 1  # MKL_Set_Threading_Layer's
 _INT, _POINTER = ctypes.c_int, ctypes.c_void_p
 _REAL = {"float32": ("s", ctypes.c_float), "float64": ("d", ctypes.c_double)}
@@ -121,30 +122,23 @@ class Mkl:
             return False
         if a.size * b.shape[1] <= self._least or a.dtype != b.dtype or a.dtype not in self._gemm:
             return False
-        if _lead(a) is None or _lead(b) is None:
+        if _form(a) is None or _form(b) is None:
             return False
-        shape = (a.shape[0], b.shape[1])
         if out is None:
             return True
-        return out.shape == shape and out.dtype == a.dtype and (_lead(out) or (TRANSPOSED,))[0] == PLAIN
+        return out.shape == (a.shape[0], b.shape[1]) and out.dtype == a.dtype and (_form(out) or (1,))[0] == 0
 
     def multiply(self, a: Array, b: Array, out: Array, add: bool) -> None:
         """Write a @ b to `out`, or add it; only what `takes` allows."""
-        (a_flag, a_lead), (b_flag, b_lead), (_, out_lead) = (_lead(x) or (PLAIN, 0) for x in (a, b, out))
+        (a_form, a_lead), (b_form, b_lead), (_, out_lead) = (_form(x) or (0, 0) for x in (a, b, out))
         n, m, k = a.shape[0], b.shape[1], a.shape[1]
         left, right, at = (x.ctypes.data for x in (a, b, out))
         gemm = self._gemm[a.dtype]
-        gemm(ROWS, a_flag, b_flag, n, m, k, 1.0, left, a_lead, right, b_lead, float(add), at, out_lead)
+        gemm(ROWS, PLAIN + a_form, PLAIN + b_form, n, m, k, 1.0, left, a_lead, right, b_lead, float(add), at, out_lead)
 
 
-def _lead(x: Array) -> tuple[int, int] | None:
-    """Return cblas's flag for how a matrix lies, and the elements between its rows (or columns); None if neither."""
-    (rows, columns), (down, right), size = x.shape, x.strides, x.itemsize
-    if right == size and down >= columns * size and not down % size:
-        return PLAIN, down // size
-    if down == size and right >= rows * size and not right % size:
-        return TRANSPOSED, right // size
-    return None
+def _form(x: Array) -> tuple[int, int] | None:
+    return Matrices.of(x).form
 
 
 @cache

@@ -72,12 +72,12 @@ def feed(function: Callable[..., Array], *args: Any) -> Array:
     if recorder is None:
         return function(*args)
     place = recorder.copy(recorder.alone(function, *args))
-    recorder.note(_fill, place, function, args)
+    recorder.note(_fill, place, partial(function, *args))
     return place
 
 
-def _fill(place: Array, function: Callable[..., Array], args: tuple[Any, ...]) -> None:
-    place[...] = function(*args)
+def _fill(place: Array, function: Callable[[], Any]) -> None:
+    place[...] = function()
 
 
 def refuse(what: str) -> None:
@@ -230,7 +230,10 @@ class _Noting:
             return self._recorder.place_like(result, copied=False)
         if self._name in _FILLED:
             result = self._recorder.place_like(result)
-            note(*_filling(self._xp, self._name, result, args, kwargs))
+            if self._name.startswith("zeros"):
+                note(result.fill, 0)  # a device clears memory without a kernel
+            else:
+                note(self._xp.copyto, result, kwargs["fill_value"] if "fill_value" in kwargs else args[1])
             return result
         if self._name in _CONSTANT:
             if isinstance(result, np.ndarray):
@@ -252,20 +255,8 @@ class _Noting:
         if _writes_out(self._xp, self._name, self._function):
             self._recorder.note(_bound(self._xp, self._name, self._function, args, {**kwargs, "out": place}))
         else:
-            self._recorder.note(_copy_result, self._xp, place, partial(self._function, *args, **kwargs))
+            self._recorder.note(_fill, place, partial(self._function, *args, **kwargs))
         return place
-
-
-def _filling(
-    xp: ModuleType, name: str, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Callable[..., object], Any]:
-    """Return what fills an array again that was made full of one value, and that value."""
-    if isinstance(result, np.ndarray):
-        return result.fill, result.reshape(-1)[0] if result.size else 0
-    if name.startswith("zeros"):
-        return result.fill, 0  # a device clears memory without a kernel, and nobody waits to see what is in it
-    value = kwargs["fill_value"] if "fill_value" in kwargs else args[1]
-    return (partial(xp.copyto, result), value) if is_array(value) else (result.fill, value)
 
 
 def _writes_out(xp: ModuleType, name: str, function: Callable[..., Any]) -> bool:
@@ -292,10 +283,6 @@ def _bound(
     elif isinstance(function, np.ufunc) and name not in _NAMED_OUT and (len(args), *kwargs) == (function.nin, "out"):
         return partial(function, *args, kwargs["out"])
     return partial(function, *args, **kwargs)
-
-
-def _copy_result(xp: ModuleType, place: Array, function: Callable[[], Any]) -> None:
-    xp.copyto(place, function())
 
 
 LEAST_BYTES = 1024  # smaller results have memory of their own

@@ -3,12 +3,10 @@
 from collections.abc import Sequence
 
 from nnmpi.errors import UsageError
-from nnmpi.models.mlp import in_turn
-from nnmpi.nn.activation import Dropout, Flatten, ReLU
+from nnmpi.models.mlp import dense_layers, in_turn
+from nnmpi.nn.activation import Flatten, ReLU
 from nnmpi.nn.container import Sequential
 from nnmpi.nn.conv import Conv2d, MaxPool2d
-from nnmpi.nn.linear import Linear
-from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
 
 
@@ -34,7 +32,7 @@ def cnn(
         UsageError: when samples are no images (height, width, channels) of at least 4 x 4 pixels.
     """
     height, width, channels = image_shape("cnn", sample_shape, 4)
-    layers: list[Module] = [
+    model = Sequential(
         Conv2d(channels, 32, 3, padding=1),
         ReLU(),
         MaxPool2d(2),
@@ -42,14 +40,8 @@ def cnn(
         ReLU(),
         MaxPool2d(2),
         Flatten(),
-    ]
-    features = (height // 4) * (width // 4) * 64
-    for size in hidden:
-        layers += [Linear(features, size), ReLU()]
-        if dropout:
-            layers.append(Dropout(dropout))
-        features = size
-    model = Sequential(*layers, Linear(features, classes))
+        *dense_layers((height // 4) * (width // 4) * 64, hidden, classes, "relu", dropout),
+    )
     model.sharding = {**dict.fromkeys(("0", "3"), Sharding.COLUMN), **in_turn(model, Sharding.ROW)}
     return model
 

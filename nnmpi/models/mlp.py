@@ -32,16 +32,22 @@ def mlp(
     """
     if any(size < 1 for size in hidden) or classes < 1:
         raise UsageError(f"mlp needs hidden sizes and classes of at least 1, not {list(hidden)} and {classes}")
-    layers: list[Module] = [Flatten()]
-    features = prod(sample_shape)
+    model = Sequential(Flatten(), *dense_layers(prod(sample_shape), hidden, classes, activation_name, dropout))
+    model.sharding = in_turn(model, Sharding.COLUMN)
+    return model
+
+
+def dense_layers(
+    features: int, hidden: Sequence[int], classes: int, activation_name: str, dropout: float
+) -> list[Module]:
+    """Return linear layers down to the logits; an activation follows each hidden one, and dropout if there is some."""
+    layers: list[Module] = []
     for size in hidden:
         layers += [Linear(features, size), activation(activation_name)]
         if dropout:
             layers.append(Dropout(dropout))
         features = size
-    model = Sequential(*layers, Linear(features, classes))
-    model.sharding = in_turn(model, Sharding.COLUMN)
-    return model
+    return [*layers, Linear(features, classes)]
 
 
 def in_turn(model: Sequential, first: Sharding) -> Table:

@@ -152,17 +152,12 @@ class Gelu(Elementwise):
         self.tanh = tanh
 
     def forward(self, x: Array) -> Array:
-        xp, kernels = self.xp, kernels_for(x, "gelu")
-        y: Array
-        if kernels is not None:
-            y, slope = kernels.gelu(xp, x, self.tanh)
-            self.saved = (slope,)
-            return y
-        y = xp.empty((x.size,), x.dtype)
-        slope = xp.empty((x.size,), x.dtype) if self.needs[0] else None
-        _in_blocks(xp, self.tanh, xp.reshape(x, (x.size,)), y, slope)
-        self.saved = (slope,)
-        return y.reshape(x.shape)
+        xp, width = self.xp, x.shape[-1] if x.ndim else 1
+        y: Array = xp.empty(x.shape, x.dtype)
+        xp.copyto(y, x)
+        rows = y.reshape(x.size // max(width, 1), width)
+        self.saved = (_gelu_in_place(xp, rows, None, self.tanh, self.needs[0]),)
+        return y
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
         return (self.xp.multiply(grad, self.saved[0].reshape(grad.shape)),)
@@ -186,33 +181,32 @@ class LinearGeluFunction(LinearFunction):
 
     def activate(self, y: Array, bias: Array | None) -> Array | None:
         """Turn x W into GELU(x W + b), in place; return its derivative."""
-        xp, kernels = self.xp, kernels_for(y, "bias_gelu")
-        slope: Array | None = xp.empty(y.shape, y.dtype) if kernels is not None or True in self.needs else None
-        if kernels is not None:
-            kernels.bias_gelu(xp, y, bias, slope, self.tanh)
-        else:
-            _in_blocks(xp, self.tanh, y, y, slope, bias)
+        return _gelu_in_place(self.xp, y, bias, self.tanh, True in self.needs)
+
+
+def _gelu_in_place(xp: Any, y: Array, bias: Array | None, tanh: bool, keep: bool) -> Array | None:
+    """Turn y, (rows, n), into GELU of y + bias; return its derivative, where it is to be kept."""
+    kernels = kernels_for(y, "bias_gelu")
+    slope: Array | None = xp.empty(y.shape, y.dtype) if kernels is not None or keep else None
+    if kernels is not None:
+        kernels.bias_gelu(xp, y, bias, slope, tanh)
         return slope
-
-
-def _in_blocks(xp: Any, tanh: bool, x: Array, y: Array, slope: Array | None, bias: Array | None = None) -> None:
-    """Write GELU of x, or of x + bias, which then replaces x, and its derivative; y may be x."""
-    form, blocks = _by_tanh if tanh else _exact, row_blocks(x)
-    scratch = xp.empty((2, blocks[0].stop, *x.shape[1:]), x.dtype)
+    form, blocks = _by_tanh if tanh else _exact, row_blocks(y)
+    scratch = xp.empty((2, blocks[0].stop, y.shape[1]), y.dtype)
     for part in blocks:
-        block = x[part]
+        block = y[part]
         if bias is not None:
             xp.add(block, bias, out=block)
-        form(xp, block, y[part], None if slope is None else slope[part], scratch[:, : part.stop - part.start])
+        form(xp, block, None if slope is None else slope[part], scratch[:, : part.stop - part.start])
+    return slope
 
 
-def _exact(xp: Any, x: Array, y: Array, slope: Array | None, scratch: Array) -> None:
-    """Write x Phi(x), Phi being the normal distribution's cumulative function, and Phi(x) + x density(x).
+def _exact(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
+    """Turn x into x Phi(x), Phi being the normal distribution's cumulative function; write Phi(x) + x density(x).
 
     Args:
         xp: the arrays' module, or a recorder's stand-in for it.
         x: any shape.
-        y: like x, for the value; it may be x.
         slope: like x, for the derivative, or None.
         scratch: two arrays like x.
     """
@@ -223,11 +217,11 @@ def _exact(xp: Any, x: Array, y: Array, slope: Array | None, scratch: Array) -> 
         xp.multiply(xp.multiply(x, x, out=slope), -0.5, out=slope)
         xp.multiply(xp.exp(slope, out=slope), 1 / sqrt(2 * pi), out=slope)
         xp.add(xp.multiply(slope, x, out=slope), phi, out=slope)
-    xp.multiply(x, phi, out=y)
+    xp.multiply(x, phi, out=x)
 
 
-def _by_tanh(xp: Any, x: Array, y: Array, slope: Array | None, scratch: Array) -> None:
-    """Write the form of GPT-2, in which Phi is approximated, and its derivative; arguments as for `_exact`.
+def _by_tanh(xp: Any, x: Array, slope: Array | None, scratch: Array) -> None:
+    """The same in the form of GPT-2, in which Phi is approximated; arguments as for `_exact`.
 
     y = x s, s = (1 + tanh(x p)) / 2, p = c (1 + 0.044715 x^2), c = sqrt(2 / pi); dy/dx = s + y (1 - s) (6 p - 4 c)
 
@@ -240,7 +234,7 @@ def _by_tanh(xp: Any, x: Array, y: Array, slope: Array | None, scratch: Array) -
     xp.add(p, c, out=p)
     xp.tanh(xp.multiply(p, x, out=s), out=s)
     xp.add(xp.multiply(s, 0.5, out=s), 0.5, out=s)
-    xp.multiply(x, s, out=y)
+    y = xp.multiply(x, s, out=x)
     if slope is not None:
         xp.subtract(xp.multiply(p, 6, out=p), 4 * c, out=p)
         xp.multiply(p, xp.subtract(1, s, out=rest), out=p)
@@ -283,7 +277,7 @@ def gelu(x: Tensor, approximate: str = "none") -> Tensor:
         UsageError: for another value of `approximate`.
     """
     tanh = _is_tanh(approximate)
-    return with_kernels("gelu", Gelu(tanh), require_floating("gelu", x))
+    return with_kernels("bias_gelu", Gelu(tanh), require_floating("gelu", x))
 
 
 def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor | None = None, approximate: str = "none") -> Tensor:

@@ -21,7 +21,6 @@ from nnmpi.tensor.operand import in_float32, mixes, refuse_parts, require_floati
 from nnmpi.tensor.tensor import Tensor
 
 REDUCTIONS = ("mean", "sum", "none")
-_UNSIGNED = {1: "uint8", 2: "uint16", 4: "uint32", 8: "uint64"}
 
 
 class CrossEntropy(Function):
@@ -324,7 +323,7 @@ def check_reduction(reduction: str) -> None:
 
 def _check_labels(labels: Array, classes: int, ignore_index: int | None) -> None:
     # one look suffices in nearly every step: negative numbers are large ones without a sign
-    plain = labels.reshape(-1).view(_UNSIGNED[labels.itemsize])
+    plain = labels.reshape(-1).view(f"u{labels.itemsize}")
     below = min(classes, 1 << 8 * labels.itemsize - 1)  # where those begin
     if plain.size == 0 or plain[plain.argmax()] < below:
         return

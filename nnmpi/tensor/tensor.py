@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partialmethod
 from math import prod
 from operator import ge, gt, index, le, lt
 from typing import Any, NoReturn, TypeAlias
@@ -272,17 +273,14 @@ class Tensor(Variable):
 
     __hash__ = Variable.__hash__
 
-    def __lt__(self, other: Any) -> Any:
-        return _compare(lt, self, other)
+    def _compare(self, operator: Callable[[Any, Any], Any], other: Any) -> Any:
+        refuse("a comparison")
+        return operator(self.data, whole_values("a comparison", other))
 
-    def __le__(self, other: Any) -> Any:
-        return _compare(le, self, other)
-
-    def __gt__(self, other: Any) -> Any:
-        return _compare(gt, self, other)
-
-    def __ge__(self, other: Any) -> Any:
-        return _compare(ge, self, other)
+    __lt__ = partialmethod(_compare, lt)
+    __le__ = partialmethod(_compare, le)
+    __gt__ = partialmethod(_compare, gt)
+    __ge__ = partialmethod(_compare, ge)
 
     def sum(self, axis: Axis = None, keepdims: bool = False) -> Tensor:
         """Return the sum over one axis or several, by default all; `keepdims` leaves them, with length 1."""
@@ -594,11 +592,6 @@ def _index(part: Any) -> Any:
             refuse("an index that is a tensor's number")
         return int(values)
     return values
-
-
-def _compare(operator: Callable[[Any, Any], Any], x: Tensor, other: Any) -> Any:
-    refuse("a comparison")
-    return operator(x.data, whole_values("a comparison", other))
 
 
 def _as_array(data: Any, dtype: Any) -> Array:

@@ -23,6 +23,7 @@ KINDS = [
     (BFLOAT16, BFLOAT16),
     (BFLOAT16, "float32"),
 ]
+ON_NUMPY = [*KINDS[:2], ("int32", "int32")]
 
 
 @dataclass
@@ -118,7 +119,7 @@ HEADS = Layout(
 ATTENTION = Case(((2, 3, 4, 5), (2, 3, 5, 4), (2, 3, 4, 4)), (HEADS, HEADS, plain(2, 3, 4, 4)), False, KINDS[4], 0)
 
 
-@given(cases([*KINDS[:2], ("int32", "int32")]))
+@given(cases(ON_NUMPY))
 def test_on_numpy(case: Case) -> None:
     """The product, or the sum, exactly: whole numbers leave nothing to rounding."""
     check(np, case)

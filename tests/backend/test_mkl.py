@@ -7,7 +7,7 @@ from hypothesis import given, settings
 import nnmpi
 from nnmpi import Tensor, nn, ops, optim
 from nnmpi.backend.blas import Mkl, load_mkl
-from tests.backend.test_gemm import Case, cases, check
+from tests.backend.test_gemm import ON_NUMPY, Case, cases, check
 
 pytestmark = pytest.mark.skipif(load_mkl() is None, reason="MKL is not installed")
 
@@ -21,7 +21,7 @@ def every_size() -> Mkl:
 
 
 @settings(max_examples=300)
-@given(cases())
+@given(cases(ON_NUMPY))
 def test_any_product(every_size: Mkl, case: Case) -> None:
     """Exactly what NumPy gives, of any shapes (0 among them), strides and dtypes, written or added."""
     with pytest.MonkeyPatch.context() as patch:

@@ -31,7 +31,7 @@ def test_a_replay_makes_no_more_calls_than_a_step(monkeypatch: pytest.MonkeyPatc
     update = optim.Adam(model.storage)
 
     copies = []
-    monkeypatch.setattr("nnmpi.backend.recording._copy_result", lambda *args: copies.append(args))
+    monkeypatch.setattr("nnmpi.backend.recording._fill", lambda *args: copies.append(args))
     compiled = nnmpi.compile(step_of(model, update))
     x, y = backend.asarray(np.ones((4, 6), "float32")), backend.asarray(np.zeros(4, "int64"))
     compiled(x, y)

@@ -46,14 +46,6 @@ class DeviceKernels(KernelLauncher):
         """y = max(y + bias, 0), in place; NaN stays."""
         self.over_columns("bias_relu", y, y.shape[-1], _shift(xp, y, bias))
 
-    def gelu(self, xp: Any, x: Array, tanh: bool) -> tuple[Array, Array]:
-        """Compute value and derivative in one pass, as behind a linear layer."""
-        width = x.shape[-1] if x.ndim else 1
-        y, slope = xp.array(x, order="C"), xp.empty(x.shape, x.dtype)
-        flat = (x.size // max(width, 1), width)
-        self.bias_gelu(xp, y.reshape(flat), None, slope.reshape(flat), tanh)
-        return y, slope
-
     def bias_gelu(self, xp: Any, y: Array, bias: Array | None, slope: Array, tanh: bool) -> None:
         """y = gelu(y + bias), in place, and its derivative."""
         name = "bias_gelu_tanh_slope" if tanh else "bias_gelu_slope"
