@@ -86,13 +86,7 @@ def windows(x: Array, kernel: Pair, stride: Pair, dilation: Pair = (1, 1)) -> Ar
     """
     n, h, w, c = x.shape
     batch, row, column, channel = x.strides
-    shape = (
-        n,
-        out_size(h, kernel[0], stride[0], 0, dilation[0]),
-        out_size(w, kernel[1], stride[1], 0, dilation[1]),
-        *kernel,
-        c,
-    )
+    shape = (n, *map(out_size, (h, w), kernel, stride, (0, 0), dilation), *kernel, c)
     strides = (batch, row * stride[0], column * stride[1], row * dilation[0], column * dilation[1], channel)
     if prod(shape) == 0:
         return namespace(x).zeros(shape, dtype=x.dtype)

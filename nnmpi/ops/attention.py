@@ -21,7 +21,7 @@ from nnmpi.ops.dropout import Place
 from nnmpi.ops.linear import with_kernels
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import converted, read_as, require_floating
-from nnmpi.tensor.placement import Placement, TensorCut, is_cut, uncut
+from nnmpi.tensor.placement import Placement, TensorCut, alike, uncut
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -59,9 +59,7 @@ class Attention(Function):
 
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on the ranks: as queries, keys and values, where each rank has whole heads."""
-        first = next(x for x in inputs if is_cut(x))
-        if not all(is_cut(x) and x.cut.is_like(first.cut) for x in inputs):
-            raise first.cut.refuse(self, "needs queries, keys and values of the same heads")
+        first = alike(self, inputs, "needs queries, keys and values of the same heads")
         if first.cut.axis == 2:
             self.kernels = over_ranks(self, first.cut, self.kernels)
             return uncut(self, first, (), "")

@@ -11,7 +11,7 @@ from nnmpi.backend.precision import FLOAT32, cast, is_low
 from nnmpi.backend.recording import perform
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import read_as, whole_values
+from nnmpi.tensor.operand import read_as, refuse_parts, whole_values
 from nnmpi.tensor.placement import Placement, is_cut, uncut
 from nnmpi.tensor.tensor import Tensor
 
@@ -33,8 +33,7 @@ class EmbeddingFunction(Function):
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on the ranks: as the indices do."""
         table, indices = inputs
-        if is_cut(table):
-            raise table.cut.refuse(self, "needs a whole table")
+        refuse_parts(self, table, why="needs a whole table")
         return uncut(self, indices, (), "")
 
     def forward(self, table: Array, indices: Array) -> Array:

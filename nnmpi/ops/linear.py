@@ -13,7 +13,7 @@ from nnmpi.backend.precision import FLOAT32, cast, is_floating, is_low
 from nnmpi.errors import ShapeError
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.operand import converted, in_float32, read_as, refuse_parts
-from nnmpi.tensor.placement import Placement, is_cut, uncut
+from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -44,9 +44,7 @@ class LinearFunction(Function):
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on the ranks: as the rows of x do."""
         x, *parameters = inputs
-        for each in parameters:
-            if is_cut(each):
-                raise each.cut.refuse(self, "needs a whole weight and bias")
+        refuse_parts(self, *parameters, why="needs a whole weight and bias")
         return uncut(self, x, (-1,), "adds up all of that axis")
 
     def forward(self, x: Array, weight: Array, bias: Array | None) -> Array:
@@ -75,7 +73,8 @@ class LinearFunction(Function):
             to_bias = place_for(self, 2, grad.shape[1:], grad.dtype if dtypes is None else dtypes[2])
         grad = self.before_activation(grad, kept, to_bias)
         if self.needs[1]:
-            to_weight = self._weight_grad(rows, grad, None if dtypes is None else dtypes[1])
+            factors, (place, add) = self.weight_factors(rows, grad), self.sum_into(1)
+            to_weight = gemm(xp, *factors, place, add, None if dtypes is None else dtypes[1])
         if self.needs[0]:
             to_x = gemm(xp, grad, weight.T)
             to_x = to_x if dtypes is None else cast(xp, to_x, dtypes[0])
@@ -114,16 +113,6 @@ class LinearFunction(Function):
     def weight_factors(self, rows: Array, grad: Array) -> tuple[Array, Array]:
         """Return the two matrices whose product is the gradient of W."""
         return rows.T, grad
-
-    def _weight_grad(self, rows: Array, grad: Array, dtype: np.dtype[Any] | None) -> Array:
-        """Return the gradient of W, in its dtype, computed where it belongs, if that place is known."""
-        xp, (a, b) = self.xp, self.weight_factors(rows, grad)
-        if dtype is None:
-            return gemm(xp, a, b, out=self.into(1))
-        place, add = self.sum_into(1)
-        if place is None or not place.flags.c_contiguous:
-            return gemm(xp, a, b, dtype=dtype)
-        return gemm(xp, a, b, out=place, add=add)
 
 
 class TransposedLinearFunction(LinearFunction):

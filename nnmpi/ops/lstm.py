@@ -164,19 +164,15 @@ class LSTMFunction(Function):
             to_x = xp.empty((time, grad.shape[0], weight.shape[0]), grad.dtype)
             packing.unpack(gemm(xp, to_gates, weight.T), to_x)
             to_x = to_x.swapaxes(0, 1)
-        to_weight, to_recurrent = (self._product(xp, i, left, to_gates) for i, left in ((1, rows), (2, before_h)))
+        to_weight, to_recurrent = (  # each computed where it belongs, if that place is known
+            gemm(xp, left.T, to_gates, *self.sum_into(i)) if self.needs[i] else None
+            for i, left in ((1, rows), (2, before_h))
+        )
         if self.needs[3]:
             to_bias = place_for(self, 3, to_gates.shape[1:], grad.dtype)
             bias_grad(xp, to_gates, to_bias)
         first = (packing.unsort(end) if need else None for end, need in zip(ends, self.needs[4:6], strict=True))
         return to_x, to_weight, to_recurrent, to_bias, *first, None
-
-    def _product(self, xp: Any, i: int, rows: Array, to_gates: Array) -> Array | None:
-        """Return rows^T to_gates, the gradient of input i, computed where it belongs, if that place is known."""
-        if not self.needs[i]:
-            return None
-        place, add = self.sum_into(i)
-        return gemm(xp, rows.T, to_gates, out=place, add=add)
 
 
 def _step(xp: Any, g: Array, product: Array, c: Array, new_c: Array, new_h: Array) -> None:

@@ -21,8 +21,8 @@ from nnmpi.errors import ShapeError
 from nnmpi.ops.linear import place_for, with_kernels
 from nnmpi.ops.planes import repeated
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.operand import in_float32, may_meet, require_floating
-from nnmpi.tensor.placement import Placement, is_cut, uncut
+from nnmpi.tensor.operand import in_float32, may_meet, refuse_parts, require_floating
+from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
 
 AllReduce: TypeAlias = Callable[[Array], Array]
@@ -170,9 +170,7 @@ class LayerNormFunction(Function):
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on the ranks: as before, where each rank has whole rows."""
         x, scale, shift = inputs
-        for each in (scale, shift):
-            if is_cut(each):
-                raise each.cut.refuse(self, "needs a whole scale and shift")
+        refuse_parts(self, scale, shift, why="needs a whole scale and shift")
         return uncut(self, x, range(-scale.ndim, 0), "takes the mean over whole rows")
 
     def forward(self, x: Array, scale: Array, shift: Array) -> Array:

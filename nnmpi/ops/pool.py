@@ -128,8 +128,9 @@ class AvgPool2dFunction(Pool2dFunction):
 
     def forward(self, x: Array) -> Array:
         xp, over = self.xp, self.over
-        self.saved = x.shape
-        first, *others = over.taps(bordered(x, over.padding, 0.0, xp))
+        x = bordered(x, over.padding, 0.0, xp)
+        self.saved = (x.shape,)
+        first, *others = over.taps(x)
         y: Array = xp.empty(first.shape, x.dtype)
         xp.copyto(y, first)
         for values in others:
@@ -137,9 +138,8 @@ class AvgPool2dFunction(Pool2dFunction):
         return xp.multiply(y, 1 / prod(over.kernel), out=y)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        shape, xp, over = self.saved, self.xp, self.over
-        (n, h, w, c), (top, left) = shape, over.padding
-        result: Array = xp.zeros((n, h + 2 * top, w + 2 * left, c), grad.dtype)
+        xp, over = self.xp, self.over
+        result: Array = xp.zeros(*self.saved, grad.dtype)
         share = xp.multiply(grad, 1 / prod(over.kernel))
         for place in over.taps(result):
             xp.add(place, share, out=place)

@@ -327,16 +327,10 @@ class Optimizer(ABC):
             whole = [data, grad, *(arrays[i] for arrays in self._slots.values())]
             arrays = whole if parts is None else [array[parts[i]] for array in whole]
             elements = block_elements(data) if limit_bytes is None else max(1, limit_bytes // data.dtype.itemsize)
-            blocks += self._blocks_of(i, arrays, elements, scratch)
+            for part, gradient, *state in pieces(arrays, elements):
+                decay, spare = self.weight_decay[i], scratch.like(part)
+                blocks.append(BufferBlock(namespace(part), part, gradient, tuple(state), decay, spare))
         return tuple(blocks)
-
-    def _blocks_of(
-        self, buffer: int, arrays: Sequence[Array], elements: int, scratch: ScratchArrays
-    ) -> Iterator[BufferBlock]:
-        """Yield blocks of the same part of a buffer, its gradient and its state."""
-        for part, grad, *state in pieces(arrays, elements):
-            decay = self.weight_decay[buffer]
-            yield BufferBlock(namespace(part), part, grad, tuple(state), decay, scratch.like(part))
 
     def _require_same_arrays(self) -> None:
         """Raise if a buffer was replaced: the blocks would still update the old one, and training would stand still."""

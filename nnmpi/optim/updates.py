@@ -49,7 +49,6 @@ class SGD(Optimizer):
         super().__init__(storage, lr, weight_decay, slots=("momentum",) if self.momentum else ())
 
     def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
-        rate, dtype = None, None
         settings = (self.momentum, self.nesterov) if self.momentum else ()
         for block in blocks:
             xp, data, grad = block.xp, block.data, block.grad
@@ -68,11 +67,9 @@ class SGD(Optimizer):
                     direction = ahead
                 else:
                     direction = kept
-            if data.dtype is not dtype:
-                rate, dtype = factor(block, lr), data.dtype
             # In place where possible: one array less in the cache.
             change = direction if block.is_spent and direction is grad else block.scratch[1]
-            xp.multiply(direction, rate, out=change)
+            xp.multiply(direction, factor(block, lr), out=change)
             xp.subtract(data, change, out=data)
 
 

@@ -11,7 +11,7 @@ tape, never the operations on it: there are no reference cycles, and a graph goe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -135,7 +135,9 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
                     if recorder is not None and not node.replayable:
                         recorder.note(node.release)  # each replay's forward keeps what its backward needs
             if finals is not None:
-                _call_hooks(finals.get(node, ()))  # also where an operation above passed no gradient on to this one
+                for leaf in finals.get(node, ()):  # also where an operation above passed no gradient on to this one
+                    if leaf.hook is not None and leaf.grad is not None:
+                        perform(leaf.hook, leaf)
     except BaseException:
         # Half-done sums must not be found, and added to, by a later pass over the same graph.
         for node in nodes[: last + 1]:
@@ -164,13 +166,6 @@ def _again(node: Function, edges: tuple[Function | Variable | None, ...] | None,
     """Return an operation's gradients, which may look for their places as it did when it was recorded."""
     node.edges = edges
     return node.backward(grad)
-
-
-def _call_hooks(leaves: Iterable[Variable]) -> None:
-    """Call the hooks of leaves whose gradients are final now."""
-    for leaf in leaves:
-        if leaf.hook is not None and leaf.grad is not None:
-            perform(leaf.hook, leaf)
 
 
 def leaves_of(root: Variable) -> set[Variable]:
@@ -222,6 +217,7 @@ def _pass_on(node: Function, grads: Grads, xp: Any) -> None:
             f"{type(node).__name__}.backward returned {len(grads)} gradients for {len(edges)} inputs; "
             "return one per input, None where there is none"
         )
+    name = type(node).__name__
     for edge, grad in zip(edges, grads, strict=True):
         if edge is None or grad is None:
             continue
@@ -233,11 +229,13 @@ def _pass_on(node: Function, grads: Grads, xp: Any) -> None:
         else:
             shape, dtype = edge.shape, edge.dtype
         if type(grad) is not np.ndarray and not is_result(grad):
-            raise DtypeError(f"{type(node).__name__}.backward returned {_kind(grad)} for an input; return its array")
+            raise DtypeError(f"{name}.backward returned {_kind(grad)} for an input; return its array")
         if node.broadcasts and grad.shape != shape:
             grad = unbroadcast(xp, grad, shape)
-        if grad.shape != shape or grad.dtype != dtype:
-            raise _misfit(type(node).__name__, grad, shape, dtype)
+        if grad.shape != shape:
+            raise ShapeError(f"{name}.backward returned a gradient of shape {grad.shape} for an input of shape {shape}")
+        if grad.dtype != dtype:
+            raise DtypeError(f"{name}.backward returned a gradient of {grad.dtype} for an input of {dtype}")
         edge.add_grad(grad, xp)
 
 
@@ -251,13 +249,6 @@ def _check_tuple(node: Function, grads: Any) -> None:
 
 def _kind(x: Any) -> str:
     return "nothing" if x is None else f"a {type(x).__name__}"
-
-
-def _misfit(name: str, grad: Array, shape: tuple[int, ...], dtype: Any) -> ShapeError | DtypeError:
-    """Return the error for a gradient that is not like its input."""
-    if grad.shape != shape:
-        return ShapeError(f"{name}.backward returned a gradient of shape {grad.shape} for an input of shape {shape}")
-    return DtypeError(f"{name}.backward returned a gradient of {grad.dtype} for an input of {dtype}")
 
 
 def _used_up() -> GraphError:

@@ -107,11 +107,11 @@ def check_broadcast(name: str, *shapes: tuple[int, ...]) -> None:
             raise ShapeError(f"{name} of shapes {' and '.join(map(str, shapes))}: they do not broadcast") from None
 
 
-def refuse_parts(name: str, *inputs: Any, why: str = "meets a whole tensor") -> None:
+def refuse_parts(operation: object, *inputs: Any, why: str = "meets a whole tensor") -> None:
     """Refuse a rank's part of a tensor (see `cut.CutTensor`), for an operation that its shape does not fit.
 
     Args:
-        name: of the operation.
+        operation: or its name.
         inputs: that may be parts.
         why: what does not fit.
 
@@ -120,7 +120,7 @@ def refuse_parts(name: str, *inputs: Any, why: str = "meets a whole tensor") -> 
     """
     for x in inputs:
         if is_cut(x):
-            raise x.cut.refuse(name, why) from None
+            raise x.cut.refuse(operation, why) from None
 
 
 def whole_values(name: str, x: Any) -> Any:
@@ -156,7 +156,7 @@ def same_dtype(name: str, *inputs: Any) -> None:
     Raises:
         DtypeError: naming the operation and the dtypes.
     """
-    dtypes = [x.data.dtype if isinstance(x, Variable) else _dtype(x) for x in inputs if x is not None]
+    dtypes = [_dtype(x) for x in inputs if x is not None]
     if dtypes.count(dtypes[0]) != len(dtypes):
         words = ", ".join(map(str, dtypes))
         raise DtypeError(f"{name} of {words} would change a dtype silently; convert with astype")

@@ -317,6 +317,18 @@ def uncut(function: object, x: Any, axes: Iterable[int], why: str) -> Placement:
     return cut.placement
 
 
+def alike(function: object, inputs: Sequence[Any], why: str) -> Any:
+    """Return the first input, of which all must be parts that lie on the ranks in the same way.
+
+    Raises:
+        LayoutError: otherwise, saying what it needs or does.
+    """
+    first = next(x for x in inputs if is_cut(x))
+    if not all(is_cut(x) and x.cut.is_like(first.cut) for x in inputs):
+        raise first.cut.refuse(function, why)
+    return first
+
+
 def moved(x: Any, axis: int) -> Placement:
     """Return a part's placement, with its cut axis at another place."""
     placement: Placement = x.cut.placement

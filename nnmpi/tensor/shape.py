@@ -8,7 +8,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.tensor.function import Function, Grads
-from nnmpi.tensor.placement import Placement, is_cut, moved, uncut
+from nnmpi.tensor.placement import Placement, alike, moved, uncut
 
 
 class Reshape(Function):
@@ -77,9 +77,7 @@ class Concatenate(Function):
 
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on the ranks: as all of the inputs, joined along another axis."""
-        first = next(x for x in inputs if is_cut(x))
-        if not all(is_cut(x) and x.cut.is_like(first.cut) for x in inputs):
-            raise first.cut.refuse(self, "joins tensors that all lie on the ranks alike")
+        first = alike(self, inputs, "joins tensors that all lie on the ranks alike")
         return uncut(self, first, (self.axis,), "along that axis needs all of each")
 
     def forward(self, *inputs: Array) -> Array:

@@ -50,7 +50,6 @@ from llvmlite import binding
 from numba import types
 from threadpoolctl import threadpool_info
 
-from nnmpi.backend.array import Array
 from nnmpi.backend.jit.build import inlined
 
 ZERO, HALF, ONE = np.float32(0), np.float32(0.5), np.float32(1)
@@ -114,8 +113,8 @@ class Sizes(NamedTuple):
         """Tiles that are worked on at a time."""
         return self.rows * (self.w // 2)
 
-    def scratch(self, xp: Any, dtype: np.dtype[Any], gradients: bool = False) -> tuple[Array, ...]:
-        """Return the memory that a pass works in, of any values, all flat.
+    def scratch(self, gradients: bool) -> tuple[int, ...]:
+        """Return how many elements each array has that a pass works in, of any values, all flat.
 
         Of a forward pass:
 
@@ -131,8 +130,7 @@ class Sizes(NamedTuple):
         """
         border, kernel = self.images * (self.h + 2) * (self.w + 2) * self.c, 16 * self.c * self.o
         counts = 16 * self.tiles * self.c, 16 * self.tiles * self.o, border
-        more = (border, self.o, kernel, kernel) if gradients else ()
-        return tuple([xp.empty((count,), dtype) for count in counts + more])
+        return (*counts, border, self.o, kernel, kernel) if gradients else counts
 
 
 def sizes(h: int, w: int, c: int, o: int) -> Sizes:
@@ -487,7 +485,9 @@ def direct(h: int, w: int, c: int, o: int) -> tuple[Callable[..., None], Callabl
     """
     step = (w + 2) * c
 
-    def forward(x, weight, bias, y, corner, sums, border):
+    def forward(x, weight, bias, y, corner, u, scratch):
+        part, border = scratch
+        sums = part[: 4 * o]
         border[:] = ZERO
         sums[:] = ZERO
         for b in range(x.size // (h * w * c)):
@@ -504,7 +504,9 @@ def direct(h: int, w: int, c: int, o: int) -> tuple[Callable[..., None], Callabl
                         out[i], place[i] = largest_of((sums[i], sums[i + o], sums[i + 2 * o], sums[i + 3 * o]), bias[i])
                     sums[:] = ZERO
 
-    def backward(grad, x, corner, to_weight, to_bias, part, border):
+    def backward(grad, x, y, corner, u, to, scratch):
+        _, to_weight, to_bias = to
+        part, border = scratch
         border[:] = ZERO
         to_weight[:] = ZERO
         to_bias[:] = ZERO
@@ -522,7 +524,7 @@ def direct(h: int, w: int, c: int, o: int) -> tuple[Callable[..., None], Callabl
                             _add_products(patch, patch[step:], c, above, place, c * o, o, part[row * o :])
                     for i in range(o):
                         part_bias[i] += above[i] if place[i] < DEAD else ZERO
-            for i in range(9 * c * o):
+            for i in range(to_weight.size):
                 to_weight[i] += part[i]
             for i in range(o):
                 to_bias[i] += part_bias[i]

@@ -54,31 +54,26 @@ def winograd(z: conv3x3.Sizes, pooled: bool, relu: bool) -> Pair:
         pooled: followed by ReLU and max-pooling over 2 x 2 pixels.
         relu: followed by ReLU alone.
     """
-    forward, backward = conv3x3.winograd(z, pooled, 0.0 if relu else -np.inf)
-    return Pair(
-        build(forward, *(read(1),) * 3, write(1), write(1, CORNER), write(1), _several(3)),
-        build(backward, *(read(1),) * 3, read(1, CORNER), read(1), _several(3), _several(7)),
-    )
+    return _convolution(*conv3x3.winograd(z, pooled, 0.0 if relu else -np.inf), 3, 7)
 
 
 @cache
 def direct(h: int, w: int, c: int, o: int) -> Pair:
     """Return the pooled convolution, and the gradients of its weight and bias, for images (h, w, c), c small.
 
-    forward: (x, weight, bias, y: out, corner: out, sums: scratch of 4 o, border: scratch of (h + 2) (w + 2) c).
-    backward: (grad, x, corner, to_weight: out, to_bias: out, part: scratch of 9 c o + o, border).
-    All arrays are flat, `corner` of uint8.
+    Arguments are those of `winograd`; u and the images' gradient have no elements, and there are two scratch arrays,
+    of 9 c o + o elements and for one image with its border.
     """
-    forward, backward = conv3x3.direct(h, w, c, o)
+    return _convolution(*conv3x3.direct(h, w, c, o), 2, 2)
+
+
+def _convolution(forward: Kernel, backward: Kernel, *scratch: int) -> Pair:
+    """Return the two, compiled; each gets so many scratch arrays, in a tuple."""
+    several = [types.UniTuple(write(1), count) for count in (*scratch, 3)]  # type: ignore[no-untyped-call]
     return Pair(
-        build(forward, *(read(1),) * 3, write(1), write(1, CORNER), write(1), write(1)),
-        build(backward, read(1), read(1), read(1, CORNER), *(write(1),) * 4),
+        build(forward, *(read(1),) * 3, write(1), write(1, CORNER), write(1), several[0]),
+        build(backward, *(read(1),) * 3, read(1, CORNER), read(1), several[2], several[1]),
     )
-
-
-def _several(count: int) -> Any:
-    """Return the type of a tuple of flat arrays that a kernel writes to."""
-    return types.UniTuple(write(1), count)  # type: ignore[no-untyped-call]
 
 
 def adam(*args: Any) -> None:

@@ -20,49 +20,60 @@ from nnmpi.backend.recording import perform
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, Gradients
 
 
-class CompiledDirect(Algorithm):
-    """max_pool2d(relu(conv2d(x, weight, bias, padding=1)), 2) of images that need no gradient; keeps the winners."""
-
-    def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> Array:
-        (_, h, w, c), o = x.shape, weight.shape[3]
-        corner: Array = xp.empty((y.size,), np.uint8)  # which of the four pixels was the largest
-        sums, border = xp.empty((4 * o,), x.dtype), xp.empty(((h + 2) * (w + 2) * c,), x.dtype)
-        bias = xp.zeros((o,), np.float32) if bias is None else bias
-        _perform(load().direct(h, w, c, o).forward, x, weight, bias, y, corner, sums, border)
-        return corner
-
-    def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: Array, out: Gradients) -> None:
-        (_, h, w, c), o, dtype = x.shape, weight.shape[3], grad.dtype
-        # the kernel writes both gradients, wanted or not
-        to_weight = xp.empty(weight.shape, dtype) if out.weight is None else out.weight
-        to_bias = xp.empty((o,), dtype) if out.bias is None else out.bias
-        part, border = xp.empty((9 * c * o + o,), dtype), xp.empty(((h + 2) * (w + 2) * c,), dtype)
-        kernel = load().direct(h, w, c, o).backward
-        _perform(kernel, xp.ascontiguousarray(grad), x, kept, to_weight, to_bias, part, border)
-
-
-class CompiledWinograd(Algorithm):
+class Compiled3x3(Algorithm):
     """conv2d(x, weight, bias, padding=1), then ReLU and pooling over 2 x 2 pixels, or ReLU, or nothing.
 
     Kept are the result, from which the ReLU's gradient is seen, the pooling's winners, and the kernels' 16 places.
     """
 
+    def plan(self, sizes: tuple[int, ...], gradients: bool) -> tuple[Any, int, tuple[int, ...]]:
+        """Return the kernels, how many elements the kernels' places have, and each scratch array.
+
+        Args:
+            sizes: (h, w, c, o), of images and channels.
+            gradients: whether the scratch arrays are the backward pass's.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no plan")
+
     def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> tuple[Array, ...]:
-        z, pools, dtype = load().sizes(*x.shape[1:], weight.shape[3]), self.spec.pool != NO_POOL, x.dtype
-        corner = xp.empty((y.size if pools else 0,), np.uint8)
-        u = xp.empty((16 * z.c * z.o,), dtype)  # the kernels' places, (16, c, o)
-        bias = xp.zeros((z.o,), np.float32) if bias is None else bias
-        kernel = load().winograd(z, pools, self.spec.relu).forward
-        _perform(kernel, x, weight, bias, y, corner, u, z.scratch(xp, dtype))
+        kernels, places, counts = self.plan((*x.shape[1:], weight.shape[3]), False)
+        corner = xp.empty(
+            (0 if self.spec.pool == NO_POOL else y.size,), np.uint8
+        )  # which of four pixels was the largest
+        u = xp.empty((places,), x.dtype)
+        bias = xp.zeros(weight.shape[3:], np.float32) if bias is None else bias
+        _perform(kernels.forward, x, weight, bias, y, corner, u, _scratch(xp, counts, x.dtype))
         return y, corner, u
 
     def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: tuple[Array, ...], out: Gradients) -> None:
-        z, pools, dtype = load().sizes(*x.shape[1:], weight.shape[3]), self.spec.pool != NO_POOL, grad.dtype
-        to_bias = xp.empty((z.o,), dtype) if out.bias is None else out.bias  # the kernel writes it, wanted or not
-        wanted = [xp.empty((0,), dtype) if each is None else _flat(each) for each in (out.x, out.weight)]
-        kernel = load().winograd(z, pools, self.spec.relu).backward
-        scratch = z.scratch(xp, dtype, gradients=True)
-        _perform(kernel, xp.ascontiguousarray(grad), x, *kept, (*wanted, to_bias), scratch)
+        kernels, _, counts = self.plan((*x.shape[1:], weight.shape[3]), True)
+        # the bias's gradient is written, wanted or not
+        to_bias = xp.empty(weight.shape[3:], grad.dtype) if out.bias is None else out.bias
+        wanted = [xp.empty((0,), grad.dtype) if each is None else _flat(each) for each in (out.x, out.weight)]
+        scratch = _scratch(xp, counts, grad.dtype)
+        _perform(kernels.backward, xp.ascontiguousarray(grad), x, *kept, (*wanted, to_bias), scratch)
+
+
+class CompiledDirect(Compiled3x3):
+    """Followed by ReLU and pooling, for images that need no gradient, of few channels."""
+
+    def plan(self, sizes: tuple[int, ...], gradients: bool) -> tuple[Any, int, tuple[int, ...]]:
+        """See `Compiled3x3.plan`."""
+        h, w, c, o = sizes
+        return load().direct(*sizes), 0, ((9 * c + 1) * o, (h + 2) * (w + 2) * c)
+
+
+class CompiledWinograd(Compiled3x3):
+    """Followed by anything."""
+
+    def plan(self, sizes: tuple[int, ...], gradients: bool) -> tuple[Any, int, tuple[int, ...]]:
+        """See `Compiled3x3.plan`."""
+        z = load().sizes(*sizes)
+        return load().winograd(z, self.spec.pool != NO_POOL, self.spec.relu), 16 * z.c * z.o, z.scratch(gradients)
+
+
+def _scratch(xp: Any, counts: tuple[int, ...], dtype: Any) -> tuple[Array, ...]:
+    return tuple([xp.empty((count,), dtype) for count in counts])
 
 
 def _perform(kernel: Any, *args: Any) -> None:
