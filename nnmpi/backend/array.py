@@ -14,6 +14,8 @@ from nnmpi.errors import DeviceError
 # CuPy has no type information and follows NumPy's interface, so NumPy's type stands for both.
 Array: TypeAlias = NDArray[Any]
 Integers: TypeAlias = NDArray[np.int64]
+Dtype: TypeAlias = np.dtype[Any]
+Shape: TypeAlias = tuple[int, ...]
 
 # What a kernel keeps for its gradient, arrays above all: known to the two of them, and handed on by the operation.
 Residuals: TypeAlias = tuple[Any, ...]

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array
-from nnmpi.backend.memory import MemoryUse, host_memory, reset_host_peak
+from nnmpi.backend.array import Array, Shape
+from nnmpi.backend.memory import MemoryUse, host_memory
 from nnmpi.errors import DeviceError
 
 
@@ -48,17 +48,13 @@ class Backend:
         """Return the values as an array on this device, without a copy where none is needed."""
         return self.xp.asarray(values, dtype=dtype)
 
-    def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+    def zeros(self, shape: int | Shape, dtype: Any) -> Array:
         """Return a new C-contiguous array of zeros on this device."""
         return self.xp.zeros(shape, dtype=dtype)
 
     def memory(self) -> MemoryUse:
         """Return what is used of the memory, and what may be."""
         return host_memory()
-
-    def reset_peak(self) -> None:
-        """Measure the peak of the memory from now on."""
-        reset_host_peak()
 
     def release_memory(self) -> None:
         """Give memory that no array uses back to the device."""

@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from nnmpi.backend.array import Array, mixed_error
+from nnmpi.backend.array import Array, Dtype, Shape, mixed_error
 from nnmpi.errors import DtypeError, ShapeError
 
 KEPT_PRODUCTS = 4096  # a run has as many as it has products of different shapes
@@ -46,7 +46,6 @@ WIDE_SUMS = 16
 
 _SINGLE, _DOUBLE = np.dtype(np.float32), np.dtype(np.float64)
 
-Shape = tuple[int, ...]
 Product = Callable[[Any, Any, Any, bool], None]  # of arrays a and b, written or added to a third
 
 
@@ -151,9 +150,7 @@ class Products:
             self._prepared[key] = product
         product(a, b, out, add)
 
-    def _prepare(
-        self, lies: list[Matrices], given: np.dtype[Any], wanted: np.dtype[Any], tf32: bool
-    ) -> tuple[Product, int]:
+    def _prepare(self, lies: list[Matrices], given: Dtype, wanted: Dtype, tf32: bool) -> tuple[Product, int]:
         """Return what multiplies arrays that BLAS can read as they lie, and how many calls it makes."""
         a, b, out = lies
         swapped = out.form is not None and out.form[0] == 1

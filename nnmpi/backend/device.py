@@ -124,11 +124,6 @@ class DeviceBackend(Backend):
         note = self.pool.note or ("as CUPY_GPU_MEMORY_LIMIT or set_limit says" if limit else "none was set")
         return MemoryUse(pool.used_bytes(), self.pool.peak_bytes, limit or None, taken, note)
 
-    def reset_peak(self) -> None:
-        """Measure the peak of the memory from now on; gives back what is not in use, which takes milliseconds."""
-        self.xp.get_default_memory_pool().free_all_blocks()
-        self.pool.peak_bytes = 0
-
     def release_memory(self) -> None:
         """Give memory that no array uses back to the device and the host."""
         self.memory()  # notes the peak
@@ -164,12 +159,7 @@ class DeviceBackend(Backend):
 
     def explain(self, error: BaseException) -> DeviceError | None:
         """Return a library's error in a sentence that says what would help; None if it is no error of the device."""
-        return explain_error(error, self._facts)
-
-    def _facts(self) -> Facts:
-        """Return what is known of the device and its memory."""
-        free, total = self.xp.cuda.runtime.memGetInfo()
-        return Facts(self.device, self.memory(), free, total)
+        return explain_error(error, self)
 
 
 NAMES = ("auto", "numpy", "cupy")
@@ -209,22 +199,6 @@ REMEDY = (
     "make the batch smaller, compute it in more parts, recompute activations, use precision bf16, or spread the model "
     "over more ranks"
 )
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What a device's memory looks like.
-
-    Attributes:
-        device: in words.
-        use: what this process uses.
-        free_bytes, total_bytes: of the device's memory, whoever uses it.
-    """
-
-    device: str
-    use: MemoryUse
-    free_bytes: int
-    total_bytes: int
 
 
 def installed_wheels(paths: Sequence[str] = sys.path) -> list[str]:
@@ -279,22 +253,22 @@ def explain_start(error: Exception | None, driver: int, runtime: int) -> str:
     return f"cupy cannot start CUDA ({_short(error)}); try nvidia-smi, or use the backend numpy"
 
 
-def explain_error(error: BaseException, facts: Callable[[], Facts]) -> DeviceError | None:
+def explain_error(error: BaseException, backend: DeviceBackend) -> DeviceError | None:
     """Return a library's error in a sentence that says what would help; None if it is no error of the device.
 
     Args:
-        facts: gives what the device's memory looks like; it may fail where the device answers no more.
+        backend: the device, which may answer no more when it is asked what its memory looks like.
     """
     name, module = type(error).__name__, type(error).__module__.partition(".")[0]
     status = getattr(error, "status", None)
     if isinstance(error, MemoryError) and module.startswith("cupy"):
-        return _out_of_memory(getattr(error, "_size", None), error, facts)
+        return _out_of_memory(getattr(error, "_size", None), error, backend)
     if isinstance(error, ImportError | RuntimeError) and _misses_library(error):
         return DeviceError(f"{_short(error)}; install CUDA's libraries with cupy's extra [ctk]")
     if module not in ("cupy", "cupy_backends"):
         return None
     if name == "CUDARuntimeError" and status == _OUT_OF_MEMORY or "ALLOC_FAILED" in str(error):
-        return _out_of_memory(None, error, facts)
+        return _out_of_memory(None, error, backend)
     if name in ("CUDARuntimeError", "CUDADriverError") and status in _FATAL:
         return DeviceError(
             f"a kernel failed on the device ({_short(error)}), some time before the call that says so, and this "
@@ -303,19 +277,18 @@ def explain_error(error: BaseException, facts: Callable[[], Facts]) -> DeviceErr
     return DeviceError(f"{name} on the device: {_short(error)}")
 
 
-def _out_of_memory(asked: int | None, error: BaseException, facts: Callable[[], Facts]) -> DeviceError:
+def _out_of_memory(asked: int | None, error: BaseException, backend: DeviceBackend) -> DeviceError:
     wanted = "some memory" if asked is None else format_bytes(asked)
     try:
-        now = facts()
+        use, (free, total) = backend.memory(), backend.xp.cuda.runtime.memGetInfo()
     except Exception:  # CUDA may answer to nothing any more
         return DeviceError(f"the device has no room for {wanted} more ({_short(error)}); {REMEDY}")
-    use = now.use
-    others = max(now.total_bytes - now.free_bytes - use.pool_bytes, 0)
+    others = max(total - free - use.pool_bytes, 0)
     limit = "" if use.limit_bytes is None else f" of the {format_bytes(use.limit_bytes)} that it may ({use.note})"
     return DeviceError(
-        f"{now.device} has no room for {wanted} more: arrays of this process use {format_bytes(use.used_bytes)}, its "
-        f"pool holds {format_bytes(use.pool_bytes)}{limit}, other processes and CUDA itself use {format_bytes(others)} "
-        f"and {format_bytes(now.free_bytes)} of {format_bytes(now.total_bytes)} are free; {REMEDY}"
+        f"{backend.device} has no room for {wanted} more: arrays of this process use {format_bytes(use.used_bytes)}, "
+        f"its pool holds {format_bytes(use.pool_bytes)}{limit}, other processes and CUDA itself use "
+        f"{format_bytes(others)} and {format_bytes(free)} of {format_bytes(total)} are free; {REMEDY}"
     )
 
 

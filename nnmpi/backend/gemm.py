@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, Shape
 from nnmpi.backend.blas import installed_mkl
 from nnmpi.backend.cublas import products_of
 from nnmpi.backend.precision import is_floating, is_low, precision
@@ -70,7 +70,7 @@ def gemm(xp: Any, a: Array, b: Array, out: Array | None = None, add: bool = Fals
 
 
 @lru_cache(1024)
-def product_shape(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+def product_shape(a: Shape, b: Shape) -> Shape:
     """Return the shape of a @ b.
 
     Raises:

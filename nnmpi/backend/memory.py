@@ -14,7 +14,6 @@ from typing import Any
 from nnmpi.units import format_bytes
 
 _STATUS = Path("/proc/self/status")
-_CLEAR = Path("/proc/self/clear_refs")
 
 # Numbers of glibc's malloc.h. The mapping threshold cannot be set above 32 MiB.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -2, -3, -8
@@ -26,7 +25,7 @@ class MemoryUse:
 
     Attributes:
         used_bytes: in arrays that are alive.
-        peak_bytes: the most that the pool (on the host: the process) has held at once since the last `reset_peak`.
+        peak_bytes: the most that the pool (on the host: the process) has held at once.
         limit_bytes: what the pool may take from the device; None without a limit.
         pool_bytes: what the pool has taken from the device, in use or kept for later; 0 on the host, which has none.
         note: where the limit comes from, in words.
@@ -48,14 +47,6 @@ def host_memory() -> MemoryUse:
     """Return what this process has of the host's memory; zeros where the system does not tell."""
     used = _read("VmRSS")
     return MemoryUse(used, max(used, _read("VmHWM")), None, 0, "of the host's memory, the whole process")
-
-
-def reset_host_peak() -> None:
-    """Let the system count this process's peak anew, where it can (Linux)."""
-    try:
-        _CLEAR.write_text("5")
-    except OSError:
-        return
 
 
 def keep_freed_memory() -> bool:

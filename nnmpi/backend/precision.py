@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, Dtype
 from nnmpi.errors import UsageError
 
-FLOAT32: np.dtype[Any] = np.dtype(np.float32)
+FLOAT32: Dtype = np.dtype(np.float32)
 
 MODES = ("float32", "tf32", "bf16", "fp16")
 _mode: ContextVar[str] = ContextVar("nnmpi_precision", default="float32")
@@ -50,7 +50,7 @@ def use_precision(mode: str) -> Iterator[None]:
         _mode.reset(token)
 
 
-def low_dtype(mode: str) -> np.dtype[Any] | None:
+def low_dtype(mode: str) -> Dtype | None:
     """Return the dtype of what flows between layers in this mode, None where that is the parameters' own.
 
     Raises:
@@ -62,7 +62,7 @@ def low_dtype(mode: str) -> np.dtype[Any] | None:
 
 
 @cache
-def bfloat16() -> np.dtype[Any]:
+def bfloat16() -> Dtype:
     """Return NumPy's dtype for bfloat16, which the package ml_dtypes has.
 
     Raises:
@@ -77,17 +77,17 @@ def bfloat16() -> np.dtype[Any]:
     return np.dtype(ml_dtypes.bfloat16)
 
 
-def is_floating(dtype: np.dtype[Any]) -> bool:
+def is_floating(dtype: Dtype) -> bool:
     """Return whether the dtype is floating point; bfloat16 is, though NumPy counts it among the unknown."""
     return dtype.kind == "f" or dtype.name == "bfloat16"
 
 
-def is_low(dtype: np.dtype[Any]) -> bool:
+def is_low(dtype: Dtype) -> bool:
     """Return whether the dtype is float16 or bfloat16, in which nothing is added up."""
     return dtype.itemsize == 2 and is_floating(dtype)
 
 
-def dtype_named(name: str) -> np.dtype[Any]:
+def dtype_named(name: str) -> Dtype:
     """Return the dtype of that name, such as "float32"; NumPy knows "bfloat16" only once ml_dtypes is there.
 
     Raises:
@@ -96,7 +96,7 @@ def dtype_named(name: str) -> np.dtype[Any]:
     return bfloat16() if name == "bfloat16" else np.dtype(name)
 
 
-def cast(xp: Any, x: Array, dtype: np.dtype[Any]) -> Array:
+def cast(xp: Any, x: Array, dtype: Dtype) -> Array:
     """Return x in another dtype, rounded to the nearest; x itself where it has that dtype.
 
     Args:

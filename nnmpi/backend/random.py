@@ -50,6 +50,11 @@ def key_pair(*parts: str | int) -> tuple[int, int]:
     return int.from_bytes(digest[:4], "little"), int.from_bytes(digest[4:], "little")
 
 
+def least_kept(rate: float) -> int:
+    """Return from which of `random_bits` on an element is kept that is dropped with this probability."""
+    return min(round(rate * 2**32), 2**32 - 1)
+
+
 def random_bits(xp: ModuleType, first_row: int, rows: int, columns: int | Array, key: tuple[int, int]) -> Array:
     """Return 32 random bits for each place of a (rows, columns) array, as uint32.
 

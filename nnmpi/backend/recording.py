@@ -34,7 +34,7 @@ from weakref import WeakSet
 
 import numpy as np
 
-from nnmpi.backend.array import Array, is_array, namespace
+from nnmpi.backend.array import Array, Dtype, Shape, is_array, namespace
 from nnmpi.errors import UsageError
 
 Call = Callable[[], object]
@@ -311,9 +311,7 @@ class PooledBlock:
         dtype: of the array; bfloat16 appears as 16-bit integers, since the interface has no word for it.
     """
 
-    def __init__(
-        self, pool: MemoryPool, span: ChunkPart, block: Array, shape: tuple[int, ...], dtype: np.dtype[Any]
-    ) -> None:
+    def __init__(self, pool: MemoryPool, span: ChunkPart, block: Array, shape: Shape, dtype: Dtype) -> None:
         self.pool, self.span, self.block = pool, span, block
         self.__array_interface__ = {
             "version": 3,
@@ -345,7 +343,7 @@ class MemoryPool:
         self._chunks: list[Array] = []
         self._free: list[ChunkPart] = []
 
-    def allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    def allocate(self, shape: Shape, dtype: Dtype) -> Array:
         """Return a C-contiguous array of any values, over memory of the pool unless it is short."""
         bytes_needed = dtype.itemsize * prod(shape)
         if bytes_needed < LEAST_BYTES:

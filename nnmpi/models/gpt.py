@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.backend.recording import perform
 from nnmpi.errors import ShapeError, UsageError, whole
 from nnmpi.nn.activation import Dropout
@@ -53,14 +53,14 @@ class GPTEmbedding(Module):
             rows = self.positions(places)
         return self.tokens(tokens) + rows
 
-    def _go_on(self, memory: dict[str, Any], shape: tuple[int, ...], places: Array) -> None:
+    def _go_on(self, memory: dict[str, Any], shape: Shape, places: Array) -> None:
         """Write the places of tokens behind others. A recording calls it each time, as they are other ones."""
         start = memory.get(self.path, 0)
         self._check(shape, start)
         memory[self.path] = start + shape[1]
         places[...] = namespace(places).arange(start, start + shape[1])
 
-    def _check(self, shape: tuple[int, ...], start: int) -> None:
+    def _check(self, shape: Shape, start: int) -> None:
         context = self.positions.num_embeddings
         if len(shape) != 2 or start + shape[1] > context:
             behind = f" behind {start} others" if start else ""

@@ -27,7 +27,7 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.errors import CheckpointError, NnmpiError
 from nnmpi.files import foreign
 from nnmpi.nn.conv import Conv2d
@@ -80,10 +80,10 @@ def torch_weights(model: Module, sample: Array) -> list[NamedWeight]:
     return [found.get(name, NamedWeight(name, (name,), lambda x: (x,), lambda x: x)) for name in entries]
 
 
-def flattened_images(model: Module, sample: Array) -> dict[str, tuple[int, ...]]:
+def flattened_images(model: Module, sample: Array) -> dict[str, Shape]:
     """Return the (height, width, channels) that were flattened before each linear layer which reads them, by name."""
-    found: dict[str, tuple[int, ...]] = {}
-    image: tuple[int, ...] = tuple(sample.shape[1:]) if sample.ndim == 4 else ()
+    found: dict[str, Shape] = {}
+    image: Shape = tuple(sample.shape[1:]) if sample.ndim == 4 else ()
 
     def observe(module: Any, result: Any) -> None:
         nonlocal image
@@ -178,7 +178,7 @@ def read_torch(file: Path) -> dict[str, Array]:
         return {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118  it is no mapping
 
 
-def _of_module(module: Module, image: tuple[int, ...] | None) -> Iterator[tuple[str, tuple[str, ...], Write, Read]]:
+def _of_module(module: Module, image: Shape | None) -> Iterator[tuple[str, tuple[str, ...], Write, Read]]:
     """Yield what stands otherwise in PyTorch of a module: as `NamedWeight`, by names in the module."""
     if isinstance(module, Linear):
         yield "weight", ("weight",), partial(_linear, image), partial(_linear_back, image)
@@ -206,13 +206,13 @@ def _of_module(module: Module, image: tuple[int, ...] | None) -> Iterator[tuple[
             yield ours + "bias", names, lambda x: (_gates(x), np.zeros_like(x)), lambda x, more: _gates(x + more)
 
 
-def _linear(image: tuple[int, ...] | None, x: Array) -> tuple[Array, ...]:
+def _linear(image: Shape | None, x: Array) -> tuple[Array, ...]:
     if image is None:
         return (x.T,)
     return (x.reshape(*image, -1).transpose(3, 2, 0, 1).reshape(x.shape[1], -1),)
 
 
-def _linear_back(image: tuple[int, ...] | None, x: Array) -> Array:
+def _linear_back(image: Shape | None, x: Array) -> Array:
     if image is None:
         return x.T
     height, width, channels = image

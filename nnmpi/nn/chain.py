@@ -14,7 +14,7 @@ activation. Parameters keep the names that they have in the whole model.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any, TypeAlias
@@ -44,7 +44,7 @@ class ChainLayer:
 
     name: str
     run: Run
-    members: tuple[tuple[str, Module], ...] = field(default=())
+    members: tuple[tuple[str, Module], ...] = ()
     keeps: str | None = None
     takes: str | None = None
     module: Module | None = None

@@ -28,7 +28,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from nnmpi.backend.array import Array, is_array, namespace
+from nnmpi.backend.array import Array, Dtype, Shape, is_array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.random import stream
 from nnmpi.backend.recording import active
@@ -44,7 +44,7 @@ from nnmpi.tensor.tensor import Tensor
 class _Draws(dict[str, Array]):
     """Parameters' first values, each drawn when it is asked for: of a sharded model nobody has more than one whole."""
 
-    def __init__(self, parameters: Mapping[str, Parameter], seed: int, dtype: np.dtype[Any], backend: Backend) -> None:
+    def __init__(self, parameters: Mapping[str, Parameter], seed: int, dtype: Dtype, backend: Backend) -> None:
         self._parameters, self._seed, self.dtype, self._backend = parameters, seed, dtype, backend
 
     def __missing__(self, name: str) -> Array:
@@ -64,7 +64,7 @@ class Buffer:
 
     __slots__ = ("data", "region", "shape", "value")
 
-    def __init__(self, shape: tuple[int, ...], value: float, region: Region | None = None) -> None:
+    def __init__(self, shape: Shape, value: float, region: Region | None = None) -> None:
         self.shape, self.value, self.region = shape, value, region
         self.data: Array = np.full(shape, value, dtype=np.float32)
 
@@ -394,7 +394,7 @@ class Uniform:
 
     bound: float
 
-    def __call__(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    def __call__(self, generator: np.random.Generator, shape: Shape) -> Array:
         """Return float64 values of that shape."""
         return generator.uniform(-self.bound, self.bound, shape)
 
@@ -405,7 +405,7 @@ class Normal:
 
     std: float
 
-    def __call__(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    def __call__(self, generator: np.random.Generator, shape: Shape) -> Array:
         """Return float64 values of that shape."""
         return generator.standard_normal(shape) * self.std
 
@@ -416,7 +416,7 @@ class Constant:
 
     value: float
 
-    def __call__(self, generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+    def __call__(self, generator: np.random.Generator, shape: Shape) -> Array:
         """Return float64 values of that shape."""
         return np.full(shape, self.value)
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from math import prod
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.errors import ShapeError, UsageError, whole
 from nnmpi.nn.mode import current, warn_later
 from nnmpi.nn.module import Buffer, Constant, Module
@@ -105,7 +105,7 @@ class LayerNorm(Module):
         eps: added to the variance.
     """
 
-    def __init__(self, normalized_shape: int | tuple[int, ...], eps: float = 1e-5) -> None:
+    def __init__(self, normalized_shape: int | Shape, eps: float = 1e-5) -> None:
         lengths = normalized_shape if isinstance(normalized_shape, tuple | list) else (normalized_shape,)
         shape = tuple(whole("LayerNorm's normalized_shape", length) for length in lengths)
         if not shape or eps <= 0:

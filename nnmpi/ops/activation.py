@@ -9,14 +9,12 @@ from functools import partial
 from math import pi, sqrt
 from typing import Any
 
-import numpy as np
-
-from nnmpi.backend.array import Array, zero
+from nnmpi.backend.array import Array, Dtype, zero
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.sums import row_blocks
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.linear import LinearFunction, check_linear, multiply, with_kernels
-from nnmpi.tensor.function import Elementwise, Function
+from nnmpi.tensor.function import Elementwise, Function, Grads
 from nnmpi.tensor.operand import in_float32, require_floating
 from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
@@ -32,7 +30,7 @@ class Relu(Elementwise):
         self.saved = (y,)
         return y
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         (y,), xp = self.saved, self.xp
         values, grads, to_x = xp.reshape(y, (y.size,)), xp.reshape(grad, (y.size,)), xp.empty((y.size,), y.dtype)
         for part in row_blocks(values):
@@ -57,7 +55,7 @@ class LeakyRelu(Elementwise):
         self.saved = (xp.greater(x, 0),)
         return xp.where(self.saved[0], x, xp.multiply(x, self.slope))
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         xp = self.xp
         return (xp.where(self.saved[0], grad, xp.multiply(grad, self.slope)),)
 
@@ -75,7 +73,7 @@ class SigmoidFunction(Elementwise):
         self.saved = (y,)
         return y
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         (y,), xp = self.saved, self.xp
         to_x = xp.subtract(1, y, out=xp.empty(y.shape, y.dtype))  # with a place also for a number without axes
         return (xp.multiply(xp.multiply(to_x, y, out=to_x), grad, out=to_x),)
@@ -159,7 +157,7 @@ class Gelu(Elementwise):
         self.saved = (_gelu_in_place(xp, rows, None, self.tanh, self.needs[0]),)
         return y
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         return (self.xp.multiply(grad, self.saved[0].reshape(grad.shape)),)
 
 
@@ -175,7 +173,7 @@ class LinearGeluFunction(LinearFunction):
 
     kernel = "slope_grad_bias"
 
-    def __init__(self, tanh: bool, reads: np.dtype[Any] | None) -> None:
+    def __init__(self, tanh: bool, reads: Dtype | None) -> None:
         super().__init__(reads)
         self.tanh = tanh
 
@@ -326,7 +324,7 @@ class SoftmaxFunction(Function):
         self.saved = (y, kernels)
         return y
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         (y, kernels), xp = self.saved, self.xp
         if kernels is not None:
             return (kernels.softmax_grad(xp, grad, y),)
@@ -351,7 +349,7 @@ class LogSoftmax(SoftmaxFunction):
         self.saved = (y,)
         return y
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         (y,), xp = self.saved, self.xp
         share = xp.exp(y)
         xp.multiply(share, self._sum(grad), out=share)

@@ -30,9 +30,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Residuals, namespace, ones
+from nnmpi.backend.array import Array, Dtype, Residuals, Shape, namespace, ones
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.random import random_bits
+from nnmpi.backend.random import least_kept, random_bits
 from nnmpi.backend.sums import ELEMENTS
 
 # Queries of a band: those who do not see all keys, and others.
@@ -286,7 +286,7 @@ class KeyBlock:
         length = xp.uint32(self.length)
         places = (heads[:, None, None] * length + rows) * length + columns[:, None]
         bits = random_bits(xp, drop.first_row + block[0].start, count[0], places.reshape(-1), drop.key)
-        dropped = (bits < xp.uint32(min(round(drop.rate * 2**32), 2**32 - 1))).reshape(count)
+        dropped = (bits < xp.uint32(least_kept(drop.rate))).reshape(count)
         p[...] = xp.where(dropped, -p, p)
 
     def pieces(self, q: Heads) -> list[tuple[Block, list[Piece]]]:
@@ -309,7 +309,7 @@ def _left(xp: Any, p: Array, drop: AttentionDropout | None) -> Array:
     return p if drop is None else xp.maximum(p, 0) * p.dtype.type(drop.factor)
 
 
-def _largest(q: Heads, blocks: list[tuple[Block, list[Piece]]]) -> tuple[tuple[int, ...], int]:
+def _largest(q: Heads, blocks: list[tuple[Block, list[Piece]]]) -> tuple[Shape, int]:
     """Return the shape of the largest block of queries, and how many scores its largest piece has."""
     if not blocks:
         return (0, 0, *q.shape[2:]), 0
@@ -317,13 +317,13 @@ def _largest(q: Heads, blocks: list[tuple[Block, list[Piece]]]) -> tuple[tuple[i
     return q[block].shape, max(part.stop - part.start for _, part in pieces)
 
 
-def _piece(kept: Array | None, room: Array, part: slice, shape: tuple[int, ...]) -> Array:
+def _piece(kept: Array | None, room: Array, part: slice, shape: Shape) -> Array:
     """Return where a piece lies: its own part of what is kept, or the beginning of the room that all use."""
     place = room[: part.stop - part.start] if kept is None else kept[part]
     return place.reshape(shape)
 
 
-def _like_packed(xp: Any, like: Heads, shape: tuple[int, ...]) -> Heads:
+def _like_packed(xp: Any, like: Heads, shape: Shape) -> Heads:
     """Return room, (batch, heads, time, features), with time before heads as in the packed projection."""
     batch, heads, time, features = shape
     return xp.swapaxes(xp.empty((batch, time, heads, features), like.dtype), 1, 2)
@@ -341,7 +341,7 @@ def _blocks(q: Heads, keys: int, bands: tuple[Band, ...]) -> Iterator[Block]:
 
 
 @lru_cache(maxsize=8)
-def _bound(xp: ModuleType, n: int, dtype: np.dtype[Any]) -> Array:
+def _bound(xp: ModuleType, n: int, dtype: Dtype) -> Array:
     """Return -inf where a key (of n) comes after the query (of n), else NaN.
 
     `fmin` of scores and this is -inf where the key is hidden, also for a score of NaN, and else the score.

@@ -19,7 +19,7 @@ from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.attend import AttentionDropout, Heads
 from nnmpi.ops.dropout import Place
 from nnmpi.ops.linear import with_kernels
-from nnmpi.tensor.function import Function
+from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import converted, read_as, require_floating
 from nnmpi.tensor.placement import Placement, TensorCut, alike, uncut
 from nnmpi.tensor.tensor import Tensor
@@ -73,7 +73,7 @@ class Attention(Function):
         self.saved = (residuals, [each.shape for each in (q, k, v)])
         return y
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         residuals, shapes = self.saved
         places = tuple(self.xp.empty(shape, grad.dtype) for shape in shapes)
         if residuals is not None:
@@ -196,7 +196,7 @@ class PackedAttention(Function):
         (heads,) = self._split(y, 1)
         self.kernels.attend(xp, (q, *before.extend(xp, k, v)), heads, causal, False)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         (residuals, drop), (batch, time, features) = self.saved, grad.shape
         to_qkv: Array = self.xp.empty((batch, time, 3 * features), grad.dtype)
         if residuals is None:

@@ -9,11 +9,11 @@ import numpy as np
 
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.kernels import kernels_for
-from nnmpi.backend.random import random_bits
+from nnmpi.backend.random import least_kept, random_bits
 from nnmpi.errors import UsageError
 from nnmpi.ops.linear import with_kernels
 from nnmpi.shard import Region
-from nnmpi.tensor.function import Function
+from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
@@ -57,12 +57,12 @@ class DropoutFunction(Function):
             return kernels.dropout(xp, x, *self.saved[1])
         rows = x.shape[0] if x.ndim else 1
         bits = random_bits(xp, first_row, rows, prod(x.shape[1:]) if columns is None else columns, key)
-        kept = (bits >= xp.uint32(min(round(self.rate * 2**32), 2**32 - 1))).reshape(x.shape)
+        kept = (bits >= xp.uint32(least_kept(self.rate))).reshape(x.shape)
         factor = kept * xp.asarray(1 / (1 - self.rate), dtype=x.dtype)
         self.saved = (None, factor)
         return x * factor
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         kernels, kept = self.saved
         return (grad * kept if kernels is None else kernels.dropout(namespace(grad), grad, *kept),)
 

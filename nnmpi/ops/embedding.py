@@ -5,12 +5,12 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, is_array, namespace
+from nnmpi.backend.array import Array, Dtype, is_array, namespace
 from nnmpi.backend.kernels import kernels_for
 from nnmpi.backend.precision import FLOAT32, cast, is_low
 from nnmpi.backend.recording import perform
 from nnmpi.errors import DtypeError, ShapeError
-from nnmpi.tensor.function import Function
+from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import read_as, refuse_parts, whole_values
 from nnmpi.tensor.placement import Placement, is_cut, uncut
 from nnmpi.tensor.tensor import Tensor
@@ -27,7 +27,7 @@ class EmbeddingFunction(Function):
 
     __slots__ = ("reads",)
 
-    def __init__(self, reads: np.dtype[Any]) -> None:
+    def __init__(self, reads: Dtype) -> None:
         self.reads = reads
 
     def placed(self, *inputs: Any) -> Placement:
@@ -43,7 +43,7 @@ class EmbeddingFunction(Function):
             return cast(namespace(table), table[indices], self.reads)
         return kernels.embedding(namespace(table), table, indices, self.reads)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         (shape, dtype, indices, kernels), xp = self.saved, namespace(grad)
         place, add = self.sum_into(0)
         if kernels is not None:

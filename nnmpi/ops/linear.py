@@ -6,12 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, zero
+from nnmpi.backend.array import Array, Dtype, Shape, zero
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.precision import FLOAT32, cast, is_floating, is_low
 from nnmpi.errors import ShapeError
-from nnmpi.tensor.function import Function
+from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import converted, in_float32, read_as, refuse_parts
 from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
@@ -38,7 +38,7 @@ class LinearFunction(Function):
     replayable = True
     kernel = ""  # what gives the gradient before the activation in one pass, where it is compiled
 
-    def __init__(self, reads: np.dtype[Any] | None, gives: np.dtype[Any] | None = None) -> None:
+    def __init__(self, reads: Dtype | None, gives: Dtype | None = None) -> None:
         self.reads, self.gives = reads, gives
 
     def placed(self, *inputs: Any) -> Placement:
@@ -61,7 +61,7 @@ class LinearFunction(Function):
         self.saved = (rows, weight, shape, self.activate(y, bias), dtypes)
         return y if flat else y.reshape(*shape[:-1], weight.shape[1])  # a view, as y is new
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         rows, weight, shape, kept, dtypes = self.saved
         xp = self.xp
         if dtypes is not None:
@@ -151,7 +151,7 @@ class LinearReluFunction(LinearFunction):
         return self.xp.greater(kept, zero(self.xp, kept.dtype))
 
 
-def place_for(function: Function, i: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+def place_for(function: Function, i: int, shape: Shape, dtype: Dtype) -> Array:
     """Return where the gradient of a parameter, input i, is computed: its own place, if it has one without gaps."""
     place = function.into(i)
     return place if place is not None and place.flags.c_contiguous else function.xp.empty(shape, dtype)
@@ -226,8 +226,8 @@ def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor
 
 
 def multiply(
-    make: Callable[[np.dtype[Any] | None], Callable[..., Any]],
-    reads: np.dtype[Any],
+    make: Callable[[Dtype | None], Callable[..., Any]],
+    reads: Dtype,
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None = None,
@@ -249,7 +249,7 @@ def multiply(
     return converted(y, reads) if narrow else y
 
 
-def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> np.dtype[Any]:
+def check_linear(name: str, x: Tensor, weight: Tensor, bias: Tensor | None) -> Dtype:
     """Refuse what `linear` cannot multiply, in the name of an operation; return the dtype that the product reads.
 
     Raises:

@@ -16,7 +16,7 @@ from nnmpi.backend.recording import perform
 from nnmpi.backend.sums import row_blocks
 from nnmpi.errors import DtypeError, ShapeError, UsageError
 from nnmpi.ops.linear import with_kernels
-from nnmpi.tensor.function import Function, Variable
+from nnmpi.tensor.function import Function, Grads, Variable
 from nnmpi.tensor.operand import in_float32, mixes, refuse_parts, require_floating, whole_values
 from nnmpi.tensor.tensor import Tensor
 
@@ -53,7 +53,7 @@ class CrossEntropy(Function):
             return losses.reshape(logits.shape[:-1])  # contiguous, so this is a view
         return _averaged(xp, xp.add.reduce(losses, axis=0), count, self.reduction)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         residuals, shape, dtype, count = self.saved
         xp = self.xp
         grad = _averaged(xp, grad, count, self.reduction)
@@ -157,7 +157,7 @@ class Error(Function):
         losses, *self.saved = self.judge(self.xp, x, target)  # type: ignore[assignment]
         return losses if self.reduction == "none" else _averaged(self.xp, self.xp.sum(losses), x.size, self.reduction)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         xp, slopes = self.xp, self.saved
         share = _averaged(xp, grad, slopes[0].size, self.reduction)
         to_x = xp.multiply(slopes[0], share) if self.needs[0] or len(slopes) == 1 else None

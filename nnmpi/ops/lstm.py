@@ -28,12 +28,12 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.kernels import bias_grad
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.ops.linear import place_for
-from nnmpi.tensor.function import Function
+from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import in_float32, may_meet, require_floating
 from nnmpi.tensor.tensor import Tensor
 
@@ -141,7 +141,7 @@ class LSTMFunction(Function):
             y[time], y[time + 1] = packing.unsort(h), packing.unsort(c)
         return y.swapaxes(0, 1)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         packing, rows, weight, recurrent, gates, hidden, cells, first_h, first_c = self.saved
         xp, time = namespace(grad), len(packing.sizes)
         # the gradients of the last h and c, which those of the initial state replace
@@ -307,7 +307,7 @@ def lstm(
     return in_float32(function, require_floating("lstm", x), weight, recurrent, bias, h, c, _checked(lengths, x.shape))
 
 
-def _checked(lengths: Any, shape: tuple[int, ...]) -> Array | None:
+def _checked(lengths: Any, shape: Shape) -> Array | None:
     """Return lengths as an array on the host. Errors are those of `lstm`."""
     if lengths is None:
         return None

@@ -13,14 +13,14 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Residuals, namespace
+from nnmpi.backend.array import Array, Residuals, Shape, namespace
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.recording import perform
 from nnmpi.backend.sums import row_blocks, row_sum
 from nnmpi.errors import ShapeError
 from nnmpi.ops.linear import place_for, with_kernels
 from nnmpi.ops.planes import repeated
-from nnmpi.tensor.function import Function
+from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import in_float32, may_meet, refuse_parts, require_floating
 from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
@@ -71,7 +71,7 @@ class BatchNormFunction(Function):
         self.saved = (wide, mean, inverse, scale, n)
         return y.reshape(x.shape)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         (x, mean, inverse, scale, n), xp = self.saved, self.xp
         channels, repeats = scale.size, x.shape[1] // scale.size
         rows, means, blocks = xp.reshape(grad, x.shape), repeated(xp, mean, repeats), row_blocks(x)
@@ -185,7 +185,7 @@ class LayerNormFunction(Function):
         self.saved = (scale, residuals, kernels)
         return y.reshape(x.shape)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         scale, residuals, kernels = self.saved
         xp, n = self.xp, scale.size
         rows = xp.reshape(grad, (grad.size // n, n))
@@ -305,7 +305,7 @@ def layer_norm(x: Tensor, scale: Tensor, shift: Tensor, eps: float = 1e-5) -> Te
     return with_kernels("layer_norm", function, require_floating("layer_norm", x), scale, shift)
 
 
-def _check(name: str, x: Tensor, scale: Tensor, shift: Tensor, wanted: tuple[int, ...]) -> None:
+def _check(name: str, x: Tensor, scale: Tensor, shift: Tensor, wanted: Shape) -> None:
     if x.ndim < 1 or not wanted or prod(wanted) == 0 or scale.shape != wanted or shift.shape != wanted:
         raise ShapeError(f"{name} of shape {x.shape} does not fit scale {scale.shape} and shift {shift.shape}")
     may_meet(name, x, scale, shift)

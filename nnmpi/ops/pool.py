@@ -19,7 +19,7 @@ from nnmpi.backend.windows import Pair, bordered, out_size, pair, windows
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.linear import with_kernels
 from nnmpi.ops.planes import Planes
-from nnmpi.tensor.function import Function
+from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.placement import Placement, uncut
 from nnmpi.tensor.tensor import Tensor
@@ -100,7 +100,7 @@ class MaxPool2dFunction(Pool2dFunction):
         self.saved = (winner, x.shape, None)
         return y
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         (winner, shape, kernels), xp, over = self.saved, self.xp, self.over
         if kernels is not None:
             return (kernels.max_pool_grad(xp, grad, winner, shape, over),)
@@ -137,7 +137,7 @@ class AvgPool2dFunction(Pool2dFunction):
             xp.add(y, values, out=y)
         return xp.multiply(y, 1 / prod(over.kernel), out=y)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         xp, over = self.xp, self.over
         result: Array = xp.zeros(*self.saved, grad.dtype)
         share = xp.multiply(grad, 1 / prod(over.kernel))

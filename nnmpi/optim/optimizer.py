@@ -347,14 +347,6 @@ def decayed_gradient(block: BufferBlock, decay: float) -> Array:
     return result
 
 
-def factor(block: BufferBlock, value: float) -> Array | float:
-    """Return a number for a block to be multiplied by: an array, if that is quicker for its library.
-
-    NumPy takes 0.3 us to multiply a short array by another, and 0.8 us by a number of Python's.
-    """
-    return np.array(value, block.data.dtype) if block.xp is np else value
-
-
 def _decay_by_buffer(
     weight_decay: float | Mapping[str, float], groups: Sequence[str], known_groups: Collection[str]
 ) -> tuple[float, ...]:

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, ClassVar, Final
 
+import numpy as np
+
 from nnmpi.backend.array import Array
 from nnmpi.errors import UsageError, shortened
-from nnmpi.optim.optimizer import BufferBlock, Optimizer, Storage, compiled_update, decayed_gradient, factor, number
+from nnmpi.optim.optimizer import BufferBlock, Optimizer, Storage, compiled_update, decayed_gradient, number
 
 
 class SGD(Optimizer):
@@ -69,7 +71,8 @@ class SGD(Optimizer):
                     direction = kept
             # In place where possible: one array less in the cache.
             change = direction if block.is_spent and direction is grad else block.scratch[1]
-            xp.multiply(direction, factor(block, lr), out=change)
+            # NumPy takes 0.3 us to multiply a short array by another, and 0.8 us by a number of Python's
+            xp.multiply(direction, np.array(lr, data.dtype) if xp is np else lr, out=change)
             xp.subtract(data, change, out=data)
 
 

@@ -8,6 +8,7 @@ values: they differ from rank to rank.
 from dataclasses import replace
 from typing import Any, NoReturn
 
+from nnmpi.backend.array import Shape
 from nnmpi.backend.recording import active
 from nnmpi.errors import LayoutError
 from nnmpi.tensor.function import Elementwise, Function, Variable
@@ -23,7 +24,7 @@ class CutTensor(Tensor):
     cut: TensorCut
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """The lengths of the whole tensor's axes."""
         return self.cut.of(self.data.shape)
 

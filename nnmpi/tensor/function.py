@@ -38,7 +38,7 @@ from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array, is_array, is_result, mixed_error, namespace
+from nnmpi.backend.array import Array, Dtype, Shape, is_array, is_result, mixed_error, namespace
 from nnmpi.backend.precision import cast, is_low, to_float32
 from nnmpi.backend.recording import Recorder, active, alias
 from nnmpi.backend.sums import sum_over
@@ -211,14 +211,14 @@ class Function:
     views: ClassVar[bool] = False
 
     xp: Any
-    dtype: np.dtype[Any]
+    dtype: Dtype
 
     edges: tuple[Function | Variable | None, ...] | None
     grad: Array | None
     owns_grad: bool
     needs: tuple[bool, ...]
     saved: tuple[Any, ...]
-    shape: tuple[int, ...]
+    shape: Shape
     writes: Writes | None
 
     def forward(self, *inputs: Any) -> Array:
@@ -404,7 +404,7 @@ class Elementwise(Function):
         return aligned(self, inputs, scatters=True)
 
 
-def unbroadcast(xp: Any, grad: Array, shape: tuple[int, ...]) -> Array:
+def unbroadcast(xp: Any, grad: Array, shape: Shape) -> Array:
     """Return the gradient of an operand of that shape, given the gradient of the broadcast result: a sum.
 
     Args:
@@ -430,7 +430,7 @@ class CommonRoot(Function):
     def forward(self, *inputs: Array) -> Array:
         return namespace(inputs[0]).zeros((), dtype=inputs[0].dtype)
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         return self.grads
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, is_result, namespace
+from nnmpi.backend.array import Array, Dtype, Shape, is_result, namespace
 from nnmpi.backend.precision import FLOAT32, cast, is_floating, is_low, low_dtype, precision, to_float32
 from nnmpi.errors import DtypeError, GraphError, ShapeError, UsageError
 from nnmpi.tensor.function import Elementwise, Function, Grads, Variable
@@ -18,7 +18,7 @@ class AsType(Elementwise):
 
     replayable = True
 
-    def __init__(self, wanted: np.dtype[Any]) -> None:
+    def __init__(self, wanted: Dtype) -> None:
         self.wanted = wanted
 
     def forward(self, x: Array) -> Array:
@@ -29,7 +29,7 @@ class AsType(Elementwise):
         return (cast(self.xp, grad, self.saved[0]),)
 
 
-def converted(x: Any, dtype: np.dtype[Any]) -> Any:
+def converted(x: Any, dtype: Dtype) -> Any:
     """Return a tensor in another dtype, as an operation; itself where it has that dtype."""
     return x if x.data.dtype == dtype else AsType(dtype)(x)
 
@@ -94,7 +94,7 @@ def operands(name: str, a: Any, b: Any) -> tuple[Any, Any]:
     return a, b
 
 
-def check_broadcast(name: str, *shapes: tuple[int, ...]) -> None:
+def check_broadcast(name: str, *shapes: Shape) -> None:
     """Refuse shapes that do not broadcast.
 
     Raises:
@@ -178,7 +178,7 @@ def mixes(*dtypes: Any) -> bool:
     return low is not None and all(dtype in (low, FLOAT32) for dtype in dtypes)
 
 
-def read_as(name: str, *inputs: Any) -> np.dtype[Any]:
+def read_as(name: str, *inputs: Any) -> Dtype:
     """Return the dtype in which a product of matrices reads its inputs: theirs, or the lower one of mixed precision.
 
     Args:

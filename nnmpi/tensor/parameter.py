@@ -17,7 +17,7 @@ from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, Shape
 from nnmpi.backend.recording import active, perform
 from nnmpi.errors import GraphError, ShapeError, UninitializedError, UsageError
 from nnmpi.shard import Region
@@ -26,10 +26,10 @@ from nnmpi.tensor.tensor import Tensor
 
 ALIGNMENT_BYTES = 64
 
-Initializer: TypeAlias = Callable[[np.random.Generator, tuple[int, ...]], Array]
+Initializer: TypeAlias = Callable[[np.random.Generator, Shape], Array]
 
 
-def _zeros(_generator: np.random.Generator, shape: tuple[int, ...]) -> Array:
+def _zeros(_generator: np.random.Generator, shape: Shape) -> Array:
     return np.zeros(shape)
 
 
@@ -58,9 +58,7 @@ class Parameter(Tensor):
     guard: Callable[[], None] | None
     writes: Writes | None
 
-    def __init__(
-        self, shape: tuple[int, ...] | Array, init: Initializer | None = None, region: Region | None = None
-    ) -> None:
+    def __init__(self, shape: Shape | Array, init: Initializer | None = None, region: Region | None = None) -> None:
         if isinstance(shape, list) and all(isinstance(each, Integral) for each in shape):
             shape = tuple(shape)
         if not isinstance(shape, tuple):
@@ -68,14 +66,14 @@ class Parameter(Tensor):
             shape, init = values.shape, lambda _generator, _shape: values
         if region is not None and region.local_shape != shape:
             raise ShapeError(f"a parameter of shape {shape} is not a region of shape {region.local_shape}")
-        self.declared: tuple[int, ...] = shape
+        self.declared: Shape = shape
         self.init: Initializer = init or _zeros
         self.name, self.region = "", region
         self.requires_grad = True
         self.grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.cut = self.writes = None
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """The lengths of the axes, known before there are values."""
         return self.declared
 
@@ -170,7 +168,13 @@ class FlatStorage:
         self._data, self._grads = self._allocate(lengths, dtype, allocate)
         self.known_groups = set(self.groups)
         self._parameters = tuple(span.parameter for span in self.spans)
-        self._bind(parameters, values)
+        for (name, parameter), span in zip(parameters.items(), self.spans, strict=True):
+            value = values[name]
+            if value.shape != parameter.declared:
+                raise ShapeError(f"{name} got values of shape {value.shape}, not {parameter.declared}")
+            parameter.name = name
+            self._views.append(self._lay(span))
+            self.write(span, value)
 
     def _allocate(
         self, lengths: Sequence[int], dtype: Any, allocate: Callable[[int, Any], Array]
@@ -180,15 +184,6 @@ class FlatStorage:
             self.data.append(allocate(length, dtype))
             self.grads.append(allocate(length, dtype))
         return self.data, self.grads
-
-    def _bind(self, parameters: Mapping[str, Parameter], values: Mapping[str, Array]) -> None:
-        for (name, parameter), span in zip(parameters.items(), self.spans, strict=True):
-            value = values[name]
-            if value.shape != parameter.declared:
-                raise ShapeError(f"{name} got values of shape {value.shape}, not {parameter.declared}")
-            parameter.name = name
-            self._views.append(self._lay(span))
-            self.write(span, value)
 
     def write(self, span: Span, value: Array) -> None:
         """Give a parameter its values, of its shape."""

@@ -38,6 +38,7 @@ from dataclasses import dataclass, replace
 from math import gcd, prod
 from typing import Any, Protocol
 
+from nnmpi.backend.array import Shape
 from nnmpi.errors import LayoutError
 from nnmpi.shard import Region, part, zigzag
 
@@ -273,7 +274,7 @@ class TensorCut:
         placement = self.placement if placement is None else placement
         return placement.width(self.group.size, self.group.rank) * (placement.repeats or 1)
 
-    def of(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def of(self, shape: Sequence[int]) -> Shape:
         """Return the shape of the whole tensor, given that of this rank's part."""
         shape = shape if self.within is None else self.within.of(shape)
         return (*shape[: self.axis], self.whole, *shape[self.axis + 1 :])

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.placement import Placement, alike, moved, uncut
 
@@ -18,7 +18,7 @@ class Reshape(Function):
 
     replayable = views = True
 
-    def __init__(self, wanted: tuple[int, ...]) -> None:
+    def __init__(self, wanted: Shape) -> None:
         self.wanted = wanted
 
     def placed(self, *inputs: Any) -> Placement:
@@ -128,7 +128,7 @@ class GetItem(Function):
         self.key = key
         self.basic = all(part is None or part is Ellipsis or isinstance(part, int | slice) for part in parts)
 
-    def check(self, shape: tuple[int, ...]) -> None:
+    def check(self, shape: Shape) -> None:
         """Raise IndexError for what does not fit the shape, unless a part lies on the device."""
         parts = self.key if isinstance(self.key, tuple) else (self.key,)
         if not any(hasattr(part, "__cuda_array_interface__") for part in parts):

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TypeAlias
 import numpy as np
 
 import nnmpi.tensor.reduce as reduce
-from nnmpi.backend.array import Array, is_array, is_result, mixed_error, namespace, ones
+from nnmpi.backend.array import Array, Dtype, Shape, is_array, is_result, mixed_error, namespace, ones
 from nnmpi.backend.precision import FLOAT32, cast, dtype_named, is_floating, is_low, precision, to_float32
 from nnmpi.backend.recording import refuse
 from nnmpi.errors import DtypeError, GraphError, LayoutError, ShapeError, UsageError
@@ -151,12 +151,12 @@ class Tensor(Variable):
         return self.data.item()
 
     @property
-    def shape(self) -> tuple[int, ...]:
+    def shape(self) -> Shape:
         """The lengths of the axes."""
         return self.data.shape
 
     @property
-    def dtype(self) -> np.dtype[Any]:
+    def dtype(self) -> Dtype:
         """The dtype of the values."""
         return self.data.dtype
 

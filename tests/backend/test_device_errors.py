@@ -1,17 +1,28 @@
 """What errors of CUDA and CuPy are turned into, each made as the libraries make it: what is wrong, what helps."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from nnmpi.backend.device import REMEDY, Facts, explain_error, explain_import, explain_start, installed_wheels
+from nnmpi.backend.device import REMEDY, DeviceBackend, explain_error, explain_import, explain_start, installed_wheels
 from nnmpi.backend.memory import MemoryUse
 from tests.device.library import load
 
 GIB = 2**30
-FACTS = Facts("NVIDIA H200, device 0", MemoryUse(100 * GIB, 120 * GIB, None, 120 * GIB, "its own"), 9 * GIB, 140 * GIB)
+RUNTIME = SimpleNamespace(memGetInfo=lambda: (9 * GIB, 140 * GIB))
 LOST = "libnvrtc.so.13: cannot open shared object file"
+
+
+class Card(DeviceBackend):
+    """A device of which much is in use."""
+
+    def memory(self) -> MemoryUse:
+        return MemoryUse(100 * GIB, 120 * GIB, None, 120 * GIB, "its own")
+
+
+CARD = Card("cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=RUNTIME)), "NVIDIA H200, device 0", *(None, None))  # type: ignore[arg-type]
 
 
 def named(name: str, module: str, text: str = "", **attributes: Any) -> Exception:
@@ -67,14 +78,14 @@ def test_why_there_is_no_device(
     ],
 )
 def test_what_errors_mean(error: Exception, words: str | None) -> None:
-    found = explain_error(error, lambda: FACTS)
+    found = explain_error(error, CARD)
     assert found is None if words is None else words in str(found)
 
 
 def test_out_of_memory() -> None:
     """What was asked for, who has what, and what to lower."""
     error = load().cuda.memory.OutOfMemoryError(20 * GIB, 100 * GIB, 0)
-    words = str(explain_error(error, lambda: FACTS))
+    words = str(explain_error(error, CARD))
     assert "has no room for 20" in words and "this process use 100" in words and words.endswith(REMEDY)
 
 

@@ -31,7 +31,6 @@ def test_pinned_memory_is_known_to_the_driver(real_device: Backend) -> None:
 
 def test_memory_is_counted(device: Backend) -> None:
     """What arrays use, what the pool keeps when they are gone, and what is given back."""
-    device.reset_peak()
     before = device.memory()
     array = device.zeros(ELEMENTS, "float32")
     during = device.memory()

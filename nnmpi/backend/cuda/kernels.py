@@ -9,10 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Residuals
-from nnmpi.backend.cuda.launch import KERNELS, NAMES, Dtype, KernelLauncher
+from nnmpi.backend.array import Array, Dtype, Residuals, Shape
+from nnmpi.backend.cuda.launch import KERNELS, NAMES, KernelLauncher
 from nnmpi.backend.gemm import gemm
 from nnmpi.backend.precision import is_low
+from nnmpi.backend.random import least_kept
 
 
 def works_on(dtype: Dtype) -> bool:
@@ -173,7 +174,7 @@ class DeviceKernels(KernelLauncher):
 
     # ---- tables
 
-    def embedding(self, xp: Any, table: Array, indices: Array, dtype: np.dtype[Any]) -> Array:
+    def embedding(self, xp: Any, table: Array, indices: Array, dtype: Dtype) -> Array:
         """Copy and convert rows; nobody waits for a look at the indices, and one out of range gives a row of NaN."""
         rows: Array = xp.empty((*indices.shape, table.shape[1]), dtype)
         table, indices = xp.ascontiguousarray(table), xp.ascontiguousarray(indices)
@@ -186,8 +187,8 @@ class DeviceKernels(KernelLauncher):
         xp: Any,
         grad: Array,
         indices: Array,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
+        shape: Shape,
+        dtype: Dtype,
         into: Array | None,
         add: bool,
     ) -> Array:
@@ -211,8 +212,14 @@ class DeviceKernels(KernelLauncher):
         """
         result: Array = xp.empty(x.shape, x.dtype)
         x, rows = xp.ascontiguousarray(x), x.shape[0] if x.ndim else 1  # of a number it makes an array of one axis
-        threshold = min(round(rate * 2**32), 2**32 - 1)
-        numbers = (key[0], (first_row + key[1]) & 0xFFFFFFFF, threshold, 1 / (1 - rate), rows, x.size // max(rows, 1))
+        numbers = (
+            key[0],
+            (first_row + key[1]) & 0xFFFFFFFF,
+            least_kept(rate),
+            1 / (1 - rate),
+            rows,
+            x.size // max(rows, 1),
+        )
         self.flat("dropout", x.size, x.dtype.itemsize, x, result, columns, *numbers)
         return result
 
@@ -231,7 +238,7 @@ class DeviceKernels(KernelLauncher):
         self.flat("max_pool", y.size, x.dtype.itemsize, x, y, winner, *numbers)
         return y, winner
 
-    def max_pool_grad(self, xp: Any, grad: Array, winner: Array, shape: tuple[int, ...], over: Any) -> Array:
+    def max_pool_grad(self, xp: Any, grad: Array, winner: Array, shape: Shape, over: Any) -> Array:
         """Gather each pixel's gradient from the windows that it has won."""
         to_x: Array = xp.empty(shape, grad.dtype)
         numbers = (winner.dtype.itemsize, *shape, *grad.shape[1:3], *over.kernel, *over.stride, *over.padding)
@@ -245,7 +252,7 @@ def _shift(xp: Any, y: Array, bias: Array | None) -> Array:
     return xp.zeros((y.shape[-1],), y.dtype) if bias is None else xp.ascontiguousarray(bias)
 
 
-def _accumulated(x: Array) -> np.dtype[Any]:
+def _accumulated(x: Array) -> Dtype:
     """Return the dtype in which kernels add up numbers of an array's dtype."""
     return np.dtype(np.float32) if is_low(x.dtype) else x.dtype
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, Dtype
 from nnmpi.backend.recording import perform
 from nnmpi.errors import DtypeError, UsageError
 
@@ -68,7 +68,6 @@ ROW_OF_WARP, ROW_OF_BLOCK = 1024, 8192
 
 Sizes: TypeAlias = tuple[int, ...]
 Launch: TypeAlias = Callable[[Sizes, Sizes, tuple[Any, ...]], None]
-Dtype: TypeAlias = np.dtype[Any]
 
 
 @cache
@@ -182,17 +181,15 @@ class KernelLauncher:
 
 def _types(name: str, dtypes: tuple[tuple[str, Dtype], ...]) -> tuple[str, str]:
     """Return the names of T and P for dtypes by their roles, or refuse dtypes that do not go together."""
-    named = [(role, dtype.name) for role, dtype in dtypes]
-    t = next(found for role, found in named if role == "T")
-    p = next((found for role, found in named if role in "PS"), t)
+    t = next(dtype.name for role, dtype in dtypes if role == "T")
+    p = next((dtype.name for role, dtype in dtypes if role in "PS"), t)
     a = "float64" if t == "float64" else "float32"
-    wanted = {"T": {t}, "P": {p} & ({t, a} if t in LOW else {t}), "S": {p}, "A": {a}}
-    wanted |= {"u": {"uint32"}, "b": {"uint8", "uint16", "uint32"}}
-    kinds = {role: allowed & set(NAMES) if role in "TPSA" else allowed for role, allowed in wanted.items()}
-    for role, dtype in dtypes:
-        if (role == "i" and dtype.kind not in "iu") or (role != "i" and dtype.name not in kinds[role]):
-            words = ", ".join(each.name for _, each in dtypes)
-            raise DtypeError(f"the kernel {name} has no form for arrays of {words}; convert one with astype")
+    allowed = {"T": {t}, "P": {p} & {t, a if t in LOW else t}, "S": {p}, "A": {a}}
+    allowed |= {"u": {"uint32"}, "b": {"uint8", "uint16", "uint32"}}
+    fits = (dtype.kind in "iu" if role == "i" else dtype.name in allowed[role] for role, dtype in dtypes)
+    if not NAMES.keys() >= {t, p} or not all(fits):
+        words = ", ".join(dtype.name for _, dtype in dtypes)
+        raise DtypeError(f"the kernel {name} has no form for arrays of {words}; convert one with astype")
     return t, p
 
 

@@ -19,11 +19,10 @@ In half precision a device computes with float16 or bfloat16; NumPy computes in 
 """
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array
+from nnmpi.backend.array import Array, Dtype
 from nnmpi.backend.kernels import compiled_kernels
 from nnmpi.backend.precision import FLOAT32, cast
 from nnmpi.backend.windows import Pair, out_size, pair
@@ -36,7 +35,7 @@ from nnmpi.ops.conv.im2col import Im2col, Im2colReluPool
 from nnmpi.ops.conv.winograd_numpy import WinogradNumpy, image_bytes
 from nnmpi.ops.linear import multiply, place_for
 from nnmpi.ops.pool import max_pool2d
-from nnmpi.tensor.function import Function, recording
+from nnmpi.tensor.function import Function, Grads, recording
 from nnmpi.tensor.operand import read_as, require_floating
 from nnmpi.tensor.tensor import Tensor
 
@@ -61,7 +60,7 @@ class Conv2dFunction(Function):
 
     replayable = True
 
-    def __init__(self, algorithm: Algorithm, reads: np.dtype[Any] | None = None) -> None:
+    def __init__(self, algorithm: Algorithm, reads: Dtype | None = None) -> None:
         self.algorithm, self.reads = algorithm, reads
 
     def forward(self, x: Array, weight: Array, bias: Array | None) -> Array:
@@ -74,7 +73,7 @@ class Conv2dFunction(Function):
         self.saved = (x, weight, kept, dtype)
         return y
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         x, weight, kept, dtype = self.saved
         out = Gradients(
             self.xp.empty(x.shape, dtype) if self.needs[0] else None,
@@ -209,7 +208,7 @@ def convolve(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> 
     return multiply(lambda reads: partial(_convolve, spec, reads), dtype, x, weight, bias)
 
 
-def _convolve(spec: ConvSpec, reads: np.dtype[Any] | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def _convolve(spec: ConvSpec, reads: Dtype | None, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """Return the same, images being read in a dtype."""
     algorithm = choose(x, weight, bias, spec)
     if spec.relu:

@@ -15,7 +15,7 @@ from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.conv.algorithm import ConvSpec, Gradients
 from nnmpi.ops.conv.im2col import Im2col, input_gradient
 from nnmpi.ops.linear import place_for
-from nnmpi.tensor.function import Function
+from nnmpi.tensor.function import Function, Grads
 from nnmpi.tensor.operand import in_float32, may_meet, require_floating
 from nnmpi.tensor.tensor import Tensor
 
@@ -43,7 +43,7 @@ class ConvTranspose2dFunction(Function):
         self.saved = (x, weight)
         return y
 
-    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+    def backward(self, grad: Array) -> Grads:
         (x, weight), xp, convolution = self.saved, self.xp, Im2col(self.spec)
         grad, to_x, to_weight = xp.ascontiguousarray(grad), None, None
         if self.needs[0]:

@@ -34,7 +34,7 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, ones
+from nnmpi.backend.array import Array, Shape, ones
 from nnmpi.backend.windows import corners
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, Gradients
 from nnmpi.ops.conv.im2col import ProductSum
@@ -167,7 +167,7 @@ class Tiles:
         planes: pools the results' places.
     """
 
-    def __init__(self, xp: Any, shape: tuple[int, ...], o: int, dtype: Any) -> None:
+    def __init__(self, xp: Any, shape: Shape, o: int, dtype: Any) -> None:
         count, h, w, c = shape
         rows, columns, run = h // 2, w // 2, count * c
         self._xp = xp
