@@ -403,6 +403,8 @@ def main(words: Sequence[str]) -> str:
     layout = config.parallel
     folder = config.run.resume or config.run.out or default_folder(config)
     replica = prod(ranks for ranks in (layout.pp, layout.tp, layout.sp) if isinstance(ranks, int))
+    if isinstance(layout.dp, int):  # pp or tp may be what is missing
+        replica = max(replica, options.ranks // layout.dp)
     if options.ranks % replica:
         raise UsageError(f"-n {options.ranks} is no multiple of the {replica} ranks that hold the model once")
     hosts = tuple(filter(None, options.hosts.split(","))) or tuple(given_hosts())

@@ -85,9 +85,9 @@ def test_it_starts_again_until_the_run_has_proved_its_end(play: Callable[..., tu
     """A status of 0 alone proves nothing; after the first start the run's own options hold, on any number of ranks."""
     acts = "exit 3", "up; checkpoint 00000020; kill -9 $$", "checkpoint 00000040; exit 0", "finish"
     commands, said = play(*acts)
-    folder = str(Path(commands[0][1].split()[-1]))
-    again = f"--resume {folder} --trust --dp auto"
-    assert [words for _, words in commands] == [f"--model mlp --dp 4 --out {folder}"] * 2 + [again] * 2
+    folder = commands[0][1].partition("--out=")[2]  # in one word, as its name may begin with a dash
+    again = f"--resume={folder} --trust --dp auto"
+    assert [words for _, words in commands] == [f"--model mlp --dp 4 --out={folder}"] * 2 + [again] * 2
     assert [start.strip() for start, _ in commands] == ["-n 4"] * 4
     assert "failed (status 3); again in" in said[1]
     assert "SIGKILL (status 137); again now, from step 20" in said[3]

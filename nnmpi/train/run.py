@@ -162,11 +162,12 @@ class TrainingRun(Run):
     kernels: str
 
     def settled(self) -> Config:
-        """Return the options with the number of microbatches that was derived from the layout, and the tokenizer.
+        """Return the options with what was derived from others: the layout of a replica, microbatches, the tokenizer.
 
-        They go into config.json, since a run that goes on in another layout must cut its batches as before.
+        They go into config.json, since a run that goes on with other ranks must cut model and batches as before.
         """
-        config, source = self.config, text_source(self.config)
+        mesh, source = self.arrangement.mesh.mesh, text_source(self.config)
+        config = self.config.having(**{axis: n for axis, n in (("pp", mesh.pp), ("tp", mesh.tp)) if n > 1})
         if self.tokenizer is not None and source is not None:
             config = config.having(tokenizer=source.tokenizer)
         if not self.arrangement.stages:

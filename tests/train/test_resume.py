@@ -132,6 +132,14 @@ def test_a_checkpoint_resumes_under_another_layout(tmp_path: Path, capsys: pytes
     assert_near(whole, moved, "model", "optimizer")
 
 
+def test_a_pipeline_that_was_what_is_missing_stays_one(tmp_path: Path) -> None:
+    """As a supervisor goes on, which says --dp auto."""
+    simulated(f"--model mlp --dataset iris --dp 2 --tp 1 --max-steps 4 --stop-after 2 --out {tmp_path / 'run'}", 4)
+    simulated(f"--resume {tmp_path / 'run'} --dp auto", 4)
+    layout = json.loads((last_checkpoint(tmp_path / "run") / "state.json").read_text())["layout"]
+    assert (layout["dp"], layout["pp"]) == (2, 2)
+
+
 def test_a_damaged_checkpoint_is_passed_over_with_a_notice(tmp_path: Path) -> None:
     words = "--model mlp --dataset iris --batch-size 64 --epochs 4 --save-every 1"
     assert train(tmp_path, f"{words} --out run").status == 0
