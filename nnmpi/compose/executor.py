@@ -434,9 +434,7 @@ class Executor:
 _USES = {Kind.F: Kind.RECV_ACT, Kind.B: Kind.RECV_GRAD, Kind.I: Kind.RECV_GRAD}
 _LOOKS = {
     Kind.F: ("forward", timeline.COMPUTE),
-    Kind.B: ("backward", timeline.COMPUTE),
-    Kind.I: ("backward", timeline.COMPUTE),
-    Kind.W: ("backward", timeline.COMPUTE),
+    **dict.fromkeys((Kind.B, Kind.I, Kind.W), ("backward", timeline.COMPUTE)),
     Kind.SEND_ACT: ("activation", timeline.SEND),
     Kind.RECV_ACT: ("activation", timeline.RECEIVE),
     Kind.SEND_GRAD: ("gradient", timeline.SEND),

@@ -324,9 +324,11 @@ class RecomputedModel:
 
 def _most_costs(measured: Sequence[Any]) -> list[LayerCost]:
     """Return what each layer takes on the rank where it is most; it moves if it does on all ranks."""
-    layers = [[LayerCost(*each) for each in layer] for layer in zip(*measured, strict=True)]
-    most = [LayerCost(*map(max, zip(*map(astuple, layer), strict=True))) for layer in layers]
-    return [replace(one, moves=all(each.moves for each in layer)) for one, layer in zip(most, layers, strict=True)]
+    found = []
+    for rows in zip(*measured, strict=True):
+        most = LayerCost(*map(max, zip(*rows, strict=True)))
+        found.append(replace(most, moves=all(LayerCost(*row).moves for row in rows)))
+    return found
 
 
 def _as_it_is(x: Tensor) -> Tensor:
