@@ -25,7 +25,7 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -643,14 +643,14 @@ class TensorWriter:
         self._stream.write(content.data)
 
 
-class TensorFile(Mapping[str, Array]):
-    """The arrays of a file by name, each read when it is asked for; in the order in which they stand there.
+class TensorFile:
+    """The arrays of a file by name, each read when it is asked for.
 
     Args:
         file: any safetensors file.
 
     Attributes:
-        specs: shape and dtype of each array.
+        specs: shape and dtype of each array, in the order in which they stand there.
         metadata: texts by name; empty where there are none.
 
     Raises:
@@ -671,22 +671,11 @@ class TensorFile(Mapping[str, Array]):
         """Read one array.
 
         Raises:
-            KeyError: when there is none of this name.
-            CheckpointError: when it cannot be read.
+            CheckpointError: when it cannot be read, or there is none of this name.
         """
-        if name not in self.specs:
-            raise KeyError(name)
         with open_arrays(self.file, CheckpointError) as opened:  # kept open, it would keep a removed file on the disk
             array: Array = opened.get_tensor(name)
         return array
-
-    def __iter__(self) -> Iterator[str]:
-        """Yield the names."""
-        return iter(self.specs)
-
-    def __len__(self) -> int:
-        """Return the number of arrays."""
-        return len(self.specs)
 
 
 def _header(file: Path, specs: Mapping[str, ArraySpec], metadata: Mapping[str, str]) -> bytes:
