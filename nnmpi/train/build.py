@@ -16,7 +16,7 @@ from nnmpi.backend.precision import use_precision
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.group import Group
 from nnmpi.command import flag_of
-from nnmpi.compose.arrange import Arrangement, arrange, find_mesh
+from nnmpi.compose.arrange import arrange, find_mesh
 from nnmpi.compose.asynchronous import AsynchronousWorker
 from nnmpi.compose.layout import GradientExchange, Layout, Numerics
 from nnmpi.compose.losses import ERRORS, sum_cross_entropy
@@ -294,12 +294,16 @@ def build_trainer(
             load_pretrained(model, config.model.pretrained)
         optimizer = build_optimizer(options, model.storage, VERIFIED_EPS if verified else None)
     common: dict[str, Any] = {
-        **build_losses(options, where),
         "numerics": Numerics(config.run.precision, options.clip),
         "seed": config.run.seed,
         "backend": backend,
         "slow": sync.slowness(config.run.seed),
     }
+    if is_custom(options.loss) or options.loss in ERRORS:
+        common["loss"] = load_custom(options.loss, "--loss", "(logits, labels)")
+    else:
+        common["loss"] = sum_cross_entropy(where, options.label_smoothing)
+        common["evaluation_loss"] = sum_cross_entropy(where)
     if sync.rule.asynchronous:
         return AsynchronousWorker(model, optimizer, group, sync.rule, **common)
     fused = False if verified else None  # the fused update leaves no gradients
@@ -338,20 +342,6 @@ def trial_run(
     yield trainer, inputs, (batch for epoch in count() for batch in inputs.train_loader.epoch(epoch))
     trainer.release()
     trainer.arrangement.free()
-
-
-def build_losses(config: OptimizationConfig, where: Arrangement | None) -> dict[str, Any]:
-    """Return the losses of training and of evaluation, as a trainer takes them.
-
-    Raises:
-        UsageError: for a loss of the user's that is not there.
-    """
-    if is_custom(config.loss) or config.loss in ERRORS:
-        return {"loss": load_custom(config.loss, "--loss", "(logits, labels)")}
-    return {
-        "loss": sum_cross_entropy(where, config.label_smoothing),
-        "evaluation_loss": sum_cross_entropy(where),
-    }
 
 
 def find_layout(config: Config, group: Group) -> tuple[Layout, Mesh]:

@@ -62,11 +62,6 @@ class Inputs:
         return f"{self.train.identity} {self.test.identity}"
 
     @property
-    def test_is_small(self) -> bool:
-        """Whether the test set is a small one, which was made input once."""
-        return self.test_loader.dataset is not self.test
-
-    @property
     def tokenizer(self) -> Tokenizer | None:
         """What made the tokens of a text; else None."""
         return self.train.tokenizer if isinstance(self.train, Text) else None
@@ -238,13 +233,6 @@ def match_loss(loss: str, samples: Samples) -> Samples:
     return samples
 
 
-def wanted_of(loss: str) -> Wanted:
-    """Return what a loss takes the labels in a file for."""
-    if loss == YES_OR_NO or is_custom(loss):
-        return "any"
-    return "quantities" if loss in ERRORS else "classes"
-
-
 def check_same_start(config: Config, group: Group, train: Samples, test: Samples, where: str) -> None:
     """Refuse ranks that would compute with different data or programs: nothing else would ever tell. Collective.
 
@@ -329,7 +317,10 @@ def _load(config: Config, source: TextSource | None) -> tuple[Samples, Samples]:
             raise UsageError("the function must return two nnmpi.data.Dataset, for training and for the test")
         return check_pair(*pair)
     if source is None:
-        wanted = wanted_of(config.optimization.loss)
+        loss = config.optimization.loss
+        wanted: Wanted = (
+            "any" if loss == YES_OR_NO or is_custom(loss) else "quantities" if loss in ERRORS else "classes"
+        )
         return load(data.dataset, data.data_dir, seed, data.test_fraction, wanted, data.target)
     context = config.model.context
     if context is None:

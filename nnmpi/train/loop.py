@@ -320,7 +320,8 @@ class Loop:
         if self._test is not None:
             return nullcontext(self._test)
         made = inputs.test_loader.epoch(0, backend=backend)
-        if backend.is_device or not inputs.test_is_small:  # a device's batches lie where the next ones will
+        is_small = inputs.test_loader.dataset is not inputs.test  # and was made input once
+        if backend.is_device or not is_small:  # a device's batches lie where the next ones will
             return made
         with made as batches:
             self._test = list(batches)
