@@ -172,7 +172,7 @@ PLANTED: dict[str, list[tuple[object, str, Any]]] = {
     ],
     "metrics are not cut at a resume": [(loop, "cut_metrics", lambda file, step: 0)],
     "the optimizer's state is not restored": [(loop, "restore", restore_no_optimizer)],
-    "a full disk at the end is not explained": [(loop, "_explained", lambda place: pytest.MonkeyPatch.context())],
+    "a full disk at the end is not explained": [(loop, "raised_as", lambda *_: pytest.MonkeyPatch.context())],
     "a resumed run leaves out a batch": [(loop, "restore", restore_a_batch_too_far)],
     "the number of updates is not restored": [(Trainer, "load_scalars", load_no_scalars)],
     "the newest checkpoint is removed": [(checkpoint, "_prune", prune_newest)],
