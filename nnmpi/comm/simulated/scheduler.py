@@ -350,7 +350,10 @@ class Scheduler:
                 break
             what = heapq.heappop(self._agenda)[-1]
             if not isinstance(what, SimulatedRank):
-                what()
+                try:
+                    what()
+                except Exception as error:  # a mistake of some rank, found when all had come
+                    self.failure = (own.number if own is not None else -1, error)
                 continue
             if what is own:
                 return True

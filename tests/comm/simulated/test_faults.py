@@ -206,6 +206,18 @@ def test_a_mistake_is_named(fault: str, cpu_factor: float) -> None:
         assert re.search(rf"{HERE}:\d+", text), text
 
 
+@pytest.mark.parametrize("waits", [True, False])
+def test_what_fails_when_all_have_come_ends_the_simulation(waits: bool) -> None:
+    """Even where no rank waits for it any more: then nobody else would end."""
+
+    def main(group: Group) -> None:
+        request = group.comm.ireduce_scatter(np.zeros(6), np.zeros(3), [2, 2, 2])
+        group.comm.wait_all([request] if waits else [])
+
+    with pytest.raises(ValueError, match="could not broadcast"):
+        simulate(main, 3, check=False)
+
+
 def test_a_deadlock_says_in_which_step_of_training_each_rank_is() -> None:
     def main(group: Group) -> None:
         group.comm.world.step = 40 + group.rank
