@@ -23,6 +23,7 @@ from nnmpi.compose.layout import PIPEDREAM, Layout
 from nnmpi.compose.state import gradient_state
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import UsageError, counted
+from nnmpi.optim import updates
 from nnmpi.train.build import VERIFIED_EPS, build_layout, trial_run
 from nnmpi.train.cli import ask, read_shared, run_on_ranks
 from nnmpi.train.computing import explained, take_backend
@@ -237,7 +238,7 @@ def run(
 
 def _header(config: Config, dataset: Dataset, layout: Layout, where: Arrangement) -> list[str]:
     parallel, optimizer = config.parallel, str(config.optimization.optimizer)
-    optimizer += f", eps {VERIFIED_EPS}" if optimizer in ("adam", "adamw") else ""
+    optimizer += f", eps {VERIFIED_EPS}" if optimizer in updates.NAMES and optimizer != "sgd" else ""
     return [
         f"model {config.model.model}, {where.elements:,} parameters, {config.run.dtype}; {optimizer}",
         f"data {dataset.name}, {len(dataset)} samples of shape {dataset.sample_shape}, in batches of "

@@ -8,20 +8,37 @@ by NumPy; a fused kernel goes into backend/cuda/updates.py (the
 interface) and into jit/ and cuda/, each with its table.
 """
 
+from nnmpi.optim.adaptive import Adadelta, Adagrad, RMSprop
 from nnmpi.optim.clip import clip_by_global_norm, global_norm
 from nnmpi.optim.optimizer import Arrays, Optimizer, Storage
-from nnmpi.optim.schedule import ConstantRate, Cosine, Schedule, StepDecay, Warmup, linear_scaling
+from nnmpi.optim.schedule import (
+    ConstantRate,
+    Cosine,
+    MultiStep,
+    OneCycle,
+    ReduceOnPlateau,
+    Schedule,
+    StepDecay,
+    Warmup,
+    linear_scaling,
+)
 from nnmpi.optim.updates import NAMES, SGD, Adam, AdamW, build
 
 __all__ = [
     "NAMES",
     "SGD",
+    "Adadelta",
+    "Adagrad",
     "Adam",
+    "RMSprop",
     "AdamW",
     "Arrays",
     "ConstantRate",
     "Cosine",
+    "MultiStep",
+    "OneCycle",
     "Optimizer",
+    "ReduceOnPlateau",
     "Schedule",
     "StepDecay",
     "Storage",

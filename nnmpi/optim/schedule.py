@@ -12,7 +12,8 @@ that joins, asks for its step and gets the same number.
 """
 
 import math
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -57,6 +58,92 @@ class StepDecay:
     def __call__(self, step: int) -> float:
         """Return lr * factor^(step // every)."""
         return float(self.lr * self.factor ** (whole("step", step, 0) // self.every))
+
+
+@dataclass(frozen=True)
+class MultiStep:
+    """The rate times `factor` at each of these steps: PyTorch's MultiStepLR, in updates.
+
+    Raises:
+        UsageError: for lr < 0, steps that do not rise from 0 or later, or a factor outside [0, 1].
+    """
+
+    lr: float
+    steps: Sequence[int]
+    factor: float = 0.1
+
+    def __post_init__(self) -> None:
+        number("lr", self.lr)
+        number("factor", self.factor, most=1)
+        for step in self.steps:
+            whole("steps", step, 0)
+        if list(self.steps) != sorted(set(self.steps)):
+            raise UsageError(f"steps are {tuple(self.steps)}; give each once, in their order")
+
+    def __call__(self, step: int) -> float:
+        """Return lr times the factor for each step that is reached."""
+        return float(self.lr * self.factor ** bisect_right(self.steps, whole("step", step, 0)))
+
+
+@dataclass(frozen=True)
+class OneCycle:
+    """Half a cosine up to lr over the first `rise` of `total` steps, then one down to nearly nothing.
+
+    Smith and Topin, "Super-convergence", 2019; the numbers of PyTorch's OneCycleLR: from lr / 25 up, and down to that
+    / 10,000 at the last step.
+
+    Raises:
+        UsageError: for lr < 0, total < 2, or a part outside [0, 1].
+    """
+
+    lr: float
+    total: int
+    rise: float = 0.3
+    start: float = 1 / 25
+    end: float = 1e-4
+
+    def __post_init__(self) -> None:
+        number("lr", self.lr)
+        whole("total", self.total, 2)
+        for name in ("rise", "start", "end"):
+            number(name, getattr(self, name), most=1)
+
+    def __call__(self, step: int) -> float:
+        """Return the rate between lr * start, lr, and lr * start * end."""
+        at, top, last = min(whole("step", step, 0), self.total - 1), self.rise * self.total - 1, self.total - 1
+        first, low = self.lr * self.start, self.lr * self.start * self.end
+        a, b, share = (first, self.lr, at / top) if at <= top else (self.lr, low, (at - top) / (last - top))
+        return b + (a - b) * (1 + math.cos(math.pi * share)) / 2
+
+
+class ReduceOnPlateau:
+    """A rate that falls when a loss has stopped to fall, for a loop of one's own; it remembers, unlike schedules.
+
+    Args:
+        lr: the first rate.
+        factor: what it is multiplied by, after more than `patience` losses in a row that are not the lowest so far,
+            by at least `threshold` of it.
+
+    Example:
+        >>> rate = optim.ReduceOnPlateau(0.1, patience=0)
+        >>> [round(rate(loss), 3) for loss in (3.0, 2.0, 2.0, 1.0)]
+        [0.1, 0.1, 0.01, 0.01]
+    """
+
+    def __init__(self, lr: float, factor: float = 0.1, patience: int = 10, threshold: float = 1e-4) -> None:
+        self.lr, self.factor = number("lr", lr), number("factor", factor, most=1)
+        self.patience, self.threshold = whole("patience", patience, 0), number("threshold", threshold, most=1)
+        self.best, self.waited = math.inf, 0
+
+    def __call__(self, loss: float) -> float:
+        """Return the rate from now on, after an epoch with this loss."""
+        if loss < self.best * (1 - self.threshold):
+            self.best, self.waited = loss, 0
+        else:
+            self.waited += 1
+        if self.waited > self.patience:
+            self.lr, self.waited = self.lr * self.factor, 0
+        return self.lr
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array
 from nnmpi.errors import UsageError, shortened
+from nnmpi.optim.adaptive import Adadelta, Adagrad, RMSprop
 from nnmpi.optim.optimizer import BufferBlock, Optimizer, Storage, compiled_update, decayed_gradient, number
 
 
@@ -171,7 +172,9 @@ class AdamW(Adam):
         super().__init__(storage, lr, betas, eps, weight_decay)
 
 
-_CLASSES: Mapping[str, type[Optimizer]] = MappingProxyType({"sgd": SGD, "adam": Adam, "adamw": AdamW})
+_CLASSES: Mapping[str, type[Optimizer]] = MappingProxyType(
+    {"sgd": SGD, "adam": Adam, "adamw": AdamW, "rmsprop": RMSprop, "adagrad": Adagrad, "adadelta": Adadelta}
+)
 
 NAMES = tuple(_CLASSES)
 

@@ -208,14 +208,13 @@ def build_optimizer(config: OptimizationConfig, storage: FlatStorage, eps: float
         if not isinstance(made, Optimizer):
             raise UsageError(f"--optimizer {config.optimizer} gave a {type(made).__name__}; return an optim.Optimizer")
         return made
-    sgd = config.optimizer == "sgd"
     return updates.build(
         config.optimizer,
         storage,
         lr=config.lr,
-        momentum=config.momentum if sgd else None,
+        momentum=config.momentum or None,
         weight_decay=config.weight_decay,
-        eps=None if sgd else eps,
+        eps=None if config.optimizer == "sgd" else eps,
     )
 
 

@@ -73,7 +73,7 @@ ONLY_WITH: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         **dict.fromkeys(("heads", "pretrained"), ("gpt",)),
     },
     "sync": {"staleness": ("ssp",), "local_steps": ("local",)},
-    "optimizer": {"momentum": ("sgd",)},
+    "optimizer": {"momentum": ("sgd", "rmsprop")},
     "loss": {"label_smoothing": ("cross-entropy",)},
 }
 
@@ -337,7 +337,7 @@ class OptimizationConfig:
     """Stop after this many updates, in the middle of the schedule; --resume goes on with it."""
     batch_size: int | Literal["full"] = 32
     """Samples per update, over all ranks together; full: the whole training set (full gradient descent)."""
-    optimizer: Literal["sgd", "adam", "adamw"] | Custom = "adam"
+    optimizer: Literal["sgd", "adam", "adamw", "rmsprop", "adagrad", "adadelta"] | Custom = "adam"
     """Rule of the update; or a subclass of optim.Optimizer of your own, FILE.py:NAME, made as NAME(storage, lr)."""
     loss: Literal["cross-entropy", "mse", "bce", "mae", "huber"] | Custom = "cross-entropy"
     """What is minimized: cross-entropy for classes; the squared error mse, the absolute one mae, or huber for numbers
@@ -346,9 +346,9 @@ class OptimizationConfig:
     lr: float = 3e-3
     """Learning rate (the highest one, where a schedule changes it)."""
     momentum: float = 0.0
-    """Momentum of --optimizer sgd."""
+    """Momentum of --optimizer sgd and rmsprop."""
     weight_decay: float | None = None
-    """Weight decay: L2 for sgd and adam (default 0), decoupled for adamw (default 0.01)."""
+    """Weight decay: decoupled for adamw (default 0.01), L2 for the others (default 0)."""
     schedule: str = "cosine"
     """How the learning rate goes on after the warm-up: constant; cosine, which ends at 0 with the last step;
     step:10,0.1, which multiplies it by 0.1 every 10 epochs; or a function (step, steps, lr) of your own,
@@ -377,7 +377,8 @@ class OptimizationConfig:
     @property
     def state_arrays(self) -> int:
         """How many arrays of each parameter's size the optimizer keeps."""
-        return 2 if self.optimizer != "sgd" else int(self.momentum > 0)
+        fixed = {"sgd": 0, "rmsprop": 1, "adagrad": 1}.get(self.optimizer, 2)
+        return fixed + int(self.momentum > 0)
 
     def rows(self, samples: int) -> int:
         """Return the rows of a batch of so many samples."""

@@ -9,6 +9,7 @@ import pytest
 from nnmpi import models
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.optim import optimizer
+from nnmpi.optim.adaptive import Adadelta, Adagrad, RMSprop
 from nnmpi.optim.optimizer import Arrays
 from nnmpi.optim.updates import SGD, Adam, AdamW
 
@@ -20,6 +21,11 @@ CASES = {
     "adam": lambda storage: Adam(storage, 0.01),
     "adam-decay": lambda storage: Adam(storage, 0.1, betas=(0.5, 0.7), eps=0.1, weight_decay=0.3),
     "adamw": lambda storage: AdamW(storage, 0.01, weight_decay=0.1),
+    "rmsprop": lambda storage: RMSprop(storage, 0.01, alpha=0.7),
+    "rmsprop-momentum": lambda storage: RMSprop(storage, 0.01, eps=0.1, momentum=0.9, weight_decay=0.3),
+    "adagrad": lambda storage: Adagrad(storage, 0.1, eps=1e-3, weight_decay=0.1),
+    "adadelta": lambda storage: Adadelta(storage, rho=0.8),
+    "adadelta-decay": lambda storage: Adadelta(storage, 0.5, eps=1e-3, weight_decay=0.3),
 }
 SHAPES = [(), (0,), (7,), (40, 13), (3, 5, 50)]
 

@@ -40,7 +40,7 @@ ROWS: list[tuple[Callable[[], object], type[NnmpiError], str]] = [
     (made("sgd", nesterov=True), UsageError, "nesterov needs momentum"),
     (made(betas=(1.0, 0.9)), UsageError, r"betas\[0\] is 1.0"),
     (made("adamw", eps=-1e-8), UsageError, "eps is -1e-08"),
-    (made("adagrad"), UsageError, "'adagrad' is unknown"),
+    (made("rprop"), UsageError, "'rprop' is unknown"),
     (made("adam", momentum=0.9), UsageError, "adam has no option momentum"),
     (held([np.ones(3)]), UsageError, "model.storage"),
     (held(nn.ReLU()), UsageError, "model.storage|no storage"),

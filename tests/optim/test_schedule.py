@@ -6,7 +6,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnmpi.optim.schedule import ConstantRate, Cosine, StepDecay, Warmup, linear_scaling
+from nnmpi.optim.schedule import (
+    ConstantRate,
+    Cosine,
+    MultiStep,
+    OneCycle,
+    ReduceOnPlateau,
+    StepDecay,
+    Warmup,
+    linear_scaling,
+)
 
 RATES = st.floats(0, 1e3)
 STEPS = st.integers(0, 10**12)
@@ -69,3 +78,20 @@ def test_linear_scaling():
     """Goyal et al.: 0.1 for 256 images becomes 3.2 for 8192."""
     assert linear_scaling(0.1, 8192, 256) == pytest.approx(3.2)
     assert linear_scaling(0.1, 64, 256) == pytest.approx(0.025)
+
+
+def test_several_drops() -> None:
+    assert [MultiStep(8.0, (1, 3), factor=0.5)(step) for step in range(5)] == [8, 4, 4, 2, 2]
+
+
+def test_one_cycle_is_that_of_pytorch() -> None:
+    """Its numbers for max_lr=1 and 10 steps, to its rounding."""
+    theirs = [0.04, 0.52, 1.0, 0.950484632, 0.8117456539, 0.6112620219, 0.3887419781, 0.1882583461, 0.049519368, 4e-6]
+    found = [OneCycle(1.0, 10)(step) for step in range(12)]
+    assert found == pytest.approx([*theirs, 4e-6, 4e-6], abs=1e-9)
+
+
+def test_a_plateau() -> None:
+    """Losses that fall by less than the threshold count as none; after a drop it waits anew."""
+    rate = ReduceOnPlateau(1.0, factor=0.5, patience=1)
+    assert [rate(loss) for loss in (4, 3, 3, 2.99999, 3, 3, 1, 1)] == [1, 1, 1, 0.5, 0.5, 0.25, 0.25, 0.25]

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnmpi.backend.kernels import jit
+from nnmpi.optim.adaptive import Adadelta, Adagrad, RMSprop
 from nnmpi.optim.optimizer import Arrays
 from nnmpi.optim.updates import SGD, Adam, AdamW
 from tests.optim.test_optimizer import CASES
@@ -52,6 +53,35 @@ def test_adam_follows_the_formulas(kind, weights, grads, lr, betas, eps, decay):
     np.testing.assert_allclose(data, expected[0], rtol=1e-11, atol=1e-12)
     np.testing.assert_allclose(optimizer.slots()["m"][0], expected[1], rtol=1e-11, atol=1e-14)
     np.testing.assert_allclose(optimizer.slots()["v"][0], expected[2], rtol=1e-11, atol=1e-14)
+
+
+def adaptive_by_hand(kind, weight, grads, lr, decay, momentum):
+    """Return the weight after one update per gradient, in Python floats."""
+    v = u = b = 0.0
+    for grad in grads:
+        grad = grad + decay * weight
+        if kind is Adadelta:
+            v = 0.9 * v + 0.1 * grad**2
+            change = math.sqrt(u + 1e-2) / math.sqrt(v + 1e-2) * grad
+            u = 0.9 * u + 0.1 * change**2
+        else:
+            v = v + grad**2 if kind is Adagrad else 0.99 * v + 0.01 * grad**2
+            change = b = momentum * b + grad / (math.sqrt(v) + 1e-2)
+        weight = weight - lr * change
+    return weight
+
+
+@pytest.mark.parametrize(("kind", "momentum"), [(RMSprop, 0.0), (RMSprop, 0.9), (Adagrad, 0.0), (Adadelta, 0.0)])
+@given(weights=WEIGHTS, grads=GRADS, lr=st.floats(0, 0.1), decay=st.sampled_from([0.0, 0.5]))
+def test_divided_gradients_follow_the_formulas(kind, momentum, weights, grads, lr, decay):
+    data, grad = np.array(weights), np.zeros(len(weights))
+    more = {"momentum": momentum} if momentum else {}
+    optimizer = kind(Arrays([data], [grad]), lr, eps=1e-2, weight_decay=decay, **more)
+    for value in grads:
+        grad[...] = value
+        optimizer.step()
+    expected = [adaptive_by_hand(kind, w, grads, lr, decay, momentum) for w in weights]
+    np.testing.assert_allclose(data, expected, rtol=1e-11, atol=1e-12)
 
 
 def test_default_decay():

@@ -51,7 +51,11 @@ WRONG: list[tuple[type, dict[str, Any], str]] = [
     (OptimizationConfig, {"lr": float("nan")}, "--lr is nan"),
     (OptimizationConfig, {"lr": float("inf")}, "--lr is inf"),
     (OptimizationConfig, {"momentum": 1.0, "optimizer": "sgd"}, "--momentum is 1.0"),
-    (OptimizationConfig, {"momentum": 0.9, "optimizer": "adam"}, "--momentum is for --optimizer sgd, not for adam"),
+    (
+        OptimizationConfig,
+        {"momentum": 0.9, "optimizer": "adam"},
+        "--momentum is for --optimizer sgd or rmsprop, not",
+    ),
     (OptimizationConfig, {"weight_decay": -1e-4}, "--weight-decay is -0.0001"),
     (OptimizationConfig, {"warmup_epochs": -1.0}, "--warmup-epochs is -1.0"),
     *((OptimizationConfig, {"schedule": text}, f"--schedule is {text}") for text in WRONG_SCHEDULES),

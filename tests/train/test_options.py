@@ -52,7 +52,10 @@ def test_names_may_be_written_with_dashes() -> None:
         ({"jit": 1}, "x: jit is 1; it must be one of auto, on, off"),
         ({"hidden": [3, 4.5]}, "x: hidden is [3, 4.5]; it must be a list of whole numbers"),
         ({"normalize": "yes"}, "x: normalize is 'yes'; it must be true or false"),
-        ({"optimizer": "sgdd"}, "x: optimizer is 'sgdd'; it must be one of sgd, adam, adamw or FILE.py:NAME"),
+        (
+            {"optimizer": "sgdd"},
+            "x: optimizer is 'sgdd'; it must be one of sgd, adam, adamw, rmsprop, adagrad, adadelta or FILE.py:NAME",
+        ),
         ({"batch_size": "all"}, "x: batch_size is 'all'; it must be a whole number or \"full\""),
         ({"out": True}, "x: out is True; it must be a path"),
         ({"clip": "no"}, "x: clip is 'no'; it must be a number"),

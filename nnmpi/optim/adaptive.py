@@ -1,0 +1,132 @@
+"""Updates that divide each gradient by a mean of its squares, besides Adam: RMSprop, Adagrad and Adadelta.
+
+All with the same numbers as torch.optim's; weight decay is added to the gradient.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from nnmpi.backend.array import Array
+from nnmpi.optim.optimizer import BufferBlock, Optimizer, Storage, decayed_gradient, number
+
+
+def _gradient(block: BufferBlock) -> Array:
+    return decayed_gradient(block, block.decay) if block.decay else block.grad
+
+
+def _average(block: BufferBlock, kept: Array, value: Array, share: float, own: float, square: Array) -> None:
+    """Let kept become share * kept + own * value^2, which square is scratch for."""
+    xp = block.xp
+    xp.multiply(xp.multiply(value, value, out=square), own, out=square)
+    xp.add(xp.multiply(kept, share, out=kept), square, out=kept)
+
+
+class RMSprop(Optimizer):
+    """RMSprop (Tieleman and Hinton, "Neural networks for machine learning", lecture 6.5, 2012).
+
+        g = gradient + weight_decay * w
+        v = alpha * v + (1 - alpha) * g * g                     the slot "v", zeros at first
+        d = g / (sqrt(v) + eps)                                 with momentum b = momentum * b + d, and d = b
+        w = w - lr * d
+
+    Args:
+        storage: the buffers, see `Storage`.
+        lr: the learning rate, at least 0.
+        alpha: what v keeps of its past in one update, in [0, 1).
+        eps: at least 0.
+        momentum: in [0, 1); 0 needs no state.
+        weight_decay: one number, or a number by group name; groups left out are not decayed.
+
+    Raises:
+        UsageError: for values out of range or an unknown group.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        lr: float = 0.01,
+        alpha: float = 0.99,
+        eps: float = 1e-8,
+        momentum: float = 0.0,
+        weight_decay: float | Mapping[str, float] = 0.0,
+    ) -> None:
+        self.alpha: Final = number("alpha", alpha, 1)
+        self.eps: Final = number("eps", eps)
+        self.momentum: Final = number("momentum", momentum, 1)
+        super().__init__(storage, lr, weight_decay, slots=("v", "momentum") if self.momentum else ("v",))
+
+    def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
+        for block in blocks:
+            xp, gradient, change = block.xp, _gradient(block), block.scratch[1]
+            v, *kept = block.slots
+            _average(block, v, gradient, self.alpha, 1 - self.alpha, change)
+            xp.divide(gradient, xp.add(xp.sqrt(v, out=change), self.eps, out=change), out=change)
+            for momentum in kept:
+                change = xp.add(xp.multiply(momentum, self.momentum, out=momentum), change, out=momentum)
+            xp.subtract(block.data, xp.multiply(change, lr, out=block.scratch[1]), out=block.data)
+
+
+class Adagrad(Optimizer):
+    """Adagrad (Duchi, Hazan and Singer, "Adaptive subgradient methods", 2011).
+
+        s = s + g * g                                           the slot "s", zeros at first
+        w = w - lr * g / (sqrt(s) + eps)
+
+    Args:
+        storage, lr, eps, weight_decay: see `RMSprop`; errors are its own, too.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        lr: float = 0.01,
+        eps: float = 1e-10,
+        weight_decay: float | Mapping[str, float] = 0.0,
+    ) -> None:
+        self.eps: Final = number("eps", eps)
+        super().__init__(storage, lr, weight_decay, slots=("s",))
+
+    def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
+        for block in blocks:
+            xp, gradient, change, (s,) = block.xp, _gradient(block), block.scratch[1], block.slots
+            _average(block, s, gradient, 1, 1, change)
+            xp.divide(gradient, xp.add(xp.sqrt(s, out=change), self.eps, out=change), out=change)
+            xp.subtract(block.data, xp.multiply(change, lr, out=change), out=block.data)
+
+
+class Adadelta(Optimizer):
+    """Adadelta (Zeiler, "Adadelta: an adaptive learning rate method", 2012).
+
+        v = rho * v + (1 - rho) * g * g                         the slots "v" and "u", zeros at first
+        d = sqrt(u + eps) / sqrt(v + eps) * g
+        u = rho * u + (1 - rho) * d * d
+        w = w - lr * d
+
+    Args:
+        storage, weight_decay: see `RMSprop`; errors are its own, too.
+        lr: what the update is multiplied by.
+        rho: what v and u keep of their past in one update, in [0, 1).
+        eps: above 0, or nothing ever moves.
+    """
+
+    def __init__(
+        self,
+        storage: Storage,
+        lr: float = 1.0,
+        rho: float = 0.9,
+        eps: float = 1e-6,
+        weight_decay: float | Mapping[str, float] = 0.0,
+    ) -> None:
+        self.rho: Final = number("rho", rho, 1)
+        self.eps: Final = number("eps", eps)
+        super().__init__(storage, lr, weight_decay, slots=("v", "u"))
+
+    def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
+        for block in blocks:
+            xp, gradient, (v, u), (other, change) = block.xp, _gradient(block), block.slots, block.scratch
+            _average(block, v, gradient, self.rho, 1 - self.rho, change)
+            xp.divide(gradient, xp.sqrt(xp.add(v, self.eps, out=change), out=change), out=change)
+            # the gradient, which may stand in `other`, is used up
+            xp.multiply(change, xp.sqrt(xp.add(u, self.eps, out=other), out=other), out=change)
+            _average(block, u, change, self.rho, 1 - self.rho, other)
+            xp.subtract(block.data, xp.multiply(change, lr, out=change), out=block.data)
