@@ -71,11 +71,12 @@ class Interpreter(io.TextIOBase):
         before.bits = mtrand.get_bit_generator()
         names = [*before.modules] if len(sys.modules) == self._count else [*filter(self._is_own, sys.modules)]
         before.modules = {name: sys.modules.pop(name) for name in names}
-        if any(getattr(each.__spec__, "_initializing", False) for each in before.modules.values()):
-            raise UsageError(f"a module of {self._folder} communicates while it is imported; let a function do so")
         sys.modules.update(self._now.modules)
         self._count = len(sys.modules)
         mtrand.set_bit_generator(self._now.bits)
+        half = [name for name, each in before.modules.items() if getattr(each.__spec__, "_initializing", False)]
+        if half and self._now is not self.places[-1]:
+            raise UsageError(f"the module {half[-1]} communicates while it is imported; let a function of it do so")
 
     def _is_own(self, name: str) -> bool:
         module = sys.modules[name]

@@ -89,7 +89,7 @@ DEFECTS = {
     "no such rank": ("comm.send(1, rank + 1)", SystemExit, r"line 6.*there is no rank 3.* 0 to 2"),
     "windows": ("MPI.Win", SystemExit, r"line 6.*have no mpi4py.MPI.Win; of mpi4py.MPI they have ANY_SOURCE"),
     "persistent requests": ("comm.Send_init(np.zeros(1), 0)", SystemExit, r"have no Intracomm.Send_init; .*Bcast"),
-    "a module that talks": ("import talks", UsageError, "communicates while it is imported"),
+    "a module that talks": ("import talks", UsageError, "talks communicates while it is imported"),
 }
 
 # Programs that are right. Their lines are compared with those of mpirun, in any order.
@@ -104,6 +104,8 @@ RIGHT = {
         print(rank, y[:4], status.Get_source() == right, status.Get_tag(), status.Get_count(MPI.DOUBLE))
         request = comm.isend("x" * rank, left)
         received = comm.irecv(source=right)
+        comm.Send([None, MPI.BYTE], left, 5); comm.Recv([None, MPI.BYTE], right, 5)
+        print(MPI.COMM_SELF.allreduce(rank), MPI.COMM_SELF.Get_size())
         print(rank, received.wait(), request.test()[1], comm.recv(source=MPI.PROC_NULL))
         request = comm.issend(rank, left)
         print(rank, MPI.Request.waitall([comm.irecv(source=right), request]))

@@ -81,7 +81,7 @@ class Status:
 
     __getattr__ = refuse
     source = tag = ANY
-    count = 0
+    count = error = 0
 
     def Get_source(self):
         """Return who has sent it."""
@@ -126,7 +126,8 @@ def read_parts(spec, ranks):
 
 
 def _read(spec):
-    return read_parts(spec, 1)[0]
+    (part,) = read_parts(spec, 1)
+    return np.empty(0, BYTE) if part is None else part  # as [None, MPI.BYTE], a message without elements
 
 
 def _pack(value):
@@ -444,6 +445,8 @@ def make_modules(wire: Any) -> dict[str, ModuleType]:
         wire.world.sleep(TICK_S)
         return wire.world.now()
 
+    own = wire._own
+    alone = Wire(wire._board, wire.world, own, [own.number], -1 - own.number)
     mpi, package = ModuleType("mpi4py.MPI"), ModuleType("mpi4py")
     vars(package).update(MPI=mpi, rc=SimpleNamespace(), __path__=[], __getattr__=partial(refuse, package))
     vars(mpi).update(
@@ -456,6 +459,7 @@ def make_modules(wire: Any) -> dict[str, ModuleType]:
         Status=Status,
         Exception=CommError,
         COMM_WORLD=Intracomm(wire),
+        COMM_SELF=Intracomm(alone),
         COMM_NULL=COMM_NULL,
         ANY_SOURCE=ANY,
         ANY_TAG=ANY,
