@@ -220,7 +220,7 @@ def linear_part(x: Tensor, weight: Tensor) -> Tensor:
 def linear_relu(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Return max(x W + b, 0), bit for bit what `relu(linear(...))` gives, in one operation and one array.
 
-    Arguments and errors are those of `linear`. (By a device's kernels the bias's gradient differs in the last bits.)
+    Arguments and errors are those of `linear`. (By compiled kernels the bias's gradient differs in the last bits.)
     """
     return multiply(LinearReluFunction, check_linear("linear_relu", x, weight, bias), x, weight, bias)
 

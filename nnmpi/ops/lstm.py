@@ -30,7 +30,7 @@ import numpy as np
 
 from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.backend.gemm import gemm
-from nnmpi.backend.kernels import bias_grad
+from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.errors import DtypeError, ShapeError
 from nnmpi.ops.linear import place_for
 from nnmpi.tensor.function import Function, Grads
@@ -185,8 +185,12 @@ def _step(xp: Any, g: Array, product: Array, c: Array, new_c: Array, new_h: Arra
         c: (n, features), before the step.
         new_c, new_h: (n, features), where the results go.
     """
+    kernels, features = kernels_for(g, "lstm_step"), c.shape[1]
+    if kernels is not None:
+        kernels.lstm_step(g, product, c, new_c, new_h)
+        return
     xp.add(g, product, out=g)
-    sigmoids = g[:, : 3 * c.shape[1]]
+    sigmoids = g[:, : 3 * features]
     xp.multiply(sigmoids, 0.5, out=sigmoids)
     xp.tanh(g, out=g)
     xp.add(xp.multiply(sigmoids, 0.5, out=sigmoids), 0.5, out=sigmoids)
@@ -207,6 +211,10 @@ def _step_grad(xp: Any, g: Array, slopes: Array, h: Array, grad: Array, cell: Ar
         cell, last_c: (n, features), c after and before the step.
         c: (n, features), the gradient of c after the step, which that before the step replaces.
     """
+    kernels = kernels_for(g, "lstm_step_grad")
+    if kernels is not None:
+        kernels.lstm_step_grad(g, slopes, h, grad, cell, last_c, c)
+        return
     (i, f, o, candidate), (to_i, to_f, to_o, to_g) = _four(g), _four(slopes)
     # the derivatives of the gates: s (1 - s) of sigmoids, 1 - t^2 of tanh
     n = 3 * c.shape[1]

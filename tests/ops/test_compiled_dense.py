@@ -1,12 +1,14 @@
-"""Losses by compiled kernels: the plain ones in float64, and what is left to these."""
+"""Linear layers, losses and LSTM by compiled kernels: the plain ones in float64, and what is left to these."""
 
 import numpy as np
 import pytest
 
 import nnmpi
-from nnmpi.backend.kernels import jit
+from nnmpi.backend.kernels import jit, kernels_for
 from nnmpi.errors import ShapeError
+from nnmpi.ops.linear import linear_relu
 from nnmpi.ops.loss import cross_entropy
+from nnmpi.ops.lstm import lstm
 from nnmpi.tensor.tensor import Tensor
 
 pytest.importorskip("numba")
@@ -31,6 +33,25 @@ def compare(function, arrays, share=2e-6):
         assert mine.shape == theirs.shape
         assert mine.dtype == np.float32
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=share * abs(theirs).max(initial=1e-3))
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (2, 3, 4), (0, 3), (1, 1), (70, 2, 3)])
+@pytest.mark.parametrize("out", [1, 17, 40])
+def test_linear_and_relu(shape, out, compiled_calls):
+    """For any number of axes, and no rows."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(size, dtype=np.float32) for size in (shape, (shape[-1], out), out)]
+    compare(linear_relu, arrays)
+    assert compiled_calls == ["bias_relu", "relu_grad_bias"]
+
+
+def test_bias_gradients_of_many_rows():
+    """Added up in parts; in one long sum the error would be 20 times as large."""
+    arrays = [np.ones((50000, 1), np.float32), np.ones((1, 3), np.float32), np.full(3, 0.1, np.float32)]
+    tensors = [Tensor(a, requires_grad=True) for a in arrays]
+    with jit():
+        linear_relu(*tensors).backward(np.full((50000, 3), 0.1, np.float32))
+    np.testing.assert_allclose(tensors[2].grad, 50000 * np.float64(np.float32(0.1)), rtol=2e-5)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -64,3 +85,28 @@ def test_other_losses_are_plain(settings, compiled_calls):
     compare(lambda x: cross_entropy(x, labels, **settings), [logits])
     compare(lambda x: cross_entropy(x, labels.astype(np.uint8)), [logits])
     assert compiled_calls == []
+
+
+@pytest.mark.parametrize("lengths", [None, [1, 4, 3]])
+def test_lstm(lengths):
+    """Forward and backward, gates near their ends, and sequences of several lengths; by other bits than NumPy."""
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(size, dtype=np.float32) * 2 for size in ((3, 4, 5), (5, 24), (6, 24), (24,))]
+
+    def function(*given):
+        return lstm(*given, lengths=None if lengths is None else np.array(lengths))
+
+    compare(function, arrays, 3e-6)
+    ours, plain = (run(function, arrays, np.float32, compiled) for compiled in (True, False))
+    assert not np.array_equal(ours[0], plain[0]) and not np.array_equal(ours[1], plain[1])
+
+
+def test_tanh():
+    """Within 3 units of the last place of float64's, near 0 and far from it."""
+    x = np.float32([0.0, -0.0, 1e-20, 3e-4, -0.1, 0.62, 0.63, -1.5, 5.0, -9.0, 50.0, np.inf, -np.inf, np.nan])
+    gates = np.zeros((1, 4 * x.size), np.float32)
+    gates[0, -x.size :] = x
+    zeros = np.zeros((1, x.size), np.float32)
+    with jit():
+        kernels_for(x, "lstm_step").lstm_step(gates, np.zeros_like(gates), zeros, zeros.copy(), zeros.copy())
+    np.testing.assert_allclose(gates[0, -x.size :], np.tanh(x.astype("float64")), rtol=4e-7)

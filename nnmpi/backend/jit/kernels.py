@@ -5,7 +5,7 @@ another dtype is said. Kernels return nothing: they write into arrays that must 
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -17,14 +17,18 @@ from nnmpi.backend.jit.build import build, read, write
 from nnmpi.backend.jit.conv3x3 import has_products, sizes
 from nnmpi.backend.recording import perform
 
-__all__ = ["adam", "direct", "has_products", "sizes", "softmax_loss", "winograd"]
+__all__ = ["adam", "bias_relu", "direct", "has_products", "lstm_step", "lstm_step_grad", "sizes", "winograd"]
 
 Kernel: TypeAlias = Callable[..., None]
 CORNER = types.uint8  # which pixel of a window was the largest
 
 LOOPS = {
+    "bias_relu": (write(2), read(1)),
+    "relu_grad_bias": (read(2), read(2), write(2), write(1)),
     "softmax_loss": (read(2), read(1, types.int64), write(1), write(2)),
+    "lstm_step": (write(2), read(2), read(2), write(2), write(2)),
     "adam": (write(1), read(1), write(1), write(1), *(float64,) * 6),
+    "lstm_step_grad": (read(2), write(2), *(read(2),) * 4, write(2)),
 }
 
 
@@ -76,9 +80,26 @@ def _convolution(forward: Kernel, backward: Kernel, *scratch: int) -> Pair:
     )
 
 
-def adam(*args: Any) -> None:
-    """Adam's update of a block, see `optim.updates`."""
-    loop("adam")(*args)
+def _call(name: str, *args: Any) -> None:
+    loop(name)(*args)
+
+
+# Adam's update of a block, see `optim.updates`; what stands around the product of a step, see `ops.lstm`.
+adam, lstm_step, lstm_step_grad = (partial(_call, name) for name in ("adam", "lstm_step", "lstm_step_grad"))
+
+
+def bias_relu(xp: Any, y: Array, bias: Array | None) -> None:
+    """y = max(y + bias, 0), in place."""
+    shift = xp.zeros((y.shape[1],), y.dtype) if bias is None else xp.ascontiguousarray(bias)
+    perform(loop("bias_relu"), y, shift)
+
+
+def relu_grad_bias(xp: Any, grad: Array, y: Array, to_bias: Array | None) -> Array:
+    """Return grad where y is positive and else 0, and write its sum over the rows."""
+    result: Array = xp.empty(grad.shape, grad.dtype)
+    place = xp.empty(grad.shape[1:], grad.dtype) if to_bias is None else to_bias
+    perform(loop("relu_grad_bias"), xp.ascontiguousarray(grad), y, result, place)
+    return result
 
 
 def softmax_loss(
