@@ -17,6 +17,7 @@ from typing import Any
 from nnmpi.command import Parser, say
 from nnmpi.compose.stats import PARTS
 from nnmpi.errors import UsageError, raised_as
+from nnmpi.files import foreign
 from nnmpi.pages.page import write_page
 from nnmpi.train.config import all_options, shown
 from nnmpi.train.folder import RunFolder, read_run
@@ -91,27 +92,26 @@ def gather(run: Path) -> dict[str, Any]:
         UsageError: when there is no run in the folder, or its files cannot be read.
     """
     options, folder = read_run(run, str(run)), RunFolder(run)
-    try:
+    with foreign(folder.metrics, UsageError, "the metrics of the run cannot be read"):
         records = read_metrics(folder.metrics)
         began = read_metrics(folder.starts) if folder.starts.is_file() else []
         commands = [f"{shlex.join(each['command'])}    # ranks: {each['ranks']}" for each in began]
-        kinds = [each["kind"] for each in records]
-    except (OSError, ValueError, TypeError, LookupError) as error:  # the last two: of other JSON than a run writes
-        raise UsageError(f"{run}: the metrics of the run cannot be read: {error}") from None
-    trained = [each for each, kind in zip(records, kinds, strict=True) if kind == "train"]
-    tests = [each for each, kind in zip(records, kinds, strict=True) if kind in ("eval", "test")]
-    stale = sum_staleness(records)
-    heights = [[each.get(n, 0) for n in range(stale.largest() + 1)] for each in stale.histograms if stale.count()]
-    return {
-        "head": began[-1].get("facts", []) if began else [],
-        "results": [{key: each.get(key) for key in RESULT} for each in tests[-2:]],
-        "charts": [chart for panel in PANELS if (chart := _chart(*panel, records))["lines"]],
-        "times": {label: mean for key, label in PARTS.items() if (mean := _mean(trained, key))},
-        "memory": {key.removeprefix(_MEMORY): n for key, n in (trained or [{}])[-1].items() if key.startswith(_MEMORY)},
-        "staleness": {"heights": heights, "mean": stale.mean(), "max": stale.largest()},
-        "options": _options(options),
-        "commands": commands,
-    }
+        trained = [each for each in records if each["kind"] == "train"]
+        tests = [each for each in records if each["kind"] in ("eval", "test")]
+        stale = sum_staleness(records)
+        heights = [[each.get(n, 0) for n in range(stale.largest() + 1)] for each in stale.histograms if stale.count()]
+        return {
+            "head": began[-1].get("facts", []) if began else [],
+            "results": [{key: each.get(key) for key in RESULT} for each in tests[-2:]],
+            "charts": [chart for panel in PANELS if (chart := _chart(*panel, records))["lines"]],
+            "times": {label: mean for key, label in PARTS.items() if (mean := _mean(trained, key))},
+            "memory": {
+                key.removeprefix(_MEMORY): n for key, n in (trained or [{}])[-1].items() if key.startswith(_MEMORY)
+            },
+            "staleness": {"heights": heights, "mean": stale.mean(), "max": stale.largest()},
+            "options": _options(options),
+            "commands": commands,
+        }
 
 
 def _chart(

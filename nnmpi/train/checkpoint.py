@@ -44,7 +44,7 @@ from nnmpi.comm.world import BackgroundWork
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer
 from nnmpi.errors import CheckpointError, DataError, counted, raised_as
-from nnmpi.files import read_json, read_text, rebuilt, sha256, sync_folder, write_atomically, write_synced
+from nnmpi.files import foreign, read_json, read_text, rebuilt, sha256, sync_folder, write_atomically, write_synced
 from nnmpi.mesh import AXES, Mesh
 from nnmpi.models.torch_weights import open_arrays
 from nnmpi.parallel.model_state import ArraySpec
@@ -165,7 +165,7 @@ class Checkpoint:
     @property
     def mesh(self) -> Mesh:
         """The layout of the run that wrote it."""
-        return Mesh(**self.values["layout"])
+        return rebuilt(Mesh, self.values["layout"])
 
     def cuts(self, mesh: Mesh, virtual_stages: int) -> list[int] | None:
         """Return how many layers of the model's chain each stage had; None with another number of stages."""
@@ -300,7 +300,8 @@ def find(folder: RunFolder, group: Group, writes: bool = True, best: bool = Fals
         loaded = load_checkpoint(folder.checkpoints, best)
         if loaded is None:
             return None
-        RunState.from_json(loaded.values)  # raises what is wrong before any work is done
+        with foreign(loaded.folder / STATE_FILE, CheckpointError, "not what a run writes"):  # before any work is done
+            _ = RunState.from_json(loaded.values), loaded.cuts(loaded.mesh, 1)
         found.append(loaded)
         return [dict(loaded.values), str(loaded.folder), [*loaded.notices, f"resuming from {loaded.folder}"]]
 

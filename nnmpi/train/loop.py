@@ -36,7 +36,7 @@ from nnmpi.command import Console
 from nnmpi.compose.stats import PARTS, StepReport, Totals
 from nnmpi.compose.trainer import Progress
 from nnmpi.data.loader import Batch
-from nnmpi.errors import CheckpointError, NnmpiError, ShapeError, UsageError, counted, raised_as
+from nnmpi.errors import CheckpointError, NnmpiError, ShapeError, UsageError, counted, raised_as, shortened
 from nnmpi.files import locked, read_json, write_atomically
 from nnmpi.models.pretrained import read_size, save_pretrained
 from nnmpi.train.build import dropout_of
@@ -408,6 +408,10 @@ def begin(config: Config, group: Group, console: Console, words: Sequence[str] =
         state, notices = restore(run.trainer, last, folder, first) if resuming else (first, [])
         if resuming and group.is_root and not folder.finished.exists():
             notices.append(f"{folder.path} had not come to its end: it has no {folder.finished.name}")
+        if not 0 <= state.batch <= run.extent.train_batches:
+            raise CheckpointError(
+                f"{folder.checkpoints}: the last one stands behind batch {shortened(str(state.batch))}"
+            )
         if state.step >= run.extent.stop:
             notices = [*notices, f"the run is finished, {_how_to_go_on(run)}"]
 

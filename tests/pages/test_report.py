@@ -71,7 +71,13 @@ def test_its_metrics_are_written_for_tensorboard(run: Path, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("name", "line"), [("metrics.jsonl", '{"a": 1}\n'), ("metrics.jsonl", "1\n"), ("starts.jsonl", "[1]\n")]
+    ("name", "line"),
+    [
+        ("metrics.jsonl", '{"a": 1}\n'),
+        ("metrics.jsonl", "1\n"),
+        ("metrics.jsonl", '{"kind": "train", "compute_s": {}}\n'),
+        ("starts.jsonl", "[1]\n"),
+    ],
 )
 def test_files_that_are_not_a_runs_are_refused(run: Path, name: str, line: str) -> None:
     (run / name).write_text(line)

@@ -75,9 +75,20 @@ def test_a_folder_that_is_not_there_yet_is_fine(tmp_path: Path) -> None:
     check_folder(tmp_path / "checkpoints")
 
 
-def test_a_state_without_what_a_run_writes_is_refused_before_any_work(run: Path, group: Group) -> None:
-    rewrite(run, window={"stops": 1})
-    with pytest.raises(CheckpointError, match="lacks a value"):
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({"window": {"stops": 1}}, "lacks a value"),
+        ({"layout": {"dp": []}}, r"state\.json: not what a run writes \("),
+        ({"cuts": 1.5}, r"state\.json: not what a run writes \("),
+        ({"batch": 10**400}, "stands behind batch 1000"),
+    ],
+)
+def test_a_state_without_what_a_run_writes_is_refused_before_any_work(
+    run: Path, group: Group, values: dict[str, Any], sentence: str
+) -> None:
+    rewrite(run, **values)
+    with pytest.raises(CheckpointError, match=sentence):
         main(f"--resume {run} --max-steps 4".split(), group)
 
 
