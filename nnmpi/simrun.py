@@ -114,7 +114,7 @@ def run_program(given: argparse.Namespace, seed: int, stream: Any) -> tuple[Simu
     scheduler.by_time &= bool(given.network)
     board = MessageBoard(scheduler, machine)
     board.eager_bytes = given.eager
-    interpreter = Interpreter(str(given.program.resolve().parent), given.n, stream)
+    interpreter = Interpreter(f"{given.program.resolve().parent}/", given.n, stream)
     scheduler.on_turn = interpreter.turn
     endings: list[SystemExit] = []
 
