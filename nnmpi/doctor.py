@@ -168,7 +168,7 @@ def _judge_end(folder: RunFolder, checkpoint: Checkpoint | None) -> tuple[str, s
         step, ranks, wanted = (end[key] for key in ("step", "ranks", "weights_sha256"))
     except (OSError, ValueError, KeyError, TypeError):
         return f"{folder.finished} is damaged.", f"prove the end again: {resume}"
-    with suppress(OSError, ValueError, KeyError, TypeError):
+    with suppress(OSError, ValueError, KeyError, TypeError, OverflowError):
         files = read_json(checkpoint.folder / STATE_FILE)["files"] if checkpoint is not None else {}
         if files[MODEL_FILE]["sha256"] == wanted:
             names = ("accuracy",) if end.get("accuracy") is not None else ("rmse", "r2")  # neither after a text

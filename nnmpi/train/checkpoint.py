@@ -343,7 +343,8 @@ def restore(
         each.check(specs, file)
     for each, source in zip(arrays, sources, strict=True):
         each.scatter(*source)
-    trainer.load_scalars(last.values["optimizer"])
+    with foreign(last.folder / STATE_FILE, CheckpointError, "not what a run writes"):
+        trainer.load_scalars(last.values["optimizer"])
     return replace(state, data=first.data), [*last.notices, *_moved(last, trainer)]
 
 

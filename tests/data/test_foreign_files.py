@@ -1,14 +1,26 @@
 """Files that anybody may have written are read in bounded time, or refused in an OSError or ValueError."""
 
+import gzip
+import json
 import os
+import random
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from nnmpi.errors import CheckpointError, DataError
+from nnmpi.data.catalogue import load
+from nnmpi.data.images import read_idx
+from nnmpi.data.tokenizer import CharacterTokenizer, load_tokenizer
+from nnmpi.errors import CheckpointError, DataError, NnmpiError
 from nnmpi.files import foreign, read_json
+from nnmpi.models.gpt import gpt
+from nnmpi.models.pretrained import CONFIG, WEIGHTS, read_dropout, read_size, save_pretrained
 from nnmpi.train.checkpoint import TensorFile
 from nnmpi.train.metrics import read_metrics
 
@@ -50,3 +62,39 @@ def test_a_name_that_the_system_refuses_is_a_sentence(words: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 2 and "cannot be used (File name too long); give another" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def altered(content: bytes, draw: random.Random) -> bytes:
+    """Return a file of which some bytes are others, too many or gone; or a value of its JSON is of another kind."""
+    if draw.random() < 0.5 and content[:1] == b"{":
+        form: Any = json.loads(content)
+        place, key = form, draw.choice(list(form))
+        while isinstance(place[key], dict | list) and place[key] and draw.random() < 0.7:
+            place = place[key]
+            key = draw.choice(list(place)) if isinstance(place, dict) else draw.randrange(len(place))
+        place[key] = draw.choice([None, True, -1, 2**31, 10**400, 0.5, "x", [], {}, [[1]], {"a": 1}])
+        return json.dumps(form).encode()
+    at, many = draw.randrange(len(content)), draw.choice([0, 1, 5, 100])
+    return content[:at] + draw.randbytes(draw.choice([0, 1, 4])) + content[at + many :]
+
+
+def test_altered_files_are_read_or_refused_in_a_sentence(tmp_path: Path) -> None:
+    """Each kind that there is; a seed that found something new is added to the range."""
+    save_pretrained(tmp_path, gpt(11, 8, 4, 1, 2).initialize().state(), 2)
+    table, weights = b"a,b,label\n" + b"1,2,x\n3,4,y\n" * 5, (tmp_path / WEIGHTS).read_bytes()
+    np.savez(tmp_path / "a.npz", x=np.ones((6, 2)), y=np.arange(6) % 2)
+    corpus: dict[str, tuple[bytes, Callable[[Path], object]]] = {
+        "a.npz": ((tmp_path / "a.npz").read_bytes(), lambda file: load(str(file))),
+        "b.csv": (table, lambda file: load(str(file))),
+        "c.csv.gz": (gzip.compress(table), lambda file: load(str(file))),
+        "d.gz": (gzip.compress(b"\0\0\x08\x01\0\0\0\x0512345"), lambda file: read_idx(file, 1)),
+        CONFIG: ((tmp_path / CONFIG).read_bytes(), lambda file: (read_size(file.parent), read_dropout(file.parent))),
+        WEIGHTS: (weights, lambda file: dict(TensorFile(file))),
+        "tokenizer.json": (CharacterTokenizer("abc").to_json().encode(), lambda file: load_tokenizer(file)),
+    }
+    for name, (content, read) in corpus.items():
+        for seed in range(60):
+            (tmp_path / name).write_bytes(altered(content, random.Random(seed)))
+            with suppress(NnmpiError):
+                read(tmp_path / name)
+        (tmp_path / name).write_bytes(content)

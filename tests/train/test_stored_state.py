@@ -80,6 +80,7 @@ def test_a_folder_that_is_not_there_yet_is_fine(tmp_path: Path) -> None:
     [
         ({"window": {"stops": 1}}, "lacks a value"),
         ({"layout": {"dp": []}}, r"state\.json: not what a run writes \("),
+        ({"optimizer": []}, r"state\.json: not what a run writes \("),
         ({"cuts": 1.5}, r"state\.json: not what a run writes \("),
         ({"batch": 10**400}, "stands behind batch 1000"),
     ],
