@@ -43,6 +43,8 @@ def main(words: Sequence[str]) -> str:
     arguments = _parser().parse_args(words)
     if getattr(arguments, "ranks", 0) is None:
         arguments.ranks = load_fit(arguments.fit).ranks if arguments.fit else DEFAULT_RANKS
+    if arguments.command in ("prove", "render"):  # as many chunks as ranks, which some algorithms send one by one
+        foretell(f"{arguments.algorithm} on {arguments.ranks} ranks", 5e-7 * arguments.ranks**3)
     return _COMMANDS[arguments.command](arguments)
 
 
@@ -60,7 +62,6 @@ def _list(arguments: argparse.Namespace) -> str:
 
 def _prove(arguments: argparse.Namespace) -> str:
     """Prove that a collective does what it promises, for a number of ranks."""
-    _foretell(arguments)
     proof = prove(_collective(arguments), arguments.ranks)
     return (
         f"{arguments.operation} by {arguments.algorithm} is right on {arguments.ranks} ranks: "
@@ -70,7 +71,6 @@ def _prove(arguments: argparse.Namespace) -> str:
 
 def _render(arguments: argparse.Namespace) -> str:
     """Draw a collective: rounds down, ranks across; or as a page that runs, beside others."""
-    _foretell(arguments)
     collective = _collective(arguments)
     picture = render(collective, arguments.ranks)
     if arguments.html is None:
@@ -79,11 +79,6 @@ def _render(arguments: argparse.Namespace) -> str:
     animation = compare(beside | {collective.name: collective}, collective.name, arguments.ranks)
     write_page(arguments.html, "collective", f"{arguments.operation} by {collective.name}", animation)
     return f"{picture}\n\n{arguments.html} runs it in a browser"
-
-
-def _foretell(arguments: argparse.Namespace) -> None:
-    """Tell how long many ranks take at most: there are as many chunks, and some algorithms send each by itself."""
-    foretell(f"{arguments.algorithm} on {arguments.ranks} ranks", 5e-7 * arguments.ranks**3)
 
 
 def _simulate(arguments: argparse.Namespace) -> str:

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from nnmpi.data.dataset import Dataset
 from nnmpi.errors import DataError
-from nnmpi.files import read_bytes
+from nnmpi.files import foreign, read_bytes
 
 # For each part: the images' and the labels' file names, as they are published and as some unpackers write them.
 IDX_FILES = {
@@ -110,14 +110,12 @@ def load_cifar(place: Path, name: str) -> tuple[Dataset, Dataset]:
             if (match := BATCH.fullmatch(path.name)) and match[1] not in found:
                 found[match[1]] = read_bytes(path)
     else:
-        try:
-            with tarfile.open(fileobj=io.BytesIO(read_bytes(place))) as archive:
-                for member in archive:
-                    match = BATCH.fullmatch(Path(member.name).name)
-                    if match and not member.issparse() and (stream := archive.extractfile(member)):
-                        found[match[1]] = stream.read()
-        except tarfile.TarError as error:
-            raise DataError(f"{place}: not a whole tar archive ({error}); get it again") from error
+        packed = io.BytesIO(read_bytes(place))
+        with foreign(place, DataError, "not a whole tar archive"), tarfile.open(fileobj=packed) as archive:
+            for member in archive:
+                match = BATCH.fullmatch(Path(member.name).name)
+                if match and not member.issparse() and (stream := archive.extractfile(member)):
+                    found[match[1]] = stream.read()
     tests = [each for each in found if each == "test_batch"]
     trains = sorted(found.keys() - tests, key=lambda batch: (len(batch), batch))  # data_batch_10 after data_batch_9
     if not trains or not tests:

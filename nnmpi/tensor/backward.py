@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -151,11 +152,9 @@ def walk_back(root: Variable, seed: Array, retain: bool, deferred: Deferred | No
 
 def _check_unchanged(node: Function) -> None:
     """Refuse the backward of an operation that keeps parameters, or views of them, which were written since."""
-    assert node.writes is not None and node.edges is not None
-    counted = (edge for edge in node.edges if isinstance(edge, Variable) and edge.writes is not None)
-    arrays = [*node.writes.arrays, *(edge.data for edge in counted)]  # not what else comes to a stage
-    for kept in filter(is_array, node.saved):
-        if any(type(each) is type(kept) and namespace(kept).may_share_memory(each, kept) for each in arrays):
+    assert node.writes is not None
+    for kept, array in product(filter(is_array, node.saved), node.writes.arrays):
+        if type(array) is type(kept) and namespace(kept).may_share_memory(array, kept):
             raise GraphError(
                 f"parameters that {type(node).__name__} computed with were written before its backward, which needs "
                 "them as they were; call backward before the update, or compute the loss again"

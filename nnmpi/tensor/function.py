@@ -79,10 +79,8 @@ def enable_grad() -> Iterator[None]:
 class Writes:
     """How often values that lie together in `arrays` were written since they were laid there."""
 
-    __slots__ = ("arrays", "count")
-
-    def __init__(self, arrays: Sequence[Array]) -> None:
-        self.arrays, self.count = arrays, 0
+    arrays: Sequence[Array] = ()
+    count = 0
 
 
 class Variable:

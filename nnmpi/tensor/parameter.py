@@ -150,7 +150,7 @@ class FlatStorage:
         self.common = False
         self.shared = any(parameter.region is not None for parameter in parameters.values())
         self.state_store: Any = None
-        self.writes = Writes(self.data)
+        self.writes = Writes()
         self._views: list[tuple[Parameter, Array, Array]] = []  # with data and buffer as they were bound
         lengths: list[int] = []
         if dtype is None and values:
@@ -194,7 +194,7 @@ class FlatStorage:
         parameter, part = span.parameter, slice(span.start, span.stop)
         parameter.data = self._data[span.buffer][part].reshape(parameter.declared)
         parameter.buffer = self._grads[span.buffer][part].reshape(parameter.declared)
-        parameter.grad, parameter.writes = None, self.writes
+        parameter.grad, parameter.writes, self.writes.arrays = None, self.writes, self._data
         return parameter, parameter.data, parameter.buffer
 
     def move(self, data: Sequence[Array] | None = None, grads: Sequence[Array] | None = None) -> None:
@@ -211,7 +211,6 @@ class FlatStorage:
                 raise ShapeError("parameters and gradients can move only to arrays of the same lengths and dtypes")
         self.data = self._data = self.data if data is None else list(data)
         self.grads = self._grads = self.grads if grads is None else list(grads)
-        self.writes.arrays = self.data
         if any(parameter.data is array for parameter, array, _ in self._views):
             self._views = [self._lay(span) for span in self.spans]
         self.moves += 1

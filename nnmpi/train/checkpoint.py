@@ -132,12 +132,9 @@ class RunState:
         """Return the state of which the fields are among these JSON values.
 
         Raises:
-            CheckpointError: when a value is missing.
+            KeyError, TypeError, AttributeError: when a value is missing, or of another kind.
         """
-        try:
-            return rebuilt(cls, {name: values[name] for name in cls.__dataclass_fields__})
-        except (KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"the checkpoint's state.json lacks a value: {error}") from None
+        return rebuilt(cls, {name: values[name] for name in cls.__dataclass_fields__})
 
 
 # ---- over all ranks ----
@@ -436,11 +433,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         CheckpointError: when a file is missing, unreadable, cut, changed, or of a newer format; the message names it.
     """
     file = folder / STATE_FILE
-    try:
+    with foreign(file, CheckpointError, "damaged or missing"):
         state = read_json(file)
         found, files = state.pop("sha256"), state["files"]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{file} is damaged or missing ({type(error).__name__}: {error})") from None
     if state.get("format") != FORMAT:
         raise CheckpointError(f"{file} has another format than {FORMAT}; use the version of nnmpi that wrote it")
     if found != digest(state):

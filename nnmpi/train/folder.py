@@ -28,7 +28,7 @@ from typing import Any
 from nnmpi.custom import is_foreign, short_name
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
 from nnmpi.errors import CheckpointError, UsageError, raised_as
-from nnmpi.files import LOCK_FILE, appending, folder_atomically, read_json, sync_folder, write_atomically
+from nnmpi.files import LOCK_FILE, appending, folder_atomically, foreign, read_json, sync_folder, write_atomically
 from nnmpi.models.pretrained import CONFIG
 from nnmpi.train.config import Config, all_options, check, flatten
 from nnmpi.train.signature import versions
@@ -166,12 +166,8 @@ def read_run(folder: Path, named: str) -> dict[str, Any]:
         there = file.is_file()
     if not there:
         raise UsageError(f"{named}: there is no run ({file} is missing); give the folder of a run")
-    try:
-        flat = read_json(file)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{file} cannot be read: {error}") from None
-    if not isinstance(flat, dict):
-        raise UsageError(f"{file} cannot be read: it holds no options by name")
+    with foreign(file, UsageError):
+        flat = {**read_json(file)}
     for name in flat:
         if name not in all_options():
             raise UsageError(

@@ -64,7 +64,7 @@ from typing import Any
 
 import nnmpi.clock as clock
 from nnmpi.errors import CheckpointError, NnmpiError, raised_as
-from nnmpi.files import appending, parse_json, read_text, write_atomically
+from nnmpi.files import appending, foreign, parse_json, read_text, write_atomically
 from nnmpi.synchrony.consistency import Staleness
 from nnmpi.train.folder import RunFolder
 
@@ -101,15 +101,11 @@ def cut_metrics(file: Path, step: int) -> int:
     """
     if not file.exists():
         return 0
-    try:
+    with foreign(file, CheckpointError, "damaged or cannot be written; move it away to go on without it"):
         records = read_metrics(file)
         kept = [each for each in records if each["global_step"] <= step and each["kind"] not in AT_THE_END]
         write_atomically(file, "".join(json.dumps(record) + "\n" for record in kept).encode())
         return len(records) - len(kept)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(
-            f"{file} is damaged or cannot be written ({error}); move it away to go on without it"
-        ) from None
 
 
 class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):

@@ -167,7 +167,7 @@ def test_damage_is_found_and_an_older_checkpoint_taken(
 def test_a_damaged_state_is_found(tmp_path: Path, content: str) -> None:
     folder = save(tmp_path, make(1), keep=3)
     (folder / "state.json").write_text(content)
-    with pytest.raises(CheckpointError, match=r"state\.json is damaged or missing"):
+    with pytest.raises(CheckpointError, match=r"state\.json: damaged or missing"):
         read_checkpoint(folder)
     with pytest.raises(CheckpointError, match="no checkpoint in .* is whole"):
         load_checkpoint(tmp_path)

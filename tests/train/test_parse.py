@@ -175,7 +175,7 @@ def test_a_resumed_run_may_find_its_data_elsewhere(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["{", "", "[]"])
 def test_a_damaged_run_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(UsageError, match=r"config\.json cannot be read"):
+    with pytest.raises(UsageError, match=r"config\.json: cannot be read"):
         parse(["--resume", str(tmp_path)])
 
 

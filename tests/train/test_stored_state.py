@@ -78,7 +78,7 @@ def test_a_folder_that_is_not_there_yet_is_fine(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("values", "sentence"),
     [
-        ({"window": {"stops": 1}}, "lacks a value"),
+        ({"window": {"stops": 1}}, r"state\.json: not what a run writes \("),
         ({"layout": {"dp": []}}, r"state\.json: not what a run writes \("),
         ({"optimizer": []}, r"state\.json: not what a run writes \("),
         ({"cuts": 1.5}, r"state\.json: not what a run writes \("),
