@@ -1,4 +1,4 @@
-"""The device of the checks: the double of CuPy, or a card where `scripts/test-gpu` runs them."""
+"""The device of the checks: the double of CuPy; an interpreted one, or a card, where `scripts/test-gpu` runs them."""
 
 import os
 
@@ -9,10 +9,14 @@ from nnmpi.backend.device import device_problem, select
 from nnmpi.comm.mpi.start import import_mpi
 from nnmpi.errors import LaunchError
 from nnmpi.launcher import read_launch
+from tests.device import interpreted
 from tests.device.library import device_backend
 
-ON_A_CARD = "NNMPI_TEST_GPU" in os.environ
+DEVICE = os.environ.get("NNMPI_TEST_GPU")
+ON_A_CARD, INTERPRETED = DEVICE == "card", DEVICE in interpreted.MODES
 RANKS = (1, 2, 4)
+if INTERPRETED:
+    interpreted.load()
 
 
 def mpi_missing() -> bool:
@@ -39,7 +43,7 @@ def device() -> Backend:
     """The backend on this rank's device; without the card that is asked for, a check is skipped and says why."""
     launch = read_launch(os.environ)
     rank = 0 if launch is None else launch.rank
-    if not ON_A_CARD:
+    if DEVICE is None:
         return device_backend(rank)
     problem = device_problem()
     if problem is not None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -83,3 +84,8 @@ def exact(sample: Sample, mode: str) -> Sample:
     """Return the sample with inputs that the mode has exactly, so that only the computation rounds."""
     fixed = [rounded(x, mode) if number < sample.floats else x for number, x in enumerate(sample.fixed)]
     return replace(sample, inputs=[rounded(x, mode) for x in sample.inputs], fixed=fixed)
+
+
+def no_waiting(refuse: bool = True) -> Any:
+    """Refuse hidden synchronization inside the block, or allow it again, by CuPy's own switch."""
+    return import_module("cupyx").allow_synchronize(not refuse)

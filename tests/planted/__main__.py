@@ -40,7 +40,7 @@ def find(fault: Fault, scratch: Path) -> str:
             shutil.copy(ROOT / file, copy / file)
         (copy / path).write_text(text.replace(fault.before, fault.after))
         words = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--quick", *fault.tests.split()]
-        environ = {**os.environ, "PYTHONPATH": str(copy)}
+        environ = {**os.environ, "PYTHONPATH": str(copy), **({"NNMPI_TEST_GPU": fault.device} if fault.device else {})}
         try:
             ended = subprocess.run(words, cwd=copy, env=environ, capture_output=True, text=True, timeout=LIMIT_S)
         except subprocess.TimeoutExpired:

@@ -11,6 +11,7 @@ class Fault(NamedTuple):
         file: where it is planted.
         before, after: the text that is replaced, which stands there once, and what replaces it.
         tests: for pytest: where it should be found.
+        device: how the interpreted device is to run for that (see tests/device/interpreted); without, it is not there.
     """
 
     name: str
@@ -18,8 +19,11 @@ class Fault(NamedTuple):
     before: str
     after: str
     tests: str
+    device: str = ""
 
 
+BACKEND, STORE = "tests/gpu/test_backend.py", "test_a_store_waits_for_what_computes_and_what_computes_for_it"
+OPTIMIZERS = "tests/gpu/test_training.py::test_optimizers_are_the_hosts[sgd-float32]"
 FAULTS = (
     # ---- plans: layouts, and what of a pass is kept ----
     Fault(
@@ -356,7 +360,65 @@ FAULTS = (
         "nnmpi/backend/cuda/dense.cu",
         "other > 0 ? value",
         "other >= 0 ? value",
-        "tests/device/test_compiled.py",
+        "tests/gpu/test_operations.py::test_relu_stops_gradients_at_0",
+        "exact",
+    ),
+    # what the double cannot see: who waits for whom, and what the compiler makes of a kernel
+    Fault(
+        "interpreted: a copy to the host that nobody waits for",
+        "nnmpi/comm/buffers.py",
+        "blocking=False)\n    stream.synchronize()",
+        "blocking=False)",
+        f"{BACKEND}::test_copies_there_and_back",
+        "lazy",
+    ),
+    Fault(
+        "interpreted: a copy to the device that nobody waits for",
+        "nnmpi/comm/buffers.py",
+        "[attr-defined]\n            stream.synchronize()",
+        "[attr-defined]",
+        f"{BACKEND}::test_copies_there_and_back",
+        "lazy",
+    ),
+    Fault(
+        "interpreted: what is moved does not wait for what computes",
+        "nnmpi/memory/store.py",
+        "stream.wait_event(cuda.get_current_stream().record())",
+        "pass",
+        f"{BACKEND}::{STORE}",
+        "race",
+    ),
+    Fault(
+        "interpreted: what computes does not wait for what is moved",
+        "nnmpi/memory/store.py",
+        "cuda.get_current_stream().wait_event(over)",
+        "over",
+        f"{BACKEND}::{STORE}",
+        "lazy",
+    ),
+    Fault(
+        "interpreted: a wrong register in a store of 16 bytes",
+        "nnmpi/backend/cuda/common.cuh",
+        '"r"(as.words[i + 2])',
+        '"r"(as.words[i + 1])',
+        OPTIMIZERS,
+        "exact",
+    ),
+    Fault(
+        "interpreted: a kernel that goes one element too far",
+        "nnmpi/backend/cuda/common.cuh",
+        "i < n; i += step",
+        "i <= n; i += step",
+        OPTIMIZERS,
+        "exact",
+    ),
+    Fault(
+        "interpreted: a cast that truncates",
+        "nnmpi/backend/cuda/common.cuh",
+        "cvt.rn.bf16.f32",
+        "cvt.rz.bf16.f32",
+        "tests/gpu/test_operations.py::test_results_are_rounded_to_nearest",
+        "exact",
     ),
     Fault(
         "data: bytes are not scaled to input",

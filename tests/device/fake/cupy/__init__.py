@@ -9,7 +9,8 @@ strict as CuPy where NumPy is lenient, so that code which runs on it and on NumP
     what is undefined on a device (an index out of bounds, one index written twice) is an error
     reductions give arrays without axes; elementwise results are C-contiguous whatever the inputs were
 
-What it does not show: speed, rounding of the device's functions, races between kernels.
+What it does not show is what the interpreted device beside it is for: nnmpi's kernels, of which it has none, rounding
+of the device's functions, hidden waits, and who waits for whom.
 """
 
 import importlib
@@ -50,12 +51,8 @@ def get_default_pinned_memory_pool() -> Any:
 
 def __getattr__(name: str) -> Any:
     kind = MODULES["cupy"].get(name, "")
-    if name == "RawModule":  # a compiler and an emulator: loaded by those who need it
-        value = importlib.import_module("cupy._raw").RawModule
-    elif kind == "module":
-        value = importlib.import_module(f"cupy.{name}")
-    else:
-        value = _functions.find("cupy", name, np)
+    is_module = kind == "module"
+    value = importlib.import_module(f"cupy.{name}") if is_module else _functions.find("cupy", name, np)
     globals()[name] = value
     return value
 

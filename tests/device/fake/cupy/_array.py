@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy import _streams, _sync
+from cupy import _streams
 from cupy.cuda import memory, pinned_memory
 
 # Set by `pytest --backend fake`: what to do with a caller that is a test.
@@ -145,8 +145,6 @@ class ndarray:
             raise ValueError(f"Shape mismatch. Expected shape: {self.shape}, actual shape: {out.shape}")
         elif not (out.flags.c_contiguous or out.flags.f_contiguous):
             raise RuntimeError("`out` cannot be specified when copying to non-contiguous ndarray")
-        if blocking:
-            _sync.synchronized("get")
         where, source = _streams.current() if stream is None else stream, self._host
         _streams.copy_to_host(source.copy, lambda value: np.copyto(out, value), where, pinned_memory.is_pinned(out))
         if blocking:
@@ -169,7 +167,6 @@ class ndarray:
 
     def item(self) -> Any:
         """Return the one element."""
-        _sync.synchronized("item")
         _streams.settle()
         if self.size != 1:
             raise ValueError("can only convert an array of size 1 to a Python scalar")
@@ -177,22 +174,18 @@ class ndarray:
 
     def tolist(self) -> Any:
         """Return nested lists."""
-        _sync.synchronized("tolist")
         _streams.settle()
         return self._host.tolist()
 
     def __bool__(self) -> bool:
-        _sync.synchronized("bool")
         _streams.settle()
         return bool(self._host)
 
     def __float__(self) -> float:
-        _sync.synchronized("float")
         _streams.settle()
         return float(self._host)
 
     def __int__(self) -> int:
-        _sync.synchronized("int")
         _streams.settle()
         return int(self._host)
 
@@ -203,7 +196,6 @@ class ndarray:
         return str(self._host)
 
     def __format__(self, form: str) -> str:
-        _sync.synchronized("format")
         return format(self._host.item() if self.ndim == 0 else str(self), form)
 
     # -------------------------------------------------------------- elements
@@ -251,15 +243,11 @@ class ndarray:
             host = part._host
         else:
             return part
-        if host.dtype.kind == "b":
-            if not writes:
-                _sync.synchronized("index by a mask")
-        elif writes and host.size > 1 and len(np.unique(host)) != host.size:
+        if host.dtype.kind != "b" and writes and host.size > 1 and len(np.unique(host)) != host.size:
             raise IndexError("an element is written twice in one assignment, which is undefined on a device")
         return host
 
     def __contains__(self, value: Any) -> bool:
-        _sync.synchronized("in")
         return value in self._host
 
     # -------------------------------------------------------------- NumPy's functions on it

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from cupy import _streams, _sync
+from cupy import _streams
 from cupy._array import ndarray, unwrap, view, wrap
 from cupy._names import MODULES, Parameters, parameters
 from cupy._ufunc import ufunc
@@ -97,23 +97,6 @@ FROM_HOST = {
     "isscalar",
     "min_scalar_type",
 }
-# Those whose result's shape depends on the elements, so that the host waits.
-SYNCHRONIZING = {
-    "nonzero",
-    "flatnonzero",
-    "argwhere",
-    "unique",
-    "extract",
-    "compress",
-    "bincount",
-    "array_equal",
-    "allclose",
-    "setdiff1d",
-    "intersect1d",
-    "union1d",
-    "trim_zeros",
-    "repeat",
-}
 EMPTY = {"empty", "empty_like"}
 # Names that are NumPy's own and have nothing to do with a device.
 HOST = {
@@ -164,15 +147,13 @@ def _renamed(value: Any, known: Parameters) -> list[str]:
 
 def _function(name: str, value: Any, known: Parameters) -> Any:
     agreed = len(_renamed(value, known)) if not known.open_ended else 1000
-    lists, from_host, synchronizes, poisons = name in LISTS, name in FROM_HOST, name in SYNCHRONIZING, name in EMPTY
+    lists, from_host, poisons = name in LISTS, name in FROM_HOST, name in EMPTY
     makes, keeps = name in MAKERS, name in KEEP_ORDER
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if _streams.PENDING:
             _streams.settle()
         known.check(name, args, kwargs)
-        if synchronizes:
-            _sync.synchronized(name)
         out = kwargs.get("out")
         if out is not None and type(out) is not ndarray:
             raise TypeError("Output arguments type must be cupy.ndarray")
@@ -276,7 +257,6 @@ def _where(condition: Any, x: Any = None, y: Any = None) -> Any:
         raise ValueError("Must provide both 'x' and 'y' or neither.")
     truth = condition.astype("?", copy=False)  # as there: Python's own numbers have no such method
     if x is None:
-        _sync.synchronized("where")
         return tuple(map(wrap, np.nonzero(unwrap(truth))))
     result = np.where(unwrap(truth), unwrap(x), unwrap(y))
     return wrap(result.astype(np.float32) if result.dtype.name == "bfloat16" else result)  # it has no loop for that

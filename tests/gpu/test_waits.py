@@ -1,15 +1,19 @@
-"""How often the host waits for a device in a step: once, where ranks exchange nothing."""
+"""How often the host waits for a device in a step: once, where ranks exchange nothing. By CuPy's own account."""
 
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 
-from nnmpi import models, nn, optim
-from nnmpi.backend.backend import numpy_backend
+import nnmpi
+from nnmpi import models, nn, ops, optim
+from nnmpi.backend.backend import Backend, numpy_backend
+from nnmpi.backend.kernels import jit
+from nnmpi.comm import buffers, execution
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import arrange
 from nnmpi.compose.asynchronous import AsynchronousWorker
@@ -19,22 +23,37 @@ from nnmpi.data.loader import Loader
 from nnmpi.data.transform import Normalize
 from nnmpi.errors import DivergenceError, ShapeError, UsageError
 from nnmpi.nn.mode import training
+from nnmpi.optim import clip
 from nnmpi.synchrony.sync import Sync
 from nnmpi.tensor.tensor import Tensor
-from tests.device.library import device_backend, load
 from tests.equivalence.reference import digits
+from tests.gpu.play import no_waiting
+from tests.nn.test_compiled import step_of
 from tests.worker_options import grouped
 
 
 @contextmanager
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """Count the waits that are asked for, and refuse those that nobody asks for."""
-    cupy = load()
+def watched(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
+    """Count the waits that are asked for, and refuse those that nobody asks for.
+
+    CuPy's switch takes every copy to the host for a wait; what makes such copies without one is left out.
+    """
     counts: Counter[str] = Counter()
-    with monkeypatch.context() as patch, cupy._sync.no_synchronize():
-        for name, kind in (("stream", cupy._streams.Stream), ("event", cupy._streams.Event)):
+    cuda = backend.xp.cuda
+    with monkeypatch.context() as patch, no_waiting():
+        for place, function in ((buffers, "fetch"), (execution, "fetch"), (clip, "_read")):
+            patch.setattr(place, function, _allowed(getattr(place, function)))
+        for name, kind in (("stream", cuda.stream._BaseStream), ("event", cuda.Event)):
             patch.setattr(kind, "synchronize", _counted(counts, name, kind.synchronize))
         yield counts
+
+
+def _allowed(function: Any) -> Any:
+    def call(*args: Any) -> Any:
+        with no_waiting(False):
+            return function(*args)
+
+    return call
 
 
 def _counted(counts: Counter[str], name: str, function: Any) -> Any:
@@ -45,60 +64,68 @@ def _counted(counts: Counter[str], name: str, function: Any) -> Any:
     return synchronize
 
 
-def worker(group: Group, build: Any = models.mlp, **options: Any) -> Worker:
+def worker(backend: Backend, group: Group, build: Any = models.mlp, **options: Any) -> Worker:
     dataset = digits()
-    model = build(dataset.sample_shape, dataset.classes).initialize(seed=0, backend=device_backend())
-    return Worker(model, optim.Adam(model.storage), group, backend=device_backend(), **grouped(**options))
+    model = build(dataset.sample_shape, dataset.classes).initialize(seed=0, backend=backend)
+    return Worker(model, optim.Adam(model.storage), group, backend=backend, **grouped(**options))
 
 
-@pytest.mark.parametrize("build", [models.mlp, models.cnn, models.resnet], ids=["mlp", "cnn", "resnet"])
+@pytest.mark.parametrize(
+    "build", [models.mlp, models.cnn, partial(models.resnet, width=2)], ids=["mlp", "cnn", "resnet"]
+)
 @pytest.mark.parametrize("microbatches", [1, 3])
-def test_few_waits_a_step(group: Group, monkeypatch: pytest.MonkeyPatch, build: Any, microbatches: int) -> None:
+def test_few_waits_a_step(
+    real_device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch, build: Any, microbatches: int
+) -> None:
     """For its numbers, and for the gradient's length; not for forward, backward and update."""
-    one = worker(group, build, clip=0.1)
-    loader = Loader(digits(), 32, microbatches=microbatches, transform=Normalize.fit(digits()))
+    one = worker(real_device, group, build, clip=0.1)
+    loader = Loader(digits(), 12, microbatches=microbatches, transform=Normalize.fit(digits()))
     given = loader.epoch(0, backend=one.backend)
     one.step(next(given))
     for _ in range(2):
-        with watched(monkeypatch) as counts:
+        with watched(real_device, monkeypatch) as counts:
             report = one.step(next(given))
         assert counts["stream"] <= 3
         assert np.isfinite(report.loss) and 0 <= report.accuracy <= 1 and report.grad_norm > 0
     given.close()
 
 
-def test_one_wait_an_evaluation(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wait_an_evaluation(real_device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many batches it has; the loader waits for its copies, of two batches before."""
-    one = worker(group)
+    one = worker(real_device, group)
     loader = Loader(digits(), 16, workers=0)
     given = loader.epoch(0, backend=one.backend)
-    with watched(monkeypatch) as counts:
+    with watched(real_device, monkeypatch) as counts:
         report = one.evaluate(given)
     assert report.samples == len(digits())
     assert counts["stream"] <= 2  # the other one is the loader's, at its end
     given.close()
 
 
-def test_one_wait_for_a_gradient_of_ones_own(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_wait_for_a_gradient_of_ones_own(
+    real_device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where workers do not go in step."""
-    dataset, backend = digits(), device_backend()
+    dataset, backend = digits(), real_device
     model = models.mlp(dataset.sample_shape, dataset.classes).initialize(seed=0, backend=backend)
     numerics = Numerics(clip=0.1)
     sgd = optim.SGD(model.storage, 0.1)
     one = AsynchronousWorker(model, sgd, group, Sync("asp"), backend=backend, numerics=numerics)
     batch = next(Loader(dataset, 32, microbatches=2).epoch(0, backend=backend))
     one.compute(batch, 0)
-    with watched(monkeypatch) as counts:
+    with watched(real_device, monkeypatch) as counts:
         _, norm = one.compute(batch, 1)
     assert counts["stream"] <= 3 and norm > 0
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("number", range(4))
-def test_nobody_waits_without_a_word(group: Group, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_nobody_waits_without_a_word(
+    real_device: Backend, group: Group, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     """Where ranks exchange arrays, messages wait for their copies, and say so."""
     layout = [Layout(), Layout(pp=group.size, dp=1), Layout(tp=group.size, dp=1), Layout(reduction="fixed")][number]
-    dataset, backend = digits(), device_backend()
+    dataset, backend = digits(), real_device
     model = models.mlp(dataset.sample_shape, dataset.classes, hidden=(16, 12, 8, 8))
     where = arrange(model, group, layout, np.zeros((4, *dataset.sample_shape), "float32"), "float32", backend)
     model = where.model.initialize(seed=0, backend=backend)
@@ -110,7 +137,7 @@ def test_nobody_waits_without_a_word(group: Group, monkeypatch: pytest.MonkeyPat
     )
     given = loader.epoch(0, backend=backend)
     one.step(next(given))
-    with watched(monkeypatch) as counts:
+    with watched(real_device, monkeypatch) as counts:
         report = one.step(next(given))
     given.close()
     assert np.isfinite(report.loss)
@@ -119,15 +146,15 @@ def test_nobody_waits_without_a_word(group: Group, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize("rows", [6, 0])
-def test_statistics_over_ranks_are_the_hosts(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+def test_statistics_over_ranks_are_the_hosts(real_device: Backend, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """They are not waited for where the sum does not; an empty batch changes no running statistics."""
     x = np.random.default_rng(0).standard_normal((rows, 5)).astype("float32")
     found = []
-    for backend in (device_backend(), numpy_backend()):
+    for backend in (real_device, numpy_backend()):
         model = nn.Sequential(nn.BatchNorm(5)).initialize(backend=backend)
         model[0].all_reduce = lambda array: array * 2  # another rank has the same rows
         given, seed = Tensor(backend.asarray(x), requires_grad=True), backend.asarray(x[::-1].copy())
-        with watched(monkeypatch), training(0, 0, 0):
+        with watched(real_device, monkeypatch), training(0, 0, 0):
             y = model(given)
             y.backward(seed)
         arrays = [
@@ -143,18 +170,18 @@ def test_statistics_over_ranks_are_the_hosts(monkeypatch: pytest.MonkeyPatch, ro
         assert not found[0][-2].any() and (found[0][-1] == 1).all()
 
 
-def test_a_label_that_is_no_class_is_found_on_the_host(group: Group) -> None:
+def test_a_label_that_is_no_class_is_found_on_the_host(real_device: Backend, group: Group) -> None:
     """The kernel cannot say so; the error names the row."""
-    one = worker(group)
+    one = worker(real_device, group)
     batch = next(Loader(digits(), 8).epoch(0, backend=one.backend))
     batch.labels[5] = 11
     with pytest.raises(ShapeError, match=r"label 11 in row 5 of the batch is outside 0\.\.9"):
         one.step(batch)
 
 
-def test_an_index_without_a_row_is_found_on_the_host(group: Group) -> None:
+def test_an_index_without_a_row_is_found_on_the_host(real_device: Backend, group: Group) -> None:
     """Before it goes to the device."""
-    backend = device_backend()
+    backend = real_device
     model = nn.Sequential(nn.Embedding(7, 4), nn.Flatten(), nn.Linear(12, 3)).initialize(backend=backend)
     one = Worker(model, optim.SGD(model.storage, lr=0.1), group, backend=backend)
     (batch,) = Loader(digits(), len(digits()), shuffle=False, workers=0).epoch(0)
@@ -165,9 +192,9 @@ def test_an_index_without_a_row_is_found_on_the_host(group: Group) -> None:
         one.step(batch)
 
 
-def test_a_loss_that_is_not_finite_changes_no_weight(group: Group) -> None:
+def test_a_loss_that_is_not_finite_changes_no_weight(real_device: Backend, group: Group) -> None:
     """It is found when the step's numbers are read, before the update, and its place is told."""
-    one = worker(group)
+    one = worker(real_device, group)
     before = one.model.state()
     batch = next(Loader(digits(), 8).epoch(0, backend=one.backend))
     batch.x[3] = float("nan")
@@ -177,7 +204,33 @@ def test_a_loss_that_is_not_finite_changes_no_weight(group: Group) -> None:
         np.testing.assert_array_equal(values, before[name])
 
 
-def test_a_fused_update_is_refused_on_a_device(group: Group) -> None:
+def test_a_fused_update_is_refused_on_a_device(real_device: Backend, group: Group) -> None:
     """It works in memory that the ranks of a node share."""
     with pytest.raises(UsageError, match="leave one"):
-        worker(group, fused_update=True)
+        worker(real_device, group, fused_update=True)
+
+
+def test_kernels_that_are_switched_off_are_recorded_apart(real_device: Backend) -> None:
+    """As on the host: within `jit(False)` a step is another one."""
+    step = nnmpi.compile(lambda x: ops.softmax(x))
+    x = real_device.asarray(np.linspace(0, 1, 12, dtype="float32").reshape(3, 4))
+    first = step(x)
+    with jit(False):
+        second = step(x)
+    assert step.recordings == 2
+    np.testing.assert_allclose(real_device.to_host(first.data), real_device.to_host(second.data), rtol=1e-6)
+
+
+def test_a_replay_makes_no_more_calls_than_a_step(real_device: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the library and of kernels: results are written where they lie, and none is copied there."""
+    model = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 3)).initialize(backend=real_device)
+    update = optim.Adam(model.storage)
+
+    copies = []
+    monkeypatch.setattr("nnmpi.backend.recording._fill", lambda *args: copies.append(args))
+    compiled = nnmpi.compile(step_of(model, update))
+    x, y = real_device.asarray(np.ones((4, 6), "float32")), real_device.asarray(np.zeros(4, "int64"))
+    compiled(x, y)
+    with no_waiting():
+        compiled(x, y)
+    assert not copies and compiled.calls < 40
