@@ -160,6 +160,12 @@ TABLE: list[Sample] = [
     layer("ops.layer_norm", "two axes", ops.layer_norm, [(ROWS, 6, 21), (6, 21), (6, 21)]),
     layer("ops.batch_norm", "rows", lambda *x: ops.batch_norm(*x)[0], [(ROWS, COLUMNS), (COLUMNS,), (COLUMNS,)]),
     layer("ops.batch_norm", "images", lambda *x: ops.batch_norm(*x)[0], [(5, 7, 9, 20), (20,), (20,)]),
+    layer(
+        "ops.conv_transpose2d",
+        "every option",
+        lambda *given: ops.conv_transpose2d(*given, (2, 3), (1, 0), (1, 2), (1, 2), 2),
+        [(3, 5, 4, 6), (3, 2, 4, 6), (8,)],
+    ),
     *pooling("ops.max_pool2d", ops.max_pool2d),
     *pooling("ops.avg_pool2d", ops.avg_pool2d),
     *(attending(3, time, causal) for time in (1, 33, 150) for causal in (False, True)),
