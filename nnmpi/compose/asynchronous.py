@@ -237,7 +237,8 @@ class AveragingCoupling(Coupling):
         super().__init__(trainer, sync)
         what = (self.group, trainer.model.storage, trainer.optimizer)
         self._is_local = sync.mode == "local"
-        self._averaging = LocalSGD(*what, sync.local_steps) if self._is_local else Gossip(*what)
+        local = sync.local_steps, sync.outer_lr, sync.outer_momentum
+        self._averaging = LocalSGD(*what, *local) if self._is_local else Gossip(*what)
         self._check = PeriodicCheck(self.group)
 
     def open(self, segment: TrainingSegment) -> None:

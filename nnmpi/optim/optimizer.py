@@ -141,6 +141,7 @@ class Optimizer(ABC):
         lr: the learning rate of the next update; schedules set it.
         steps: the updates done so far.
         storage: the buffers; they must stay the same arrays while the optimizer lives.
+        kept: arrays like the slots', by name, that a strategy saves and loads with them.
         weight_decay: the decay of each buffer, in the storage's order.
     """
 
@@ -172,6 +173,7 @@ class Optimizer(ABC):
         self.storage = storage
         self.weight_decay = _decay_by_buffer(weight_decay, storage.groups, storage.known_groups)
         self._slots = {name: list(map(self._zeros_like, storage.data)) for name in slots}
+        self.kept: dict[str, list[Array]] = {}
         self._data, self._grads = tuple(storage.data), tuple(storage.grads)
         self._moves = storage.moves
         self._blocks = self.cut()
@@ -251,14 +253,14 @@ class Optimizer(ABC):
 
     def slots(self) -> dict[str, list[Array]]:
         """Return the live state arrays by name: one per buffer, of its shape and dtype, in the storage's order."""
-        return {name: list(arrays) for name, arrays in self._slots.items()}
+        return {name: list(arrays) for name, arrays in (self._slots | self.kept).items()}
 
     @property
     def state_bytes(self) -> int:
         """The bytes of memory that the state takes; none where it lies in a store."""
         if self.storage.state_store is not None:
             return 0
-        return sum(array.nbytes for arrays in self._slots.values() for array in arrays)
+        return sum(array.nbytes for arrays in self.slots().values() for array in arrays)
 
     def move(self, allocate: Callable[[int, Any], Array] | None = None) -> None:
         """Work on the arrays that the storage has now, of the same shapes and dtypes as before.

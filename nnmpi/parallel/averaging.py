@@ -19,9 +19,17 @@ wait, and the further their weights drift apart.
 At a synchronization (`Averaging.synchronize`) all ranks get the same weights and the same state of the optimizer. It is
 there that a model is evaluated or saved.
 
+DiLoCo takes the mean displacement since the last average for a gradient, and an outer optimizer, SGD with Nesterov's
+momentum, takes a step with it. Its state is the same on all ranks: the weights of the last average, and the momentum.
+
+    weights    a --- steps of each rank ---> w_i,    mean w      outer gradient  d = a - w
+    outer      b = momentum * b + d          a = a - lr * (d + momentum * b), the weights of all; lr 1 and momentum 0
+                                             leave the mean as it is: local SGD
+
 Sources: Stich, "Local SGD converges fast and communicates little" (2019); Lin, Stich, Patel, Jaggi, "Don't use large
-mini-batches, use local SGD" (2020), where momentum stays a rank's own, as it does here between synchronizations; Lian
-et al., "Can decentralized algorithms outperform centralized algorithms?" (2017), for SGD on a ring.
+mini-batches, use local SGD" (2020), where momentum stays a rank's own, as it does here between synchronizations;
+Douillard et al., "DiLoCo: distributed low-communication training of language models" (2023); Lian et al., "Can
+decentralized algorithms outperform centralized algorithms?" (2017), for SGD on a ring.
 """
 
 from abc import ABC, abstractmethod
@@ -36,7 +44,7 @@ from nnmpi.comm.collective import NEIGHBOUR_AVERAGE
 from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
 from nnmpi.optim.clip import scale, sum_of_squares
-from nnmpi.optim.optimizer import Optimizer
+from nnmpi.optim.optimizer import Optimizer, number
 from nnmpi.parallel.replication import check_same_model
 from nnmpi.tensor.parameter import FlatStorage
 
@@ -127,16 +135,29 @@ class LocalSGD(Averaging):
 
     Args:
         every: an average is taken after step s if s + 1 is a multiple of it.
+        outer_lr, outer_momentum: of DiLoCo's outer optimizer, whose arrays are saved with the optimizer's.
 
     Raises:
-        UsageError: for less than 1.
+        UsageError: for values out of range.
     """
 
-    def __init__(self, group: Group, storage: FlatStorage, optimizer: Optimizer, every: int) -> None:
+    def __init__(
+        self,
+        group: Group,
+        storage: FlatStorage,
+        optimizer: Optimizer,
+        every: int,
+        outer_lr: float = 1.0,
+        outer_momentum: float = 0.0,
+    ) -> None:
         if every < 1:
             raise UsageError(f"local SGD cannot average every {every} steps; give at least 1")
         super().__init__(group, storage, optimizer)
         self.every = every
+        self.outer_lr, self.outer_momentum = number("outer_lr", outer_lr), number("outer_momentum", outer_momentum, 1)
+        if (outer_lr, outer_momentum) != (1, 0):
+            optimizer.kept["outer_weights"] = [each.copy() for each in storage.data]
+            optimizer.kept["outer_momentum"] = [each * 0 for each in storage.data]
 
     def steps_since_average(self, step: int) -> int:
         """Return the steps since the last average or synchronization; see `Averaging.steps_since_average`."""
@@ -155,6 +176,16 @@ class LocalSGD(Averaging):
                     self.group.all_reduce(array, SUM, check=False)
                     self.messages += 2 * (size - 1)  # of a ring, each with an N-th of the array
                     self.bytes += 2 * (size - 1) * array.nbytes // size
+            self._step_outside()
+
+    def _step_outside(self) -> None:
+        kept = self.optimizer.kept
+        for now, before, momentum in zip(self.storage.data, *kept.values(), strict=True) if kept else ():
+            grad = before - now
+            momentum *= self.outer_momentum
+            momentum += grad
+            now -= self.outer_lr * (grad + self.outer_momentum * momentum) - grad
+            before[...] = now
 
 
 class Gossip(Averaging):

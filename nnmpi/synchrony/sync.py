@@ -24,6 +24,7 @@ class Sync:
         mode: one of these.
         staleness: for ssp; 0 is bsp through the parameter server.
         local_steps: for local.
+        outer_lr, outer_momentum: for local; others than 1 and 0 make DiLoCo of it, see `parallel.averaging`.
 
     Raises:
         UsageError: for values out of range, and settings that the mode would not use.
@@ -32,6 +33,8 @@ class Sync:
     mode: str = "bsp"
     staleness: int = DEFAULT_STALENESS
     local_steps: int = DEFAULT_LOCAL_STEPS
+    outer_lr: float = 1.0
+    outer_momentum: float = 0.0
 
     def __post_init__(self) -> None:
         """Check that the settings make sense by themselves."""
@@ -42,6 +45,8 @@ class Sync:
         for name, default, mode in (
             ("staleness", DEFAULT_STALENESS, "ssp"),
             ("local_steps", DEFAULT_LOCAL_STEPS, "local"),
+            ("outer_lr", 1.0, "local"),
+            ("outer_momentum", 0.0, "local"),
         ):
             value = getattr(self, name)
             if value != default and self.mode != mode:
@@ -73,6 +78,12 @@ class Sync:
             "bsp": "bsp, the gradients summed by all-reduce",
             "ssp": f"ssp, at most {counted(self.staleness, 'step')} ahead; rank 0 is the server, and computes too",
             "asp": "asp; rank 0 is the server, and computes too",
-            "local": f"local, the weights averaged every {counted(self.local_steps, 'step')}",
+            "local": f"local, the weights averaged every {counted(self.local_steps, 'step')}{self._outer}",
             "gossip": "gossip, the weights averaged with the neighbours on a ring",
         }[self.mode]
+
+    @property
+    def _outer(self) -> str:
+        if (self.outer_lr, self.outer_momentum) == (1, 0):
+            return ""
+        return f"; outer learning rate {self.outer_lr:g}, Nesterov's momentum {self.outer_momentum:g} (DiLoCo)"

@@ -72,7 +72,7 @@ ONLY_WITH: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         **dict.fromkeys(("layers", "features", "context"), SEQUENCE_MODELS),
         **dict.fromkeys(("heads", "pretrained"), ("gpt",)),
     },
-    "sync": {"staleness": ("ssp",), "local_steps": ("local",)},
+    "sync": {"staleness": ("ssp",), "local_steps": ("local",), "outer_lr": ("local",), "outer_momentum": ("local",)},
     "optimizer": {"momentum": ("sgd", "rmsprop")},
     "loss": {"label_smoothing": ("cross-entropy",)},
 }
@@ -169,6 +169,11 @@ class SyncConfig:
     --clip, which clips each worker's gradient and not their sum)."""
     local_steps: int | None = None
     """For --sync local: steps that each worker does alone between two averages (default: 8)."""
+    outer_lr: float = 1.0
+    """For --sync local: DiLoCo's outer learning rate, of a step along the mean displacement; with 0.7 and
+    --outer-momentum 0.9 --local-steps may be many more."""
+    outer_momentum: float = 0.0
+    """For --sync local: Nesterov's momentum of that step."""
     slow: str = ""
     """Slow ranks on purpose. "ms=20": every step takes at least 20 ms, with --simulate exactly; "rank=2,factor=3": rank
     2 takes 3 times as long; "probability=0.25,factor=3": so does any rank by chance; several separated by
@@ -185,6 +190,8 @@ class SyncConfig:
         check_idle(self, "sync")
         _ = (self.rule, self.slowness(0), self.machine)  # each raises for words that it cannot read
         check_numbers(self, "simulate", 0, MOST_SIMULATED_RANKS)
+        check_numbers(self, "outer_lr", 0, above=True)
+        check_numbers(self, "outer_momentum", 0, 1)
         require(
             self.simulate > 0 or not self.network,
             "--network is for --simulate; messages between real ranks take their time",
@@ -197,6 +204,8 @@ class SyncConfig:
             self.sync,
             DEFAULT_STALENESS if self.staleness is None else self.staleness,
             DEFAULT_LOCAL_STEPS if self.local_steps is None else self.local_steps,
+            self.outer_lr,
+            self.outer_momentum,
         )
 
     @property

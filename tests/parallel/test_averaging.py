@@ -134,6 +134,21 @@ def test_averaging_after_every_step_is_the_synchronous_run(group: Group, kind: s
 
 
 @pytest.mark.simulated(max_size=8)
+def test_the_outer_momentum_after_every_step_is_that_of_the_synchronous_run(group: Group) -> None:
+    """DiLoCo with SGD within and a step between two averages: rates multiply; rate 1 without momentum keeps nothing."""
+    rows, steps = 4 * group.size, 6
+    model = network()
+    outer = LocalSGD(group, model.storage, optim.SGD(model.storage, lr=0.2), 1, outer_lr=0.5, outer_momentum=0.9)
+    train(outer, model, list(split(rows, group.size)), steps)
+    whole, _ = serial(partial(optim.SGD, lr=0.1, momentum=0.9, nesterov=True), rows, steps)
+    plain = LocalSGD(group, network().storage, optim.SGD(network().storage, lr=0.1), 1, 1.0, 0.0)
+    right = [close(flat(model.storage.data), flat(whole.storage.data)), not plain.optimizer.kept]
+    assert everywhere(group, right), right
+    for each in (outer, plain):
+        each.release()
+
+
+@pytest.mark.simulated(max_size=8)
 @pytest.mark.parametrize("without", [0, 1])
 def test_rows_are_the_weights_of_an_average(group: Group, without: int) -> None:
     """Parts of unequal lengths, and the last ranks with none: for plain SGD still the synchronous run."""

@@ -34,6 +34,7 @@ LAYOUTS = {
     "fixed sums": (3, "--reduction fixed"),
     "ssp": (4, "--sync ssp --staleness 0"),
     "local": (3, "--sync local --local-steps 5"),
+    "outer": (3, "--sync local --local-steps 5 --outer-lr 0.7 --outer-momentum 0.9"),
     "gossip": (4, "--sync gossip"),
 }
 
@@ -65,6 +66,14 @@ def test_the_bytes_are_those_of_a_run_under_mpirun(group: Group, tmp_path: Path,
     found = [group.is_root and weights(simulated(tmp_path, f"{SHORT} {words}", ranks, seed)) for seed in range(2)]
     group.barrier()
     assert not group.is_root or found == [weights(job)] * 2
+
+
+def test_an_outer_optimizer_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
+    """Between two of its steps: what it keeps is in the file."""
+    words = f"--model mlp --epochs 1 --batch-size 30 {LAYOUTS['outer'][1]} --save-every 7steps"
+    whole, parts = (simulated(tmp_path, f"{words}{more}", 3) for more in ("", " --stop-after 7"))
+    simulate(partial(main, ["--resume", str(parts)]), 3)
+    assert weights(parts) == weights(whole)
 
 
 @pytest.mark.parametrize("words", ["--sync asp", "--sync ssp --staleness 4"])
