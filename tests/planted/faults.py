@@ -86,14 +86,14 @@ FAULTS = (
     Fault(
         "links: what enters a node waits for nothing",
         "nnmpi/comm/machine.py",
-        "begin_s = max(ready_s, self._out_free_s[source], self._in_free_s[target])",
-        "begin_s = max(ready_s, self._out_free_s[source])",
+        "ready_s = max(ready_s, self._out_free_s[source], self._in_free_s[target])",
+        "ready_s = max(ready_s, self._out_free_s[source])",
         "tests/comm/test_simulate.py",
     ),
     Fault(
         "lock step: sums cost nothing",
         "nnmpi/comm/simulate.py",
-        "return float(seconds + adding)",
+        "return float(seconds + sum(self._machine.add(longest * chunks) for chunks in received))",
         "return float(seconds)",
         "tests/comm/test_simulate.py",
     ),
@@ -150,15 +150,15 @@ FAULTS = (
     Fault(
         "1F1B: one warm-up too few",
         "nnmpi/schedule/schedules.py",
-        "warm_up = min(ranks - 1 - rank, microbatches)\n    program",
-        "warm_up = min(max(ranks - 2 - rank, 0), microbatches)\n    program",
+        "return _in_turns(forwards, backwards, ranks - 1 - rank)",
+        "return _in_turns(forwards, backwards, max(ranks - 2 - rank, 0))",
         "tests/schedule",
     ),
     Fault(
         "zero bubble: weights' halves too early",
         "nnmpi/schedule/schedules.py",
-        "microbatches), min(rank, microbatches)",
-        "microbatches), min(max(rank - 1, 0), microbatches)",
+        "behind, program = min(rank, microbatches), list",
+        "behind, program = min(max(rank - 1, 0), microbatches), list",
         "tests/schedule",
     ),
     Fault(
@@ -178,8 +178,8 @@ FAULTS = (
     Fault(
         "lower: a gradient is not sent",
         "nnmpi/schedule/lower.py",
-        "if is_backward and before:",
-        "if is_backward and before and one.microbatch:",
+        "if send and after:",
+        "if send and after and (one.kind is Kind.F or one.microbatch):",
         "tests/schedule",
     ),
     # ---- the engine ----
@@ -344,8 +344,8 @@ FAULTS = (
     Fault(
         "device: a gradient's blocks of images replace one another",
         "nnmpi/ops/conv/im2col.py",
-        "multiply(self._xp, left, right, self._total, self._begun)",
-        "multiply(self._xp, left, right, self._total)",
+        "gemm(self._xp, left, right, self._total, self._begun)",
+        "gemm(self._xp, left, right, self._total)",
         "tests/gpu/test_conv.py",
     ),
     Fault(
