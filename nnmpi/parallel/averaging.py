@@ -112,8 +112,9 @@ class Averaging(ABC):
         with timeline.span("synchronize", "collective", timeline.REDUCE):
             with keep_frozen(self.storage):
                 apart = average(self.storage.data, self.group, weight)
-            for arrays in self.optimizer.slots().values():
-                average(arrays, self.group, 1 / self.group.size)
+            for name, arrays in self.optimizer.slots().items():
+                if name not in self.optimizer.kept:  # those are equal
+                    average(arrays, self.group, 1 / self.group.size)
             self.optimizer.steps = int(self.group.max_floats([self.optimizer.steps])[0])
         self._done = self._rows = 0
         return apart
