@@ -19,13 +19,13 @@ from types import MappingProxyType
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
 from nnmpi.comm.collective import ALL_REDUCE, Collective
+from nnmpi.comm.duration import price, simulate_collective
 from nnmpi.comm.fit import default_file, describe_fit, load_fit, save_fit
 from nnmpi.comm.machine import Link, Machine, blocks
 from nnmpi.comm.measure import facts, measure
 from nnmpi.comm.mpi.start import start
 from nnmpi.comm.prove import prove
 from nnmpi.comm.render import coefficients, compare, render
-from nnmpi.comm.simulate import price, simulate_collective
 from nnmpi.command import Parser, foretell, positive_count, say
 from nnmpi.custom import is_custom, load_custom
 from nnmpi.errors import UsageError, raised_as

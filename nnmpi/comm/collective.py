@@ -9,7 +9,7 @@ chunks from one rank, both at once; the step is over when both have happened, an
         chunk 0 ----> rank 1
         chunk 3 <---- rank 3, added to what this rank has in chunk 3
 
-The same tuple is executed (`comm.execution`), proved (`comm.prove`), priced and simulated (`comm.simulate`)
+The same tuple is executed (`comm.execution`), proved (`comm.prove`), priced and simulated (`comm.duration`)
 and drawn (`comm.render`).
 """
 

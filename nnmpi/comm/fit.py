@@ -16,8 +16,8 @@ from typing import Any
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS, HIERARCHICAL, NATIVE, SHARED, How, find_collective
 from nnmpi.comm.collective import ALL_REDUCE
+from nnmpi.comm.duration import price
 from nnmpi.comm.machine import Curve, Machine
-from nnmpi.comm.simulate import price
 from nnmpi.errors import NnmpiError, UsageError, counted, raised_as
 from nnmpi.files import cache_folder, read_json, rebuilt, write_atomically
 from nnmpi.units import format_bytes, format_seconds

@@ -17,9 +17,9 @@ from itertools import zip_longest
 from typing import Any
 
 from nnmpi.comm.collective import Algorithm, Chunks, Collective, as_collective, runs
+from nnmpi.comm.duration import price
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.prove import prove
-from nnmpi.comm.simulate import price
 from nnmpi.errors import ScheduleError, UsageError, counted
 
 _LEGEND = """\

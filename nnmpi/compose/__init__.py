@@ -9,8 +9,8 @@ Read in this order:
     passes               batches through the executor: losses, scores and gradients, and what becomes of the gradients
     executor             the one loop over the instructions of a step's program; replayed: recording and replaying it
     losses               losses and scores by name, and numbers that are read from a device once
-    inference,           the same loop without losses: a model's outputs,
-    generation             and text
+    inference            the same loop without losses: a model's outputs
+    stats                what is told of a step, a pass and a segment
     exchange             what becomes of gradients: one interface, a class for each way
     state                the arrays of a model that lies on many ranks, for checkpoints
     asynchronous         AsynchronousWorker: ranks that need not be in step

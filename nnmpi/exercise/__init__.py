@@ -4,6 +4,6 @@
     exercises    all of them, a table of each kind
     __main__     python -m nnmpi.exercise
 
-The checks are the package's own: `comm.prove`, `comm.simulate.price`, `schedule.check`, the simulated
+The checks are the package's own: `comm.prove`, `comm.duration.price`, `schedule.check`, the simulated
 world. Begin with exercise, then read any of them.
 """

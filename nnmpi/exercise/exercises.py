@@ -39,10 +39,10 @@ from nnmpi.comm.collective import (
     everyone,
     own_part,
 )
+from nnmpi.comm.duration import price
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.prove import Proof, prove_steps
-from nnmpi.comm.simulate import price
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.custom import ask
 from nnmpi.errors import CommError, ScheduleError, counted

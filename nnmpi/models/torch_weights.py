@@ -31,7 +31,7 @@ from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.errors import CheckpointError, NnmpiError
 from nnmpi.files import foreign
 from nnmpi.nn.conv import Conv2d
-from nnmpi.nn.decoder import Conv1d, ConvTranspose2d
+from nnmpi.nn.enlarge import Conv1d, ConvTranspose2d
 from nnmpi.nn.gru import GRU
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.lstm import LSTM

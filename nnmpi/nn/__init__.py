@@ -26,7 +26,7 @@ from nnmpi.nn.activation import (
 )
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
 from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
-from nnmpi.nn.decoder import AdaptiveAvgPool2d, Conv1d, ConvTranspose2d, Dropout2d, Upsample
+from nnmpi.nn.enlarge import AdaptiveAvgPool2d, Conv1d, ConvTranspose2d, Dropout2d, Upsample
 from nnmpi.nn.gru import GRU
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
 from nnmpi.nn.lstm import LSTM

@@ -8,11 +8,11 @@ import pytest
 
 import nnmpi.comm.fit
 from nnmpi.comm.algorithms.registry import ALGORITHMS
+from nnmpi.comm.duration import price
 from nnmpi.comm.fit import Fit, default_file, describe_fit, load_fit, save_fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine
 from nnmpi.comm.measure import facts, find_fit, measure, time_calls
-from nnmpi.comm.simulate import price
 from nnmpi.errors import UsageError
 
 EAGER = Curve(((8, 1e-6), (1024, 2e-6), (1025, 5e-6), (4097, 8e-6)))

@@ -9,9 +9,9 @@ import pytest
 from nnmpi.comm.__main__ import main as comm
 from nnmpi.comm.algorithms.registry import COLLECTIVES
 from nnmpi.comm.collective import everyone
+from nnmpi.comm.duration import price
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.render import PRICED, animation, coefficients
-from nnmpi.comm.simulate import price
 from nnmpi.errors import UsageError
 from nnmpi.memory.__main__ import main as memory
 from nnmpi.memory.plan import LayerCost, parse_plan, price_plan

@@ -88,14 +88,14 @@ FAULTS = (
         "nnmpi/comm/machine.py",
         "ready_s = max(ready_s, self._out_free_s[source], self._in_free_s[target])",
         "ready_s = max(ready_s, self._out_free_s[source])",
-        "tests/comm/test_simulate.py",
+        "tests/comm/test_duration.py",
     ),
     Fault(
         "lock step: sums cost nothing",
-        "nnmpi/comm/simulate.py",
+        "nnmpi/comm/duration.py",
         "return float(seconds + sum(self._machine.add(longest * chunks) for chunks in received))",
         "return float(seconds)",
-        "tests/comm/test_simulate.py",
+        "tests/comm/test_duration.py",
     ),
     Fault(
         "shared sum: the rest of an array belongs to nobody",

@@ -10,12 +10,12 @@ from pathlib import Path
 
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED, find_collective
+from nnmpi.comm.duration import price
 from nnmpi.comm.fit import Fit, default_file, load_fit, save_fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Curve, Link, Machine, blocks, parse_network
 from nnmpi.comm.measure import find_fit
 from nnmpi.comm.measure import measure as measure_fit
-from nnmpi.comm.simulate import price
 from nnmpi.errors import UsageError, counted
 
 WAYS = ("ring", "tree", "halving-doubling")  # the last of an all-reduce alone

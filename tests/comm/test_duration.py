@@ -6,11 +6,11 @@ from math import log2
 import numpy as np
 import pytest
 
-from nnmpi.comm import simulate
+from nnmpi.comm import duration
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, find_collective
 from nnmpi.comm.collective import BROADCAST, Collective, Step
+from nnmpi.comm.duration import price, simulate_collective
 from nnmpi.comm.machine import Curve, Link, Machine, blocks
-from nnmpi.comm.simulate import price, simulate_collective
 from nnmpi.errors import ScheduleError, UsageError
 
 ALPHA, BETA, GAMMA = 2e-5, 3e-10, 7e-11
@@ -59,7 +59,7 @@ def test_equal_ranks_in_lock_step_take_what_messages_take(
     curve = Curve(((0, 1e-6), (400, 2e-6), (401, 5e-6), (10_000, 9e-6)))
     machine = Machine(Link(curve, Curve.line(2e-6, 3e-9)), Link.line(1e-5, 1e-9), nodes, Curve.line(0, 2e-10))
     at_once = simulate_collective(COLLECTIVES[name], 24, 24 * 1000, machine)
-    monkeypatch.setattr(simulate, "_steps_of_all", lambda phase, size: None)
+    monkeypatch.setattr(duration, "_steps_of_all", lambda phase, size: None)
     one_by_one = simulate_collective(COLLECTIVES[name], 24, 24 * 1000, machine)
     if name == ("broadcast", "ring"):  # a tree before it: ranks begin at different times
         at_once, one_by_one = [max(at_once)], [max(one_by_one)]
@@ -74,7 +74,7 @@ def test_shared_links_in_lock_step_are_near_the_exact_order(
     nodes = blocks(64, 8) if placed == "in blocks" else tuple(rank % 8 for rank in range(64))
     machine = Machine(Link.line(5e-7, 1e-10), Link.line(2e-6, 8e-11), nodes, UNIFORM.add)
     exact_s = price(COLLECTIVES[name], 64, 2**20, machine)
-    monkeypatch.setattr(simulate, "EXACT_RANKS", 8)
+    monkeypatch.setattr(duration, "EXACT_RANKS", 8)
     assert price(COLLECTIVES[name], 64, 2**20, machine) == pytest.approx(exact_s, rel=0.15)
 
 
