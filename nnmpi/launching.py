@@ -168,11 +168,11 @@ def remove_segments() -> None:
 
     Each kill leaves some megabytes, and containers often have 64: after some twenty no job could start.
     """
-    left = {
-        str(file): file
-        for file in SHARED_MEMORY.glob("*")
-        if file.name.startswith(SEGMENTS) and file.stat().st_uid == os.getuid()
-    }
+    left = dict[str, Path]()
+    for file in SHARED_MEMORY.glob("*"):
+        with suppress(OSError):  # another job may end, and remove its own
+            if file.name.startswith(SEGMENTS) and file.stat().st_uid == os.getuid():
+                left[str(file)] = file
     for maps in Path("/proc").glob("[0-9]*/maps") if left else ():
         with suppress(OSError):
             text = maps.read_text(errors="replace")

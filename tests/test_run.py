@@ -181,9 +181,10 @@ def test_shared_memory_of_killed_ranks_goes(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(launching, "SHARED_MEMORY", tmp_path)
     for name in ("mpich_shm_dead", "sm_segment.host.0.1", "mpich_shm_alive", "precious"):
         (tmp_path / name).write_bytes(bytes(mmap.PAGESIZE))
+    (tmp_path / "mpich_shm_going").symlink_to("gone")  # as one that somebody removes meanwhile
     with (tmp_path / "mpich_shm_alive").open("r+b") as file, mmap.mmap(file.fileno(), 0):
         launching.remove_segments()
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["mpich_shm_alive", "precious"]
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["mpich_shm_alive", "mpich_shm_going", "precious"]
 
 
 def test_wrong_options_are_one_sentence(tmp_path: Path) -> None:
