@@ -21,6 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import index
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -240,7 +241,7 @@ class Trainer(ABC):
 
     def load_scalars(self, values: Mapping[str, Any]) -> None:
         """Put back what `scalars` gave, of this trainer or of another kind."""
-        self.optimizer.steps = values["steps"]
+        self.optimizer.steps = index(values["steps"])
 
     def details(self, report: Totals) -> dict[str, Any]:
         """Return what else than sums is to be recorded of the step that was done last, by name."""

@@ -80,7 +80,7 @@ def test_a_folder_that_is_not_there_yet_is_fine(tmp_path: Path) -> None:
     [
         ({"window": {"stops": 1}}, r"state\.json: not what a run writes \("),
         ({"layout": {"dp": []}}, r"state\.json: not what a run writes \("),
-        ({"optimizer": []}, r"state\.json: not what a run writes \("),
+        ({"optimizer": {"steps": []}}, r"state\.json: not what a run writes \('list'"),
         ({"cuts": 1.5}, r"state\.json: not what a run writes \("),
         ({"batch": 10**400}, "stands behind batch 1000"),
     ],
