@@ -18,8 +18,8 @@ from nnmpi.comm.algorithms.registry import ALGORITHMS, HIERARCHICAL, NATIVE, SHA
 from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.duration import price
 from nnmpi.comm.machine import Curve, Machine
-from nnmpi.errors import NnmpiError, UsageError, counted, raised_as
-from nnmpi.files import cache_folder, read_json, rebuilt, write_atomically
+from nnmpi.errors import UsageError, counted
+from nnmpi.files import cache_folder, foreign, read_json, rebuilt, write_atomically
 from nnmpi.units import format_bytes, format_seconds
 
 FORMAT = 2
@@ -96,11 +96,8 @@ def load_fit(file: Path) -> Fit:
     Raises:
         UsageError: when there is none, or what is there is no fit.
     """
-    with raised_as(UsageError, f"the fit {file} cannot be read", MAKE_ONE):
-        try:
-            return Fit.from_json(read_json(file))
-        except (KeyError, TypeError, ValueError, AttributeError, NnmpiError) as error:
-            raise UsageError(f"{file} is no fit ({type(error).__name__}: {error}); {MAKE_ONE}") from None
+    with foreign(file, UsageError, f"no fit that can be read; {MAKE_ONE}"):
+        return Fit.from_json(read_json(file))
 
 
 def save_fit(fit: Fit, file: Path) -> None:

@@ -83,7 +83,7 @@ def test_simulate_and_list() -> None:
         ("simulate ring --ranks 0", "'0' is not a number of them"),
         ("simulate ring --alpha nan", "'nan' is not a number of seconds"),
         ("simulate ring --across-beta 1e-9", "are of messages between nodes; give --per-node"),
-        ("simulate ring --fit nowhere.json", "the fit nowhere.json cannot be read"),
+        ("simulate ring --fit nowhere.json", "nowhere.json: no fit that can be read"),
         ("render ring --bytes 4", "unrecognized arguments: --bytes 4"),
     ],
 )
