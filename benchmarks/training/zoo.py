@@ -194,6 +194,8 @@ def main() -> None:
                 ran = subprocess.run(words, env={**os.environ, **threads}, capture_output=True, text=True)
                 if ran.returncode == 0:
                     found += json.loads(ran.stdout.splitlines()[-1])
+                elif who in OURS:
+                    raise SystemExit(ran.stderr)
         medians = [1e3 * statistics.median(found) if found else float("nan") for found in seconds.values()]
         ratios = [min(medians[2:]) / ours for ours in medians[:2]]
         cells = [*(f"{each:.1f}" for each in medians), *(f"{each:.2f}" for each in ratios)]
