@@ -15,6 +15,7 @@ COMMANDS = {
     "export": "a run's weights with PyTorch's names and layouts",
     "verify": "is a layout equal to the serial run?",
     "plan": "which layout of a model takes the least time, on these ranks or on others",
+    "speedup": "strong and weak scaling on real or simulated ranks, as a table and a picture",
     "comm": "prove, price, draw and simulate collectives; fit a cost model",
     "schedule": "draw and simulate pipeline schedules",
     "simrun": "run a program written for mpi4py on simulated ranks; deadlocks and other mistakes with their lines",

@@ -124,7 +124,7 @@ def test_options_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     """On each line with a command of nnmpi's, those of the command; in backquotes, those of any."""
     modules = ("nnmpi.train", "nnmpi.verify", "nnmpi.generate", "nnmpi.schedule", "nnmpi.comm", "tests.harness")
     modules += ("nnmpi.evaluate", "nnmpi.plan", "nnmpi.predict", "nnmpi.export", "nnmpi.run", "nnmpi.doctor")
-    modules += ("nnmpi.report", "nnmpi.exercise", "nnmpi.memory", "nnmpi.simrun")
+    modules += ("nnmpi.report", "nnmpi.exercise", "nnmpi.memory", "nnmpi.simrun", "nnmpi.speedup")
     helped = {module: help_of(module, monkeypatch) for module in modules}
     for command in re.findall(r"^    ([a-z]+) +[A-Z]", helped["nnmpi.comm"], re.MULTILINE):
         helped["nnmpi.comm"] += help_of(f"nnmpi.comm {command}", monkeypatch)

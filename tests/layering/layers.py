@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"generate", "evaluate", "plan", "predict", "export", "doctor", "exercise", "report", "simrun", "__main__"}
     ),
-    frozenset({"run"}),
+    frozenset({"run", "speedup"}),
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
@@ -59,7 +59,7 @@ HOMES = {
 }
 
 # Libraries that a user may not have: imported where they are needed. (Python has fcntl on POSIX only.)
-OPTIONAL = {"PIL", "fcntl", "filelock", "ml_dtypes", "pooch", "tensorboardX", "tokenizers"}
+OPTIONAL = {"PIL", "fcntl", "filelock", "matplotlib", "ml_dtypes", "pooch", "tensorboardX", "tokenizers"}
 OPTIONAL |= {"cupy", "cupy_backends", "cupyx"}
 
 # Methods that are explained once, in the base class.

@@ -1,0 +1,189 @@
+"""`python -m nnmpi.speedup --ranks 1,2,4,8 -- TRAIN OPTIONS`: strong or weak scaling, as a table and a picture.
+
+samples/s                        measured: the median over the lines of metrics, without the first of them
+  |              . * model       model: a step of the first number of ranks, shared out, and the sum that the
+  |         .*                   cost model predicts of those; where a fit or a --network says what messages cost
+  |    .*
+  +---------------- ranks
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from itertools import pairwise
+from math import isfinite, nan
+from pathlib import Path
+from statistics import median
+
+from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
+from nnmpi.comm.duration import price
+from nnmpi.comm.machine import parse_network
+from nnmpi.command import Parser, positive_count, say
+from nnmpi.errors import LaunchError, UsageError, raised_as
+from nnmpi.files import write_atomically
+from nnmpi.launching import find_launcher
+from nnmpi.train.folder import RunFolder
+from nnmpi.train.metrics import read_metrics
+
+DESCRIPTION = """How much faster is a training on more ranks? Starts one after another with each number of ranks, and
+prints speed-up and efficiency beside those of the cost model.
+
+python -m nnmpi.speedup --ranks 1,2,4 -- --dataset digits --model cnn
+python -m nnmpi.speedup --ranks 1,2,4,8,16 --simulate --plot a.svg -- --network alpha_us=50,gbit=1
+python -m nnmpi.speedup --ranks 1,2,4 --weak -- --model mlp --batch-size 64
+
+Behind -- stand options of the train command. A run takes 60 steps unless they say how many. With --slow on simulated
+ranks a step takes as long on each, however many there are: it is then weak scaling that means something."""
+STEPS, BATCH = 60, 32
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A run on some ranks.
+
+    Attributes:
+        step_s: of a step, the median.
+        sum_s: of the gradients' sum in it, as the cost model predicts; NaN where it knows nothing of the machine.
+        speedup: over the first run, in samples per second; NaN in the making, as the others.
+        efficiency: that, divided by how many times more ranks there are.
+        predicted: the speed-up of the model.
+    """
+
+    ranks: int
+    samples_per_second: float
+    step_s: float
+    sum_s: float
+    speedup: float = nan
+    efficiency: float = nan
+    predicted: float = nan
+
+
+def main(words: Sequence[str]) -> str:
+    """Return the table.
+
+    Raises:
+        UsageError: for options that mean nothing, here or to the train command.
+        LaunchError: when a run fails.
+    """
+    place = [*words, "--"].index("--")
+    own, theirs = words[:place], words[place + 1 :]
+    parser = Parser("python -m nnmpi.speedup", description=DESCRIPTION, allow_abbrev=False)
+    parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks, with commas, rising (1,2,4)")
+    parser.add_argument("--weak", action="store_true", help="as many samples for each rank, and not for all together")
+    parser.add_argument("--simulate", action="store_true", help="on simulated ranks in one process, without MPI")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them: .svg, .png, .pdf")
+    options = parser.parse_args(own)
+    counts = [positive_count(each) for each in options.ranks.split(",")]
+    if counts != sorted(set(counts)):
+        raise UsageError(f"--ranks {options.ranks} does not rise; give each number once, such as 1,2,4")
+    if options.plot is not None and find_spec("matplotlib") is None:
+        raise UsageError("pictures are drawn by matplotlib; pip install 'nnmpi[plot]'")
+    rows: list[Scaled] = []
+    for count in counts:
+        rows.append(_compared(_measure(count, theirs, options), rows, options.weak))
+        print(f"{count} ranks: {rows[-1].samples_per_second:.0f} samples/s", file=sys.stderr, flush=True)
+    if options.json is not None:
+        text = json.dumps([{k: v if isfinite(v) else None for k, v in asdict(row).items()} for row in rows], indent=1)
+        with raised_as(UsageError, f"{options.json} cannot be written"):
+            write_atomically(options.json, f"{text}\n".encode())
+    if options.plot is not None:
+        _draw(rows, options.plot)
+    return _table(rows)
+
+
+def _measure(ranks: int, words: Sequence[str], options: argparse.Namespace) -> Scaled:
+    """Train on some ranks; return what the metrics say."""
+    for name in ("--out", "--resume", "--simulate"):
+        if any(each.partition("=")[0] == name for each in words):
+            raise UsageError(f"{name} is chosen by this command; leave it out behind --")
+    more = [] if any(each.partition("=")[0] in ("--max-steps", "--epochs") for each in words) else ["--epochs", "1000"]
+    more += ["--max-steps", str(STEPS)] if more else []
+    if options.weak:
+        more += ["--batch-size", str(positive_count(_option(words, "--batch-size") or str(BATCH)) * ranks)]
+    start = [] if options.simulate else find_launcher(ranks, ()).command(ranks, {})
+    more += ["--simulate", str(ranks)] if options.simulate else []
+    with tempfile.TemporaryDirectory(prefix="nnmpi-speedup-") as place:
+        run = Path(place) / "run"
+        command = [*start, sys.executable, "-m", "nnmpi.train", "--log-every", "5", "--eval-every", "0", "--quiet"]
+        command += [*words, *more, "--out", str(run)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        if ran.returncode:
+            said = [line for line in ran.stderr.splitlines() if line.strip()] or ["it says nothing"]
+            raise LaunchError(f"the run on {ranks} ranks ended with status {ran.returncode}: {said[0]}")
+        records = [each for each in read_metrics(RunFolder(run).metrics) if each["kind"] == "train"]
+    given = {name: _option(words, f"--{name}") for name in ("network", "allreduce")}
+    network = None
+    if given["network"] and ranks > 1 and ("all-reduce", given["allreduce"]) in COLLECTIVES:
+        machine = parse_network(given["network"], ranks)
+        network = price(
+            find_collective("all-reduce", given["allreduce"]), ranks, records[0]["memory_gradients"], machine
+        )
+    if len(records) < 2:
+        raise UsageError("a run of fewer than 10 steps says nothing of their time; give more by --max-steps")
+    steps = [
+        (after["elapsed_s"] - before["elapsed_s"]) / (after["global_step"] - before["global_step"])
+        for before, after in pairwise(records)
+    ]
+    sums = [nan if each["predicted_sync_s"] is None else each["predicted_sync_s"] for each in records]
+    rate = median(each["samples_per_second"] for each in records[1:])
+    return Scaled(ranks, rate, median(steps), median(sums) if network is None else network)
+
+
+def _option(words: Sequence[str], name: str) -> str:
+    """Return the value of an option of the train command, where it is given last; else nothing."""
+    found = ""
+    for word, after in zip(words, [*words[1:], ""], strict=True):
+        key, _, value = word.partition("=")
+        found = (value or after) if key == name else found
+    return found
+
+
+def _compared(found: Scaled, before: Sequence[Scaled], weak: bool) -> Scaled:
+    """Return a run with what the first one makes of it."""
+    first = before[0] if before else found
+    times = found.ranks / first.ranks
+    each = times if weak else 1  # samples of a step, in those of the first run's
+    predicted_s = first.step_s * each / times + (found.sum_s if before else 0)
+    speedup = each * first.step_s / found.step_s
+    return replace(found, speedup=speedup, efficiency=speedup / times, predicted=each * first.step_s / predicted_s)
+
+
+def _table(rows: Sequence[Scaled]) -> str:
+    lines = ["ranks  samples/s    ms/step  speed-up  efficiency  model's speed-up"]
+    for row in rows:
+        model = f"{row.predicted:16.2f}" if isfinite(row.predicted) else f"{'-':>16}"
+        numbers = f"{row.samples_per_second:9.0f} {1e3 * row.step_s:10.2f} {row.speedup:9.2f} {row.efficiency:10.0%}"
+        lines.append(f"{row.ranks:5}  {numbers}  {model}")
+    return "\n".join(lines)
+
+
+def _draw(rows: Sequence[Scaled], file: Path) -> None:
+    """Draw the speed-ups over the ranks, both in powers of two, beside the ideal line."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    axes, ranks = figure.subplots(), [row.ranks for row in rows]
+    axes.plot(ranks, [count / ranks[0] for count in ranks], color="0.7", label="ideal")
+    if all(isfinite(row.predicted) for row in rows):
+        axes.plot(ranks, [row.predicted for row in rows], "--", color="C1", label="cost model")
+    axes.plot(ranks, [row.speedup for row in rows], "o-", color="C0", label="measured")
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log", base=2)
+    axes.set_xticks(ranks, [str(count) for count in ranks])
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.set(xlabel="ranks", ylabel=f"speed-up over {ranks[0]}")
+    axes.legend(frameon=False)
+    try:
+        figure.savefig(file)
+    except (OSError, ValueError) as error:  # the latter for an ending that it does not know
+        raise UsageError(f"{file} cannot be written ({error})") from None
+
+
+if __name__ == "__main__":
+    say(main)

@@ -1,0 +1,44 @@
+"""Speed-up over ranks: numbers on simulated clocks, which are the same on every machine, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nnmpi.errors import LaunchError, UsageError
+from nnmpi.speedup import main
+
+WORDS = "-- --model mlp --hidden 64 --network alpha_us=50,gbit=1 --allreduce ring --slow ms=5 --max-steps 20"
+
+
+@pytest.mark.parametrize(("more", "times"), [("--weak", 1), ("", 2)])
+def test_a_step_that_takes_as_long_everywhere_and_a_ring(more: str, times: int, tmp_path: Path) -> None:
+    """5 ms and the ring's sum; with as much for each rank two of them are nearly twice as fast, else none is faster."""
+    file, picture = tmp_path / "found.json", tmp_path / "found.svg"
+    table = main(f"--ranks 1,2 --simulate {more} --json {file} --plot {picture} {WORDS}".split())
+    one, two = json.loads(file.read_text())
+    assert one["step_s"] == pytest.approx(5e-3)
+    assert two["step_s"] == pytest.approx(5e-3 + two["sum_s"], rel=0.05)
+    assert two["speedup"] == pytest.approx(two["efficiency"] * 2) == pytest.approx(5e-3 / two["step_s"] * 2 / times)
+    assert table.splitlines()[2].split()[0] == "2" and "</svg>" in picture.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ("--ranks 2,1", "--ranks 2,1 does not rise"),
+        ("--ranks x", "'x' is not a number"),
+        ("-- --out here", "--out is chosen by this command"),
+        ("--ranks 1 --simulate -- --max-steps 3", "fewer than 10 steps"),
+        ("--ranks 1 --simulate --plot x.nothing -- --max-steps 10", "x.nothing cannot be written"),
+    ],
+)
+def test_what_means_nothing_is_refused(words: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=text):
+        main(words.split())
+
+
+def test_a_run_that_fails_says_why() -> None:
+    with pytest.raises(LaunchError, match="on 1 ranks ended with status 2: --modl is not an option"):
+        main(["--ranks", "1", "--simulate", "--", "--modl", "cnn"])
