@@ -129,7 +129,8 @@ def test_options_that_are_named_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     for command in re.findall(r"^    ([a-z]+) +[A-Z]", helped["nnmpi.comm"], re.MULTILINE):
         helped["nnmpi.comm"] += help_of(f"nnmpi.comm {command}", monkeypatch)
     helped["scripts/train"] = helped["nnmpi.train"]
-    helped["nnmpi.run"] += helped["nnmpi.train"]  # behind --
+    for command in ("nnmpi.run", "nnmpi.speedup"):
+        helped[command] += helped["nnmpi.train"]  # behind --
     plugins = (ROOT / f"tests/{folder}/plugin.py" for folder in ("harness", "device"))  # they add options to pytest
     helped["scripts/test "] = helped["tests.harness"] + "".join(plugin.read_text() for plugin in plugins)
     used: set[tuple[str, str, str]] = set()
