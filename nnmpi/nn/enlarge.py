@@ -4,11 +4,12 @@ import numpy as np
 
 from nnmpi.backend.array import namespace
 from nnmpi.backend.windows import Pair, pair
-from nnmpi.errors import UsageError, whole
+from nnmpi.errors import ShapeError, UsageError, whole
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.conv import Conv2d
 from nnmpi.nn.module import Module, fan_in
 from nnmpi.ops.conv.transposed import conv_transpose2d
+from nnmpi.tensor.operand import require_floating
 from nnmpi.tensor.parameter import Initializer, Parameter
 from nnmpi.tensor.tensor import Tensor
 
@@ -102,13 +103,20 @@ class AdaptiveAvgPool2d(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the means."""
-        n, h, w, c = x.shape
+        n, h, w, c = _images("AdaptiveAvgPool2d", x)
+        require_floating("AdaptiveAvgPool2d", x)
         by_rows, by_columns = (
             Tensor(namespace(x.data).asarray(_windows(size, count), dtype=x.dtype))
             for size, count in zip((h, w), self.output_size, strict=True)
         )
         y = (by_rows @ x.reshape(n, h, w * c)).reshape(n, len(by_rows), w, c)
         return by_columns @ y
+
+
+def _images(name: str, x: Tensor) -> tuple[int, ...]:
+    if x.ndim != 4 or 0 in x.shape[1:3]:
+        raise ShapeError(f"{name} needs images (batch, height, width, channels), not {x.shape}")
+    return x.shape
 
 
 def _windows(size: int, count: int) -> np.ndarray:
@@ -132,7 +140,7 @@ class Upsample(Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the larger images."""
-        (n, h, w, c), (rows, columns) = x.shape, self.scale_factor
+        (n, h, w, c), (rows, columns) = _images("Upsample", x), self.scale_factor
         ones = namespace(x.data).ones((rows, 1, columns, 1), x.dtype)
         return (x.reshape(n, h, 1, w, 1, c) * Tensor(ones)).reshape(n, h * rows, w * columns, c)
 
@@ -142,5 +150,7 @@ class Dropout2d(Dropout):
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x, or in training x without some channels."""
+        if x.ndim < 2:
+            raise ShapeError(f"Dropout2d needs (batch, ..., channels), not {x.shape}")
         ones = namespace(x.data).ones((len(x), *(1,) * (x.ndim - 2), x.shape[-1]), x.dtype)
         return x * super().forward(Tensor(ones))

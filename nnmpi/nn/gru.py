@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nnmpi.errors import UsageError, whole
+from nnmpi.errors import ShapeError, UsageError, whole
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, fan_in
@@ -61,6 +61,7 @@ class GRU(Module):
     def __init__(self, input_size: int, hidden_size: int, num_layers: int = 1, *, dropout: float = 0.0) -> None:
         input_size, hidden_size = whole("GRU's input_size", input_size), whole("GRU's hidden_size", hidden_size)
         num_layers = whole("GRU's num_layers", num_layers)
+        self.hidden_size, dropout = hidden_size, Dropout(dropout).p
         self.layers = [GRULayer(hidden_size if number else input_size, hidden_size) for number in range(num_layers)]
         self.drops = [Dropout(dropout) for _ in range(num_layers - 1)]
 
@@ -81,6 +82,9 @@ class GRU(Module):
             x: (batch, time, input_size), of at least one time.
             state: in which they begin, (num_layers, batch, hidden_size); None for 0.
         """
+        shape = (len(self.layers), len(x), self.hidden_size)
+        if state is not None and tuple(state.shape) != shape:
+            raise ShapeError(f"a GRU that reads {x.shape} begins in a state of shape {shape}, not {state.shape}")
         ends = []
         for number, layer in enumerate(self.layers):
             x = layer(x, None if state is None else state[number])

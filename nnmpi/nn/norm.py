@@ -121,6 +121,17 @@ class LayerNorm(Module):
         return layer_norm(x, self.weight, self.bias, self.eps)
 
 
+def _positive(name: str, value: float) -> float:
+    if not isinstance(value, int | float) or not value > 0:
+        raise UsageError(f"{name} is {value!r}; give a number above 0")
+    return value
+
+
+def _check_features(name: str, x: Tensor, weight: Tensor) -> None:
+    if x.ndim < 2 or x.shape[-1:] != weight.shape:
+        raise ShapeError(f"{name} of {weight.size} features does not fit shape {x.shape}")
+
+
 class RMSNorm(Module):
     """Divides each row by its root mean square (Zhang and Sennrich, 2019): (..., features) -> the same.
 
@@ -130,11 +141,12 @@ class RMSNorm(Module):
     """
 
     def __init__(self, normalized_shape: int, eps: float = 1e-6) -> None:
-        self.eps = eps
+        self.eps = _positive("eps", eps)
         self.weight = Parameter((whole("RMSNorm's normalized_shape", normalized_shape),), Constant(1.0))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized, of the same shape."""
+        _check_features("RMSNorm", x, self.weight)
         squares = (x * x).mean(-1, keepdims=True)
         return x / (squares + self.eps).sqrt() * self.weight
 
@@ -152,11 +164,12 @@ class GroupNorm(Module):
         self.num_groups, channels = whole("GroupNorm's num_groups", num_groups), whole("num_channels", num_channels)
         if channels % self.num_groups:
             raise UsageError(f"{num_groups} groups do not divide {num_channels} channels")
-        self.eps = eps
+        self.eps = _positive("eps", eps)
         self.weight, self.bias = Parameter((channels,), Constant(1.0)), Parameter((channels,), Constant(0.0))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return x normalized, of the same shape."""
+        _check_features("GroupNorm", x, self.weight)
         each, pixels = x.shape[-1] // self.num_groups, prod(x.shape[1:-1])
         groups = x.reshape(len(x), pixels, self.num_groups, each)
         centred = groups - groups.mean((1, 3), keepdims=True)

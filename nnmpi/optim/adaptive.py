@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from nnmpi.backend.array import Array
+from nnmpi.errors import UsageError
 from nnmpi.optim.optimizer import BufferBlock, Optimizer, Storage, decayed_gradient, number
 
 
@@ -119,6 +120,8 @@ class Adadelta(Optimizer):
     ) -> None:
         self.rho: Final = number("rho", rho, 1)
         self.eps: Final = number("eps", eps)
+        if self.eps == 0:
+            raise UsageError("Adadelta's eps is 0, with which nothing ever moves; give 1e-6 or so")
         super().__init__(storage, lr, weight_decay, slots=("v", "u"))
 
     def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:

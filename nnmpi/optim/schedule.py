@@ -110,9 +110,12 @@ class OneCycle:
 
     def __call__(self, step: int) -> float:
         """Return the rate between lr * start, lr, and lr * start * end."""
-        at, top, last = min(whole("step", step, 0), self.total - 1), self.rise * self.total - 1, self.total - 1
-        first, low = self.lr * self.start, self.lr * self.start * self.end
-        a, b, share = (first, self.lr, at / top) if at <= top else (self.lr, low, (at - top) / (last - top))
+        last, top = self.total - 1, self.rise * self.total - 1
+        at, first = min(whole("step", step, 0), last), self.lr * self.start
+        if at <= top:
+            a, b, share = first, self.lr, at / top if top else 1.0
+        else:
+            a, b, share = self.lr, first * self.end, (at - top) / (last - top)
         return b + (a - b) * (1 + math.cos(math.pi * share)) / 2
 
 

@@ -8,7 +8,7 @@ import pytest
 import nnmpi.nn
 from nnmpi import models, nn, ops
 from nnmpi.backend.random import key_pair
-from nnmpi.errors import ShapeError
+from nnmpi.errors import NnmpiError, ShapeError
 from nnmpi.nn.container import fuse
 from nnmpi.nn.mode import Mode, current
 from nnmpi.tensor.tensor import Tensor, stack
@@ -320,3 +320,25 @@ def test_a_subclass_computes_what_it_says(kind):
     together = model(x).data
     with nn.unfused():
         np.testing.assert_array_equal(model(x).data, together)
+
+
+REFUSED = {
+    "GroupNorm of other channels": lambda: nn.GroupNorm(1, 1).initialize()(IMAGES),
+    "RMSNorm of other features": lambda: nn.RMSNorm(1).initialize()(ROWS),
+    "AdaptiveAvgPool2d of a row": lambda: nn.AdaptiveAvgPool2d(2)(ROWS),
+    "AdaptiveAvgPool2d of no pixels": lambda: nn.AdaptiveAvgPool2d(2)(IMAGES[:, :0]),
+    "AdaptiveAvgPool2d of bytes": lambda: nn.AdaptiveAvgPool2d(2)(IMAGES.astype("uint8")),
+    "Upsample of a row": lambda: nn.Upsample(2)(ROWS),
+    "Dropout2d of numbers": lambda: nn.Dropout2d(0.5)(ROWS[0]),
+    "GRU in another state": lambda: nn.GRU(4, 3).initialize().with_state(SEQUENCES, np.zeros((2, 2, 3), "float32")),
+    "GRU with a dropout of 2": lambda: nn.GRU(4, 3, dropout=2),
+    "GroupNorm with a negative eps": lambda: nn.GroupNorm(2, 4, eps=-1),
+    "groups that do not divide": lambda: nn.ConvTranspose2d(3, 4, 2, groups=2),
+    "output_padding as large as the stride": lambda: nn.ConvTranspose2d(4, 4, 2, output_padding=1).initialize()(IMAGES),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_a_layer_cannot_do_is_refused_in_a_sentence(name):
+    with pytest.raises(NnmpiError, match="give|needs|fit|not|take"):
+        REFUSED[name]()

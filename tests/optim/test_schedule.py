@@ -91,6 +91,10 @@ def test_one_cycle_is_that_of_pytorch() -> None:
     assert found == pytest.approx([*theirs, 4e-6, 4e-6], abs=1e-9)
 
 
+def test_one_cycle_may_begin_at_its_top() -> None:
+    assert [OneCycle(1.0, 10, rise=rise)(0) for rise in (0.0, 0.1)] == pytest.approx([1.0, 1.0], rel=0.1)
+
+
 def test_a_plateau() -> None:
     """Losses that fall by less than the threshold count as none; after a drop it waits anew."""
     rate = ReduceOnPlateau(1.0, factor=0.5, patience=1)

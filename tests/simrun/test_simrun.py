@@ -94,6 +94,15 @@ DEFECTS = {
 
 # Programs that are right. Their lines are compared with those of mpirun, in any order.
 RIGHT = {
+    "a function of its own, and requests that are over": """\
+        print(comm.allreduce(rank + 1, op=lambda x, y: x * y))
+        data = np.full(1, rank)
+        requests = [comm.Irecv(data, (rank - 1) % size), comm.Isend(np.full(1, rank), (rank + 1) % size)]
+        while any(each != MPI.REQUEST_NULL for each in requests):
+            for each in requests:
+                each.Test()
+        print(rank, data, bool(requests[0]), bool(MPI.REQUEST_NULL))
+        """,
     "messages": """\
         x, y, status = np.arange(4.0) + rank, np.empty(6), MPI.Status()
         right, left = (rank + 1) % size, (rank - 1) % size

@@ -204,12 +204,19 @@ def _fold(name, combine, values, rank):
 
 
 class Request:
-    """Something that was started: a list of it, empty where there was nothing to do."""
+    """Something that was started: a list of it, empty where there was nothing to do, or what was waited for."""
 
     __getattr__ = refuse
+    __hash__ = object.__hash__
 
     def __init__(self, wire, started, loads=False):
         self._wire, self._started, self._loads = wire, started, loads
+
+    def __bool__(self):
+        return bool(self._started)
+
+    def __eq__(self, other):  # what is over is REQUEST_NULL
+        return self is other or (isinstance(other, Request) and not self and not other)
 
     def Test(self, status=None):
         """Return whether it is complete."""
@@ -221,16 +228,18 @@ class Request:
 
     def Wait(self, status=None):
         """Return when it is complete."""
-        self._wire.wait_all(self._started)
+        started, self._started = self._started, []
+        self._wire.wait_all(started)
         if status is not None:
-            source, tag, got = self._started[0].envelope if self._started else (PROC_NULL, ANY, b"")
+            source, tag, got = started[0].envelope if started else (PROC_NULL, ANY, b"")
             status.source, status.tag, status.count = source, tag, len(got)
         return True
 
     def wait(self, status=None):
         """Return what was received."""
+        started = self._started
         self.Wait(status)
-        return pickle.loads(self._started[0].envelope[2]) if self._loads and self._started else None
+        return pickle.loads(started[0].envelope[2]) if self._loads and started else None
 
     @staticmethod
     def Waitall(requests, statuses=None):
@@ -351,8 +360,8 @@ class Intracomm:
         return found[0] if MOVES[name][0] == ROOT else found or None
 
     def _combine(self, name, value, op="SUM", root=0):
-        found = self._objects(name, value, root, op)
-        return found and _fold(name, OPS[op][0], found, self.rank)
+        found = self._objects(name, value, root, getattr(op, "__name__", op))  # a function of the program's, too
+        return found and _fold(name, op if callable(op) else OPS[op][0], found, self.rank)
 
     def _total(self, name, sendbuf, recvbuf, op, root=0):
         data = _read(recvbuf if sendbuf is IN_PLACE else sendbuf)
