@@ -58,7 +58,7 @@ class LinearFunction(Function):
             dtypes = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
             rows, weight = cast(xp, rows, reads), cast(xp, weight, reads)
             y = gemm(xp, rows, weight, dtype=self.gives)
-        self.saved = (rows, weight, shape, self.activate(y, bias), dtypes)
+        self.saved = (rows, weight if self.needs[0] else None, shape, self.activate(y, bias), dtypes)
         return y if flat else y.reshape(*shape[:-1], weight.shape[1])  # a view, as y is new
 
     def backward(self, grad: Array) -> Grads:
@@ -67,7 +67,7 @@ class LinearFunction(Function):
         if dtypes is not None:
             grad = xp.ascontiguousarray(cast(xp, grad, rows.dtype))
         if len(shape) != 2:
-            grad = xp.reshape(grad, (len(rows), weight.shape[1]))
+            grad = xp.reshape(grad, (len(rows), grad.shape[-1]))
         to_x = to_weight = to_bias = None
         if self.needs[2]:
             to_bias = place_for(self, 2, grad.shape[1:], grad.dtype if dtypes is None else dtypes[2])

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from nnmpi import models, nn, optim
+from nnmpi import models, nn, ops, optim
 from nnmpi.backend.array import Array
 from nnmpi.errors import GraphError, ShapeError
 from nnmpi.nn.module import Module
@@ -218,8 +218,10 @@ def test_written_parameters():
             with pytest.raises(GraphError, match="written before its backward"):
                 result.backward()
             use().sum().backward()
+    product = ops.linear(x, weight).sum()
     total, stashed = (weight + 1.0).sum(), (Tensor(np.ones(weight.shape, "float32"), requires_grad=True) * weight).sum()
     model.storage.move(data=[each.copy() for each in model.storage.data])  # as PipeDream does before it updates
     optimizer.step()
     total.backward()  # which needs no weight
+    product.backward()  # nor does this, as x needs no gradient
     stashed.backward()
