@@ -24,7 +24,7 @@ import os
 import re
 import sys
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from dataclasses import dataclass, fields
 from functools import cache
@@ -180,7 +180,9 @@ def options_of(section: type) -> list[Option]:
     return [Option(each.name, hints[each.name], each.default, section) for each in fields(section)]
 
 
-def read_words(words: Sequence[str], options: Sequence[Option], program: str, description: str) -> dict[str, Any]:
+def read_words(
+    words: Sequence[str], options: Sequence[Option], program: str, description: str, first: Collection[str] = ()
+) -> dict[str, Any]:
     """Return the values of those options that stand on the command line, by name. The last of several counts.
 
     Args:
@@ -188,13 +190,16 @@ def read_words(words: Sequence[str], options: Sequence[Option], program: str, de
         options: all that the command knows. Names may be written with dashes or underscores.
         program: how the command is called, for its help.
         description: what the command does, for its help.
+        first: options by name that --help prints, where it does not print all: then `--help all` does that, and
+            `--help NAME` prints the group of an option.
 
     Raises:
         HelpAsked: for -h or --help, whatever is wrong with the other words.
         UsageError: for a word that is no option, or a value that the option cannot have.
     """
     if {"-h", "--help"} & {*words}:
-        raise HelpAsked(_format_help(options, program, description))
+        place = min(words.index(each) for each in ("-h", "--help") if each in words)
+        raise HelpAsked(_help_on((*words, "")[place + 1], options, program, description, first))
     if "--version" in words:
         raise HelpAsked(f"nnmpi {VERSION}")
     known = {flag: option for option in options for flag in (option.flag, option.negation) if flag is not None}
@@ -413,6 +418,19 @@ def _read_as(kind: Any, words: Sequence[str]) -> Any:
     if kind in (int, float) and (not word.isascii() or "_" in word):
         raise ValueError(word)  # digits of other scripts and 1_0, which Python reads
     return kind(word)
+
+
+def _help_on(topic: str, options: Sequence[Option], program: str, description: str, first: Collection[str]) -> str:
+    """Return the help on what the word behind --help says, if it says anything."""
+    by_name = {option.name: option for option in options}
+    name = topic.replace("-", "_")
+    if name in by_name:
+        return _format_help([each for each in options if each.section is by_name[name].section], program, description)
+    if topic == "all" or not first:
+        return _format_help(options, program, description)
+    shown = [option for option in options if option.name in first]
+    more = f"{len(options)} options in all: --help all; with those beside an option: --help NAME, such as --help pp"
+    return f"{_format_help(shown, program, description)}\n\n{more}"
 
 
 def _format_help(options: Sequence[Option], program: str, description: str) -> str:

@@ -25,7 +25,7 @@ def ran(words: str, rank: int) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize("words", [f"{SCHEDULE} 2", "nnmpi.schedule --help", "nnmpi.comm list --help"])
+@pytest.mark.parametrize("words", [f"{SCHEDULE} 2", "nnmpi.schedule --help", "nnmpi.comm list --help", "nnmpi.comm"])
 def test_the_first_rank_says_it(words: str) -> None:
     status, said, wrong = ran(words, 0)
     assert (status, wrong) == (0, "")
@@ -33,7 +33,7 @@ def test_the_first_rank_says_it(words: str) -> None:
     assert ran(words, 1) == (0, "", "")
 
 
-@pytest.mark.parametrize("words", [f"{SCHEDULE} none", "nnmpi.comm"])
+@pytest.mark.parametrize("words", [f"{SCHEDULE} none", "nnmpi.comm list x"])
 def test_it_says_what_is_wrong(words: str) -> None:
     status, said, wrong = ran(words, 0)
     assert (status, said) == (2, "")

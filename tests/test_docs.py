@@ -107,9 +107,9 @@ def test_the_map_shows_all_packages_and_modules() -> None:
 
 
 def help_of(words: str, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return what `python -m WORDS --help` prints; nnmpi's fit a terminal of 100 columns."""
+    """Return what `python -m WORDS --help` prints, behind which stands all; nnmpi's fit a terminal of 100 columns."""
     printed = io.StringIO()
-    monkeypatch.setattr(sys, "argv", [*words.split(), "--help"])
+    monkeypatch.setattr(sys, "argv", [*words.split(), "--help", "all"])
     name = words.split()[0]
     for module in (f"{name}.__main__", name):  # other tests may have imported it
         if not hasattr(sys.modules.get(module), "__path__"):

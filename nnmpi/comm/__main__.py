@@ -40,7 +40,7 @@ def main(words: Sequence[str]) -> str:
         UsageError: for words that make no command.
         ScheduleError: for a collective that cannot be proved.
     """
-    arguments = _parser().parse_args(words)
+    arguments = _parser().parse_args(words or ["--help"])
     if getattr(arguments, "ranks", 0) is None:
         arguments.ranks = load_fit(arguments.fit).ranks if arguments.fit else DEFAULT_RANKS
     if arguments.command in ("prove", "render"):  # as many chunks as ranks, which some algorithms send one by one

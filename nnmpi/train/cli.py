@@ -53,6 +53,11 @@ DESCRIPTION = """Train a network on MPI ranks: mpirun -n 4 python -m nnmpi.train
 
 Without options: a small convolutional network on the bundled digits."""
 
+# What --help prints: the options of the first week.
+FIRST = """
+model hidden layers features dataset data_dir epochs max_steps batch_size optimizer lr weight_decay schedule clip
+dp pp tp pipeline microbatches zero allreduce sync slow network simulate seed out resume verbose
+"""
 # What a run cannot change when it goes on: its weights, its data and its order of samples hang on these.
 FIXED = """
 model hidden activation dropout layers features heads context dataset target tokenizer text_columns text_samples
@@ -187,12 +192,14 @@ def parse(words: Sequence[str]) -> Config:
         HelpAsked: for -h or --help.
         UsageError: for wrong names, values or combinations, a file that cannot be read, or a run that is not there.
     """
-    given = read_words(words, list(all_options().values()), PROGRAM, DESCRIPTION)
+    given = read_words(words, list(all_options().values()), PROGRAM, DESCRIPTION, FIRST.split())
     given = (read_file(Path(given["config"])) if given.get("config") else {}) | given
     resumed = read_run(given["resume"], f"--resume {given['resume']}") if given.get("resume") else {}
     if resumed:
         check_trust(Path(given["resume"]), resumed, given, given.get("trust"))
-    outdated = {"staleness", "local_steps"} if "sync" in given else set()  # they belong to the run's own
+    outdated = (
+        {"staleness", "local_steps", "outer_lr", "outer_momentum"} if "sync" in given else set()
+    )  # they belong to the run's own
     kept = {name: value for name, value in resumed.items() if name not in outdated}
     config = assemble(kept | given)
     _refuse_changes(config, resumed)

@@ -74,7 +74,6 @@ def test_simulate_and_list() -> None:
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("", "required: COMMAND"),
         ("frob", "invalid choice: 'frob'"),
         ("prove rong", "no all-reduce by 'rong'; the names are ring, tree, ps"),
         ("prove ring --operation foo", "no collective 'foo'; there are all-reduce"),

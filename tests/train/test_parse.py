@@ -26,12 +26,24 @@ def test_flat_names_reach_their_sections() -> None:
 
 def test_help_lists_every_option_once_with_help() -> None:
     with pytest.raises(HelpAsked) as caught:
-        parse(["--lr", "wrong", "--config", "absent.toml", "--help"])
+        parse(["--lr", "wrong", "--config", "absent.toml", "--help", "all"])
     text = str(caught.value)
     for option in all_options().values():
         assert len(re.findall(rf"(?m)^ {{1,3}}{option.flag}[ ,]", text)) == 1, option.name
     assert "mpirun -n 4 python -m nnmpi.train" in text
     assert "\x1b" not in text
+
+
+def test_help_is_short_or_on_a_group() -> None:
+    """Without a word the options of the first week, with an option those of its group."""
+    told = {}
+    for topic in ("", "all", "pp", "nothing"):
+        with pytest.raises(HelpAsked) as caught:
+            parse(["--help", topic])
+        told[topic] = str(caught.value)
+    assert told[""].count("\n") < 130 < 2 * told["pp"].count("\n") < told["all"].count("\n")
+    assert told[""] == told["nothing"] and "--help NAME" in told[""]
+    assert "--virtual-stages" in told["pp"] and "--lr " not in told["pp"]
 
 
 def test_command_line_over_file_over_defaults(tmp_path: Path) -> None:
