@@ -167,6 +167,10 @@ class Collective:
         """
         return tuple(step for phase in self.phases for step in ask(phase, Step, rank, size))
 
+    def sent(self, size: int) -> list[float]:
+        """Return how many buffers' worth each rank sends."""
+        return [sum(len(step.send) for step in self(rank, size)) / size for rank in range(size)]
+
     def seconds(self, N: int, M: float, alpha: float, beta: float, gamma: float = 0.0) -> float:
         """Return the closed form's seconds: N ranks, M bytes in a buffer, seconds a message, a byte sent, a byte added.
 

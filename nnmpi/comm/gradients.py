@@ -24,11 +24,13 @@ from math import nan
 from operator import add
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+
 import nnmpi.clock as clock
 import nnmpi.shard as shard
 import nnmpi.timeline as timeline
 from nnmpi.comm.agreement import agreed, require_equal
-from nnmpi.comm.algorithms.registry import AUTO, NATIVE, SHARED, How, find_collective
+from nnmpi.comm.algorithms.registry import ALGORITHMS, AUTO, NATIVE, SHARED, How, find_collective
 from nnmpi.comm.buffers import Buffer, check_buffer, is_device
 from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.execution import Pending
@@ -95,6 +97,9 @@ class Traffic(NamedTuple):
     def plus(self, other: "Traffic") -> "Traffic":
         """Return the sums of both."""
         return Traffic._make(map(add, self, other))
+
+
+MOST_RANKS = 64  # for which steps are counted to say what each sends
 
 
 class BucketExchange:
@@ -164,6 +169,7 @@ class BucketExchange:
         self._alone = group.size == 1
         self._outer, self._group = group, group.duplicate()
         parts = [buffers[bucket.buffer][bucket.start : bucket.stop] for bucket in self.buckets]
+        self._lengths = [part.nbytes for part in parts]
         bound = [self._bind(part, name, tag) for tag, (part, name) in enumerate(zip(parts, names, strict=True))]
         self._sums = [pending for pending, _ in bound]
         self.choices = tuple(choice for _, choice in bound)
@@ -205,6 +211,16 @@ class BucketExchange:
             while self._launched < len(self.buckets) and not self._missing[self._launched]:
                 self._launch()
             self._move_on(begin)
+
+    def volume(self) -> tuple[float, float] | None:
+        """Return the bytes of a step that the busiest rank sends, and all; None where sums are not made of steps."""
+        size, names = self._group.size, {choice.algorithm for choice in self.choices}
+        if size > MOST_RANKS or not names <= ALGORITHMS.keys():
+            return None
+        shares = {name: np.array(find_collective(ALL_REDUCE.name, name).sent(size)) for name in names}
+        sent = [n * shares[choice.algorithm] for n, choice in zip(self._lengths, self.choices, strict=True)]
+        total = sum(sent, np.zeros(size))
+        return float(total.max()), float(total.sum())
 
     def progress(self) -> None:
         """Move on what is launched, if anything is; for callers with work to do between gradients."""

@@ -144,8 +144,9 @@ class Totals:
         share = self.hidden_s / max(self.sync_s + self.hidden_s, 1e-12)
         exposed_ms, hidden_ms = (1e3 * self.per_step(seconds) for seconds in (self.sync_s, self.hidden_s))
         predicted = "no fit to predict it by" if predicted_s is None else f"predicted {1e3 * predicted_s:.3g} ms"
+        arrays = f"{self.comm_calls / steps:.3g} calls, {self.comm_bytes / steps / 2**20:.3g} MB of arrays"
         return (
-            f"communication per step: {self.comm_calls / steps:.3g} calls, {self.comm_bytes / steps / 2**20:.3g} MB; "
+            f"communication per step: {arrays}; "
             f"exposed {exposed_ms:.2f} ms, hidden by computing {hidden_ms:.2f} ms ({100 * share:.0f} %); {predicted}"
         )
 

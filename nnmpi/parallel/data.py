@@ -32,6 +32,7 @@ from nnmpi.nn.module import Module
 from nnmpi.parallel.replication import broadcast_state, check_equal, check_free, check_same_model
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
+from nnmpi.units import format_bytes
 
 
 class DataParallel:
@@ -210,6 +211,10 @@ class DataParallel:
         first = {choice.algorithm: choice for choice in reversed(self.exchange.choices)}
         words += [f"{name} ({choice.reason})" for name, choice in reversed(first.items())]
         words.append("overlapped with the backward pass" if self.exchange.overlap else "after the backward pass")
+        volume = self.exchange.volume()
+        if volume is not None:
+            most, total = (format_bytes(int(each)) for each in volume)
+            words.append(f"the busiest rank sends {most} in a step, all together {total}")
         return ", ".join(words)
 
     def check_equal(self) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from nnmpi.comm.gradients import BucketExchange, Span, plan_buckets
 from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CommError, DtypeError, UsageError
 from tests.device.library import load
 
@@ -303,3 +304,21 @@ def test_spans_out_of_order_are_refused(spans: list[tuple[int, int, int]]) -> No
 def test_an_empty_bucket_is_refused() -> None:
     with pytest.raises(UsageError, match="0 bytes"):
         plan_buckets(SPANS, [4], 0)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "busiest", "total"),
+    [("ring", 14 / 8, 14), ("halving-doubling", 14 / 8, 14), ("tree", 3, 14), ("ps", 7, 14), ("native", None, None)],
+)
+def test_what_ranks_send(algorithm: str, busiest: float | None, total: float | None) -> None:
+    """In gradients' worth of bytes, on 8 ranks: the server's rank sends the sum to all others."""
+
+    def volume(group: Group) -> tuple[float, float] | None:
+        buffers = [np.zeros(1000), np.zeros(64, "float32")]
+        exchange = BucketExchange(group, buffers, [(0, 0, 1000), (1, 0, 64)], algorithm)
+        found = exchange.volume()
+        exchange.free()
+        return found
+
+    nbytes = 8 * 1000 + 4 * 64
+    assert simulate(volume, 8) == [None if total is None else (busiest * nbytes, total * nbytes)] * 8
