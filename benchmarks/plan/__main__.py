@@ -68,7 +68,7 @@ def run(words, group, wanted, rounds, say):
         for _ in range(rounds):
             for one in chosen:
                 with ready(workload, one.options(), None, group, backend) as (worker, batches):
-                    took_s = usual_s(group, lambda batch, own=worker: own.step(batch, 0.0), batches, RACE_S)
+                    took_s = usual_s(group, lambda batch, own=worker: own.step(batch, lr=0.0), batches, RACE_S)
                     peaks = group.gather(dict(worker.ledger.report().peaks))
                 rows[one.candidate]["rounds"].append(took_s)
                 rows[one.candidate]["bytes"] = max(peaks, key=lambda kinds: sum(kinds.values()))

@@ -39,8 +39,10 @@ from nnmpi.compose.losses import SumLoss, to_device
 from nnmpi.compose.passes import Passes, evaluate_all
 from nnmpi.compose.stats import StepReport, Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
+from nnmpi.data.dataset import count_targets
 from nnmpi.data.loader import Batch
-from nnmpi.errors import UsageError
+from nnmpi.data.sampler import Cut
+from nnmpi.errors import ShapeError, UsageError
 from nnmpi.memory.ledger import (
     ACTIVATIONS,
     BATCHES,
@@ -141,8 +143,11 @@ class Worker(Trainer):
         self.passes.release()
         super().release()
 
-    def step(self, batch: Batch, lr: float | None = None) -> StepReport:
+    def step(self, batch: Batch | Any, y: Any = None, lr: float | None = None) -> StepReport:
         """Do one update with this rank's part of a global batch; collective.
+
+            for batch in loader: worker.step(batch)
+            worker.step(x, y)                           rows of this replica's, as many as it likes, and their labels
 
         On a device the host waits once: when the gradients are summed, it reads loss, right answers and the gradient's
         length in one copy. So a gradient that is not finite is found before the update, and clipping needs no second
@@ -152,6 +157,9 @@ class Worker(Trainer):
         pipedream each microbatch is one; the gradient's length is then not known, and reported as NaN.)
 
         Args:
+            batch: a loader's; or samples (rows, *sample_shape), arrays or what NumPy reads: floats become the weights'
+                dtype. Replicas' rows together are the global batch; ranks of one replica give the same.
+            y: their labels (rows, ...), where samples are given.
             lr: the learning rate; the optimizer's own by default.
 
         Raises:
@@ -164,10 +172,9 @@ class Worker(Trainer):
         begin = clock.now()
         self.parallel.check_not_released()
         if not hasattr(batch, "cuts"):
-            what = type(batch).__name__
-            raise UsageError(
-                f"step takes a batch of a data.Loader, not a {what}: for batch in loader: worker.step(batch)"
-            )
+            batch = self._batch_of(batch, y)
+        elif y is not None:
+            raise UsageError("the learning rate goes by its name: worker.step(batch, lr=0.1)")
         if lr is not None:
             self.optimizer.lr = lr
         if self._sequence is not None:
@@ -296,7 +303,7 @@ class Worker(Trainer):
                 batch = next(batches)
                 input_s = clock.now() - begin
                 with timeline.span(f"step {step}", "step", "steps"):
-                    report = self.step(batch, segment.lr(step))
+                    report = self.step(batch, lr=segment.lr(step))
                 before, ended = ended, clock.now()  # a step lasts from the end of the one before to its own
                 report.input_s, report.wall_s = input_s, ended - before
                 totals.add(report)
@@ -316,8 +323,37 @@ class Worker(Trainer):
             more |= {"loss_scale": report.loss_scale, "skipped_steps": self.scaling.skipped}
         return more
 
-    def evaluate(self, batches: Iterable[Batch]) -> Totals:
-        """See `Trainer.evaluate`."""
+    def _batch_of(self, x: Any, y: Any) -> Batch:
+        """Return the batch of which each replica has these rows; collective."""
+        if y is None:
+            what = type(x).__name__
+            raise UsageError(
+                f"step takes a batch of a data.Loader, or samples and labels, not a {what} alone: "
+                "for batch in loader: worker.step(batch), or worker.step(x, y)"
+            )
+        samples, labels = (np.asarray(each) for each in (x, y))
+        if len({len(samples), len(labels)}) > 1:
+            raise ShapeError(f"{len(samples)} samples have {len(labels)} labels; give one for each sample")
+        replicas, data = self.arrangement.mesh.replicas, self.model.storage.data
+        dtype = data[0].dtype if data else np.dtype("float32")  # a stage without parameters reads shapes alone
+        samples = samples.astype(dtype, copy=False) if samples.dtype.kind == "f" else samples
+        labels = labels.astype(dtype if labels.dtype.kind == "f" else np.int64, copy=False)
+        counts = replicas.gather([len(samples), count_targets(labels)])
+        first = sum(rows for rows, _ in counts[: replicas.rank])
+        return Batch(
+            x=np.ascontiguousarray(samples),
+            y=labels,
+            indices=np.arange(first, first + len(samples)),
+            cuts=(Cut(0, len(samples), first),),
+            global_rows=sum(rows for rows, _ in counts),
+            epoch=0,
+            number=self.optimizer.steps,
+            targets=(sum(targets for _, targets in counts),),
+        )
+
+    def evaluate(self, batches: Iterable[Batch] | Any, y: Any = None) -> Totals:
+        """See `Trainer.evaluate`; or of this replica's samples and their labels."""
+        batches = batches if y is None else [self._batch_of(batches, y)]
         with self._deterministic():
             if self._sequence is None:
                 return evaluate_all(self.group, batches, self.passes.evaluate)

@@ -78,7 +78,7 @@ def test_steps_in_step_are_those_of_the_library_user(group: Group) -> None:
     losses = 0.0
     for epoch in range(2):
         for number, batch in enumerate(loader_of(group, other.model).epoch(epoch)):
-            report = other.step(batch, rate(epoch * BATCHES + number))
+            report = other.step(batch, lr=rate(epoch * BATCHES + number))
             losses += report.loss_sum if epoch == 0 else 0.0
     assert np.array_equal(weights(one.model), weights(other.model))
     assert totals.loss_sum == losses

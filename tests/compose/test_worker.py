@@ -14,7 +14,7 @@ from nnmpi.compose.arrange import Arrangement, arrange
 from nnmpi.compose.layout import GradientExchange, Layout
 from nnmpi.compose.worker import Worker
 from nnmpi.data.loader import Loader
-from nnmpi.errors import UsageError
+from nnmpi.errors import ShapeError, UsageError
 from tests.harness.refusals import told
 from tests.worker_options import grouped
 
@@ -174,3 +174,45 @@ def test_a_slow_rank_does_not_undo_what_others_write_into_a_nodes_weights(
     right = [bool((array == 5.0).all()) == expected for array in model.storage.data]
     worker.release()
     assert all(map(all, group.gather(right)))
+
+
+@pytest.mark.simulated
+@pytest.mark.needs_ranks(1, 2, 4, 6)
+def test_rows_of_ones_own_are_a_batch(group: Group) -> None:
+    """As many as each replica likes, one of them none: losses and evaluation of the rows together."""
+    draw = np.random.default_rng(0)
+    x, y = draw.standard_normal((3, 11, 8, 8, 1)), draw.integers(0, 10, (3, 11))
+
+    def train(group: Group, layout: Layout) -> list[float]:
+        worker, where = make(group, layout)
+        ends = [0, *(11 - (11 >> number) for number in range(1, where.data_ranks)), 11]
+        mine = slice(*ends[where.data_rank : where.data_rank + 2]) if where.data_ranks > 1 else slice(None)
+        losses = [worker.step(x[step][mine], y[step][mine], lr=0.1).loss for step in range(3)]
+        losses.append(worker.evaluate(x[0][mine].tolist() if len(x[0][mine]) else x[0][mine], y[0][mine]).loss)
+        worker.release()
+        return losses
+
+    serial = nnmpi.simulate(lambda alone: train(alone, Layout()), ranks=1)[0] if group.is_root else None
+    layouts = [Layout(dp=group.size), Layout(pp=group.size), *([Layout(dp=2, pp=group.size // 2)] * (group.size > 2))]
+    for layout in layouts:
+        found = train(group, layout)
+        assert not group.is_root or found == pytest.approx(serial, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("step", "text"),
+    [
+        (lambda worker, x: worker.step(x), "samples and labels, not a ndarray alone"),
+        (lambda worker, x: worker.step(x, [1, 2]), "4 samples have 2 labels"),
+        (
+            lambda worker, x: worker.step(next(iter(Loader(data.load("digits")[0], 4).epoch(0))), 0.1),
+            "goes by its name",
+        ),
+    ],
+)
+def test_what_is_no_batch_is_refused(step: Any, text: str) -> None:
+    def main(group: Group) -> None:
+        step(make(group, Layout())[0], SAMPLE)
+
+    with pytest.raises((UsageError, ShapeError), match=text):
+        nnmpi.simulate(main, ranks=1)

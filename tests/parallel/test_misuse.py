@@ -281,13 +281,13 @@ def test_a_copy_of_a_model_at_work(group: Group, duplicate: Callable[[object], o
 
 @pytest.mark.simulated
 def test_what_is_no_batch_and_no_optimizer(group: Group) -> None:
-    """The second argument of step is a rate: labels there would have become it."""
+    """Samples need labels."""
     setting = Setting(group)
     optimizer = optim.SGD(setting.model.storage, lr=0.1)
     wrong: Any = Worker
     setting.assert_refused(lambda: wrong(setting.model, group, optimizer), UsageError, "where the optimizer belongs")
     worker = wrong(setting.model, optimizer, group)
-    setting.assert_refused(lambda: worker.step(setting.x, setting.y), UsageError, "step takes a batch of a data.Loader")
+    setting.assert_refused(lambda: worker.step(setting.x), UsageError, "step takes a batch of a data.Loader")
     assert optimizer.lr == 0.1
     worker.release()
 

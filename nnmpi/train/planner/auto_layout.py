@@ -137,4 +137,4 @@ def race(workload: Workload, layouts: Sequence[Mapping[str, Any]], group: Group,
 def time_layout(workload: Workload, options: Mapping[str, Any], group: Group, backend: Backend) -> float:
     """Return the seconds of a step of a layout. Collective."""
     with ready(workload, options, None, group, backend) as (worker, batches):
-        return usual_s(group, lambda batch: worker.step(batch, 0.0), batches, RACE_S)
+        return usual_s(group, lambda batch: worker.step(batch, lr=0.0), batches, RACE_S)

@@ -206,7 +206,7 @@ def measure(workload: Workload, group: Group, ranks: int, shares: Sequence[Share
 
 def _measure_replica(workload: Workload, rows: int, group: Group, alone: Group, backend: Backend) -> StepCost:
     with ready(workload, {}, rows, alone, backend) as (worker, batches):
-        step_s = usual_s(group, lambda batch: worker.step(batch, 0.0), batches)
+        step_s = usual_s(group, lambda batch: worker.step(batch, lr=0.0), batches)
         update_s = usual_s(group, lambda _: worker.optimizer.step(), repeat(None))
         activations = worker.ledger.report().peaks[ACTIVATIONS]
     return StepCost(max(step_s - update_s, 0.0), update_s, activations)
@@ -221,7 +221,7 @@ def _measure_share(group: Group, workload: Workload, share: Share, rows: int, ba
             with recording(timeline):
                 worker.step(next(batches), 0.0)
             sent = Counter((e.name, int((e.args or {})["bytes"])) for e in timeline.events if e.category == CATEGORY)
-            step_s = usual_s(own, lambda batch: worker.step(batch, 0.0), batches)
+            step_s = usual_s(own, lambda batch: worker.step(batch, lr=0.0), batches)
             return step_s, worker.ledger.report().peaks[ACTIVATIONS], dict(sent)
 
     try:
