@@ -314,6 +314,7 @@ def test_a_model_that_is_one_unit_has_no_plan_for_activations(stage: int) -> Non
         simulate(lambda group: train_small(group, Plain(), layout), 2)
 
 
+@pytest.mark.host_only("windows are of the host's memory")
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("room", range(5))
 def test_without_room_for_windows_it_sends_messages_and_says_so(
