@@ -219,7 +219,7 @@ def _measure_share(group: Group, workload: Workload, share: Share, rows: int, ba
         with ready(workload, {"tp": tp, "sp": sp}, rows, own, backend) as (worker, batches):
             timeline = Timeline()
             with recording(timeline):
-                worker.step(next(batches), 0.0)
+                worker.step(next(batches), lr=0.0)
             sent = Counter((e.name, int((e.args or {})["bytes"])) for e in timeline.events if e.category == CATEGORY)
             step_s = usual_s(own, lambda batch: worker.step(batch, lr=0.0), batches)
             return step_s, worker.ledger.report().peaks[ACTIVATIONS], dict(sent)
@@ -256,7 +256,7 @@ def ready(
         group.fit = find_fit(group)
     with trial_run(config, workload.samples, layout, group, backend) as (worker, _, batches):
         for _ in range(WARM_UP_STEPS):
-            worker.step(next(batches), 0.0)
+            worker.step(next(batches), lr=0.0)
         yield worker, batches
 
 
