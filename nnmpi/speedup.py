@@ -12,24 +12,28 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from importlib.util import find_spec
 from itertools import pairwise
-from math import isfinite, nan
+from math import isfinite, isnan, nan
 from pathlib import Path
 from statistics import median
+from typing import Any
 
-from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
+from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.duration import price
 from nnmpi.comm.machine import parse_network
-from nnmpi.command import Parser, positive_count, say
+from nnmpi.command import Parser, flag_of, positive_count, read_words, say
 from nnmpi.errors import LaunchError, UsageError, raised_as
 from nnmpi.files import write_atomically
 from nnmpi.launching import find_launcher
+from nnmpi.train.config import OptimizationConfig, all_options
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import read_metrics
 
+PROGRAM = "python -m nnmpi.speedup"
 DESCRIPTION = """How much faster is a training on more ranks? Starts one after another with each number of ranks, and
 prints speed-up and efficiency beside those of the cost model.
 
@@ -39,7 +43,9 @@ python -m nnmpi.speedup --ranks 1,2,4 --weak -- --model mlp --batch-size 64
 
 Behind -- stand options of the train command. A run takes 60 steps unless they say how many. With --slow on simulated
 ranks a step takes as long on each, however many there are: it is then weak scaling that means something."""
-STEPS, BATCH = 60, 32
+STEPS = 60
+# Options with which a step is more than a sum of all gradients over all ranks, or may be.
+OTHERWISE = {"layout", "pp", "tp", "sp", "zero", "reduction", "sync", "config"}
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ def main(words: Sequence[str]) -> str:
     """
     place = [*words, "--"].index("--")
     own, theirs = words[:place], words[place + 1 :]
-    parser = Parser("python -m nnmpi.speedup", description=DESCRIPTION, allow_abbrev=False)
+    parser = Parser(PROGRAM, description=DESCRIPTION, allow_abbrev=False)
     parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks, with commas, rising (1,2,4)")
     parser.add_argument("--weak", action="store_true", help="as many samples for each rank, and not for all together")
     parser.add_argument("--simulate", action="store_true", help="on simulated ranks in one process, without MPI")
@@ -84,9 +90,14 @@ def main(words: Sequence[str]) -> str:
         raise UsageError(f"--ranks {options.ranks} does not rise; give each number once, such as 1,2,4")
     if options.plot is not None and find_spec("matplotlib") is None:
         raise UsageError("pictures are drawn by matplotlib; pip install 'nnmpi[plot]'")
+    given: dict[str, Any] = {}
+    with suppress(UsageError):  # what is wrong with them, the run says
+        given = read_words(theirs, list(all_options().values()), PROGRAM, DESCRIPTION)
+    if taken := given.keys() & {"out", "resume", "simulate"}:
+        raise UsageError(f"{flag_of(min(taken))} is chosen by this command; leave it out behind --")
     rows: list[Scaled] = []
     for count in counts:
-        rows.append(_compared(_measure(count, theirs, options), rows, options.weak))
+        rows.append(_compared(_measure(count, theirs, given, options), rows, options.weak))
         print(f"{count} ranks: {rows[-1].samples_per_second:.0f} samples/s", file=sys.stderr, flush=True)
     if options.json is not None:
         text = json.dumps([{k: v if isfinite(v) else None for k, v in asdict(row).items()} for row in rows], indent=1)
@@ -97,15 +108,14 @@ def main(words: Sequence[str]) -> str:
     return _table(rows)
 
 
-def _measure(ranks: int, words: Sequence[str], options: argparse.Namespace) -> Scaled:
-    """Train on some ranks; return what the metrics say."""
-    for name in ("--out", "--resume", "--simulate"):
-        if any(each.partition("=")[0] == name for each in words):
-            raise UsageError(f"{name} is chosen by this command; leave it out behind --")
-    more = [] if any(each.partition("=")[0] in ("--max-steps", "--epochs") for each in words) else ["--epochs", "1000"]
-    more += ["--max-steps", str(STEPS)] if more else []
+def _measure(ranks: int, words: Sequence[str], given: Mapping[str, Any], options: argparse.Namespace) -> Scaled:
+    """Train on some ranks with these words, which mean what is given; return what the metrics say."""
+    more = [] if {"max_steps", "epochs"} & given.keys() else ["--epochs", "1000", "--max-steps", str(STEPS)]
     if options.weak:
-        more += ["--batch-size", str(positive_count(_option(words, "--batch-size") or str(BATCH)) * ranks)]
+        batch = given.get("batch_size", OptimizationConfig.batch_size)
+        if batch == "full":
+            raise UsageError("--batch-size full does not grow with the ranks; give a number, or leave --weak out")
+        more += ["--batch-size", str(batch * ranks)]
     start = [] if options.simulate else find_launcher(ranks, ()).command(ranks, {})
     more += ["--simulate", str(ranks)] if options.simulate else []
     with tempfile.TemporaryDirectory(prefix="nnmpi-speedup-") as place:
@@ -117,13 +127,6 @@ def _measure(ranks: int, words: Sequence[str], options: argparse.Namespace) -> S
             said = [line for line in ran.stderr.splitlines() if line.strip()] or ["it says nothing"]
             raise LaunchError(f"the run on {ranks} ranks ended with status {ran.returncode}: {said[0]}")
         records = [each for each in read_metrics(RunFolder(run).metrics) if each["kind"] == "train"]
-    given = {name: _option(words, f"--{name}") for name in ("network", "allreduce")}
-    network = None
-    if given["network"] and ranks > 1 and ("all-reduce", given["allreduce"]) in COLLECTIVES:
-        machine = parse_network(given["network"], ranks)
-        network = price(
-            find_collective("all-reduce", given["allreduce"]), ranks, records[0]["memory_gradients"], machine
-        )
     if len(records) < 2:
         raise UsageError("a run of fewer than 10 steps says nothing of their time; give more by --max-steps")
     steps = [
@@ -132,16 +135,16 @@ def _measure(ranks: int, words: Sequence[str], options: argparse.Namespace) -> S
     ]
     sums = [nan if each["predicted_sync_s"] is None else each["predicted_sync_s"] for each in records]
     rate = median(each["samples_per_second"] for each in records[1:])
-    return Scaled(ranks, rate, median(steps), median(sums) if network is None else network)
+    sum_s = _price(ranks, given, records[0]["memory_gradients"])
+    return Scaled(ranks, rate, median(steps), median(sums) if isnan(sum_s) else sum_s)
 
 
-def _option(words: Sequence[str], name: str) -> str:
-    """Return the value of an option of the train command, where it is given last; else nothing."""
-    found = ""
-    for word, after in zip(words, [*words[1:], ""], strict=True):
-        key, _, value = word.partition("=")
-        found = (value or after) if key == name else found
-    return found
+def _price(ranks: int, given: Mapping[str, Any], nbytes: int) -> float:
+    """Return the seconds of the gradients' sum on --network; NaN where that is no single, named all-reduce."""
+    name = given.get("allreduce", "")
+    if "network" not in given or name not in ALGORITHMS or given.keys() & OTHERWISE:
+        return nan
+    return price(ALGORITHMS[name], ranks, nbytes, parse_network(given["network"], ranks))
 
 
 def _compared(found: Scaled, before: Sequence[Scaled], weak: bool) -> Scaled:
@@ -186,4 +189,4 @@ def _draw(rows: Sequence[Scaled], file: Path) -> None:
 
 
 if __name__ == "__main__":
-    say(main)
+    sys.exit(say(main))

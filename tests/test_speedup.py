@@ -1,6 +1,8 @@
 """Speed-up over ranks: numbers on simulated clocks, which are the same on every machine, and what is refused."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -42,3 +44,25 @@ def test_what_means_nothing_is_refused(words: str, text: str, tmp_path: Path, mo
 def test_a_run_that_fails_says_why() -> None:
     with pytest.raises(LaunchError, match="on 1 ranks ended with status 2: --modl is not an option"):
         main(["--ranks", "1", "--simulate", "--", "--modl", "cnn"])
+
+
+@pytest.mark.parametrize(("more", "known"), [("", True), ("--zero 1", False)])
+def test_the_model_says_nothing_of_what_it_does_not_know(more: str, known: bool, tmp_path: Path) -> None:
+    """Words mean what they mean to the train command, in its spellings."""
+    words = WORDS.replace("--max-steps", "--max_steps").split()
+    main([*["--ranks", "2,3", "--simulate", "--weak", "--json"], str(tmp_path / "found"), *words, *more.split()])
+    rows = json.loads((tmp_path / "found").read_text())
+    assert (rows[1]["predicted"] is not None) is known
+    assert [row["samples_per_second"] * row["step_s"] for row in rows] == pytest.approx([64, 96], rel=0.02)
+
+
+@pytest.mark.parametrize(("words", "status"), [("--ranks 2,1", 2), ("--ranks 1,2 --simulate " + WORDS, 0)])
+def test_the_status_says_whether_it_could(words: str, status: int) -> None:
+    ran = subprocess.run([sys.executable, "-m", "nnmpi.speedup", *words.split()], capture_output=True, check=False)
+    assert ran.returncode == status, ran.stderr
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_short_run_with_a_network_is_refused(ranks: str) -> None:
+    with pytest.raises(UsageError, match="fewer than 10 steps"):
+        main(["--ranks", ranks, "--simulate", *WORDS.replace("20", "3").split()])
