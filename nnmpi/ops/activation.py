@@ -33,9 +33,10 @@ class Relu(Elementwise):
     def backward(self, grad: Array) -> Grads:
         (y,), xp = self.saved, self.xp
         values, grads, to_x = xp.reshape(y, (y.size,)), xp.reshape(grad, (y.size,)), xp.empty((y.size,), y.dtype)
+        least = zero(xp, y.dtype)
         for part in row_blocks(values):
             # 0 and 1 in the gradient's dtype: a product with booleans would convert them
-            block = xp.greater(values[part], zero(xp, y.dtype), out=to_x[part])
+            block = xp.greater(values[part], least, out=to_x[part])
             xp.multiply(grads[part], block, out=block)
         return (to_x.reshape(y.shape),)
 

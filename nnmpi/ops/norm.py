@@ -75,17 +75,10 @@ class BatchNormFunction(Function):
         (x, mean, inverse, scale, n), xp = self.saved, self.xp
         channels, repeats = scale.size, x.shape[1] // scale.size
         rows, means, blocks = xp.reshape(grad, x.shape), repeated(xp, mean, repeats), row_blocks(x)
-        scratch = xp.empty((blocks[0].stop, x.shape[1]), x.dtype)
-        parts = xp.empty((len(blocks), x.shape[1]), x.dtype)
-        for i, part in enumerate(blocks):
-            block = xp.subtract(x[part], means, out=scratch[: part.stop - part.start])
-            bias_grad(xp, xp.multiply(block, rows[part], out=block), parts[i])
         to_shift, to_scale = (place_for(self, i, scale.shape, scale.dtype) for i in (2, 1))
-        _fold(xp, parts, to_scale)
+        _sum_products(xp, x, means, rows, to_scale)
         xp.multiply(to_scale, inverse, out=to_scale)
-        parts = xp.empty((1, x.shape[1]), x.dtype)
-        bias_grad(xp, rows, parts[0])
-        _fold(xp, parts, to_shift)
+        _sum_rows(xp, rows, to_shift)
         to_x = None
         if self.needs[0]:
             sums = xp.concatenate([to_shift, to_scale])
@@ -110,16 +103,9 @@ def _measure(
     """Write the mean and variance of each channel and the number of rows, at least 1; return the number itself."""
     xp, own = namespace(rows), len(rows)
     wide, repeats = _widened(xp, rows)
-    parts = xp.empty((1, wide.shape[1]), rows.dtype)
-    bias_grad(xp, wide, parts[0])
-    _fold(xp, parts, mean)
+    _sum_rows(xp, wide, mean)
     mean /= max(own, 1)
-    means, blocks = repeated(xp, mean, repeats), row_blocks(wide)
-    scratch, parts = xp.empty_like(wide[blocks[0]]), xp.empty((len(blocks), wide.shape[1]), rows.dtype)
-    for i, part in enumerate(blocks):
-        block = xp.subtract(wide[part], means, out=scratch[: part.stop - part.start])
-        bias_grad(xp, xp.multiply(block, block, out=block), parts[i])
-    _fold(xp, parts, variance)
+    _sum_products(xp, wide, repeated(xp, mean, repeats), None, variance)
     count: Count = own
     if all_reduce is None:
         variance /= max(own, 1)
@@ -146,6 +132,23 @@ def _widened(xp: Any, rows: Array) -> tuple[Array, int]:
     most = max(1, WIDE // channels) if type(rows) is np.ndarray else 1
     repeats = next(m for m in range(most, 0, -1) if count % m == 0)
     return xp.reshape(rows, (count // repeats, repeats * channels)), repeats
+
+
+def _sum_rows(xp: Any, wide: Array, out: Array) -> None:
+    """Write the sum of each channel."""
+    parts = xp.empty((1, wide.shape[1]), wide.dtype)
+    bias_grad(xp, wide, parts[0])
+    _fold(xp, parts, out)
+
+
+def _sum_products(xp: Any, wide: Array, means: Array, factors: Array | None, out: Array) -> None:
+    """Write the sum of each channel's (wide - means) * factors; without factors that of the squares."""
+    blocks = row_blocks(wide)
+    scratch, parts = (xp.empty((rows, wide.shape[1]), wide.dtype) for rows in (blocks[0].stop, len(blocks)))
+    for i, part in enumerate(blocks):
+        block = xp.subtract(wide[part], means, out=scratch[: part.stop - part.start])
+        bias_grad(xp, xp.multiply(block, block if factors is None else factors[part], out=block), parts[i])
+    _fold(xp, parts, out)
 
 
 def _fold(xp: Any, parts: Array, out: Array) -> None:

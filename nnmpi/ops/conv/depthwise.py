@@ -27,7 +27,7 @@ class Depthwise(Algorithm):
     def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> None:
         kernels = self._kernels(xp, weight, x.dtype, y.shape[2])
         for block, strips in self._blocks(xp, y):
-            seen = windows(self._bordered(xp, x[block], x), *self.spec[:2], self.spec.dilation)
+            seen = windows(self._bordered(xp, x[block]), *self.spec[:2], self.spec.dilation)
             for rows, scratch in strips:
                 place = y[block, rows]
                 for number, (i, j) in enumerate(np.ndindex(self.spec.kernel)):
@@ -41,7 +41,7 @@ class Depthwise(Algorithm):
         (top, left), (h, w, c) = self.spec.padding, x.shape[1:]
         kernels, sums = self._kernels(xp, weight, x.dtype, grad.shape[2]), []
         for block, strips in self._blocks(xp, grad):
-            images = self._bordered(xp, x[block], x)
+            images = self._bordered(xp, x[block])
             shares = xp.zeros(images.shape, x.dtype)
             seen, given = (windows(each, *self.spec[:2], self.spec.dilation) for each in (images, shares))
             for rows, scratch in strips:
@@ -60,8 +60,7 @@ class Depthwise(Algorithm):
             parts = xp.concatenate([part.reshape(1, part.size) for part in sums])
             xp.add.reduce(parts, axis=0, dtype=np.float64, out=out.weight.reshape(out.weight.size))
         if out.bias is not None:
-            grad = xp.reshape(grad, (grad.size // c, c))
-            bias_grad(xp, grad, out.bias)
+            bias_grad(xp, xp.reshape(grad, (grad.size // c, c)), out.bias)
 
     def _kernels(self, xp: Any, weight: Array, dtype: Any, columns: int) -> Array:
         """Return each element's numbers, once for every column of an image: (kh, kw, columns, c)."""
@@ -69,12 +68,12 @@ class Depthwise(Algorithm):
         xp.copyto(kernels, cast(xp, weight, dtype))
         return kernels
 
-    def _bordered(self, xp: Any, images: Array, whole: Array) -> Array:
+    def _bordered(self, xp: Any, images: Array) -> Array:
         """Return images in their border of zeros."""
         (top, left), (n, h, w, c) = self.spec.padding, images.shape
         if not top and not left:
             return images
-        bordered: Array = xp.zeros((n, h + 2 * top, w + 2 * left, c), whole.dtype)
+        bordered: Array = xp.zeros((n, h + 2 * top, w + 2 * left, c), images.dtype)
         xp.copyto(bordered[:, top : top + h, left : left + w], images)
         return bordered
 
@@ -87,7 +86,6 @@ class Depthwise(Algorithm):
         for start in range(0, max(n, 1), count):
             block = slice(start, min(start + count, n))
             scratch = xp.empty((block.stop - start, strip, width, channels), y.dtype)
-            strips = [
-                slice(row, min(row + strip, height)) for row in range(0, max(1, height), strip)
-            ]  # one strip, too, of no rows
+            starts = range(0, max(1, height), strip)  # one strip, too, of no rows
+            strips = [slice(row, min(row + strip, height)) for row in starts]
             yield block, [(rows, scratch[:, : rows.stop - rows.start]) for rows in strips]
