@@ -99,7 +99,7 @@ class Traffic(NamedTuple):
         return Traffic._make(map(add, self, other))
 
 
-MOST_RANKS = 64  # for which steps are counted to say what each sends
+COUNTED_RANKS = 64  # up to which the steps of all are counted to say what each sends
 
 
 class BucketExchange:
@@ -215,7 +215,7 @@ class BucketExchange:
     def volume(self) -> tuple[float, float] | None:
         """Return the bytes of a step that the busiest rank sends, and all; None where sums are not made of steps."""
         size, names = self._group.size, {choice.algorithm for choice in self.choices}
-        if size > MOST_RANKS or not names <= ALGORITHMS.keys():
+        if size > COUNTED_RANKS or not names <= ALGORITHMS.keys():
             return None
         shares = {name: np.array(find_collective(ALL_REDUCE.name, name).sent(size)) for name in names}
         sent = [n * shares[choice.algorithm] for n, choice in zip(self._lengths, self.choices, strict=True)]

@@ -331,8 +331,8 @@ class Worker(Trainer):
                 f"step takes a batch of a data.Loader, or samples and labels, not a {what} alone: "
                 "for batch in loader: worker.step(batch), or worker.step(x, y)"
             )
-        samples, labels = (np.asarray(each) for each in (x, y))
-        if len({len(samples), len(labels)}) > 1:
+        samples, labels = (np.atleast_1d(np.asarray(each)) for each in (x, y))
+        if len(samples) != len(labels):
             raise ShapeError(f"{len(samples)} samples have {len(labels)} labels; give one for each sample")
         replicas, data = self.arrangement.mesh.replicas, self.model.storage.data
         dtype = data[0].dtype if data else np.dtype("float32")  # a stage without parameters reads shapes alone

@@ -123,6 +123,7 @@ class Averaging(ABC):
         """Give the communicator back to MPI. Collective; a second call does nothing."""
         if not self._released:
             self._released = True
+            self.optimizer.kept.clear()
             self.group.free()
 
     def _weight(self) -> float:

@@ -30,6 +30,7 @@ from nnmpi.files import read_text
 from nnmpi.launcher import read_launch
 from nnmpi.train.computing import take_backend
 from nnmpi.train.config import (
+    ONLY_WITH,
     Config,
     all_options,
     assemble,
@@ -197,9 +198,7 @@ def parse(words: Sequence[str]) -> Config:
     resumed = read_run(given["resume"], f"--resume {given['resume']}") if given.get("resume") else {}
     if resumed:
         check_trust(Path(given["resume"]), resumed, given, given.get("trust"))
-    outdated = (
-        {"staleness", "local_steps", "outer_lr", "outer_momentum"} if "sync" in given else set()
-    )  # they belong to the run's own
+    outdated = ONLY_WITH["sync"].keys() if "sync" in given else ()  # they belong to the run's own
     kept = {name: value for name, value in resumed.items() if name not in outdated}
     config = assemble(kept | given)
     _refuse_changes(config, resumed)
