@@ -30,8 +30,7 @@ from safetensors.numpy import save
 from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.errors import CheckpointError, NnmpiError
 from nnmpi.files import foreign
-from nnmpi.nn.conv import Conv2d
-from nnmpi.nn.enlarge import Conv1d, ConvTranspose2d
+from nnmpi.nn.conv import Conv1d, Conv2d, ConvTranspose2d
 from nnmpi.nn.gru import GRU
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.lstm import LSTM

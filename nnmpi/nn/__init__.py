@@ -12,6 +12,7 @@ from nnmpi.nn.activation import (
     BCEWithLogitsLoss,
     CrossEntropyLoss,
     Dropout,
+    Dropout2d,
     Flatten,
     HuberLoss,
     L1Loss,
@@ -25,8 +26,16 @@ from nnmpi.nn.activation import (
     activation,
 )
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
-from nnmpi.nn.conv import AvgPool2d, Conv2d, GlobalAvgPool2d, MaxPool2d
-from nnmpi.nn.enlarge import AdaptiveAvgPool2d, Conv1d, ConvTranspose2d, Dropout2d, Upsample
+from nnmpi.nn.conv import (
+    AdaptiveAvgPool2d,
+    AvgPool2d,
+    Conv1d,
+    Conv2d,
+    ConvTranspose2d,
+    GlobalAvgPool2d,
+    MaxPool2d,
+    Upsample,
+)
 from nnmpi.nn.gru import GRU
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
 from nnmpi.nn.lstm import LSTM

@@ -5,8 +5,9 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from nnmpi.backend.array import namespace
 from nnmpi.backend.random import key_pair
-from nnmpi.errors import UsageError
+from nnmpi.errors import ShapeError, UsageError
 from nnmpi.nn.mode import current, warn_later
 from nnmpi.nn.module import Module
 from nnmpi.ops.activation import gelu, leaky_relu, relu, sigmoid, silu, softmax, tanh
@@ -119,6 +120,17 @@ class Dropout(Module):
                 warn_later(x)
             return x
         return dropout(x, self.p, partial(mask_place, self.path))
+
+
+class Dropout2d(Dropout):
+    """Drops whole channels of a sample at random in training: (batch, ..., channels). See `Dropout`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return x, or in training x without some channels."""
+        if x.ndim < 2:
+            raise ShapeError(f"Dropout2d needs (batch, ..., channels), not {x.shape}")
+        ones = namespace(x.data).ones((len(x), *(1,) * (x.ndim - 2), x.shape[-1]), x.dtype)
+        return x * super().forward(Tensor(ones))
 
 
 def mask_place(path: str) -> tuple[tuple[int, int], int]:

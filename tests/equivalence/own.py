@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.nn.activation import Dropout, Flatten, ReLU, Tanh
+from nnmpi.nn.activation import Dropout, Dropout2d, Flatten, ReLU, Tanh
 from nnmpi.nn.container import Branches, Pop, Residual, Sequential, Stash
-from nnmpi.nn.conv import Conv2d, GlobalAvgPool2d
-from nnmpi.nn.enlarge import AdaptiveAvgPool2d, Conv1d, ConvTranspose2d, Dropout2d, Upsample
+from nnmpi.nn.conv import AdaptiveAvgPool2d, Conv1d, Conv2d, ConvTranspose2d, GlobalAvgPool2d, Upsample
 from nnmpi.nn.gru import GRU
 from nnmpi.nn.linear import Embedding, Linear
 from nnmpi.nn.module import Module
