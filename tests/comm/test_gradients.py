@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from nnmpi.comm.algorithms.registry import find_collective
 from nnmpi.comm.gradients import BucketExchange, Span, plan_buckets
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
@@ -320,5 +321,6 @@ def test_what_ranks_send(algorithm: str, busiest: float | None, total: float | N
         exchange.free()
         return found
 
+    assert find_collective("broadcast", "tree").sent(6) == [3, 0, 1, 0, 1, 0]
     nbytes = 8 * 1000 + 4 * 64
     assert simulate(volume, 8) == [None if total is None else (busiest * nbytes, total * nbytes)] * 8

@@ -21,8 +21,8 @@ from tests.worker_options import grouped
 SAMPLE = np.zeros((4, 8, 8, 1), np.float32)
 
 
-def make(group: Group, layout: Layout, **options: Any) -> tuple[Worker, Arrangement]:
-    where = arrange(models.mlp((8, 8, 1), 10, hidden=(20,) * 8), group, layout, SAMPLE)
+def make(group: Group, layout: Layout, dropout: float = 0.0, **options: Any) -> tuple[Worker, Arrangement]:
+    where = arrange(models.mlp((8, 8, 1), 10, hidden=(20,) * 8, dropout=dropout), group, layout, SAMPLE)
     where.model.initialize(seed=0)
     return Worker(
         where.model, optim.SGD(where.model.storage, lr=0.1), group, arrangement=where, **grouped(**options)
@@ -184,7 +184,7 @@ def test_rows_of_ones_own_are_a_batch(group: Group) -> None:
     x, y = draw.standard_normal((3, 11, 8, 8, 1)), draw.integers(0, 10, (3, 11))
 
     def train(group: Group, layout: Layout) -> list[float]:
-        worker, where = make(group, layout)
+        worker, where = make(group, layout, dropout=0.2)  # whose masks go by the place in the whole batch
         ends = [0, *(11 - (11 >> number) for number in range(1, where.data_ranks)), 11]
         mine = slice(*ends[where.data_rank : where.data_rank + 2]) if where.data_ranks > 1 else slice(None)
         losses = [worker.step(x[step][mine], y[step][mine], lr=0.1).loss for step in range(3)]

@@ -228,6 +228,13 @@ def test_the_mode():
     assert not current().training
 
 
+def test_dropout_of_channels_drops_all_pixels_of_a_sample_s_channel():
+    layer = nn.Dropout2d(0.5).initialize()
+    with nn.training():
+        kept = layer(np.ones((64, 3, 2, 4), "float32")).data.sum((1, 2)) / 6
+    assert {*np.unique(kept)} == {0.0, 2.0} and 0.3 < (kept > 0).mean() < 0.7
+
+
 def test_dropout_drops_in_training_only():
     """By the key of run, step, layer and row."""
     model = nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5), nn.Dropout(0.0)).initialize()

@@ -7,6 +7,7 @@ import pytest
 
 from nnmpi.ops.conv import depthwise, im2col
 from nnmpi.ops.conv.conv2d import conv2d
+from nnmpi.ops.conv.transposed import conv_transpose2d
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -87,3 +88,22 @@ def test_blocks_and_strips_of_each_channel_alone(elements, stride, monkeypatch):
     """A row at a time, some rows of an image, some images, all of them; with a kernel of two sizes."""
     monkeypatch.setattr(depthwise, "ELEMENTS", elements)
     compare((5, 6, 4, 3, 3), (2, 3), stride, (1, 2), (2, 1), 3)
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "extra", "dilation", "groups", "size"),
+    [
+        ((3, 2), (1, 1), (0, 0), (0, 0), (1, 1), 1, (6, 4)),
+        ((4, 4), (2, 2), (1, 1), (0, 0), (1, 1), 2, (8, 6)),
+        ((3, 2), (2, 3), (1, 0), (1, 2), (2, 1), 2, (10, 10)),
+    ],
+)
+def test_a_transposed_convolution_is_the_gradient_of_the_images(kernel, stride, padding, extra, dilation, groups, size):
+    """Of (2, 4, 3, 4) images, against loops; a larger result by output_padding."""
+    rng = np.random.default_rng(0)
+    x, weight = rng.standard_normal((2, 4, 3, 4)), rng.standard_normal((*kernel, 6 // groups, 4))
+    bias = rng.standard_normal(6)
+    y = conv_transpose2d(*map(Tensor, (x, weight, bias)), stride, padding, extra, dilation, groups)
+    assert y.shape == (2, *size, 6)
+    _, expected, _ = reference(np.zeros(y.shape), weight, x, stride, padding, dilation, groups)
+    np.testing.assert_allclose(y.data, expected + bias, atol=1e-12)

@@ -219,9 +219,10 @@ def test_written_parameters():
                 result.backward()
             use().sum().backward()
     product = ops.linear(x, weight).sum()
+    optimizer.step()
+    product.backward()  # which needs no weight, as x needs no gradient
     total, stashed = (weight + 1.0).sum(), (Tensor(np.ones(weight.shape, "float32"), requires_grad=True) * weight).sum()
     model.storage.move(data=[each.copy() for each in model.storage.data])  # as PipeDream does before it updates
     optimizer.step()
-    total.backward()  # which needs no weight
-    product.backward()  # nor does this, as x needs no gradient
+    total.backward()  # nor does this
     stashed.backward()
