@@ -10,31 +10,20 @@
 MPI is started by `start()` and not by the import: the engine alone (`Tensor`, `nn`, `ops`, `optim`) needs no MPI.
 """
 
-import gc
 from difflib import get_close_matches
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from nnmpi.errors import NnmpiError
 from nnmpi.launcher import limit_threads
+from nnmpi.version import VERSION
 
-limit_threads()  # must come before NumPy is loaded, so before everything else
-
-_collects = gc.isenabled()
-gc.disable()  # an import leaves nothing to collect, and a seventh of its time went into looking for it
-try:
-    from nnmpi import backend, data, models, nn, ops, optim, tensor
-    from nnmpi.backend.kernels import jit
-    from nnmpi.backend.precision import use_precision
-    from nnmpi.errors import NnmpiError
-    from nnmpi.nn.compiled import compile
-    from nnmpi.tensor import Tensor, no_grad
-    from nnmpi.version import VERSION
-finally:
-    if _collects:
-        gc.enable()
+limit_threads()  # must come before NumPy is loaded
 
 if TYPE_CHECKING:
-    from nnmpi import comm, memory, parallel
+    from nnmpi import backend, comm, data, memory, models, nn, ops, optim, parallel, tensor
+    from nnmpi.backend.kernels import jit
+    from nnmpi.backend.precision import use_precision
     from nnmpi.comm.group import Group
     from nnmpi.comm.mpi.start import start
     from nnmpi.comm.simulated.simulated_world import simulate
@@ -42,9 +31,11 @@ if TYPE_CHECKING:
     from nnmpi.compose.asynchronous import AsynchronousWorker
     from nnmpi.compose.layout import GradientExchange, Layout, Numerics
     from nnmpi.compose.worker import Worker
+    from nnmpi.nn.compiled import compile
     from nnmpi.parallel.data import DataParallel
     from nnmpi.parallel.zero.strategy import ShardedDataParallel
     from nnmpi.synchrony.sync import Sync
+    from nnmpi.tensor import Tensor, no_grad
     from nnmpi.train.run import load
 
 __version__ = VERSION
@@ -81,7 +72,7 @@ __all__ = [
     "use_precision",
 ]
 
-# What the engine alone does not need is imported when it is first used: it takes half of the time of all imports.
+# What is imported when it is first used: a program that proves a collective needs no engine, and the engine no MPI.
 _WHEN_USED = {
     "DataParallel": "nnmpi.parallel.data",
     "GradientExchange": "nnmpi.compose.layout",
@@ -91,12 +82,18 @@ _WHEN_USED = {
     "ShardedDataParallel": "nnmpi.parallel.zero.strategy",
     "AsynchronousWorker": "nnmpi.compose.asynchronous",
     "Sync": "nnmpi.synchrony.sync",
+    "Tensor": "nnmpi.tensor.tensor",
     "Worker": "nnmpi.compose.worker",
     "arrange": "nnmpi.compose.arrange",
+    "compile": "nnmpi.nn.compiled",
+    "jit": "nnmpi.backend.kernels",
     "load": "nnmpi.train.run",
+    "no_grad": "nnmpi.tensor.function",
     "simulate": "nnmpi.comm.simulated.simulated_world",
     "start": "nnmpi.comm.mpi.start",
+    "use_precision": "nnmpi.backend.precision",
 }
+_PACKAGES = ("backend", "comm", "data", "memory", "models", "nn", "ops", "optim", "parallel", "tensor")
 
 
 def __dir__() -> list[str]:
@@ -106,8 +103,9 @@ def __dir__() -> list[str]:
 
 def __getattr__(name: str) -> Any:
     if name in _WHEN_USED:
-        return getattr(import_module(_WHEN_USED[name]), name)
-    if name in ("comm", "memory", "parallel"):
+        value = globals()[name] = getattr(import_module(_WHEN_USED[name]), name)  # the next look does not come here
+        return value
+    if name in _PACKAGES:
         return import_module(f"nnmpi.{name}")
     close = get_close_matches(name, __all__, 1)
     suggestion = f"; did you mean {close[0]!r}?" if close else ""
