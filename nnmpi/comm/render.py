@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-from nnmpi.comm.collective import Algorithm, Chunks, Collective, as_collective, runs
+from nnmpi.comm.collective import Algorithm, Chunks, Collective, Step, as_collective, runs
 from nnmpi.comm.duration import price
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.prove import prove
@@ -53,16 +53,32 @@ def render(algorithm: Collective | Algorithm, size: int) -> str:
         what = _name(one.chunks, size)
         cells[one.sender].insert(0, f"{what} -> {one.receiver}")
         cells[one.receiver].append(f"{what} {'<+' if one.reduce else '<-'} {one.sender}")
-    lines = [["", *(f"rank {rank}" for rank in range(size))]]
-    for number, cells in sorted(rounds.items()):
-        for index, line in enumerate(zip_longest(*cells, fillvalue="")):
-            lines.append(["" if index else f"round {number}", *(text or "." * (index == 0) for text in line)])
     title = f"{collective.contract.name} by {collective.name}, {counted(size, 'rank')}"
     if not rounds:
         return f"{title}: nothing to do"
+    return f"{title}\n\n{_table('round', [cells for _, cells in sorted(rounds.items())])}"
+
+
+def render_steps(steps: Sequence[Sequence[Step]]) -> str:
+    """Return a picture of all ranks' steps, right or wrong: steps down, ranks across."""
+    size = len(steps)
+    rows: list[list[list[str]]] = [[[] for _ in steps] for _ in range(max(map(len, steps), default=0))]
+    for rank, own in enumerate(steps):
+        for cells, step in zip(rows, own, strict=False):
+            cells[rank] += [f"{_name(step.send, size)} -> {step.to}"] if step.send else []
+            sign = "<+" if step.reduce else "<-"
+            cells[rank] += [f"{_name(step.recv, size)} {sign} {step.from_}"] if step.recv else []
+    return _table("step", rows) if rows else f"{counted(size, 'rank')}: nothing is done"
+
+
+def _table(what: str, rows: Sequence[Sequence[list[str]]]) -> str:
+    lines = [["", *(f"rank {rank}" for rank in range(len(rows[0])))]]
+    for number, cells in enumerate(rows):
+        for index, line in enumerate(zip_longest(*cells, fillvalue="")):
+            lines.append(["" if index else f"{what} {number}", *(text or "." * (index == 0) for text in line)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
-    return "\n".join([title, "", *table, "", _LEGEND])
+    return "\n".join([*table, "", _LEGEND])
 
 
 def _name(chunks: Chunks, size: int) -> str:

@@ -2,6 +2,8 @@
 
     exercise     what an exercise is: a statement, a file to begin with, a check of the function that is written
     exercises    all of them, a table of each kind
+    solution     a file that anybody may have written, in processes of its own: child, which runs there, and wire
+    own_text     whether it is nnmpi's own text
     __main__     python -m nnmpi.exercise
 
 The checks are the package's own: `comm.prove`, `comm.duration.price`, `schedule.check`, the simulated

@@ -10,10 +10,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from nnmpi.command import Parser, entry, folded, say, suggest
-from nnmpi.custom import load_custom
 from nnmpi.errors import UsageError
-from nnmpi.exercise.exercise import guarded
+from nnmpi.exercise.exercise import WrongAnswer
 from nnmpi.exercise.exercises import EXERCISES, KINDS
+from nnmpi.exercise.own_text import refuse_own_text
+from nnmpi.exercise.solution import Solution
 
 
 def main(words: Sequence[str]) -> str:
@@ -36,9 +37,12 @@ def main(words: Sequence[str]) -> str:
     exercise = EXERCISES[given.name]
     if given.file is None:
         return exercise.starter().rstrip()
-    with guarded(given.file):
-        function = load_custom(f"{given.file}:{exercise.function}", exercise.name, f"({exercise.arguments})")
-        return f"{exercise.name}: {exercise.check(function)}"
+    refuse_own_text(given.file)
+    try:
+        with Solution(given.file, exercise.function) as function:
+            return f"{exercise.name}: {exercise.check(function)}"
+    except WrongAnswer as error:
+        raise WrongAnswer(f"{error}\n\n{error.drawing}".strip()) from None
 
 
 def _parser() -> Parser:

@@ -2,26 +2,54 @@
 
 from __future__ import annotations
 
-import faulthandler
-import traceback
-from collections.abc import Callable, Iterator
+import secrets
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from textwrap import indent
 from typing import Any, TypeAlias
 
 import numpy as np
 
+from nnmpi.comm.machine import Machine
 from nnmpi.custom import fault
-from nnmpi.errors import NnmpiError
+from nnmpi.errors import NnmpiError, ScheduleError
+from nnmpi.exercise.child import show
 
 Function: TypeAlias = Callable[..., Any]
-LIMIT_S = 60.0  # for a whole check, which takes a few seconds at most
 
 
 class WrongAnswer(NnmpiError):
-    """What is wrong with a solution, in a sentence for the one who wrote it."""
+    """What is wrong with a solution, in a sentence for the one who wrote it.
+
+    Attributes:
+        drawing: of the solution's own rounds or schedule; empty where there is none.
+    """
+
+    def __init__(self, sentence: str, drawing: str = "") -> None:
+        super().__init__(sentence)
+        self.drawing = drawing
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a solution is measured; nothing of it depends on the computer.
+
+    Attributes:
+        ranks: how many.
+        machine: what messages cost, and where the ranks are.
+        nbytes: of a collective's whole buffer.
+        microbatches: of a pipeline.
+        forward_s: of one stage for one microbatch; a backward takes twice as long.
+        message_s: of one between two stages.
+    """
+
+    ranks: int
+    machine: Machine
+    nbytes: int = 1 << 20
+    microbatches: int = 8
+    forward_s: float = 1.0
+    message_s: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -32,15 +60,21 @@ class Exercise:
         name: as it is written on the command line.
         statement: what is wanted, in a few lines.
         arguments: of the function, such as "rank, size".
-        check: takes the function; returns what it was found to do, or raises `WrongAnswer`.
+        check: takes the function; returns what it was found to do, or raises `WrongAnswer`. The
+            function may run in processes of its own: see `exercise.solution` for what may be handed
+            over. `sizes` gives it other numbers of ranks (of pipelines: ranks and microbatches).
         imports: what the file begins with.
+        measure: (function, setting) -> what a right solution takes there, by name: "seconds" and
+            "bytes" (of the busiest rank) on simulated clocks, "rounds", "activations". It raises
+            `WrongAnswer` for one that is not right. None where there is nothing to measure.
     """
 
     name: str
     statement: str
     arguments: str
-    check: Callable[[Function], str]
+    check: Callable[..., str]
     imports: str = ""
+    measure: Callable[[Function, Setting], Mapping[str, float]] | None = None
 
     @property
     def function(self) -> str:
@@ -72,33 +106,33 @@ def call(function: Function, *values: Any) -> Any:
     except NnmpiError:
         raise
     except (Exception, SystemExit) as error:  # a solution that ends the program must not seem right
-        raise WrongAnswer(fault(function, map(_show, values), error)) from error
+        raise WrongAnswer(fault(function, map(show, values), error)) from error
 
 
 @contextmanager
-def guarded(file: Path) -> Iterator[None]:
-    """Import and check a solution within this: what its file raises becomes a sentence; a loop without an end ends.
+def judged(where: str, draw: Callable[[], str]) -> Iterator[None]:
+    """Within this, what is wrong with steps or a schedule is a `WrongAnswer` that says where, with a drawing.
 
-    Raises:
-        WrongAnswer: with the line of the file. What takes too long ends the process, which prints where it was.
+    Args:
+        where: such as "on 2 ranks".
+        draw: called when something is wrong.
     """
-    faulthandler.dump_traceback_later(LIMIT_S, exit=True)  # no exception stops a solution that catches all
     try:
         yield
-    except NnmpiError:
+    except ScheduleError as error:
+        raise WrongAnswer(f"{where}: {error}", draw()) from None
+    except WrongAnswer as error:
+        error.drawing = error.drawing or draw()
         raise
-    except SyntaxError as error:
-        raise WrongAnswer(f"{file}{f', line {error.lineno}' if error.lineno else ''}: {error.msg}") from None
-    except Exception as error:
-        places = [
-            each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == str(file.absolute())
-        ]
-        if not places:
-            raise  # it is not the solution's
-        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        raise WrongAnswer(f"{file}, line {places[-1]}: {text}") from error
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+
+
+def draws() -> Callable[[], np.random.Generator]:
+    """Return what makes generators of the same numbers for every rank of a check, other ones for the next check.
+
+    Numbers that stand in the package could be written down beforehand, or be drawn by a solution itself.
+    """
+    seed = secrets.randbits(64)
+    return lambda: np.random.default_rng(seed)
 
 
 def compare(what: str, found: Any, wanted: Any) -> None:
@@ -124,9 +158,3 @@ def compare(what: str, found: Any, wanted: Any) -> None:
         place = tuple(map(int, differs[0]))
         at = f"{what}: element {place if len(place) > 1 else place[0]} " if place else f"{what} "
         raise WrongAnswer(f"{at}is {given[place]:.6g}, and must be {wanted[place]:.6g}")
-
-
-def _show(value: object) -> str:
-    if isinstance(value, np.ndarray):
-        return f"an array of shape {value.shape}"
-    return repr(value)

@@ -9,6 +9,7 @@ the package's; rules are held against `synchrony` on drawn cases.
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -36,19 +37,22 @@ from nnmpi.comm.collective import (
     Algorithm,
     Contract,
     Step,
+    as_collective,
     everyone,
     own_part,
 )
-from nnmpi.comm.duration import price
+from nnmpi.comm.duration import ITEM_BYTES, price
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.prove import Proof, prove_steps
-from nnmpi.comm.simulated.simulated_world import simulate
+from nnmpi.comm.render import render_steps
+from nnmpi.comm.simulated.simulated_world import SimulatedRun, simulate
 from nnmpi.custom import ask
-from nnmpi.errors import CommError, ScheduleError, counted
-from nnmpi.exercise.exercise import Exercise, Function, WrongAnswer, call, compare
+from nnmpi.errors import CommError, counted
+from nnmpi.exercise.exercise import Exercise, Function, Setting, WrongAnswer, call, compare, draws, judged
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
+from nnmpi.schedule.render import render
 from nnmpi.schedule.schedule import Instruction, Schedule
 from nnmpi.schedule.schedules import make
 from nnmpi.schedule.simulate import even_costs, simulate_schedule
@@ -61,7 +65,7 @@ REDUCE = Contract("reduce", own_part, lambda rank, chunk, size: everyone(size) i
 
 
 def check_collective(
-    contract: Contract, right: Algorithm, near: bool, sizes: tuple[int, ...], function: Function
+    contract: Contract, right: Algorithm, near: bool, function: Function, sizes: Sequence[int] = ANY
 ) -> str:
     """Return what a right collective does.
 
@@ -69,6 +73,7 @@ def check_collective(
         contract: what every rank has before and after it.
         right: does it; in no more rounds, and with no more chunks from any one rank, it must be done.
         near: whether only those ranks may talk to one another that do so there.
+        function: what was written.
         sizes: the numbers of ranks.
 
     Raises:
@@ -76,14 +81,35 @@ def check_collective(
     """
     for size in sizes:
         best = [right(rank, size) for rank in range(size)]
-        try:
-            steps = [ask(function, Step, rank, size) for rank in range(size)]
-            proof = prove_steps(steps, contract)
-        except ScheduleError as error:
-            raise WrongAnswer(f"on {counted(size, 'rank')}: {error}") from None
-        _check_limits(steps, proof, best, prove_steps(best, contract).rounds, near)
+        steps, proof = _proved(contract, function, size)
+        with judged("", partial(render_steps, steps)):
+            _check_limits(steps, proof, best, prove_steps(best, contract).rounds, near)
     tried = ", ".join(map(str, sizes))
     return f"right on {tried} ranks; on {size} it takes {proof.rounds} rounds and {proof.messages} messages"
+
+
+def _proved(contract: Contract, function: Function, size: int) -> tuple[list[tuple[Step, ...]], Proof]:
+    """Return a solution's steps, which are right, and their proof."""
+    steps: list[tuple[Step, ...]] = []
+    with judged(f"on {counted(size, 'rank')}", lambda: render_steps(steps)):
+        steps += [ask(function, Step, rank, size) for rank in range(size)]
+        return steps, prove_steps(steps, contract)
+
+
+def measure_collective(contract: Contract, function: Function, setting: Setting) -> Mapping[str, float]:
+    """Return the seconds of a right collective on simulated clocks, bytes of its busiest rank, and rounds."""
+    size, nbytes = setting.ranks, setting.nbytes
+    steps, proof = _proved(contract, function, size)
+    lengths = [len(part) * ITEM_BYTES for part in split(-(-nbytes // ITEM_BYTES), size)]
+    busiest = max(
+        sum(lengths[chunk] for step in own for chunk in getattr(step, way)) for own in steps for way in ("send", "recv")
+    )
+    collective = as_collective(lambda rank, size: steps[rank], contract)
+    return {
+        "seconds": price(collective, size, setting.nbytes, setting.machine),
+        "bytes": busiest,
+        "rounds": proof.rounds,
+    }
 
 
 def _check_limits(
@@ -122,8 +148,9 @@ A step may also only send, or only receive."""
 def _collective(
     name: str, statement: str, contract: Contract, right: Algorithm, near: bool = False, sizes: tuple[int, ...] = ANY
 ) -> Exercise:
-    check = partial(check_collective, contract, right, near, sizes)
-    return Exercise(name, f"{statement}\n{_FORM}", "rank, size", check, "from nnmpi.comm.collective import Step")
+    check = partial(check_collective, contract, right, near, sizes=sizes)
+    imports, measure = "from nnmpi.comm.collective import Step", partial(measure_collective, contract)
+    return Exercise(name, f"{statement}\n{_FORM}", "rank, size", check, imports, measure)
 
 
 _COLLECTIVES = (
@@ -251,7 +278,7 @@ def check_cost(exact: Callable[..., float], further: Sequence[tuple[int, ...]], 
     Raises:
         WrongAnswer: saying for how many ranks, and whether latencies or bytes are wrong.
     """
-    for N, rest in product((1, 2, 3, 4, 5, 8, 16), further):
+    for N, rest in product((1, 2, 3, 4, 5, 8, 16, secrets.choice(range(17, 65))), further):
         whole = 4000 * N
         latencies, bytes_ = exact(N, whole, 1.0, 0.0, *rest), exact(N, whole, 0.0, 1.0, *rest) / whole
         for M, alpha, beta in ((whole, 1.0, 0.0), (whole, 0.0, 1.0), (1, 0.0, 1.0), (whole, 1.0, 1.0)):
@@ -261,7 +288,7 @@ def check_cost(exact: Callable[..., float], further: Sequence[tuple[int, ...]], 
                 given += f" and {rest[0]} buckets" if rest else ""
                 hint = "; bytes are divided by /, not by //" if M == 1 else ""
                 raise WrongAnswer(f"{given} it gives {found:g}, but the steps' critical path takes {wanted:g}{hint}")
-    return "right for 1 to 16 ranks: latencies and bytes are those of the steps' critical path"
+    return "right for 1 to 64 ranks: latencies and bytes are those of the steps' critical path"
 
 
 def check_crossover(function: Function) -> str:
@@ -288,32 +315,64 @@ def _number(function: Function, *values: float) -> float:
 
 # ---- what ranks share out ----
 
-Trial: TypeAlias = Callable[[Group, Function], tuple[Any, Any]]
+Arrays: TypeAlias = Callable[..., list[Array]]
+"""Shapes -> arrays of those shapes; for every rank of a check the same."""
+
+Trial: TypeAlias = Callable[[Group, Function, Arrays], tuple[Any, Any]]
 """What one rank does: what the function gave it, and what it should have given."""
+
+Most: TypeAlias = Callable[[int], int]
+"""Number of ranks -> bytes that one rank may send or receive."""
 
 SIZES = (1, 2, 3, 4)
 BATCH, IN, MIDDLE, OUT = 3, 7, 6, 5
+WEIGHTS = 211
 
 
-def check_shared(trial: Trial, function: Function) -> str:
+def check_shared(trial: Trial, function: Function, sizes: Sequence[int] = SIZES, most: Most | None = None) -> str:
     """Return that every rank gets the serial result.
 
+    Args:
+        trial: what one rank does.
+        function: what was written.
+        sizes: the numbers of ranks.
+        most: size -> the bytes that are enough for a rank; None where nobody counts.
+
     Raises:
-        WrongAnswer: naming rank and element, or who waits for whom.
+        WrongAnswer: naming rank and element, or who waits for whom, or what the busiest rank sends.
     """
-    for size in SIZES:
-        try:
-            results = simulate(lambda group: trial(group, function), ranks=size)
-        except CommError as error:
-            raise WrongAnswer(f"on {counted(size, 'rank')}: {error}") from None
-        for rank, (found, wanted) in enumerate(results):
-            compare(f"on {counted(size, 'rank')}, the result of rank {rank}", found, wanted)
-    return f"equal to the serial result on {', '.join(map(str, SIZES))} ranks"
+    for size in sizes:
+        run, where = _run_shared(trial, function, size), f"on {counted(size, 'rank')}"
+        rank, nbytes = run.busiest
+        if most is not None and nbytes > most(size):
+            raise WrongAnswer(
+                f"{where}: the result is right, but rank {rank} sends or receives {nbytes} bytes, and {most(size)} are "
+                "enough"
+            )
+    return f"equal to the serial result on {', '.join(map(str, sizes))} ranks"
 
 
-def _arrays(*shapes: tuple[int, ...]) -> list[Array]:
-    draw = np.random.default_rng(0)
-    return [draw.normal(size=shape) for shape in shapes]
+def _run_shared(trial: Trial, function: Function, size: int, machine: Machine | None = None) -> SimulatedRun[Any]:
+    """Return the run of a solution whose results are right."""
+    generator, where = draws(), f"on {counted(size, 'rank')}"
+
+    def arrays(*shapes: tuple[int, ...]) -> list[Array]:
+        draw = generator()
+        return [draw.normal(size=shape) for shape in shapes]
+
+    try:
+        run = simulate(lambda group: trial(group, function, arrays), size, machine, cpu_factor=0)
+    except CommError as error:
+        raise WrongAnswer(f"{where}: {error}") from None
+    for rank, (found, wanted) in enumerate(run):
+        compare(f"{where}, the result of rank {rank}", found, wanted)
+    return run
+
+
+def measure_shared(trial: Trial, function: Function, setting: Setting) -> Mapping[str, float]:
+    """Return the simulated seconds of a right solution's messages, and the bytes of its busiest rank."""
+    run = _run_shared(trial, function, setting.ranks, setting.machine)
+    return {"seconds": run.seconds, "bytes": run.busiest[1]}
 
 
 def _mine(n: int, group: Group) -> slice:
@@ -321,38 +380,41 @@ def _mine(n: int, group: Group) -> slice:
     return slice(part.start, part.stop)
 
 
-def _row_linear(group: Group, function: Function) -> tuple[Any, Any]:
-    x, w = _arrays((BATCH, IN), (IN, OUT))
+def _row_linear(group: Group, function: Function, arrays: Arrays) -> tuple[Any, Any]:
+    x, w = arrays((BATCH, IN), (IN, OUT))
     mine = _mine(IN, group)
     return call(function, group, x[:, mine].copy(), w[mine].copy()), x @ w
 
 
-def _column_gradient(group: Group, function: Function) -> tuple[Any, Any]:
-    grad, w = _arrays((BATCH, OUT), (IN, OUT))
+def _column_gradient(group: Group, function: Function, arrays: Arrays) -> tuple[Any, Any]:
+    grad, w = arrays((BATCH, OUT), (IN, OUT))
     mine = _mine(OUT, group)
     return call(function, group, grad[:, mine].copy(), w[:, mine].copy()), grad @ w.T
 
 
-def _sharded_pair(group: Group, function: Function) -> tuple[Any, Any]:
-    x, first, second = _arrays((BATCH, IN), (IN, MIDDLE), (MIDDLE, OUT))
+def _sharded_pair(group: Group, function: Function, arrays: Arrays) -> tuple[Any, Any]:
+    x, first, second = arrays((BATCH, IN), (IN, MIDDLE), (MIDDLE, OUT))
     mine = _mine(MIDDLE, group)
     found = call(function, group, x.copy(), first[:, mine].copy(), second[mine].copy())
     return found, np.maximum(x @ first, 0) @ second
 
 
-def _global_mean(group: Group, function: Function) -> tuple[Any, Any]:
-    (losses,) = _arrays((7,))
+def _global_mean(group: Group, function: Function, arrays: Arrays) -> tuple[Any, Any]:
+    (losses,) = arrays((7,))
     mine = losses[_mine(7, group)]
     return call(function, group, float(mine.sum()), len(mine)), losses.mean()
 
 
-def _zero_update(group: Group, function: Function) -> tuple[Any, Any]:
-    weights, *gradients = _arrays((11,), *[(11,)] * group.size)
-    found = weights.copy()
-    mine = _mine(11, group)
+def _zero_update(group: Group, function: Function, arrays: Arrays) -> tuple[Any, Any]:
+    weights, *gradients = arrays((WEIGHTS,), *[(WEIGHTS,)] * group.size)
+    mine = _mine(WEIGHTS, group)
+    found = np.full_like(weights, np.nan)
+    found[mine] = weights[mine]
     call(function, group, found, gradients[group.rank].copy(), mine, 0.1)
     return found, weights - 0.1 * sum(gradients)
 
+
+_MOST: Mapping[str, Most] = MappingProxyType({"zero-update": lambda size: 20 * WEIGHTS * (size - 1) // size})
 
 _SHARED: tuple[tuple[str, str, str, Trial], ...] = (
     (
@@ -386,8 +448,9 @@ _SHARED: tuple[tuple[str, str, str, Trial], ...] = (
     (
         "zero-update",
         "A step of ZeRO: each rank updates its own part of the weights.\n\nweights and gradient are flat, and mine is "
-        "this rank's part, a slice. Change weights in place, so that they are\nthe old ones less rate times the sum of "
-        "all ranks' gradients, everywhere: reduce_scatter, update, all_gather.",
+        "this rank's slice. The old weights stand in weights[mine];\nwhat is elsewhere in weights is of no use. "
+        "Change weights in place, so that everywhere they are the old\nones less rate times the sum of all ranks' "
+        "gradients: reduce_scatter, update, all_gather.\nNo more bytes are sent than by these.",
         "group, weights, gradient, mine, rate",
         _zero_update,
     ),
@@ -455,37 +518,53 @@ VIRTUAL = 2  # stages on each rank of the interleaved one
 SHAPES = ((2, 2), (2, 4), (3, 6), (4, 4), (4, 8))  # ranks and microbatches
 
 
-def check_order(name: str, virtual: int, function: Function) -> str:
+def check_order(name: str, virtual: int, function: Function, sizes: Sequence[tuple[int, int]] = SHAPES) -> str:
     """Return what a right schedule takes.
 
     Args:
         name: the package's schedule that is wanted; another one that is as good passes, too.
         virtual: stages on each rank.
+        function: what was written.
+        sizes: numbers of ranks and microbatches.
 
     Raises:
         WrongAnswer: showing the programs with the fault marked, or saying which rank keeps too much, or what is slow.
     """
-    for ranks, microbatches in SHAPES:
-        where = f"with {ranks} ranks and {microbatches} microbatches"
-        try:
-            programs = tuple(ask(function, Instruction, rank, ranks, microbatches) for rank in range(ranks))
-            schedule = lower(Schedule(name, ranks, ranks * virtual, microbatches, programs))
-            check(schedule)
-        except ScheduleError as error:
-            raise WrongAnswer(f"{where}: {error}") from None
+    for ranks, microbatches in sizes:
+        schedule, where = _checked(name, virtual, function, ranks, microbatches)
         costs = even_costs(ranks * virtual)
         found = simulate_schedule(schedule, costs)
         best = simulate_schedule(lower(make(name, ranks, microbatches, virtual)), costs)
-        right = f"{where}: everything is done, in a possible order, but"
+        right, picture = f"{where}: everything is done, in a possible order, but", render(schedule)
         for rank, (kept, enough) in enumerate(zip(found.peak_activations, best.peak_activations, strict=True)):
             if kept > enough:
-                raise WrongAnswer(f"{right} rank {rank} keeps {kept} activations at once, and {enough} are enough")
+                told = f"{right} rank {rank} keeps {kept} activations at once, and {enough} are enough"
+                raise WrongAnswer(told, picture)
         if found.makespan_s > best.makespan_s + 1e-9:
             raise WrongAnswer(
                 f"{right} it takes {found.makespan_s:g} units of time, where {best.makespan_s:g} are enough; a forward "
-                f"takes one, a backward two"
+                f"takes one, a backward two",
+                picture,
             )
     return f"right; {where} it takes {found.makespan_s:g} units, bubble {found.bubble:.0%}"
+
+
+def _checked(name: str, virtual: int, function: Function, ranks: int, microbatches: int) -> tuple[Schedule, str]:
+    """Return a solution's schedule, which is right, and for what it is."""
+    where = f"with {ranks} ranks and {microbatches} microbatches"
+    with judged(where, str):  # the sentence shows the programs
+        programs = tuple(ask(function, Instruction, rank, ranks, microbatches) for rank in range(ranks))
+        schedule = lower(Schedule(name, ranks, ranks * virtual, microbatches, programs))
+        check(schedule)
+    return schedule, where
+
+
+def measure_order(name: str, virtual: int, function: Function, setting: Setting) -> Mapping[str, float]:
+    """Return the seconds of a right schedule, and the most activations that a rank keeps."""
+    schedule, _ = _checked(name, virtual, function, setting.ranks, setting.microbatches)
+    costs = even_costs(setting.ranks * virtual, setting.forward_s / virtual, message_s=setting.message_s)
+    found = simulate_schedule(schedule, costs)
+    return {"seconds": found.makespan_s, "activations": max(found.peak_activations)}
 
 
 _ORDER = "\n\nReturn what the rank computes, in order: Kind.F.at(stage, microbatch) and Kind.B.at(stage, microbatch)."
@@ -536,7 +615,7 @@ def check_rule(cases: Cases, function: Function) -> str:
         WrongAnswer: showing the first case in which it is not.
     """
     tried = 0
-    for case, values, wanted in cases(Random(0)):
+    for case, values, wanted in cases(Random(secrets.randbits(64))):
         tried += 1
         found = call(function, *values)
         if type(found) is not type(wanted) or found != wanted:
@@ -594,7 +673,14 @@ KINDS: Mapping[str, tuple[Exercise, ...]] = MappingProxyType(
         "collectives": _COLLECTIVES,
         "what they cost": _COSTS,
         "what ranks share out": tuple(
-            Exercise(name, f"{statement}{_GROUP}", arguments, partial(check_shared, trial), "import numpy as np")
+            Exercise(
+                name,
+                f"{statement}{_GROUP}",
+                arguments,
+                partial(check_shared, trial, most=_MOST.get(name)),
+                "import numpy as np",
+                partial(measure_shared, trial),
+            )
             for name, statement, arguments, trial in _SHARED
         ),
         "pipeline schedules": tuple(
@@ -604,6 +690,7 @@ KINDS: Mapping[str, tuple[Exercise, ...]] = MappingProxyType(
                 "rank, ranks, microbatches",
                 partial(check_order, schedule, virtual),
                 "from nnmpi.schedule.schedule import Kind",
+                partial(measure_order, schedule, virtual),
             )
             for name, schedule, virtual, statement in _SCHEDULES
         ),
