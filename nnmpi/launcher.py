@@ -7,7 +7,8 @@ How many threads one rank's BLAS may use: one, unless the environment says other
 Without this every rank's BLAS starts a thread for each core of the node, and the ranks starve one another: on busy
 cores two threads took 5 to 50 times as long as one. One is also the same on every machine, so a repeated command
 gives the same bits. The variables are read when the BLAS is loaded, so they must be set before NumPy is imported:
-`nnmpi/__init__` does that under a launcher. Where NumPy came first, `nnmpi.comm.mpi.start` sets the running BLAS.
+`nnmpi/__init__` does that under a launcher. Where NumPy came first, and without a launcher, `nnmpi.comm.mpi.start` sets
+the running BLAS.
 """
 
 import os
@@ -86,14 +87,9 @@ def user_chose_threads(environ: Mapping[str, str] = os.environ) -> bool:
     return any(name in environ for name in VARIABLES)
 
 
-def is_rank(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a launcher started this process, and the user has not chosen the threads of its BLAS."""
-    return read_launch(environ) is not None and not user_chose_threads(environ)
-
-
 def limit_threads(environ: MutableMapping[str, str] = os.environ, loaded: Container[str] = sys.modules) -> None:
     """Set the BLAS thread variables to 1 for a rank under a launcher, unless NumPy is loaded already."""
-    if "numpy" not in loaded and is_rank(environ):
+    if "numpy" not in loaded and read_launch(environ) and not user_chose_threads(environ):
         environ.update(dict.fromkeys(VARIABLES, "1"))
 
 

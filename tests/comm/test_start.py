@@ -182,14 +182,12 @@ def test_the_limit_of_the_environment_holds(tmp_path: Path) -> None:
     assert ending.status == 1
 
 
-def test_a_running_blas_gets_its_share(tmp_path: Path) -> None:
-    """NumPy was there before nnmpi: the variables come too late, and the BLAS itself is told."""
-    body = "import numpy, threadpoolctl as control\n" + BEGIN.replace(
-        "group =", "before = control.threadpool_info()\ngroup ="
-    )
-    body += "found = group.gather([pool[0]['num_threads'] for pool in (before, control.threadpool_info())])\n"
-    body += "if rank == 0: print(*sum(found, []))"
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_a_running_blas_has_one_thread(ranks: int, tmp_path: Path) -> None:
+    """NumPy was there before nnmpi: the variables come too late, and the BLAS itself is told; also without a launcher."""
+    body = "import numpy, threadpoolctl as control\nbefore = control.threadpool_limits(3, 'blas')\n" + BEGIN
+    body += "found = group.gather(control.threadpool_info()[0]['num_threads'])\nif rank == 0: print(*found)"
     none = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"))
-    before, after, before_1, after_1 = map(int, run_program(tmp_path, body, 2, **none).output.split())
-    assert after <= max(1, before // 2)
-    assert after_1 <= max(1, before_1 // 2)
+    assert run_program(tmp_path, body, ranks, **none).output.split() == ["1"] * max(1, ranks)
+    chosen = run_program(tmp_path, body, ranks, OMP_NUM_THREADS="3")
+    assert chosen.output.split() == ["3"] * max(1, ranks)

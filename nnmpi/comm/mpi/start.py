@@ -23,7 +23,7 @@ import threadpoolctl
 from nnmpi.comm.group import Group
 from nnmpi.comm.mpi.shutdown import Shutdown, complain, describe_uncaught
 from nnmpi.errors import LaunchError, UsageError
-from nnmpi.launcher import Launch, is_rank, read_launch
+from nnmpi.launcher import Launch, read_launch, user_chose_threads
 
 # The MPI library: loading it, starting it once, and refusing launches that cannot work in a sentence.
 #
@@ -147,6 +147,9 @@ SILENT_S = 3.0
 def start(exit_limit_s: float | None = None) -> Group:
     """Start MPI and return the group of all ranks; a second call returns the same group. Collective.
 
+    BLAS computes with one thread from then on, as in the train command, unless the environment sets another number
+    (see `nnmpi.launcher`).
+
     From then on an uncaught exception on one rank ends the whole job, with that rank's traceback (for nnmpi's own
     errors: their sentence) printed once. `sys.exit(status)` on one rank does not: raise an exception instead. See
     `nnmpi.comm.mpi.shutdown` for what is covered.
@@ -181,7 +184,7 @@ def _start() -> tuple[Group, Shutdown]:
         raise
     from nnmpi.comm.mpi.mpi_world import mpi_world  # imports mpi4py.MPI, which must have been loaded by then
 
-    if is_rank():  # the variables that a BLAS reads come too late for one that was loaded before
+    if not user_chose_threads():  # the variables that a BLAS reads come too late for one that was loaded before
         threadpoolctl.threadpool_limits(limits=1, user_api="blas")
     world = mpi_world()
     shutdown = Shutdown(mpi, limit_s, world)
