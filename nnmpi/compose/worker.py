@@ -39,7 +39,7 @@ from nnmpi.compose.losses import SumLoss, to_device
 from nnmpi.compose.passes import Passes, evaluate_all
 from nnmpi.compose.stats import StepReport, Totals
 from nnmpi.compose.trainer import Progress, SegmentReport, Trainer, TrainingSegment
-from nnmpi.data.dataset import count_targets
+from nnmpi.data.dataset import count_targets, read_array
 from nnmpi.data.loader import Batch
 from nnmpi.data.sampler import Cut
 from nnmpi.errors import ShapeError, UsageError
@@ -331,7 +331,7 @@ class Worker(Trainer):
                 f"step takes a batch of a data.Loader, or samples and labels, not a {what} alone: "
                 "for batch in loader: worker.step(batch), or worker.step(x, y)"
             )
-        samples, labels = (np.atleast_1d(np.asarray(each)) for each in (x, y))
+        samples, labels = (np.atleast_1d(read_array(each, "step")) for each in (x, y))
         if len(samples) != len(labels):
             raise ShapeError(f"{len(samples)} samples have {len(labels)} labels; give one for each sample")
         replicas, data = self.arrangement.mesh.replicas, self.model.storage.data

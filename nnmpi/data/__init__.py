@@ -5,6 +5,7 @@ In the order to read it:
     dataset         Dataset: samples and labels in memory, and the split into training and test part
     catalogue       data sets by name or path: load; prepare downloads
     images, tables  what files hold: IDX (MNIST) and CIFAR-10; CSV and npz
+    items           data sets of other libraries: PyTorch's, Hugging Face's, DataFrames
     tokenizer       text to numbers; text: documents in files, in blocks of tokens or sentences
     sampler         who sees which sample when; pure functions, with a picture; workers with samples of their own
     loader          Loader: one rank's batches, with their microbatches, on the host or on a device

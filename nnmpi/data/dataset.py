@@ -12,13 +12,63 @@ from numpy.typing import DTypeLike, NDArray
 
 from nnmpi.backend.array import Array, Integers, is_array
 from nnmpi.backend.random import stream
-from nnmpi.errors import DataError, UsageError
+from nnmpi.errors import DataError, UsageError, shortened
 from nnmpi.errors import whole as whole_number
 
 Predicts: TypeAlias = Literal["classes", "yes-or-no", "quantities"]
 Wanted: TypeAlias = Literal["classes", "quantities", "any"]  # of what stands in a file
 TOKEN_TYPES = (np.uint16, np.uint32)
 IGNORED = -1  # the label of what is not to be predicted, such as padding
+MISSING = ("", "?", "-", "na", "n/a", "nan", "<na>", "none", "null", "nat")  # as tables write it, in small letters
+
+
+def no_number(value: object) -> str:
+    """Return what a cell that should be a finite number is, and what to do."""
+    if str(value).strip().lower() in MISSING:
+        return "the value is missing; fill it in or leave its row out, as pandas' table.fillna(0) and table.dropna() do"
+    does = "scale the column, or leave the row out"
+    if isinstance(value, str):
+        does = "number categories by pandas.factorize(column), or give each a column by pandas.get_dummies(table)"
+    return f"{shortened(repr(value))} is not a finite float32 number; {does}"
+
+
+def read_array(values: Any, name: str) -> Array:
+    """Return numbers as an array: of any library as they are; of tables, tensors and lists as NumPy reads them.
+
+    Args:
+        values: what has `__array__`, or lists of numbers.
+        name: for messages.
+
+    Raises:
+        DataError: for what is no number; the message says what to do about categories and missing values.
+    """
+    if is_array(values) and values.dtype.kind in "biuf":
+        return values
+    try:
+        found = np.asarray(values)
+        if found.dtype.kind == "O":  # a table's columns of several kinds
+            found = found.astype(np.float64)
+    except (TypeError, ValueError):
+        found = np.asarray(values, object)
+    if found.dtype.kind in "biuf":
+        return found
+    wrong = [each for each in found.reshape(-1).tolist() if not isinstance(each, bool | int | float)]
+    raise DataError(f"{name}: {no_number(wrong[0])}")
+
+
+def as_float32(name: str, values: Array) -> Array:
+    """Return real numbers in float32; others must be finite.
+
+    Raises:
+        DataError: with the name and the place of the first one that is not.
+    """
+    if values.dtype == np.float32:
+        return values
+    with np.errstate(over="ignore"):  # the check names the sample
+        found = values.astype(np.float32)
+    for place in np.argwhere(~np.isfinite(found))[:1].tolist():
+        raise DataError(f"{name}{place}: {no_number(values[tuple(place)].item())}")
+    return found
 
 
 def count_targets(labels: Array) -> int:
@@ -91,6 +141,10 @@ class Samples(ABC):
     def labels(self, indices: Integers, length: int | None = None) -> NDArray[Any]:
         """Return their labels, (rows,) or (rows, ...): int64, padded with `IGNORED`; or float32 quantities."""
 
+    def pair(self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None) -> tuple[Array, Array]:
+        """Return `rows` and `labels` of the same samples."""
+        return self.rows(indices, dtype, length), self.labels(indices, length)
+
 
 @dataclass(frozen=True, eq=False)
 class Dataset(Samples):
@@ -98,11 +152,13 @@ class Dataset(Samples):
 
     Attributes:
         name: for messages and headers.
-        x: (n, *sample_shape). float32 or uint8: quantities. Images are (n, height, width, channels), grayscale with 1
+        x: (n, *sample_shape), an array, or what `read_array` reads: a pandas or polars DataFrame, a PyTorch tensor.
+            uint8, and all that becomes float32: quantities. Images are (n, height, width, channels), grayscale with 1
             channel, and stay uint8 so that memory stays small: `rows` converts one batch at a time. uint16, uint32,
             and with a label for each of them any whole numbers: tokens, for an embedding.
-        y: (n,) or (n, ...). int64: labels in 0..classes-1; with several for each sample, `IGNORED` may be among them.
-            float32: quantities that are predicted; or with 2 classes, how sure it is that a sample is of class 1.
+        y: (n,) or (n, ...). Whole numbers, which become int64: labels in 0..classes-1; with several for each sample,
+            `IGNORED` may be among them. Floats, which become float32: quantities that are predicted; or with 2 classes,
+            how sure it is that a sample is of class 1.
         classes: number of classes; 0 where quantities are predicted.
         scale: what x is multiplied by to become model input (1/255 for bytes, 1/16 for the 8x8 digits, 1 for floats).
         class_names: one name for each class, or empty.
@@ -121,23 +177,15 @@ class Dataset(Samples):
     columns: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if not is_array(self.x) or not is_array(self.y):
-            raise DataError(
-                f"{self.name}: samples are a {type(self.x).__name__} and labels a {type(self.y).__name__}; "
-                "give arrays, numpy.asarray(x, 'float32') and numpy.asarray(y)"
-            )
         whole_number("classes", self.classes, 0)
-        whole = self.y.dtype == np.int64
-        if (self.x.dtype != np.float32 and self.x.dtype.kind not in "iu") or not (whole or self.y.dtype == np.float32):
-            raise DataError(
-                f"{self.name}: samples are {self.x.dtype} and labels {self.y.dtype}; "
-                "give float32 or whole numbers as samples, and int64 labels or float32 quantities"
-            )
-        if self.is_tokens and self.x.dtype not in TOKEN_TYPES and self.x.shape != self.y.shape:
-            raise DataError(
-                f"{self.name}: samples are {self.x.dtype}, whole numbers that may be quantities or tokens; give "
-                "x.astype('float32') for quantities, x.astype('uint32') for tokens"
-            )
+        x, y = read_array(self.x, f"samples of {self.name}"), read_array(self.y, f"labels of {self.name}")
+        whole = y.dtype.kind in "biu"
+        y = y.astype(np.int64, copy=False) if whole else as_float32(f"{self.name}: target", y)
+        if x.dtype not in (np.uint8, *TOKEN_TYPES) and (x.dtype.kind not in "iu" or x.shape != y.shape):
+            x = as_float32(f"{self.name}: sample", x)  # whole numbers may be tokens, but are not without a word
+        columns = self.columns or tuple(map(str, getattr(self.x, "columns", ())))
+        for field, value in (("x", x), ("y", y), ("columns", columns)):
+            object.__setattr__(self, field, value)
         if self.x.ndim < 2 or self.y.ndim < 1 or len(self.x) != len(self.y):
             raise DataError(
                 f"{self.name}: samples of shape {self.x.shape} and labels of shape {self.y.shape}; "
@@ -146,7 +194,9 @@ class Dataset(Samples):
         if self.class_names and len(self.class_names) != self.classes:
             raise DataError(f"{self.name}: {len(self.class_names)} class names for {self.classes} classes")
         if not whole and (self.classes not in (0, 2) or self.y.size == 0):
-            raise DataError(f"{self.name}: quantities are predicted in {self.classes} classes; give 0")
+            raise DataError(
+                f"{self.name}: quantities are predicted in {self.classes} classes; give classes=0, or whole numbers"
+            )
         if whole:
             fits = (self.y >= (IGNORED if self.y.ndim > 1 else 0)) & (self.y < self.classes)
             what, wanted = "label", f"in 0..{self.classes - 1}"

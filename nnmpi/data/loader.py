@@ -20,6 +20,7 @@ from numpy.typing import DTypeLike, NDArray
 from nnmpi.backend.array import Array, Integers
 from nnmpi.backend.backend import Backend
 from nnmpi.data.dataset import Samples, count_targets
+from nnmpi.data.items import as_samples
 from nnmpi.data.sampler import Cut, by_length, check_partition, cut_batch, order, own_order, own_samples, takers
 from nnmpi.data.transform import Normalize, Transform, steps_of
 from nnmpi.errors import ShapeError, UsageError
@@ -107,6 +108,7 @@ class Loader:
     """Gives a rank its part of every global batch, in an order that depends on (seed, epoch) alone.
 
     Args:
+        dataset: a `Dataset` or a text; or what `items` reads: PyTorch's and Hugging Face's data sets, DataFrames.
         batch_size: rows of the global batch; n or more makes one batch of everything.
         rank, world: which part of how many.
         microbatches: the number of parts that each batch is worked on in, one after the other, to save memory.
@@ -122,7 +124,7 @@ class Loader:
         UsageError: for sizes and counts that make no sense; the message names the value.
     """
 
-    dataset: Samples
+    dataset: Samples | Any
     batch_size: int
     _: KW_ONLY
     seed: int = 0
@@ -137,10 +139,8 @@ class Loader:
     workers: int | None = None
 
     def __post_init__(self) -> None:
-        dataset, partition = self.dataset, self.partition
-        if not isinstance(dataset, Samples):
-            what = type(dataset).__name__
-            raise UsageError(f"a Loader takes a data set, not a {what}; make one: data.Dataset(name, x, y, classes=10)")
+        dataset = self.dataset = as_samples(self.dataset)
+        partition = self.partition
         self.batch_size = size = whole_of("batch_size", self.batch_size)
         self.microbatches = whole_of("microbatches", self.microbatches)
         if not 0 <= self.rank < self.world:
@@ -247,7 +247,8 @@ class Loader:
         rows = [epoch_order[start + each.first_row :][: each.stop - each.start] for each in cuts]
         indices = rows[0] if len(rows) == 1 else np.concatenate([epoch_order[:0], *rows])
         targets, length = self._extent(epoch_order[start : start + global_rows])
-        x, y = self._samples(indices, epoch, length), self.dataset.labels(indices, length)
+        x, y = self.dataset.pair(indices, self._kind, length)
+        x = self._transformed(x, indices, epoch)
         if y.dtype.kind == "f":
             y = y.astype(self._kind, copy=False)
         microbatches = min(self.microbatches, global_rows)
@@ -266,8 +267,7 @@ class Loader:
             counts = tuple(int(targets[batch_order[each.start : each.stop]].sum()) for each in cuts)
         return counts, None if lengths is None else int(lengths[batch_order].max(initial=0))
 
-    def _samples(self, indices: Integers, epoch: int, length: int | None) -> Array:
-        x = self.dataset.rows(indices, self._kind, length)
+    def _transformed(self, x: Array, indices: Integers, epoch: int) -> Array:
         for step in self._steps:
             x = step(x, indices, epoch, self.seed)
             if len(x) != len(indices) or x.dtype != self._kind:

@@ -21,7 +21,6 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from io import TextIOWrapper
-from math import nan
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnmpi.backend.array import Array
-from nnmpi.data.dataset import Dataset, Wanted
+from nnmpi.data.dataset import Dataset, Wanted, as_float32, no_number
 from nnmpi.errors import DataError, UsageError, shortened
 from nnmpi.files import check_unpacked, foreign, opened
 
@@ -93,18 +92,25 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
             place = width if width == features else _target_column(path, cells, target)
             if all(_number(cell) is None for column, cell in enumerate(cells) if column != place):
                 names = [cell.strip() for column, cell in enumerate(cells) if column != place]
+                if not names[0]:
+                    raise DataError(
+                        f"{path}: the first column has no name, as where pandas writes its index; write the table by "
+                        "to_csv(path, index=False), or give the column a name if it is a feature"
+                    )
                 continue  # a header
         labels.append(cells.pop(place).strip() if place < width else "")
         lines.append(line)
-        values.extend(nan if (number := _number(cell)) is None else number for cell in cells)
+        numbers = [*map(_number, cells)]
+        if None in numbers:
+            raise _wrong_cell(path, line, numbers.index(None), place, cells[numbers.index(None)])
+        values.extend(cast(list[float], numbers))
     if not labels:
         raise DataError(f"{path}: the table has no rows of data")
     exact = np.frombuffer(values).reshape(len(labels), -1)
     with np.errstate(over="ignore"):  # the check names the place
         found = exact.astype(np.float32)
     for row, column in np.argwhere(~np.isfinite(found))[:1].tolist():
-        where = f"{path}, line {lines[row]}, column {column + 1 + (column >= place)}"
-        raise DataError(f"{where}: the cell is not a finite number")
+        raise _wrong_cell(path, lines[row], column, place, exact[row, column].item())
     lost = np.abs(found - exact).max(axis=0) > MOST_LOST * exact.std(axis=0)
     for column in np.flatnonzero(lost & (exact != exact[0]).any(axis=0))[:1].tolist():
         least, most = exact[:, column].min(), exact[:, column].max()
@@ -115,6 +121,10 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
     if place < width and "" in labels:
         raise DataError(f"{path}, line {lines[labels.index('')]}, column {place + 1}: the label is missing")
     return Table(path, found, tuple(labels), tuple(lines), tuple(names))
+
+
+def _wrong_cell(path: Path, line: int, feature: int, place: int, value: object) -> DataError:
+    return DataError(f"{path}, line {line}, column {feature + 1 + (feature >= place)}: {no_number(value)}")
 
 
 def _target_column(path: Path, first: list[str], target: str) -> int:
@@ -266,8 +276,4 @@ def _samples(path: Path, name: str, x: Array) -> Array:
 def _finite(path: Path, name: str, values: Array) -> NDArray[np.float32]:
     if values.dtype.kind not in "biuf":
         raise DataError(f"{path}: {name} is {values.dtype}; needs real numbers")
-    with np.errstate(over="ignore"):  # the check below names the place
-        found = values.astype(np.float32)
-    for place in np.argwhere(~np.isfinite(found))[:1].tolist():
-        raise DataError(f"{path}: {name}{place} is {values[tuple(place)]}; needs finite float32 numbers")
-    return found
+    return as_float32(f"{path}: {name}", values)

@@ -378,7 +378,7 @@ def _input(x: Any) -> Any:
     """Return an array as a tensor and refuse lists of numbers; anything else is the module's own business."""
     if type(x) is Tensor:
         return x
-    if is_array(x):
+    if is_array(x) or hasattr(x, "__dlpack__"):  # of any library
         return Tensor(x)
     first = x
     while isinstance(first, list | tuple) and first:

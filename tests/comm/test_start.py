@@ -184,7 +184,7 @@ def test_the_limit_of_the_environment_holds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("ranks", [0, 2])
 def test_a_running_blas_has_one_thread(ranks: int, tmp_path: Path) -> None:
-    """NumPy was there before nnmpi: the variables come too late, and the BLAS itself is told; also without a launcher."""
+    """NumPy was there before nnmpi: the variables come too late, and the BLAS itself is told, launcher or not."""
     body = "import numpy, threadpoolctl as control\nbefore = control.threadpool_limits(3, 'blas')\n" + BEGIN
     body += "found = group.gather(control.threadpool_info()[0]['num_threads'])\nif rank == 0: print(*found)"
     none = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"))

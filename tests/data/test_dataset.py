@@ -1,3 +1,5 @@
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -34,11 +36,12 @@ Y = np.zeros(3, np.int64)
 @pytest.mark.parametrize(
     ("x", "y", "classes", "names", "sentence"),
     [
-        (X.astype("float64"), Y, 1, (), "samples are float64"),
-        (X, Y.astype("int32"), 1, (), "labels int32"),
+        (np.array([["red", 1.0]], object), Y[:1], 1, (), "'red' is not a finite float32 number.*get_dummies"),
+        (np.array([[None, 1.0]], object), Y[:1], 1, (), "the value is missing"),
+        (X.astype("float64") + 1e300, Y, 1, (), "sample.0, 0.: .*1e[+]300.* is not a finite float32 number"),
+        (X, ["a", "b", "c"], 3, (), "'a' is not a finite.*factorize"),
         (X, Y[:2], 1, (), "as many labels"),
         (X[:, 0], Y, 1, (), "of shape"),
-        (X.astype(int), Y, 3, (), "samples are int64, whole numbers that may be quantities or tokens; give x.astype"),
         (X, np.array([0, 1, 3]), 3, (), "label 3 of sample 2 is not in 0..2"),
         (X, np.array([0, 1, -1]), 3, (), "label -1 of sample 2 is not in 0..2"),
         (X, np.array([[0], [0], [-2]]), 4, (), "label -2 of sample 2 is not in 0..3"),
@@ -51,8 +54,27 @@ Y = np.zeros(3, np.int64)
 def test_arrays_that_do_not_fit_are_refused(
     x: np.ndarray, y: np.ndarray, classes: int, names: tuple[str, ...], sentence: str
 ) -> None:
-    with pytest.raises(DataError, match=f"made up: .*{sentence}"):
+    with pytest.raises(DataError, match=f"made up.*: .*{sentence}"):
         Dataset("made up", x, y, classes, class_names=names)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "dtypes"),
+    [
+        (X.astype("float64"), Y.astype("int32"), ("float32", "int64")),
+        (X.astype("int64"), Y.astype("bool"), ("float32", "int64")),
+        (X.astype("bool"), Y.astype("float64"), ("float32", "float32")),
+        (X.tolist(), Y.tolist(), ("float32", "int64")),
+        (X.astype("uint8"), Y.astype("uint64"), ("uint8", "int64")),
+        (X.astype("uint32"), Y, ("uint32", "int64")),
+        (X.astype("int32"), X.astype("int32"), ("int32", "int64")),
+    ],
+)
+def test_columns_become_what_a_model_takes(x: Any, y: Any, dtypes: tuple[str, str]) -> None:
+    """Whole numbers are quantities, unless their dtype or a label for each says that they are tokens."""
+    made = Dataset("made up", x, y, 0 if np.asarray(y).dtype.kind == "f" else 2)
+    assert (made.x.dtype, made.y.dtype) == dtypes and np.array_equal(made.x, x) and np.array_equal(made.y, y)
+    assert made.is_tokens is (dtypes[0] in ("uint32", "int32"))
 
 
 @pytest.mark.parametrize(("n", "fraction", "tests"), [(150, 0.2, 30), (10, 0.25, 2), (3, 0.01, 1), (3, 0.99, 2)])

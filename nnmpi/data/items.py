@@ -1,0 +1,135 @@
+"""Data sets of other libraries, as they are: anything with a length and items, and tables in memory.
+
+data.Loader(torchvision.datasets.CIFAR10(...), 64)       items (x, y): PyTorch's map-style data sets, lists of pairs
+data.Loader(datasets.load_dataset("mnist")["train"], 64) items {"image": x, "label": y}: Hugging Face's
+data.Loader(pandas.read_csv("iris.csv"), 16)             a table, whose last column is the label
+"""
+
+import hashlib
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from nnmpi.backend.array import Array, Integers
+from nnmpi.data.dataset import Dataset, Samples, read_array
+from nnmpi.data.tables import Table, to_dataset
+from nnmpi.errors import DataError, UsageError
+
+LABELS = ("label", "labels", "y", "target", "targets")  # what an item's label may be called
+
+
+def as_samples(source: Any) -> Samples:
+    """Return what a loader takes: samples as they are, a table or other data set as samples.
+
+    Raises:
+        UsageError: for what has no length or no items.
+        DataError: for a table with other than numbers, and classes in its last column.
+    """
+    if isinstance(source, Samples):
+        return source
+    if hasattr(source, "columns") and hasattr(source, "to_numpy"):
+        name, columns = type(source).__name__, [*source.columns]
+        features = Dataset(name, source[columns[:-1]], np.zeros(len(source), np.int64), 1)
+        labels = tuple(map(str, source[columns[-1]]))
+        table = Table(Path(name), features.x, labels, tuple(range(len(labels))), features.columns)
+        return to_dataset(table, name, wanted="any")
+    if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
+        return Items(source)
+    what = type(source).__name__
+    raise UsageError(
+        f"a Loader takes a data set, with a length and items (x, y), not a {what}; of arrays make one: "
+        "data.Dataset(name, x, y, classes=10); batches of your own go to worker.step(x, y)"
+    )
+
+
+class Items(Samples):
+    """The items of a data set of another library, each read when a batch wants it.
+
+    Floats are quantities, and so are bytes, divided by 255, and whole numbers; uint16, uint32, and whole numbers with
+    a label for each are tokens, as in a `Dataset`.
+
+    Args:
+        source: `len(source)` items `source[i]`, each (x, y), or a mapping with the label under one of LABELS and x
+            under another name, or numbers under several, which are x in their order. x: an array, a tensor or an image
+            of pillow's, of the same shape in each item.
+    """
+
+    def __init__(self, source: Any) -> None:
+        self.name, self._source = type(source).__name__, source
+        self.classes = len(getattr(source, "classes", ()))  # 0 where nothing tells
+
+    def __len__(self) -> int:
+        return len(self._source)
+
+    @cached_property
+    def _first(self) -> Dataset:
+        return self._read(np.arange(1))
+
+    @property
+    def sample_shape(self) -> tuple[int, ...]:
+        """The shape of the first sample."""
+        return self._first.sample_shape
+
+    @property
+    def is_tokens(self) -> bool:
+        """Whether the first sample is tokens."""
+        return self._first.is_tokens
+
+    @property
+    def vocabulary(self) -> int:
+        """Return 0: nobody has looked at all items."""
+        return 0
+
+    @cached_property
+    def identity(self) -> str:
+        """A hash of all items, each of which is read."""
+        found = hashlib.sha256()
+        for i in range(len(self)):
+            found.update(self._read(np.array([i])).identity.encode())
+        return found.hexdigest()
+
+    def pair(self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None) -> tuple[Array, Array]:
+        """Return the samples at these indices and their labels; each item is read once."""
+        made, there = (self._read(indices) if len(indices) else self._first), np.arange(len(indices))
+        return made.rows(there, dtype), made.labels(there)
+
+    def rows(self, indices: Integers, dtype: DTypeLike = "float32", length: int | None = None) -> Array:
+        """See `Samples`."""
+        return self.pair(indices, dtype)[0]
+
+    def labels(self, indices: Integers, length: int | None = None) -> NDArray[Any]:
+        """See `Samples`; all samples need not fit into memory."""
+        return np.concatenate([self._first.y[:0], *(self._read(each).y for each in indices.reshape(-1, 1))])
+
+    def _read(self, indices: Integers) -> Dataset:
+        items = [self._item(i) for i in indices.tolist()]
+        try:
+            x, y = (np.stack(each) for each in zip(*items, strict=True))
+        except ValueError:
+            shapes = sorted({str(x.shape) for x, _ in items} or {"none"})
+            raise DataError(
+                f"{self.name}: samples of a batch have the shapes {' and '.join(shapes)}; give all the same, such as "
+                "by cropping them in the data set"
+            ) from None
+        if x.dtype == np.uint8 and x.ndim == 3:
+            x = x[..., None]  # gray
+        classes = 0 if y.dtype.kind == "f" else int(y.max()) + 1
+        return Dataset(self.name, x, y, classes, 1 / 255 if x.dtype == np.uint8 else 1.0)
+
+    def _item(self, i: int) -> tuple[Array, Array]:
+        item = self._source[i]
+        if isinstance(item, Mapping):
+            labels = [name for name in LABELS if name in item][:1]
+            values = [value for name, value in item.items() if name not in labels]
+            item = *([values] if len(values) > 1 else values), *(item[name] for name in labels)
+        if not isinstance(item, tuple | list) or len(item) != 2:
+            raise DataError(
+                f"{self.name}: item {i} is neither (x, y) nor a mapping of samples and a label ({', '.join(LABELS)}); "
+                "give it such items, or read it yourself and call worker.step(x, y)"
+            )
+        x, y = (read_array(each, f"{self.name}, item {i}") for each in item)
+        return x, y

@@ -1,0 +1,118 @@
+"""Data sets of other libraries in a Loader, by their interface, and by the libraries where they are installed."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi.data.dataset import Dataset
+from nnmpi.data.loader import Loader
+from nnmpi.errors import DataError, UsageError
+
+X = np.arange(14.0).reshape(7, 2)
+Y = np.arange(7) % 3
+
+
+class Counted:
+    """A map-style data set, which counts how often an item is read."""
+
+    def __init__(self, item: Callable[[int], Any]) -> None:
+        self.item, self.read = item, [0] * 7
+
+    def __len__(self) -> int:
+        return 7
+
+    def __getitem__(self, i: int) -> Any:
+        self.read[i] += 1
+        return self.item(i)
+
+
+class Frame:
+    """What pandas' and polars' DataFrames have in common."""
+
+    def __init__(self, table: dict[str, Any]) -> None:
+        self.table, self.columns = table, [*table]
+
+    def __len__(self) -> int:
+        return len(self.table[self.columns[0]])
+
+    def __getitem__(self, key: Any) -> Any:
+        return Frame({name: self.table[name] for name in key}) if isinstance(key, list) else self.table[key]
+
+    def to_numpy(self) -> Any:
+        return np.array([*zip(*self.table.values(), strict=True)], object)
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        return self.to_numpy()
+
+
+TABLE = {"a": X[:, 0], "b": X[:, 1], "kind": Y}
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        lambda i: (X[i], Y[i]),
+        lambda i: [X[i].tolist(), int(Y[i])],
+        lambda i: {"pixels": X[i], "label": Y[i]},
+        lambda i: {"a": X[i, 0], "target": Y[i], "b": X[i, 1]},
+    ],
+)
+def test_batches_are_those_of_a_data_set_of_the_same_samples(item: Callable[[int], Any]) -> None:
+    """On each of three ranks, one of which has none of the last batch; each item of a batch is read once."""
+    source = Counted(item)
+    for rank in range(3):
+        options: dict[str, Any] = {"rank": rank, "world": 3, "seed": 4}
+        found, made = Loader(source, 5, **options), Loader(Dataset("d", X, Y, 3), 5, **options)
+        next(found.epoch(0))
+        source.read = [0] * 7
+        for ours, theirs in zip(found.epoch(1), made.epoch(1), strict=True):
+            np.testing.assert_array_equal(ours.x, theirs.x)
+            np.testing.assert_array_equal(ours.y, theirs.y)
+            assert (ours.x.dtype, ours.y.dtype, ours.targets) == (theirs.x.dtype, theirs.y.dtype, theirs.targets)
+        assert max(source.read) == 1
+    assert Loader(source, 5).dataset.identity != Loader(Counted(lambda i: (X[i], Y[0])), 5).dataset.identity
+
+
+def test_bytes_are_images_and_floats_are_targets() -> None:
+    images = Loader([(np.full((4, 3), 51, np.uint8), 0.5)] * 2, 2)
+    batch = next(images.epoch(0))
+    assert batch.x.shape == (2, 4, 3, 1) and batch.x[0, 0, 0, 0] == pytest.approx(0.2)
+    assert batch.y.dtype == np.float32 and batch.global_targets == 2
+
+
+@pytest.mark.parametrize("library", ["", "pandas", "polars"])
+def test_a_table_is_its_features_and_its_last_column(library: str) -> None:
+    table = Frame(TABLE) if not library else pytest.importorskip(library).DataFrame(TABLE)
+    found = Loader(table, 3).dataset
+    assert isinstance(found, Dataset) and (found.columns, found.classes) == (("a", "b"), 3)
+    np.testing.assert_array_equal(found.x, X)
+    np.testing.assert_array_equal(found.y, Y)
+    texts = Loader(Frame({"a": [True, False], "kind": ["red", "blue"]}), 2).dataset
+    assert isinstance(texts, Dataset) and texts.class_names == ("blue", "red") and texts.x.tolist() == [[1], [0]]
+
+
+@pytest.mark.parametrize(
+    ("source", "sentence"),
+    [
+        (iter([1]), "a Loader takes a data set, with a length and items .*, not a list_iterator"),
+        (X, "item [0-9] is neither .x, y. nor a mapping"),
+        ([{"image": X[0], "kind": 1}], "item 0 is neither .x, y. nor a mapping of samples and a label"),
+        ([(X[0], 0), (X[0, :1], 1)], r"have the shapes \(1,\) and \(2,\)"),
+        ([("red", 0)], "item 0: 'red' is not a finite"),
+        (Frame({"a": ["red", "blue"], "kind": [0, 1]}), "'red' is not a finite.*get_dummies"),
+        (Frame({"a": [1.0, np.nan], "kind": [0, 1]}), "sample.1, 0.: the value is missing.*dropna"),
+    ],
+)
+def test_what_gives_no_samples_is_refused(source: Any, sentence: str) -> None:
+    with pytest.raises((DataError, UsageError), match=sentence):
+        next(Loader(source, 2).epoch(0))
+
+
+def test_pytorchs_data_sets_and_loaders() -> None:
+    torch = pytest.importorskip("torch")
+    source = torch.utils.data.TensorDataset(torch.tensor(X), torch.tensor(Y))
+    for ours, theirs in zip(Loader(source, 3), Loader(Dataset("d", X, Y, 3), 3), strict=True):
+        np.testing.assert_array_equal(ours.x, theirs.x)
+        np.testing.assert_array_equal(ours.y, theirs.y)
