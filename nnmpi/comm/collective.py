@@ -109,6 +109,10 @@ def runs(chunks: Chunks) -> tuple[range, ...]:
 #                    .   .   .         0   0   0
 #                    .   .   .         0   0   0
 #
+#     all-to-all     0 0 0 . . . . . .     0 . . 1 . . 2 . .     rank s's chunk (s, r), number s N + r, is with rank r
+#                    . . . 1 1 1 . . .     . 0 . . 1 . . 2 .
+#                    . . . . . . 2 2 2     . . 0 . . 1 . . 2
+#
 # Who has contributed to a chunk is one integer: its hexadecimal digit r counts rank r's contributions.
 
 DIGIT_BITS = 4
@@ -127,12 +131,14 @@ class Contract:
         begins: the parts before; None for a chunk that holds nothing yet.
         ends: the parts afterwards; None for a chunk that may hold anything.
         most: how often one rank's part may be in a chunk.
+        chunks: N ranks -> how many chunks there are; N make up one rank's buffer.
     """
 
     name: str
     begins: Parts
     ends: Parts
     most: int = 1
+    chunks: Callable[[int], int] = int
 
 
 Cost: TypeAlias = Callable[[int], tuple[float, float, float]]
@@ -233,5 +239,11 @@ BROADCAST = Contract(
     "broadcast",
     lambda rank, chunk, size: part(ROOT) if rank == ROOT else None,
     lambda rank, chunk, size: part(ROOT),
+)
+ALL_TO_ALL = Contract(
+    "all-to-all",
+    lambda rank, chunk, size: part(rank) if chunk // size == rank else None,
+    lambda rank, chunk, size: part(chunk // size) if chunk % size == rank else None,
+    chunks=lambda size: size * size,
 )
 NEIGHBOUR_AVERAGE = Contract("neighbour-average", own_part, lambda rank, chunk, size: _neighbours(rank, size), most=2)

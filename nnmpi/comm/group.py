@@ -40,6 +40,7 @@ from nnmpi.comm.buffers import (
 from nnmpi.comm.collective import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     BROADCAST,
     NEIGHBOUR_AVERAGE,
     REDUCE_SCATTER,
@@ -187,6 +188,8 @@ class Group(Communicator):
         """
         if not 0 <= tag <= BLOCKING_TAG:
             raise UsageError(f"tag {tag} is not one of 0..{BLOCKING_TAG - 1}")
+        if operation == ALL_TO_ALL.name:
+            raise UsageError("an all-to-all does not work in place; call ops.all_to_all")
         check_buffer(array, low=True)
         if is_low(array.dtype) and operation in (ALL_GATHER.name, BROADCAST.name):
             array = array.view(np.uint16)

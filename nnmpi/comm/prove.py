@@ -169,7 +169,7 @@ class Proof:
     """What a proved collective does.
 
     Attributes:
-        size: number of ranks, and of chunks.
+        size: number of ranks.
         rounds: time until the last rank is done, when every message takes one round and none is in another's way.
         sent: by all ranks together, in the order in which it begins.
     """
@@ -230,7 +230,7 @@ def prove_steps(steps: Sequence[Sequence[Step]], contract: Contract = ALL_REDUCE
     """Return the proof for steps that are given outright, one sequence per rank. See `prove`."""
     for rank, own in enumerate(steps):
         for index, step in enumerate(own):
-            _check_step(f"rank {rank}, step {index}", step, len(steps))
+            _check_step(f"rank {rank}, step {index}", step, len(steps), contract.chunks(len(steps)))
     sums = PartialSums(contract, len(steps))
     states = sums.run(steps, [(0, 0)] * len(steps))
     _check_finished(states)
@@ -256,7 +256,8 @@ class PartialSums(Engine):
     def __init__(self, contract: Contract, size: int) -> None:
         self.contract, self.size = contract, size
         self.sent: list[ProvedMessage] = []
-        self.held = [[contract.begins(rank, chunk, size) or 0 for chunk in range(size)] for rank in range(size)]
+        chunks = range(contract.chunks(size))
+        self.held = [[contract.begins(rank, chunk, size) or 0 for chunk in chunks] for rank in range(size)]
         self.written: list[dict[int, int]] = [{} for _ in range(size)]
         self.at = [0] * size
         self.arrived: dict[int, tuple[ProvedMessage, tuple[int, ...]]] = {}
@@ -334,11 +335,11 @@ def _difference(parts: int, wanted: int, size: int) -> str:
     return f"with the part of {name_ranks([r for r in range(size) if count(parts, r) > count(wanted, r)])} too often"
 
 
-def _check_step(where: str, step: Step, size: int) -> None:
+def _check_step(where: str, step: Step, size: int, chunks: int) -> None:
     """Refuse a step that is wrong whatever the other ranks do."""
     for chunk in (*step.send, *step.recv):
-        if not 0 <= chunk < size:
-            raise ScheduleError(f"{where} names chunk {chunk}, but {size} ranks have the chunks 0..{size - 1}")
+        if not 0 <= chunk < chunks:
+            raise ScheduleError(f"{where} names chunk {chunk}, but {size} ranks have the chunks 0..{chunks - 1}")
     torn = sorted(set(step.send) & set(step.recv))
     if torn and not step.reduce:  # what is added waits in scratch until the send is over; what replaces does not
         raise ScheduleError(f"{where} sends chunk {torn[0]} to rank {step.to} while rank {step.from_} overwrites it")

@@ -95,7 +95,8 @@ def animation(collective: Collective, size: int) -> dict[str, Any]:
         ScheduleError: for one that is not; see `prove`.
     """
     messages = sorted(prove(collective, size).sent, key=lambda one: (one.clock[0], one.sender))
-    begins = [[collective.contract.begins(rank, chunk, size) for chunk in range(size)] for rank in range(size)]
+    chunks, begins_with = range(collective.contract.chunks(size)), collective.contract.begins
+    begins = [[begins_with(rank, chunk, size) for chunk in chunks] for rank in range(size)]
     return {
         "begins": [[f"{parts:x}" if parts else "" for parts in own] for own in begins],
         "rounds": max((one.clock[0] for one in messages), default=0),

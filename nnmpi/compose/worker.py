@@ -54,10 +54,10 @@ from nnmpi.memory.ledger import (
 )
 from nnmpi.nn.chain import ModelPart
 from nnmpi.nn.module import Module
+from nnmpi.ops.collectives import CATEGORY
 from nnmpi.optim.clip import LossScale, coefficient
 from nnmpi.optim.optimizer import Optimizer
 from nnmpi.parallel.replication import check_free
-from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.parallel.zero.storage import ShardedStorage, predict_bytes
 from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.timeline import COUNTER, Timeline, TraceEvent, current, recording

@@ -1,5 +1,8 @@
 """Functional operations on tensors. The basic ones (arithmetic, shapes, indexing ...) are in `nnmpi.tensor`."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from nnmpi.ops.activation import gelu, leaky_relu, linear_gelu, log_softmax, relu, sigmoid, silu, softmax, tanh
 from nnmpi.ops.attention import attention, scaled_dot_product_attention
 from nnmpi.ops.conv.conv2d import conv2d, conv_relu, conv_relu_pool
@@ -12,7 +15,13 @@ from nnmpi.ops.lstm import lstm
 from nnmpi.ops.norm import batch_norm, layer_norm
 from nnmpi.ops.pool import avg_pool2d, max_pool2d
 
+if TYPE_CHECKING:
+    from nnmpi.ops.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+
 __all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
     "attention",
     "avg_pool2d",
     "batch_norm",
@@ -37,6 +46,7 @@ __all__ = [
     "mae",
     "max_pool2d",
     "mse",
+    "reduce_scatter",
     "relu",
     "scaled_dot_product_attention",
     "sigmoid",
@@ -44,3 +54,12 @@ __all__ = [
     "softmax",
     "tanh",
 ]
+
+# The ranks' part of the package, a seventh of an import of the engine, comes when one of these is first used.
+_OF_RANKS = dict.fromkeys(("all_gather", "all_reduce", "all_to_all", "reduce_scatter"), "nnmpi.ops.collectives")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _OF_RANKS:
+        return getattr(import_module(_OF_RANKS[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -55,7 +55,7 @@ const parts = (text, rank) => text ? parseInt(text[text.length - 1 - rank] || "0
 // Each rank's memory: a row of chunks, in each a stripe for each rank whose part is in it.
 function memory(width, ranks, held, sent, moving) {
   const left = 52, right = 64, high = 34;
-  const wide = Math.min(64, (width - left - right) / ranks), picture = draw("svg",
+  const chunks = held[0].length, wide = Math.min(64, (width - left - right) / chunks), picture = draw("svg",
     { width, height: high * ranks + 24, viewBox: `0 0 ${width} ${high * ranks + 24}`, role: "img", "aria-label": "memory of each rank" });
   const place = (rank, chunk) => [left + chunk * wide, 20 + rank * high];
   const content = (text, x, y) => draw("g", {},
@@ -63,14 +63,14 @@ function memory(width, ranks, held, sent, moving) {
     ...Array.from({ length: ranks }, (_, rank) => rank).filter((rank) => parts(text, rank)).map((rank) =>
       draw("rect", { x: x + 4 + rank * (wide - 8) / ranks, y: y + 4 + (parts(text, rank) > 1 ? 0 : 4), width: (wide - 8) / ranks - .5,
         height: high - 10 - (parts(text, rank) > 1 ? 0 : 4), fill: colour(rank, ranks), class: "part" })));
-  for (let chunk = 0; chunk < ranks; chunk++) picture.append(
+  for (let chunk = 0; chunk < chunks; chunk++) picture.append(
     draw("text", { x: left + (chunk + .5) * wide, y: 14, "text-anchor": "middle", class: "soft" }, chunk));
-  picture.append(draw("text", { x: left + ranks * wide + 6, y: 14, class: "soft" }, "sent"));
+  picture.append(draw("text", { x: left + chunks * wide + 6, y: 14, class: "soft" }, "sent"));
   for (let rank = 0; rank < ranks; rank++) {
     const y = 20 + rank * high;
     picture.append(draw("rect", { x: 0, y: y + 8, width: 8, height: high - 18, fill: colour(rank, ranks) }),
       draw("text", { x: 12, y: y + high / 2 + 3 }, `rank ${rank}`),
-      draw("text", { x: left + ranks * wide + 6, y: y + high / 2 + 3 }, bytes(sent[rank] * given.bytes / ranks)));
+      draw("text", { x: left + chunks * wide + 6, y: y + high / 2 + 3 }, bytes(sent[rank] * given.bytes / ranks)));
     held[rank].forEach((text, chunk) => picture.append(content(text, ...place(rank, chunk))));
   }
   if (!matchMedia("(prefers-reduced-motion: reduce)").matches) {

@@ -42,9 +42,9 @@ from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
 from nnmpi.nn.sharding import Sharding, Table, Units, find
 from nnmpi.nn.transformer import TransformerBlock
+from nnmpi.ops.collectives import PartExchange
 from nnmpi.ops.conv.algorithm import ConvSpec
 from nnmpi.parallel.sharded.branches import place_branches
-from nnmpi.parallel.sharded.collectives import PartExchange
 from nnmpi.parallel.sharded.context import (
     LayerContext,
     ParameterSharder,

@@ -188,6 +188,27 @@ class PairPlacement(Placement):
         return None
 
 
+@dataclass(frozen=True)
+class LengthsPlacement(Placement):
+    """The placement of an axis of which each rank has a run of any length.
+
+    Attributes:
+        lengths: of the ranks' runs.
+    """
+
+    lengths: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], axis: int) -> LengthsPlacement:
+        """Return the one of these lengths."""
+        return cls(sum(lengths), axis=axis, lengths=tuple(lengths))
+
+    def ranges(self, size: int, rank: int) -> tuple[range, ...]:
+        """See `Placement.ranges`."""
+        stop = sum(self.lengths[: rank + 1])
+        return (range(stop - self.lengths[rank], stop),)
+
+
 def _whole_units(units: int, joined: int, size: int) -> bool:
     """Return whether every rank's units stay the same ones when so many of them are joined to one."""
     return all(part(units, size, r).start == part(units // joined, size, r).start * joined for r in range(size))
@@ -209,7 +230,7 @@ def rows(height: int) -> Placement:
 class TensorGroup(Protocol):
     """The ranks that share a tensor, and what they exchange of it.
 
-    `parallel.sharded.collectives` has those that share layers, `parallel.sequence` those that share sequences.
+    `ops.collectives` has those that share layers, `parallel.sequence` those that share sequences.
 
     Attributes:
         depth: which cut is the outer one of a tensor that is cut twice: that of the larger depth.

@@ -16,7 +16,7 @@ from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES, NATIVE, find
 from nnmpi.comm.algorithms.ring import ring
 from nnmpi.comm.algorithms.tree import tree
 from nnmpi.comm.buffers import DTYPES, Buffer, check_buffer
-from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER, Step
+from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER, Step
 from nnmpi.comm.execution import Execution, NativeExecution, Pending
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, DtypeError, NnmpiError, ShapeError, UsageError
@@ -24,7 +24,8 @@ from nnmpi.shard import part
 from tests.harness.refusals import told
 
 NATIVES = (ALL_REDUCE.name, REDUCE_SCATTER.name, ALL_GATHER.name, BROADCAST.name)
-WAYS = [*COLLECTIVES, *((operation, NATIVE) for operation in NATIVES)]
+IN_PLACE = [key for key in COLLECTIVES if key[0] != ALL_TO_ALL.name]
+WAYS = [*IN_PLACE, *((operation, NATIVE) for operation in NATIVES)]
 EVERY = [NATIVE, *ALGORITHMS]
 
 

@@ -7,13 +7,13 @@ from nnmpi.backend.backend import Backend
 from nnmpi.backend.precision import bfloat16
 from nnmpi.comm import buffers
 from nnmpi.comm.algorithms.registry import ALGORITHMS, AUTO, COLLECTIVES, NATIVE
-from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
+from nnmpi.comm.collective import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, NEIGHBOUR_AVERAGE, REDUCE_SCATTER
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, NnmpiError, UsageError
 from nnmpi.shard import part
 
 SUMS = [(ALL_REDUCE.name, name) for name in (NATIVE, AUTO, *ALGORITHMS)]
-OTHERS = [key for key in COLLECTIVES if key[0] not in (ALL_REDUCE.name, NEIGHBOUR_AVERAGE.name)]
+OTHERS = [key for key in COLLECTIVES if key[0] not in (ALL_REDUCE.name, ALL_TO_ALL.name, NEIGHBOUR_AVERAGE.name)]
 OTHERS += [(name, NATIVE) for name in (REDUCE_SCATTER.name, ALL_GATHER.name, BROADCAST.name)]
 
 

@@ -9,11 +9,13 @@ from nnmpi.comm.algorithms.bruck import bruck_all_gather, bruck_reduce_scatter
 from nnmpi.comm.algorithms.gossip import gossip
 from nnmpi.comm.algorithms.halving import halving_cost, halving_doubling
 from nnmpi.comm.algorithms.hierarchical import hierarchical
+from nnmpi.comm.algorithms.pairwise import pairwise
 from nnmpi.comm.algorithms.ring import ring_all_gather, ring_reduce_scatter
 from nnmpi.comm.algorithms.tree import levels, star, tree_broadcast, tree_reduce, tree_scatter
 from nnmpi.comm.collective import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     BROADCAST,
     NEIGHBOUR_AVERAGE,
     REDUCE_SCATTER,
@@ -38,6 +40,7 @@ _ALL = (
     Collective("tree", ALL_GATHER, (bruck_all_gather,), lambda N: (levels(N), 1 - 1 / N, 0)),
     Collective("ring", BROADCAST, (tree_scatter, ring_all_gather), lambda N: (levels(N) + N - 1, 2 - 2 / N, 0)),
     Collective("tree", BROADCAST, (tree_broadcast,), lambda N: (levels(N), levels(N), 0)),
+    Collective("pairwise", ALL_TO_ALL, (pairwise,), lambda N: (N - 1, 1 - 1 / N, 0)),
     Collective("gossip", NEIGHBOUR_AVERAGE, (gossip,), lambda N: (min(N - 1, 2),) * 3),
 )
 

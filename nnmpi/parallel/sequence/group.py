@@ -12,7 +12,7 @@ on positions by themselves, or knows how to meet those of the other ranks, or is
 To its parameters the ranks of a group are replicas: each computes the gradient of its positions' losses, and these
 are summed over dp x sp as data parallelism sums them. So, unlike in a tensor group, the gradient of anything whole is
 here each rank's share of it, until that sum. All of the strategy follows from it: copying needs no exchange, what is
-scattered is taken (`take_part` in `sharded.collectives`), and gathered by `gather_summing_grads`.
+scattered is taken (`take_part` in `ops.collectives`), and gathered by `gather_summing_grads`.
 """
 
 from dataclasses import dataclass, replace
@@ -22,8 +22,8 @@ from nnmpi.backend.array import namespace
 from nnmpi.data.loader import Batch
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.nn.sharding import RING, ULYSSES
+from nnmpi.ops.collectives import PartExchange
 from nnmpi.parallel.sequence.attention import RingAttention, UlyssesAttention
-from nnmpi.parallel.sharded.collectives import PartExchange
 from nnmpi.tensor.cut import CutTensor, mark
 from nnmpi.tensor.placement import PairPlacement, Placement, TensorCut, is_cut
 from nnmpi.tensor.tensor import Tensor

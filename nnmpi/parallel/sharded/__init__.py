@@ -6,7 +6,7 @@
     cross_entropy              a loss of logits whose classes are cut
                                |                (layer, LayerContext) -> (what replaces it, Placement)
     context                    what a rule gets
-    collectives                the exchanges, as operations of the graph with a backward pass
+    ops.collectives            the exchanges, as operations of the graph with a backward pass
 
 Read `tensor.placement` first (how an activation is spread over the ranks), then collectives, context, linear, and
 `parallel.tensor`.

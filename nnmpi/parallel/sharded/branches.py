@@ -19,7 +19,7 @@ from nnmpi.comm.group import Group
 from nnmpi.errors import UsageError
 from nnmpi.nn.container import Branches
 from nnmpi.nn.sharding import Sharding
-from nnmpi.parallel.sharded.collectives import CATEGORY, copy
+from nnmpi.ops.collectives import CATEGORY, copy
 from nnmpi.parallel.sharded.context import LayerContext, ParameterSharder, Placed
 from nnmpi.shard import split
 from nnmpi.tensor.function import Function

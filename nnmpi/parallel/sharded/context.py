@@ -16,7 +16,7 @@ from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.sharding import Sharding, Units
-from nnmpi.parallel.sharded.collectives import PartExchange, redistribute, scatter
+from nnmpi.ops.collectives import PartExchange, redistribute, scatter
 from nnmpi.shard import Region
 from nnmpi.tensor.cut import CutTensor, mark, whole
 from nnmpi.tensor.parameter import Parameter

@@ -22,13 +22,14 @@ from dataclasses import dataclass
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.windows import Pair, out_size
 from nnmpi.comm.group import Group
+from nnmpi.comm.point_to_point import exchange_parts
 from nnmpi.errors import ShapeError
 from nnmpi.nn.conv import Conv2d, GlobalAvgPool2d, MaxPool2d, Pool2d
 from nnmpi.nn.sharding import Sharding
+from nnmpi.ops.collectives import CATEGORY, copy, sum_over_ranks
 from nnmpi.ops.conv.algorithm import ConvSpec
 from nnmpi.ops.conv.conv2d import convolve
 from nnmpi.ops.pool import AvgPool2dFunction, MaxPool2dFunction, Pool2dFunction, pooled
-from nnmpi.parallel.sharded.collectives import copy, exchange_parts, sum_over_ranks
 from nnmpi.parallel.sharded.context import LayerContext, Placed, part_of
 from nnmpi.shard import part
 from nnmpi.tensor.function import Function
@@ -109,7 +110,7 @@ class Halo(Function):
         """Send each rank those rows of what is here that are for it; return which rows came from each, and these."""
         parts = [_rows(images, rows, here) for rows in away]
         shapes = [(len(images), len(rows), *images.shape[2:]) for rows in home]
-        return zip(home, exchange_parts(self.group, parts, shapes, "halo"), strict=True)
+        return zip(home, exchange_parts(self.group, parts, shapes, "halo", CATEGORY), strict=True)
 
 
 def halo(x: Tensor, group: Group, windows: RowWindows, value: float = 0.0) -> Tensor:

@@ -16,8 +16,8 @@ from nnmpi.backend.array import Array, Residuals, namespace
 from nnmpi.comm.buffers import to_host
 from nnmpi.comm.group import Group
 from nnmpi.errors import ShapeError
+from nnmpi.ops.collectives import CATEGORY, sum_in_place
 from nnmpi.ops.loss import CrossEntropy, checked_labels
-from nnmpi.parallel.sharded.collectives import CATEGORY, sum_in_place
 from nnmpi.shard import part
 from nnmpi.tensor.operand import in_float32, require_floating
 from nnmpi.tensor.tensor import Tensor

@@ -20,7 +20,7 @@ from nnmpi.comm.group import Group
 from nnmpi.nn.activation import Dropout, Flatten, Softmax
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import BatchNorm, LayerNorm
-from nnmpi.parallel.sharded.collectives import all_sum, copy
+from nnmpi.ops.collectives import all_sum, copy
 from nnmpi.parallel.sharded.context import LayerContext, Placed, part_of
 from nnmpi.tensor.placement import FEATURES, Placement
 from nnmpi.tensor.tensor import Tensor

@@ -29,10 +29,10 @@ from nnmpi.nn.conv import Conv2d
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
+from nnmpi.ops.collectives import sum_over_ranks
 from nnmpi.ops.conv.conv2d import conv2d
 from nnmpi.ops.embedding import EmbeddingFunction, embedding
 from nnmpi.ops.linear import linear_part
-from nnmpi.parallel.sharded.collectives import sum_over_ranks
 from nnmpi.parallel.sharded.context import LayerContext, Placed, Redistribute, divided, part_of
 from nnmpi.tensor.operand import read_as
 from nnmpi.tensor.placement import REPLICATED, features

@@ -42,7 +42,7 @@ from nnmpi.memory.ledger import ACTIVATIONS
 from nnmpi.nn.chain import open_chain
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
-from nnmpi.parallel.sharded.collectives import CATEGORY
+from nnmpi.ops.collectives import CATEGORY
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.timeline import Timeline, recording
 from nnmpi.train.build import build_model, find_layout, trial_run

@@ -12,7 +12,7 @@ import nnmpi
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError
-from nnmpi.parallel.sharded.collectives import PartExchange, scatter
+from nnmpi.ops.collectives import PartExchange, scatter
 from nnmpi.tensor.cut import mark, whole
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.placement import Placement, TensorCut, is_cut

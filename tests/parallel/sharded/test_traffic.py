@@ -10,8 +10,8 @@ from nnmpi.comm.group import Group
 from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import Sharding
+from nnmpi.ops.collectives import CATEGORY
 from nnmpi.ops.loss import cross_entropy
-from nnmpi.parallel.sharded.collectives import CATEGORY
 from nnmpi.parallel.tensor import shard
 from nnmpi.tensor.tensor import Tensor
 from tests.parallel.sharded.compare import images

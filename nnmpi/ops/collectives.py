@@ -1,4 +1,7 @@
-"""Collectives as operations of the graph, in adjoint pairs: each one's backward is the other's forward.
+"""Collectives as operations of the graph: each one's backward is the transposed map.
+
+    all_reduce  all_gather  reduce_scatter  all_to_all      for any program: each rank's own -> each rank's own
+    the others                                              what strategies take, in adjoint pairs
 
 Seen from all ranks together an exchange is a linear map, and its backward the transposed one. A replicated ("whole")
 activation counts as one vector that every rank has a copy of, and its gradient is replicated, too:
@@ -12,9 +15,11 @@ activation counts as one vector that every rank has a copy of, and its gradient 
     a b c      -> abc abc abc     sums of a, of b, of c         gather_summing_grads   parts -> each rank's own
     abc        -> a b c           a.. .b. ..c                   take_part        each rank's own -> parts
 
-`gather_summing_grads` is `copy` after `gather`, in one message. Every rank records the same operations in the same
-order, so the collectives of a backward pass match as those of the forward pass do. On a group of one rank all of them
-are the identity. Arrays on a device travel as `comm.buffers` says.
+`gather_summing_grads` is `copy` after `gather`, in one message; it is `all_gather`, its adjoint `reduce_scatter`, and
+`all_reduce` is `copy` after `sum_over_ranks`: the loss behind the public ones is the sum of the ranks' losses.
+
+Every rank records the same operations in the same order, so the collectives of a backward pass match as those of the
+forward pass do. On a group of one rank all of them are the identity. Arrays on a device travel as `comm.buffers` says.
 """
 
 from collections.abc import Sequence
@@ -25,14 +30,15 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.group import Group
-from nnmpi.comm.point_to_point import send_and_receive
+from nnmpi.comm.point_to_point import exchange_parts
 from nnmpi.errors import ShapeError
-from nnmpi.shard import Region
+from nnmpi.shard import Region, split
 from nnmpi.tensor.function import Function
-from nnmpi.tensor.placement import Placement, uncut
+from nnmpi.tensor.placement import LengthsPlacement, Placement, uncut
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.timeline import RECEIVE, REDUCE, span
+from nnmpi.timeline import REDUCE, span
 
 CATEGORY = "tensor"  # of this package's events in a timeline
 
@@ -53,23 +59,6 @@ def sum_in_place(group: Group, array: Array) -> Array:
     if whole is not array:
         array[...] = whole
     return array
-
-
-def exchange_parts(group: Group, parts: Sequence[Array], shapes: Sequence[tuple[int, ...]], name: str) -> list[Array]:
-    """Send each rank its part; return what comes from each, of the shapes given. All are of one dtype.
-
-    Args:
-        group: the ranks.
-        parts: what goes to each rank; this rank's own is returned as it is.
-        shapes: of what comes from each.
-        name: of the exchange in a timeline.
-    """
-    rank, xp = group.rank, namespace(parts[0])
-    sends = [(r, xp.ascontiguousarray(each)) for r, each in enumerate(parts) if r != rank and each.size]
-    came = [parts[r] if r == rank else xp.empty(shape, parts[0].dtype) for r, shape in enumerate(shapes)]
-    with span(name, CATEGORY, RECEIVE, {"bytes": sum(each.nbytes for _, each in sends)}):
-        send_and_receive(group, sends, [(r, each) for r, each in enumerate(came) if r != rank and each.size])
-    return came
 
 
 class _Regions:
@@ -135,27 +124,30 @@ class _Regions:
 
 
 class RankSum(Function):
-    """The sum over the ranks, of what comes or of what comes back; the other one stays as it is.
+    """The sum over the ranks, of what comes, of what comes back, or of both.
 
     Args:
         group: the ranks.
-        forward_sums: whether what comes is summed, in its own array; else its gradients are.
+        forward_sums: whether what comes is summed: in its own array, unless its gradients are, too.
+        backward_sums: whether its gradients are.
     """
 
-    __slots__ = ("forward_sums", "group")
+    __slots__ = ("backward_sums", "forward_sums", "group")
 
-    def __init__(self, group: Group, forward_sums: bool) -> None:
-        self.group, self.forward_sums = group, forward_sums
+    def __init__(self, group: Group, forward_sums: bool, backward_sums: bool) -> None:
+        self.group, self.forward_sums, self.backward_sums = group, forward_sums, backward_sums
 
     def placed(self, *inputs: Any) -> Placement:
         """Return how the result lies on ranks of another group: as before."""
         return uncut(self, inputs[0], (), "")
 
     def forward(self, x: Array) -> Array:
-        return sum_in_place(self.group, x) if self.forward_sums else x
+        if not self.forward_sums:
+            return x
+        return all_sum(self.group, x) if self.backward_sums else sum_in_place(self.group, x)
 
     def backward(self, grad: Array) -> tuple[Array | None, ...]:
-        return (grad if self.forward_sums else all_sum(self.group, grad, self.into(0)),)
+        return (all_sum(self.group, grad, self.into(0)) if self.backward_sums else grad,)
 
 
 # What becomes of an activation, and of its gradient: methods of `_Regions`.
@@ -163,6 +155,7 @@ ADJOINTS = {
     "scatter": ("take", "gather"),
     "gather": ("gather", "take"),
     "gather_summing_grads": ("gather", "reduce_scatter"),
+    "reduce_scatter": ("reduce_scatter", "gather"),
     "take_part": ("take", "put"),
 }
 
@@ -181,7 +174,7 @@ class Redistribute(Function):
 
     def forward(self, x: Array) -> Array:
         there, _ = ADJOINTS[self.way]
-        regions = _Regions(self.group, self.placement, x.shape, is_whole=there == "take")
+        regions = _Regions(self.group, self.placement, x.shape, is_whole=there != "gather")
         self.saved = (regions,)
         return getattr(regions, there)(x)
 
@@ -191,7 +184,7 @@ class Redistribute(Function):
 
 def copy(x: Tensor, group: Group) -> Tensor:
     """Return x, replicated, for a computation that differs from rank to rank: its gradients are summed."""
-    return x if group.size == 1 else RankSum(group, False)(x)
+    return x if group.size == 1 else RankSum(group, False, True)(x)
 
 
 def sum_over_ranks(x: Tensor, group: Group, bias: Tensor | None = None) -> Tensor:
@@ -202,7 +195,7 @@ def sum_over_ranks(x: Tensor, group: Group, bias: Tensor | None = None) -> Tenso
         group: the ranks.
         bias: (features,), replicated; added once.
     """
-    whole = x if group.size == 1 else RankSum(group, True)(x)
+    whole = x if group.size == 1 else RankSum(group, True, False)(x)
     return whole if bias is None else whole + bias
 
 
@@ -226,6 +219,158 @@ def redistribute(way: str, x: Any, group: Group, placement: Placement) -> Tensor
 
 scatter, gather = partial(redistribute, "scatter"), partial(redistribute, "gather")
 gather_summing_grads = partial(redistribute, "gather_summing_grads")
+
+
+# ---- by their public names ----
+
+
+class AllToAll(Function):
+    """Rows to each rank, and rows of each.
+
+    Args:
+        group: the ranks.
+        sends: how many rows go to each.
+        receives: how many come from each.
+        axis: of the rows.
+    """
+
+    __slots__ = ("axis", "group", "receives", "sends")
+
+    def __init__(self, group: Group, sends: Sequence[int], receives: Sequence[int], axis: int = 0) -> None:
+        self.group, self.sends, self.receives, self.axis = group, sends, receives, axis
+
+    def forward(self, x: Array) -> Array:
+        return self._exchange(x, self.sends, self.receives)
+
+    def backward(self, grad: Array) -> tuple[Array | None, ...]:
+        return (self._exchange(grad, self.receives, self.sends),)
+
+    def _exchange(self, x: Array, sends: Sequence[int], receives: Sequence[int]) -> Array:
+        before, after = x.shape[: self.axis], x.shape[self.axis + 1 :]
+        parts = namespace(x).split(x, np.cumsum(sends[:-1]).tolist(), self.axis)
+        shapes = [(*before, count, *after) for count in receives]
+        came = exchange_parts(self.group, parts, shapes, "all-to-all", CATEGORY)
+        return namespace(x).concatenate(came, axis=self.axis)
+
+
+def _everyones(x: Any, group: Group, axis: int | None, *more: int) -> tuple[Tensor, list[list[int]]]:
+    """Return a tensor, and each rank's length along the axis with `more` behind it. Collective.
+
+    Raises:
+        CommError: on all ranks, when dtypes or other lengths differ.
+        ShapeError: on all ranks, when some have no such axis.
+    """
+    x = x if isinstance(x, Tensor) else Tensor(x)
+    shape = list(x.shape)
+    fits = axis is None or -x.ndim <= axis < x.ndim
+    length = shape.pop(axis) if axis is not None and fits else 0
+    told = group.gather([fits, [str(x.dtype), *shape], length, *more])
+    if not all(each[0] for each in told):
+        raise ShapeError(f"there is no axis {axis} of {x.shape}; give one of a tensor's axes")
+    refuse_different([each[1] for each in told], "the ranks' tensors differ beyond that axis", "give like ones")
+    return x, [each[2:] for each in told]
+
+
+def all_reduce(x: Any, group: Group) -> Tensor:
+    """Return the sum of the ranks' tensors, on every rank; gradients are summed, too. Collective, as its backward is.
+
+    >>> import nnmpi
+    >>> def program(group):
+    ...     x = nnmpi.Tensor([1.0 + group.rank], requires_grad=True)
+    ...     y = nnmpi.ops.all_reduce(x, group)
+    ...     (y * y).sum().backward()
+    ...     return y.item(), x.grad.item()
+    >>> nnmpi.simulate(program, 3)
+    [(6.0, 36.0), (6.0, 36.0), (6.0, 36.0)]
+
+    Args:
+        x: any shape, the same on all ranks.
+        group: the ranks.
+
+    Raises:
+        CommError: on all ranks, when shapes or dtypes differ.
+    """
+    x, _ = _everyones(x, group, None)
+    return x if group.size == 1 else RankSum(group, True, True)(x)
+
+
+def all_gather(x: Any, group: Group, axis: int = 0) -> Tensor:
+    """Return the ranks' tensors one behind the other, on every rank; its backward is a `reduce_scatter`. Collective.
+
+    Args:
+        x: of any length along the axis, and otherwise like the others' tensors.
+        group: the ranks.
+        axis: along which they are joined.
+
+    Raises:
+        CommError, ShapeError: on all ranks, when tensors do not fit together.
+    """
+    x, lengths = _everyones(x, group, axis)
+    return redistribute("gather_summing_grads", x, group, LengthsPlacement.of([n for (n,) in lengths], axis % x.ndim))
+
+
+def reduce_scatter(x: Any, group: Group, lengths: Sequence[int] | None = None, axis: int = 0) -> Tensor:
+    """Return this rank's part of the sum of the ranks' tensors; its backward is an `all_gather`. Collective.
+
+    Args:
+        x: any shape, the same on all ranks.
+        group: the ranks.
+        lengths: of each rank's part, the same on all ranks; by default those of `shard.split`.
+        axis: that is cut.
+
+    Raises:
+        CommError, ShapeError: on all ranks, when tensors or lengths do not fit together.
+    """
+    own = _lengths(x, group, lengths, axis)
+    x, everyones = _everyones(x, group, axis, *own)
+    refuse_different(everyones, "the ranks' lengths differ", "give all ranks the same")
+    _check_lengths(everyones, group)
+    return redistribute("reduce_scatter", x, group, LengthsPlacement.of(own, axis % x.ndim))
+
+
+def all_to_all(x: Any, group: Group, lengths: Sequence[int] | None = None, axis: int = 0) -> Tensor:
+    """Return what every rank has for this one, in the order of ranks; gradients go back the same way. Collective.
+
+    >>> import nnmpi, numpy as np
+    >>> def program(group):
+    ...     mine = 10 * group.rank + np.arange(3.0)
+    ...     return nnmpi.ops.all_to_all(mine, group, [0, 1, 2]).data.tolist()
+    >>> nnmpi.simulate(program, 3)
+    [[], [0.0, 10.0, 20.0], [1.0, 2.0, 11.0, 12.0, 21.0, 22.0]]
+
+    Args:
+        x: of any length along the axis, and otherwise like the others' tensors.
+        group: the ranks.
+        lengths: how much of x goes to each rank, in order; by default as much as `shard.split` gives it.
+        axis: along which x is cut, and what comes is joined.
+
+    Raises:
+        CommError, ShapeError: on all ranks, when tensors or lengths do not fit together.
+    """
+    own = _lengths(x, group, lengths, axis)
+    x, everyones = _everyones(x, group, axis, *own)
+    _check_lengths(everyones, group)
+    if group.size == 1:
+        return x
+    return AllToAll(group, own, [each[1 + group.rank] for each in everyones], axis % x.ndim)(x)
+
+
+def _lengths(x: Any, group: Group, lengths: Sequence[int] | None, axis: int) -> list[int]:
+    """Return the parts' lengths as given, or as `shard.split` has them; of an axis that there is not, none."""
+    if lengths is not None:
+        return [int(each) for each in lengths]
+    shape = x.shape
+    return [len(each) for each in split(shape[axis] if -len(shape) <= axis < len(shape) else 0, group.size)]
+
+
+def _check_lengths(everyones: Sequence[Sequence[int]], group: Group) -> None:
+    """Refuse, on all ranks, lengths that do not make up some rank's tensor."""
+    for rank, (whole, *parts) in enumerate(everyones):
+        if len(parts) != group.size or sum(parts) != whole or min(parts) < 0:
+            raise ShapeError(
+                f"lengths {parts} do not cut the {whole} that rank {rank} has for {group.size} ranks; "
+                f"give {group.size} lengths that add up to {whole}"
+            )
 
 
 @dataclass(frozen=True)

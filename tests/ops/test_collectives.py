@@ -1,0 +1,207 @@
+"""Every exchange is a linear map, and its backward the transposed one: <F x, y> = <x, F* y>, on every rank.
+
+The public ones are held against central differences, too.
+"""
+
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from nnmpi import ops
+from nnmpi.backend.array import Array
+from nnmpi.comm.group import Group
+from nnmpi.errors import CommError, ShapeError
+from nnmpi.ops import collectives as exchange
+from nnmpi.parallel.sharded.conv import RowWindows, halo
+from nnmpi.shard import part, split
+from nnmpi.tensor.placement import Placement, features, rows
+from nnmpi.tensor.tensor import Tensor
+from tests.harness.refusals import told
+
+WHOLE, PARTS, OWN = "whole", "parts", "own"  # of a vector: the same on all ranks, cut, another one on each rank
+
+
+def draw(group: Group, space: str, shape: tuple[int, ...], placement: Placement, seed: int) -> Array:
+    """Return small whole numbers, whose sums are exact: of a whole array, this rank's part of one, or its own."""
+    generator = np.random.default_rng([seed, group.rank if space == OWN else 99])
+    values: Array = generator.integers(-9, 10, shape).astype(np.float64)
+    if space == PARTS:
+        values = np.ascontiguousarray(placement.region(shape, placement.axis, group.size, group.rank).take(values))
+    return values
+
+
+def product(group: Group, space: str, a: Array, b: Array) -> float:
+    """Return the inner product of vectors that lie so on the ranks."""
+    own = float((a * b).sum())
+    return own if space == WHOLE else group.sum_floats([own])[0]
+
+
+def check_adjoint(
+    group: Group, spaces: tuple[str, str], x: Array, y: Array, function: Callable[[Tensor], Tensor]
+) -> None:
+    """Fail on all ranks unless <F x, y> = <x, F* y> on each."""
+    leaf = Tensor(x, requires_grad=True)
+    result = function(leaf)
+    shape_fits = result.shape == y.shape
+    everyone = group.gather(shape_fits)
+    assert all(everyone), f"F x has shape {result.shape} here, y {y.shape}"
+    if result.requires_grad and result.node is not None:
+        result.backward(y)
+    gradient = y if leaf.grad is None else leaf.grad
+    forward, backward = product(group, spaces[1], result.data, y), product(group, spaces[0], x, gradient)
+    everyone = group.gather([forward, backward])
+    assert all(pair[0] == pair[1] == everyone[0][0] for pair in everyone), everyone
+    assert any(group.gather(bool(x.any() and y.any()))), "nothing was tested"
+
+
+LAYOUTS = [
+    ((3, 5), features(5)),
+    ((2, 12), features(2, 6)),
+    ((2, 3, 4, 7), features(7)),
+    ((3, 30), Placement(5, 2, 3)),
+    ((4, 14), Placement(7, 1, 2)),
+    ((2, 9, 3, 2), rows(9)),
+    ((2, 1, 3, 2), rows(1)),
+]
+
+EXCHANGES: dict[str, tuple[str, str, Callable[[Tensor, Group, Placement], Tensor]]] = {
+    "copy": (WHOLE, OWN, lambda x, group, placement: exchange.copy(x, group)),
+    "sum_over_ranks": (OWN, WHOLE, lambda x, group, placement: exchange.sum_over_ranks(x * 1.0, group)),
+    "scatter": (WHOLE, PARTS, exchange.scatter),
+    "gather": (PARTS, WHOLE, exchange.gather),
+    "gather_summing_grads": (PARTS, OWN, exchange.gather_summing_grads),
+}
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize("name", EXCHANGES)
+def test_adjoint(group: Group, name: str) -> None:
+    """All pairs, on parts of uneven sizes, some of them empty, along both axes."""
+    source, target, function = EXCHANGES[name]
+    for shape, placement in LAYOUTS:
+        x, y = draw(group, source, shape, placement, seed=1), draw(group, target, shape, placement, seed=2)
+        check_adjoint(group, (source, target), x, y, lambda leaf, placement=placement: function(leaf, group, placement))
+
+
+@pytest.mark.simulated
+@pytest.mark.parametrize(
+    "frame",
+    [
+        RowWindows(9, 3, 1, 1),
+        RowWindows(9, 3, 2, 0),
+        RowWindows(10, 2, 2, 0),
+        RowWindows(5, 5, 1, 2),
+        RowWindows(4, 7, 3, 3),
+        RowWindows(11, 1, 4, 0),
+        RowWindows(3, 3, 1, 0),
+        RowWindows(8, 1, 1, 1),
+    ],
+)
+def test_halo(group: Group, frame: RowWindows) -> None:
+    """Whatever the windows are: rows come from where they are, and gradients go back there."""
+    shape, placement = (2, frame.height, 2, 3), rows(frame.height)
+    x = draw(group, PARTS, shape, placement, seed=4)
+    needed = frame.needed(group.size, group.rank)
+    y = draw(group, OWN, (2, len(needed), 2, 3), placement, seed=5)
+    check_adjoint(group, (PARTS, OWN), x, y, lambda leaf: halo(leaf, group, frame))
+    whole = draw(group, WHOLE, shape, placement, seed=4)
+    padded = np.pad(whole, ((0, 0), (frame.padding, frame.padding + frame.reach), (0, 0), (0, 0)), constant_values=7)
+    seen = halo(Tensor(x), group, frame, value=7.0).data
+    if part(frame.outputs, group.size, group.rank):
+        right = np.array_equal(seen, padded[:, needed.start + frame.padding : needed.stop + frame.padding])
+    else:
+        right = (seen == 7).all()
+    assert all(group.gather(bool(right)))
+
+
+def of_ranks(rank: int, length: int) -> Array:
+    """Return what a rank has, (2, length), the same wherever it is computed."""
+    return np.random.default_rng([7, rank]).normal(size=(2, length))
+
+
+PUBLIC: dict[str, tuple[Callable[[int, int], int], Callable[..., Tensor], Callable[[list[Array], int], Array]]] = {
+    "all_reduce": (lambda rank, size: 5, lambda x, group: ops.all_reduce(x, group), lambda all_, rank: sum(all_)),
+    "all_gather": (
+        lambda rank, size: (3 * rank + 2) % 4,
+        lambda x, group: ops.all_gather(x, group, axis=1),
+        lambda all_, rank: np.concatenate(all_, axis=1),
+    ),
+    "reduce_scatter": (
+        lambda rank, size: 7,
+        lambda x, group: ops.reduce_scatter(x, group, axis=-1),
+        lambda all_, rank: np.split(sum(all_), cuts(7, len(all_)), axis=1)[rank],
+    ),
+    "reduce_scatter, by lengths": (
+        lambda rank, size: size * (size - 1) // 2,
+        lambda x, group: ops.reduce_scatter(x, group, range(group.size), axis=1),
+        lambda all_, rank: sum(all_)[:, rank * (rank - 1) // 2 : rank * (rank + 1) // 2],
+    ),
+    "all_to_all": (
+        lambda rank, size: rank + 4,
+        lambda x, group: ops.all_to_all(x, group, axis=1),
+        lambda all_, rank: np.concatenate(
+            [np.split(x, cuts(x.shape[1], len(all_)), axis=1)[rank] for x in all_], axis=1
+        ),
+    ),
+    "all_to_all, by lengths": (
+        lambda rank, size: size * (size - 1) // 2,
+        lambda x, group: ops.all_to_all(x, group, range(group.size), axis=1),
+        lambda all_, rank: np.concatenate(
+            [x[:, rank * (rank - 1) // 2 : rank * (rank + 1) // 2] for x in all_], axis=1
+        ),
+    ),
+}
+
+
+def cuts(n: int, size: int) -> list[int]:
+    return [each.stop for each in split(n, size)][:-1]
+
+
+@pytest.mark.both_worlds(max_size=5)
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_operations_and_their_numerical_gradients(group: Group, name: str) -> None:
+    """The loss is the sum of the ranks' losses, each of which weighs what came in its own way."""
+    length_of, function, reference = PUBLIC[name]
+    lengths = [length_of(rank, group.size) for rank in range(group.size)]
+    everyones = [of_ranks(rank, length) for rank, length in enumerate(lengths)]
+    leaf = Tensor(everyones[group.rank].copy(), requires_grad=True)
+    result = function(leaf, group)
+    wanted = reference(everyones, group.rank)
+    same = result.shape == wanted.shape and np.allclose(result.data, wanted, rtol=1e-14)
+    weight = of_ranks(100 + group.rank, wanted.shape[1])
+    (result * result * weight).sum().backward()
+
+    def loss(rank: int, place: tuple[int, int], step: float) -> float:
+        changed = [each.copy() for each in everyones]
+        changed[rank][place] += step
+        theirs = [(reference(changed, r), r) for r in range(group.size)]
+        return sum(float((y * y * of_ranks(100 + r, y.shape[1])).sum()) for y, r in theirs)
+
+    numerical = np.array(
+        [
+            (loss(group.rank, place, 1e-4) - loss(group.rank, place, -1e-4)) / 2e-4
+            for place in np.ndindex(2, lengths[group.rank])
+        ]
+    ).reshape(2, -1)
+    found = np.zeros_like(leaf.data) if leaf.grad is None else leaf.grad
+    right = np.allclose(found, numerical, rtol=1e-6, atol=1e-6) and np.array_equal(leaf.data, everyones[group.rank])
+    assert group.gather([bool(same), bool(right)]) == [[True, True]] * group.size
+
+
+@pytest.mark.both_worlds(min_size=2, max_size=5)
+@pytest.mark.parametrize(
+    ("function", "error", "words"),
+    [
+        (lambda x, group: ops.all_reduce(np.ones(2 + group.rank), group), CommError, "differ beyond that axis.*give"),
+        (lambda x, group: ops.all_gather(np.ones(2 * (group.rank == 0)), group, 1), ShapeError, "no axis 1"),
+        (lambda x, group: ops.reduce_scatter(x, group, [group.rank] * group.size), CommError, "lengths differ"),
+        (lambda x, group: ops.all_to_all(x, group, [1] * (group.size + (group.rank == 1))), ShapeError, "rank [01]"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_all_ranks(
+    group: Group, function: Callable[..., Tensor], error: type[Exception], words: str
+) -> None:
+    said = told(error, lambda: function(np.ones(group.size), group))
+    assert all(re.search(words, each) for each in group.gather(said)), said
