@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from math import isfinite, prod
@@ -20,6 +21,7 @@ from nnmpi.compose.stats import Totals
 from nnmpi.data.dataset import Dataset, Samples
 from nnmpi.data.loader import Loader
 from nnmpi.errors import DataError
+from nnmpi.files import write_atomically
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.train.cli import PlaceConfig, ask, launch_use, read_command
 from nnmpi.train.config import Config, check_numbers
@@ -148,7 +150,12 @@ def main(words: Sequence[str], group: Group) -> None:
     train, test = load_samples(_data(run, options), group, console.say)
     with agreed(group):
         samples = matched(run.signature, train if options.part == "train" else test)
-    console.say(*_lines(run, samples, *evaluate(run, samples, options.batch_size), options))
+    found, confusion = evaluate(run, samples, options.batch_size)
+    told = _told(run, samples, found, confusion, options)
+    if group.is_root:
+        with suppress(OSError):  # a run of somebody else's may be looked at only
+            write_atomically(run.folder.evaluation, told.encode())
+    console.say(told if options.json else _sentence(run, samples, found, options))
 
 
 def _data(run: Run, options: EvaluationConfig) -> Config:
@@ -169,32 +176,29 @@ def _data(run: Run, options: EvaluationConfig) -> Config:
     return config.having(**values)
 
 
-def _lines(
-    run: Run, samples: Samples, found: Totals, confusion: Integers | None, options: EvaluationConfig
-) -> list[str]:
-    """Return the result in words, or as JSON."""
-    measures = measures_of(found, samples.variance)
-    if options.json:
-        values: dict[str, Any] = {
-            "run": str(run.folder.path),
-            "step": run.step,
-            "data": samples.name,
-            "part": options.part,
-            "samples": len(samples),
-            "targets": found.targets,
-            **{name: value if isfinite(value) else None for name, value in measures.items()},
-            "loss": found.loss,
-        }
-        if confusion is not None:
-            values |= {"classes": run.class_names, "confusion": confusion.tolist()}
-        return [json.dumps(values)]
-    loss, quality = describe_result(found, measures, run.signature.is_tokens)
+def _told(run: Run, samples: Samples, found: Totals, confusion: Integers | None, options: EvaluationConfig) -> str:
+    """Return the result as JSON."""
+    values: dict[str, Any] = {
+        "run": str(run.folder.path),
+        "step": run.step,
+        "data": samples.name,
+        "part": options.part,
+        "samples": len(samples),
+        "targets": found.targets,
+        "loss": found.loss,
+    }
+    values |= {name: value if isfinite(value) else None for name, value in measures_of(found, samples.variance).items()}
+    if confusion is not None:
+        values |= {"classes": run.class_names, "confusion": confusion.tolist()}
+    return json.dumps(values)
+
+
+def _sentence(run: Run, samples: Samples, found: Totals, options: EvaluationConfig) -> str:
+    loss, quality = describe_result(found, measures_of(found, samples.variance), run.signature.is_tokens)
     is_classes = run.signature.predicts == "classes"
     counted = f"{found.score_sum:.0f} of {found.targets} right" if is_classes else f"{found.targets} samples"
-    after = "" if run.step is None else f" after step {run.step}"
-    return [
-        f"{options.part} {quality} ({loss}), {counted}, with {samples.name} and the weights{after} of {run.folder.path}"
-    ]
+    weights = f"the weights{'' if run.step is None else f' after step {run.step}'} of {run.folder.path}"
+    return f"{options.part} {quality} ({loss}), {counted}, with {samples.name} and {weights}"
 
 
 if __name__ == "__main__":

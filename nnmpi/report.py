@@ -11,38 +11,38 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from nnmpi.command import Parser, say
 from nnmpi.compose.stats import PARTS
 from nnmpi.errors import UsageError, raised_as
-from nnmpi.files import foreign
+from nnmpi.files import foreign, read_json
 from nnmpi.pages.page import write_page
 from nnmpi.train.config import all_options, shown
 from nnmpi.train.folder import RunFolder, read_run
 from nnmpi.train.metrics import read_metrics, sum_staleness
 
-MOST_POINTS = 500  # of a line
-STEPS, SECONDS = ("global_step", "step"), ("elapsed_s", "seconds")
+MOST_POINTS, MOST_BARS = 500, 60
+ACCURACY = "accuracy"
+STEPS, SECONDS = ("global_step", "steps"), ("elapsed_s", "seconds")
 TRAINED, TESTED = {"training": "train"}, {"test data": "eval"}
 BOTH = TRAINED | TESTED
-PANELS = [  # title, label and key of the values, whose they are, and what they are drawn over
-    ("Loss", "loss", "loss", BOTH, STEPS),
-    ("Perplexity", "perplexity", "perplexity", BOTH, STEPS),
-    ("Accuracy", "accuracy", "accuracy", BOTH, STEPS),
-    ("Root of the mean squared error", "RMSE", "rmse", BOTH, STEPS),
-    ("Share of the variance that is explained", "R2", "r2", BOTH, STEPS),
-    ("Learning rate", "learning rate", "learning_rate", TRAINED, STEPS),
-    ("Length of the gradient", "norm", "grad_norm", TRAINED, STEPS),
-    ("Passes over the training data", "epochs", "epoch", TRAINED, STEPS),
-    ("Training speed", "samples per second", "samples_per_second", TRAINED, STEPS),
-    ("Evaluation speed", "samples per second", "samples_per_second", TESTED, STEPS),
-    ("Evaluation speed in batches", "batches per second", "steps_per_second", TESTED, STEPS),
-    ("Runtime of an evaluation", "seconds", "runtime", TESTED, STEPS),
-    ("Loss over time", "loss", "loss", BOTH, SECONDS),
-    ("Accuracy over time", "accuracy", "accuracy", BOTH, SECONDS),
+PANELS = [  # title, key of the values, whose they are, and what they are drawn over
+    ("Loss", "loss", BOTH, STEPS),
+    ("Perplexity", "perplexity", BOTH, STEPS),
+    ("Accuracy", ACCURACY, BOTH, STEPS),
+    ("Root of the mean squared error", "rmse", BOTH, STEPS),
+    ("Share of the variance that is explained (R2)", "r2", BOTH, STEPS),
+    ("Learning rate", "learning_rate", TRAINED, STEPS),
+    ("Gradient norm", "grad_norm", TRAINED, STEPS),
+    ("Training speed, samples per second", "samples_per_second", TRAINED, STEPS),
+    ("Loss over time", "loss", BOTH, SECONDS),
+    ("Accuracy over time", ACCURACY, BOTH, SECONDS),
 ]
+COLOURS = "#4c78a8", "#d1495b", "#8aa83c", "#b07aa1"  # on paper that is light or dark
+Columns = Mapping[str, Sequence[float]]
 RESULT = ("kind", "epoch", "loss", "accuracy", "perplexity", "elapsed_s")
 _MEMORY = "memory_"
 
@@ -64,8 +64,14 @@ def main(words: Sequence[str]) -> str:
     if given.tensorboard is not None:
         read_run(given.run, str(given.run))
         write_events(given.tensorboard, read_metrics(RunFolder(given.run).metrics))
-    write_page(file, "run", f"run {given.run.resolve().name}", gather(given.run))
-    return f"{file} shows the run in a browser"
+    found, library, hint = gather(given.run), "", "; for its curves: pip install 'nnmpi[plot]'"
+    if find_spec("bokeh"):
+        from bokeh.resources import Resources
+
+        library, hint = "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw), ""
+        found["charts"] = draw(found)
+    write_page(file, "run", f"run {given.run.resolve().name}", found, library)
+    return f"{file} shows the run in a browser{hint}"
 
 
 def write_events(folder: Path, records: Sequence[Mapping[str, Any]]) -> None:
@@ -105,25 +111,107 @@ def gather(run: Path) -> dict[str, Any]:
             "results": [{key: each.get(key) for key in RESULT} for each in tests[-2:]],
             "charts": [chart for panel in PANELS if (chart := _chart(*panel, records))["lines"]],
             "times": {label: mean for key, label in PARTS.items() if (mean := _mean(trained, key))},
+            "parts": [
+                [part[-1]["global_step"], *(_mean(part, key) for key in PARTS)] for part in _cut(trained, MOST_BARS)
+            ],
             "memory": {
                 key.removeprefix(_MEMORY): n for key, n in (trained or [{}])[-1].items() if key.startswith(_MEMORY)
             },
             "staleness": {"heights": heights, "mean": stale.mean(), "max": stale.largest()},
+            "evaluation": read_json(folder.evaluation) if folder.evaluation.is_file() else {},
             "options": _options(options),
             "commands": commands,
         }
 
 
-def _chart(
-    title: str, label: str, key: str, kinds: Mapping[str, str], over: tuple[str, str], records: Sequence[Any]
-) -> dict[str, Any]:
+def _chart(title: str, key: str, kinds: Mapping[str, str], over: tuple[str, str], records: Sequence[Any]) -> Any:
+    """Return a chart's lines; none where each is straight, as of a rate that stays."""
     lines = []
     for name, kind in kinds.items():
         chosen = [each for each in records if each["kind"] == kind and None not in (each.get(key), each.get(over[0]))]
-        points = [[each[over[0]], each[key]] for each in chosen]
-        lines.append({"name": name, "points": points[:: max(1, len(points) // MOST_POINTS)]})
-    lines = [line for line in lines if line["points"]]
-    return {"title": title, "label": label, "along": over[1], "lines": lines}
+        lines.append({"name": name, "points": [[each[over[0]], each[key]] for each, *_ in _cut(chosen, MOST_POINTS)]})
+    says = any(len({value for _, value in line["points"]}) > 1 for line in lines)
+    lines = [line for line in lines if line["points"] and says]
+    return {"title": title, "accuracy": key == ACCURACY, "along": over[1], "lines": lines}
+
+
+def _cut(records: Sequence[Any], most: int) -> list[Sequence[Any]]:
+    """Return the records in parts of equal lengths, about as many as `most`."""
+    each = max(1, len(records) // most)
+    return [records[begin : begin + each] for begin in range(0, len(records), each)]
+
+
+def draw(found: Mapping[str, Any]) -> dict[str, Any]:
+    """Return {title: chart} of what `gather` returned, as bokeh's page script reads them."""
+    from bokeh.embed import json_item
+    from bokeh.models import CustomJSTickFormatter, DataRange1d, HoverTool
+    from bokeh.plotting import figure
+
+    def plot(tips: Any, **how: Any) -> Any:
+        how = {"height": 260, "sizing_mode": "stretch_width", "toolbar_location": None, "tools": ""} | how
+        made = figure(**how)
+        made.add_tools(HoverTool(tooltips=tips, mode="vline"))
+        return made
+
+    def stack(what: str, ends: Sequence[float], begin: float, columns: Columns, x: str, y: str) -> Any:
+        """Draw bars from where the one before has ended, the columns on top of one another."""
+        sides = [*pairwise([begin, *ends])]
+        middles = {"x": [(a + b) / 2 for a, b in sides], "wide": [b - a for a, b in sides]}
+        source = {what: ends, **middles, **columns}
+        made = plot([(name, f"@{{{name}}}{{0.[00]}}") for name in (what, *columns)], x_axis_label=x, y_axis_label=y)
+        colours = [COLOURS[i % len(COLOURS)] for i in range(len(columns))]
+        how = {"width": "wide", "source": source, "color": colours, "legend_label": [*columns]}
+        made.hover.renderers = made.vbar_stack([*columns], x="x", **how)[-1:]
+        return made
+
+    plots: dict[str, Any] = {}
+    if found["parts"]:
+        ends, *parts = zip(*found["parts"], strict=True)
+        columns = {n: [1e3 * s for s in part] for n, part in zip(PARTS.values(), parts, strict=True) if any(part)}
+        plots["Where a step's time went, over the steps"] = stack("step", ends, 0, columns, "steps", "ms")
+    for chart in found["charts"]:
+        points = [value for line in chart["lines"] for _, value in line["points"]]
+        made = plot([("$name", "@y{0.[00000]}"), (chart["along"], "@x{0.[0]}")], x_axis_label=chart["along"])
+        made.yaxis.formatter.power_limit_low = -5
+        least = min((1 - value for value in points if value < 1), default=1.0)
+        if chart["accuracy"]:  # by the errors that are left, in powers of ten: so 97 and 99 % are far apart
+            made = plot(made.hover.tooltips, x_axis_label=chart["along"], y_axis_type="log")
+            made.y_range = DataRange1d(flipped=True)
+            made.yaxis.ticker = [base * 10.0**-power for power in range(1, 6) for base in (5, 2, 1)]
+            made.yaxis.formatter = CustomJSTickFormatter(code="return `${+(100 * (1 - tick)).toPrecision(5)} %`")
+        for colour, line in zip(COLOURS, chart["lines"], strict=False):
+            x, y = zip(*line["points"], strict=True)
+            drawn = [max(1 - each, least / 2) for each in y] if chart["accuracy"] else y
+            named = {"source": {"x": x, "y": y, "drawn": drawn}, "name": line["name"], "color": colour}
+            made.line("x", "drawn", line_width=2, legend_label=line["name"], **named)
+            made.scatter("x", "drawn", size=3 if len(x) > 20 else 6, **named)
+        plots[chart["title"]] = made
+    if heights := found["staleness"]["heights"]:
+        workers = {f"worker {worker}": own for worker, own in enumerate(heights)}
+        ends = tuple(n + 0.5 for n in range(len(heights[0])))
+        plots["Staleness"] = stack("up to", ends, -0.5, workers, "updates that came between", "gradients")
+    if counts := found["evaluation"].get("confusion"):
+        names = [str(name) for name in found["evaluation"]["classes"]]
+        cells = [
+            (a, b, n, n / sum(row), COLOURS[a != b], 0.7 + 0.3 * n / sum(row))
+            for a, row in zip(names, counts, strict=True)
+            for b, n in zip(names, row, strict=True)
+            if n
+        ]
+        tips = [("is", "@a"), ("taken for", "@b"), ("samples", "@n"), ("of these", "@share{0.0 %}")]
+        made = plot(tips, x_range=names, y_range=names[::-1], x_axis_label="taken for", y_axis_label="is", height=380)
+        made.hover.mode = "mouse"
+        source = dict(zip(("a", "b", "n", "share", "color", "alpha"), zip(*cells, strict=True), strict=True))
+        made.rect("b", "a", 0.97, 0.97, source=source, color="color", alpha="alpha")
+        made.text("b", "a", text="n", source=source, text_align="center", text_baseline="middle", text_color="white")
+        plots["Confusion"] = made
+    for made in plots.values():
+        for legend in made.legend:
+            legend.update(orientation="horizontal", background_fill_alpha=0, border_line_alpha=0, margin=0, padding=2)
+            legend.label_text_color = "#808890"  # on light and dark
+            legend.update(visible=len(legend.items) > 1, location="top_left")
+            made.add_layout(legend, "above")
+    return {title: json_item(made) for title, made in plots.items()}
 
 
 def _mean(records: Sequence[Mapping[str, Any]], key: str) -> float:

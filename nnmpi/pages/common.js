@@ -2,6 +2,20 @@
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const PAGE = document.getElementById("page");
 
+// ---- theme and height: of the system, or of the page around ----
+
+const dark = matchMedia("(prefers-color-scheme: dark)");
+function setTheme(name) {
+  document.documentElement.dataset.theme = name || (dark.matches ? "dark" : "light");
+  dispatchEvent(new Event("theme"));
+}
+setTheme();
+dark.addEventListener("change", () => setTheme());
+if (parent !== window) {
+  addEventListener("message", ({ data }) => data.theme && setTheme(data.theme));
+  new ResizeObserver(() => parent.postMessage({ height: document.body.scrollHeight + 32 }, "*")).observe(document.body);
+}
+
 // ---- elements ----
 
 function build(node, attributes, children) {

@@ -11,30 +11,31 @@ from typing import Any
 from nnmpi.errors import UsageError, raised_as
 
 
-def make_page(kind: str, title: str, data: Mapping[str, Any]) -> str:
+def make_page(kind: str, title: str, data: Mapping[str, Any], library: str = "") -> str:
     """Return a page as HTML.
 
     Args:
         kind: which script shows the data: "collective", "schedule", "plan" or "run".
         title: the heading.
         data: JSON values, for that script.
+        library: JavaScript that it calls.
     """
     parts = {name: (files("nnmpi.pages") / name).read_text() for name in ("frame.html", "frame.css", "common.js")}
-    script = parts["common.js"] + (files("nnmpi.pages") / f"{kind}.js").read_text()
+    script = "\n".join((library, parts["common.js"], (files("nnmpi.pages") / f"{kind}.js").read_text()))
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     text = text.replace("<", "\\u003c")  # or a name such as "</script>" or "<!--<script>" would move the data's end
     values = {"TITLE": html.escape(title), "STYLE": parts["frame.css"], "SCRIPT": script, "DATA": text}
     return re.sub("@([A-Z]+)@", lambda mark: values[mark[1]], parts["frame.html"])
 
 
-def write_page(file: Path, kind: str, title: str, data: Mapping[str, Any]) -> None:
+def write_page(file: Path, kind: str, title: str, data: Mapping[str, Any], library: str = "") -> None:
     """Write a page into a file; one that is there is replaced.
 
     Args:
-        file, kind, title, data: see `make_page`.
+        file, kind, title, data, library: see `make_page`.
 
     Raises:
         UsageError: when the file cannot be written.
     """
     with raised_as(UsageError, f"{file} cannot be written", "give another file"):
-        file.write_text(make_page(kind, title, data), "utf-8", "replace")  # names of folders may be any bytes
+        file.write_text(make_page(kind, title, data, library), "utf-8", "replace")  # names of folders may be any bytes

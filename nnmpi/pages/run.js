@@ -1,6 +1,5 @@
-// DATA: {head: [[what, words]], results, charts: [{title, label, along, lines: [{name, points}]}], times: {what: seconds},
-// memory: {what: bytes}, staleness: {heights: [worker][staleness], mean, max}, options: [[option, value]],
-// commands}
+// DATA: {head: [[what, words]], results, charts: {title: bokeh's}, times: {what: seconds}, memory: {what: bytes},
+// staleness: {heights: [worker][staleness], mean, max}, evaluation, options: [[option, value]], commands}
 
 const number = (value) => value === null || value === undefined ? "" : String(Number(Number(value).toPrecision(4)));
 const card = (title, ...content) => el("section", { class: "card" }, el("h2", {}, title), ...content);
@@ -14,24 +13,6 @@ function barsOf(values, words) {
       `background:${colour(i, entries.length)}` })), el("td", { class: "number", style: "width:8rem" }, words(value)))));
 }
 
-// How many gradients there were of each staleness, the workers' on top of one another.
-function histogram(width, { heights }) {
-  const count = heights[0].length, sums = heights[0].map((_, i) => heights.reduce((sum, own) => sum + own[i], 0));
-  const high = 200, wide = (width - 10) / count, most = Math.max(...sums);
-  const picture = draw("svg", { width, height: high + 22, role: "img", "aria-label": "gradients by staleness" });
-  for (let i = 0; i < count; i++) {
-    let top = high;
-    heights.forEach((own, worker) => {
-      const tall = own[i] / most * (high - 8);
-      top -= tall;
-      picture.append(draw("rect", { x: 5 + i * wide, y: top, width: Math.max(1, wide - 1), height: tall, fill: colour(worker, heights.length) }));
-    });
-    if (i % Math.ceil(count / 10) === 0) picture.append(
-      draw("text", { x: 5 + (i + .5) * wide, y: high + 16, "text-anchor": "middle", class: "soft" }, i));
-  }
-  return picture;
-}
-
 function show() {
   const all = Object.values(DATA.times).reduce((sum, each) => sum + each, 0);
   const { peak, ...memory } = DATA.memory;
@@ -40,25 +21,21 @@ function show() {
     [`loss ${number(each.loss)}`, each.accuracy === null ? "" : `accuracy ${(100 * each.accuracy).toFixed(2)} %`,
       each.perplexity === null ? "" : `perplexity ${number(each.perplexity)}`, seconds(each.elapsed_s)].filter(Boolean).join(", ")]);
   PAGE.replaceChildren(card("What it was", el("div", { class: "wide" }, rows(DATA.head.concat(results)))), grid);
-  const width = () => Math.max(280, grid.firstChild.clientWidth - 26);
   if (all) grid.append(card("Where a step's time went", barsOf(DATA.times,
     (value) => `${seconds(value)}, ${(100 * value / all).toFixed(0)} %`)));
   if (peak) grid.append(card(`Memory of rank 0: at most ${bytes(peak)}`, barsOf(memory, (value) => value ? bytes(value) : "0 B")));
-  if (DATA.staleness.heights.length) {
-    const place = card(`Staleness: ${number(DATA.staleness.mean)} on average, at most ${DATA.staleness.max}`);
-    grid.append(place);
-    place.append(histogram(width(), DATA.staleness));
-  }
-  for (const { title, label, along, lines } of DATA.charts) {
-    const coloured = lines.map((line, i) => ({ ...line, colour: i ? "var(--step)" : "var(--f)" }));
-    const place = card(title);
-    grid.append(place);
-    place.append(chart(width(), coloured, { x: number, y: number, height: 220 }), el("p", { class: "soft" }, `${label} over ${along}`));
-    if (lines.length > 1) place.append(legend(coloured));
+  const { heights, mean, max } = DATA.staleness, { part, data, step, samples } = DATA.evaluation;
+  const words = { Staleness: heights.length ? `Staleness: ${number(mean)} on average, at most ${max}` : "",
+    Confusion: data ? `Confusion: ${samples} ${part} samples of ${data}, after step ${step}` : "" };
+  if (!window.Bokeh) grid.append(card("Curves", el("p", {}, "are drawn by bokeh: pip install 'nnmpi[plot]'")));
+  else for (const [title, chart] of Object.entries(DATA.charts)) {
+    const place = el("div", { class: "chart" });
+    grid.append(card(words[title] || title, place));
+    Bokeh.embed.embed_item(structuredClone(chart), place);
   }
   if (DATA.options.length) PAGE.append(el("section", { class: "card", style: "margin-top:1rem" },
     el("h2", {}, "Options that are no defaults"), el("div", { class: "wide" }, rows(DATA.options))));
   PAGE.append(card("Commands", ...DATA.commands.map((each) => el("pre", {}, each))));
 }
 show();
-addEventListener("resize", show);
+addEventListener("theme", show);

@@ -7,6 +7,7 @@ runs/digits-cnn-20260101-120000/
   console.txt         what was printed
   starts.jsonl        a line for each start of the run: its command, when, where, with which versions, its header
   finished.json       once each rank has come to its end: the last step, results, the weights' hash; else there is none
+  evaluation.json     what `python -m nnmpi.evaluate` found last, with the confusion matrix
   faults.jsonl        what ended its starts, of a run under `python -m nnmpi.run`
   flight/             after a standstill: where each rank was, what it did last, and its stacks
   checkpoints/        see checkpoint.py
@@ -45,6 +46,7 @@ class RunFolder:
         self.path, self.config, self.metrics = path, path / CONFIG_FILE, path / "metrics.jsonl"
         self.console, self.starts, self.faults = path / "console.txt", path / "starts.jsonl", path / "faults.jsonl"
         self.finished, self.checkpoints = path / "finished.json", path / "checkpoints"
+        self.evaluation = path / "evaluation.json"
         self.tokenizer, self.model = path / "tokenizer", path / "model"
 
     def check_free(self) -> None:

@@ -59,7 +59,7 @@ HOMES = {
 }
 
 # Libraries that a user may not have: imported where they are needed. (Python has fcntl on POSIX only.)
-OPTIONAL = {"PIL", "fcntl", "filelock", "matplotlib", "ml_dtypes", "pooch", "tensorboardX", "tokenizers"}
+OPTIONAL = {"PIL", "bokeh", "fcntl", "filelock", "matplotlib", "ml_dtypes", "pooch", "tensorboardX", "tokenizers"}
 OPTIONAL |= {"cupy", "cupy_backends", "cupyx"}
 
 # Methods that are explained once, in the base class.

@@ -1,13 +1,14 @@
 """The page of a run: what its files say, and nothing else."""
 
 import json
+import re
 import struct
 from pathlib import Path
 
 import pytest
 
 from nnmpi.errors import UsageError
-from nnmpi.report import gather, main
+from nnmpi.report import draw, gather, main
 from nnmpi.train.config import Config, assemble, flatten
 from tests.pages.browser import look
 
@@ -46,15 +47,34 @@ def test_the_numbers_are_the_runs(run: Path) -> None:
     found = gather(run)
     assert found["head"][0] == ["layout", "dp 2, 2 ranks on 1 node (here)"] and len(found["head"]) == 3
     assert [each["kind"] for each in found["results"]] == ["eval", "test"]
-    assert found["charts"][0]["title"] == "Loss"
+    titles = [each["title"] for each in found["charts"]]
+    assert titles == ["Loss", "Loss over time"]  # a rate that stays, a straight line, is none
     assert [line["name"] for line in found["charts"][0]["lines"]] == ["training", "test data"]
     assert found["charts"][0]["lines"][0]["points"] == [[1, 4.0], [2, 2.0], [3, 4 / 3], [4, 1.0]]
     assert found["times"] == pytest.approx({"compute": 0.003, "synchronization": 0.001})
+    assert found["parts"] == [[step, 0.003, 0.0, 0.001, 0.0] for step in (1, 2, 3, 4)]
     assert found["memory"] == {"parameters": 1024, "optimizer": 3072, "peak": 4096}
     assert found["staleness"] == {"heights": [[1, 1, 1]], "mean": 1.0, "max": 2}
     given = [["--lr", "0.25"], ["--jit", "on"], ["--model", "mlp"], ["--hidden", "3 4"], ["--dp", "2"]]
     assert sorted(found["options"]) == sorted(given)
     assert found["commands"] == ["python -m nnmpi.train --model mlp --hidden 3 4 --config lr.toml    # ranks: 2"]
+
+
+def test_what_is_drawn_is_what_a_person_reads(run: Path) -> None:
+    """Parts of a step that were there; accuracies by the errors that are left; which class was taken for which."""
+    pytest.importorskip("bokeh")
+    points = [[1, 0.5], [2, 0.97], [3, 0.99], [4, 1.0]]
+    accuracy = {"title": "Accuracy", "accuracy": True, "along": "steps", "lines": [{"name": "test", "points": points}]}
+    confusion = {"classes": ["cat", "dog"], "confusion": [[3, 1], [0, 2]]}
+    drawn = draw(gather(run) | {"charts": [accuracy], "evaluation": confusion})
+    assert list(drawn) == ["Where a step's time went, over the steps", "Accuracy", "Staleness", "Confusion"]
+    text = {title: json.dumps(item) for title, item in drawn.items()}
+    times = text["Where a step's time went, over the steps"]
+    assert '["compute", ' in times and '["synchronization", ' in times and '"input"' not in times
+    left = [float(each) for each in re.findall(r'"drawn", \[([^]]*)', text["Accuracy"])[0].split(", ")]
+    assert left == pytest.approx([0.5, 0.03, 0.01, 0.005]) and '"LogScale"' in text["Accuracy"]
+    assert '"flipped": true' in text["Accuracy"]
+    assert '["n", [3, 1, 2]]' in text["Confusion"] and '["a", ["cat", "cat", "dog"]]' in text["Confusion"]
 
 
 def test_its_metrics_are_written_for_tensorboard(run: Path, tmp_path: Path) -> None:
@@ -89,15 +109,25 @@ def test_files_that_are_not_a_runs_are_refused(run: Path, name: str, line: str) 
 def test_the_page_shows_them(run: Path, tmp_path: Path, width: str, dark: bool) -> None:
     assert main([str(run)]) == f"{run / 'report.html'} shows the run in a browser"
     script = """
-        return { told: [texts("h1"), texts("h2"), texts("tr"), count("path[data-name]"), count(".fill")] };
+        const drawn = [...document.querySelectorAll(".chart > *")].filter((each) => each.shadowRoot);
+        return { told: [texts("h1"), texts("h2"), texts("tr"), drawn.length, count(".fill")] };
     """
-    title, headings, rows, lines, fills = look((run / "report.html").read_text(), script, tmp_path, width, dark)["told"]
+    title, headings, rows, charts, fills = look((run / "report.html").read_text(), script, tmp_path, width, dark)[
+        "told"
+    ]
     assert title == ["run my-run"]
     assert {"What it was", "Where a step's time went", "Memory of rank 0: at most 4 KB", "Loss"} <= set(headings)
     assert {"Staleness: 1 on average, at most 2", "Options that are no defaults"} <= {*headings}
     assert "layoutdp 2, 2 ranks on 1 node (here)" in rows and "at the endloss 0.5, accuracy 75.00 %, 4 s" in rows
     assert "compute3 ms, 75 %" in rows and "optimizer3 KB" in rows and "--lr0.25" in rows
-    assert lines >= 8 and fills == 4
+    assert charts == 4 and fills == 4
+
+
+def test_without_bokeh_the_page_says_what_draws_its_curves(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("nnmpi.report.find_spec", lambda name: None)
+    assert main([str(run)]).endswith("shows the run in a browser; for its curves: pip install 'nnmpi[plot]'")
+    found = look((run / "report.html").read_text(), 'return { told: texts("h2") };', run)
+    assert "Curves" in found["told"] and "Loss" not in found["told"]
 
 
 def test_a_run_without_steps_has_a_page_and_no_run_has_none(tmp_path: Path) -> None:
