@@ -21,7 +21,7 @@ from nnmpi.version import VERSION
 limit_threads()  # must come before NumPy is loaded
 
 if TYPE_CHECKING:
-    from nnmpi import backend, comm, data, memory, models, nn, ops, optim, parallel, tensor
+    from nnmpi import backend, comm, data, exercise, memory, models, nn, ops, optim, parallel, tensor
     from nnmpi.backend.kernels import jit
     from nnmpi.backend.precision import use_precision
     from nnmpi.comm.group import Group
@@ -57,6 +57,7 @@ __all__ = [
     "comm",
     "compile",
     "data",
+    "exercise",
     "jit",
     "memory",
     "load",
@@ -93,7 +94,7 @@ _WHEN_USED = {
     "start": "nnmpi.comm.mpi.start",
     "use_precision": "nnmpi.backend.precision",
 }
-_PACKAGES = ("backend", "comm", "data", "memory", "models", "nn", "ops", "optim", "parallel", "tensor")
+_PACKAGES = ("backend", "comm", "data", "exercise", "memory", "models", "nn", "ops", "optim", "parallel", "tensor")
 
 
 def __dir__() -> list[str]:

@@ -20,6 +20,7 @@ from typing import TypeAlias
 
 from nnmpi.custom import ask, name_of
 from nnmpi.errors import ScheduleError, UsageError
+from nnmpi.pages.page import preformat
 
 Chunks: TypeAlias = tuple[int, ...] | range
 """Chunk numbers in the order in which they travel; a range where there are thousands of neighbours."""
@@ -164,6 +165,11 @@ class Collective:
     contract: Contract
     phases: tuple[Algorithm, ...]
     cost: Cost = _refuse_closed_form
+
+    def _repr_html_(self) -> str:  # a notebook draws it
+        from nnmpi.comm.render import DRAWN_IN_NOTEBOOKS, render
+
+        return preformat(render(self, DRAWN_IN_NOTEBOOKS))
 
     def __call__(self, rank: int, size: int) -> tuple[Step, ...]:
         """Return the steps of this rank; none for a single one.

@@ -24,6 +24,7 @@ from nnmpi.errors import ScheduleError, UsageError, counted
 
 _LEGEND = """\
 2 -> 1  chunk 2 goes to rank 1     2 <- 1  chunk 2 comes from rank 1     2 <+ 1  it comes and is added     .  idle"""
+DRAWN_IN_NOTEBOOKS = 4  # ranks
 DRAWN = 8  # ranks up to which every number is drawn
 MOST = 16  # ranks that fit a page
 PRICED = (*range(2, MOST + 1), 24, 32, 48, 64)

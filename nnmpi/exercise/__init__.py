@@ -4,8 +4,13 @@
     exercises    all of them, a table of each kind
     solution     a file that anybody may have written, in processes of its own: child, which runs there, and wire
     own_text     whether it is nnmpi's own text
+    notebook     nnmpi.exercise.check, for a cell
     __main__     python -m nnmpi.exercise
 
 The checks are the package's own: `comm.prove`, `comm.duration.price`, `schedule.check`, the simulated
 world. Begin with exercise, then read any of them.
 """
+
+from nnmpi.exercise.notebook import check
+
+__all__ = ["check"]

@@ -19,7 +19,7 @@ import numpy as np
 from nnmpi.command import Parser, foretell, positive_count, say
 from nnmpi.errors import UsageError
 from nnmpi.memory.optimal import OptimalPlans, swapping_plan
-from nnmpi.memory.plan import DIGITS, Costs, LayerCost, Plan, draw_plan, keep_all, price_plan
+from nnmpi.memory.plan import DIGITS, Costs, LayerCost, Plan, keep_all, price_plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt
@@ -64,7 +64,7 @@ def main(words: Sequence[str]) -> str:
         files.append(f"{given.html} runs it in a browser")
     return "\n".join(
         [
-            draw_plan(costs, plan),
+            price.draw(),
             "",
             " ".join(map(str, plan)),
             "",

@@ -31,6 +31,7 @@ from math import inf
 from typing import Any
 
 from nnmpi.errors import UsageError
+from nnmpi.pages.page import preformat
 
 Plan = tuple["Action", ...]
 COLUMNS = 100  # of a plan that is drawn, before its rows go on below
@@ -131,6 +132,7 @@ class PlanPrice:
             layer: the action's letter on its own, a small one where a layer is gone through again; else a line where a
             value waits, a double one where a layer is kept, a dot where it is away. `D` is on the layer that the value
             would come to.
+        layers: their names.
     """
 
     peak: int
@@ -138,6 +140,26 @@ class PlanPrice:
     again: int
     moved: int
     rows: list[list[Any]]
+    layers: tuple[str, ...]
+
+    def draw(self) -> str:
+        """Return the plan as text: a row for each layer, a column for each action but `D`, and below the bytes as bars.
+
+        0 | F...f.K=B.
+        1 | .F--..
+        """
+        shown = [(row[2], row[6]) for row in self.rows if row[0] != Act.DROP.value]
+        width, lines, steps = max(map(len, self.layers)), list[str](), " ▁▂▃▄▅▆▇█"
+        for start in range(0, len(shown), COLUMNS):
+            part = shown[start : start + COLUMNS]
+            rows = zip(*(signs for signs, _ in part), strict=True)
+            lines += [f"{name:>{width}} |{''.join(row)}" for name, row in zip(self.layers, rows, strict=True)]
+            bars = "".join(steps[-(-peak * 8 // max(self.peak, 1))] for _, peak in part)
+            lines += [f"{'bytes':>{width}} |{bars}", ""]
+        return "\n".join(lines[:-1])
+
+    def _repr_html_(self) -> str:  # a notebook draws it
+        return preformat(self.draw())
 
 
 class PlanState:
@@ -267,7 +289,8 @@ def price_plan(costs: Costs, plan: Iterable[Action], bandwidth: float = inf) -> 
         rows.append([act.value, i, signs, begin_s, computes_s, end_s, peak, state.bytes, transfer or None])
     if not state.is_over:
         raise UsageError("the plan leaves something behind; each layer must go back once, and each value be dropped")
-    return PlanPrice(max(row[6] for row in rows), state.seconds, state.again, moved, rows)
+    names = tuple(cost.name for cost in costs)
+    return PlanPrice(max(row[6] for row in rows), state.seconds, state.again, moved, rows, names)
 
 
 def parse_plan(text: str) -> Plan:
@@ -291,23 +314,3 @@ def keep_all(costs: Costs) -> Plan:
     for i in range(len(costs)):
         plan += [Action(Act.KEEP, i), *[Action(Act.DROP, i)] * (i > 0)]
     return (*plan, *(Action(Act.BACKWARD, i) for i in reversed(range(len(costs)))))
-
-
-def draw_plan(costs: Costs, plan: Plan) -> str:
-    """Return a plan as text: a row for each layer, a column for each action but `D`, and below the bytes as bars.
-
-    The signs are those of `PlanPrice`:
-
-        0 | F...f.K=B.
-        1 | .F--..
-    """
-    price = price_plan(costs, plan)
-    shown = [(row[2], row[6]) for row in price.rows if row[0] != Act.DROP.value]
-    width, lines, steps = max(len(cost.name) for cost in costs), list[str](), " ▁▂▃▄▅▆▇█"
-    for start in range(0, len(shown), COLUMNS):
-        part = shown[start : start + COLUMNS]
-        rows = zip(*(signs for signs, _ in part), strict=True)
-        lines += [f"{cost.name:>{width}} |{''.join(row)}" for cost, row in zip(costs, rows, strict=True)]
-        bars = "".join(steps[-(-peak * 8 // max(price.peak, 1))] for _, peak in part)
-        lines += [f"{'bytes':>{width}} |{bars}", ""]
-    return "\n".join(lines[:-1])

@@ -11,6 +11,11 @@ from typing import Any
 from nnmpi.errors import UsageError, raised_as
 
 
+def preformat(text: str) -> str:
+    """Return a picture in text as HTML, for a notebook's `_repr_html_`."""
+    return f'<pre style="line-height: 1.2">{html.escape(text)}</pre>'
+
+
 def make_page(kind: str, title: str, data: Mapping[str, Any], library: str = "") -> str:
     """Return a page as HTML.
 

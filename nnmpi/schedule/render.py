@@ -36,7 +36,7 @@ class _Cell(NamedTuple):
 
 
 def render(schedule: Schedule) -> str:
-    """Return the grid of a lowered schedule, and a legend.
+    """Return the grid of a schedule, and a legend; one that only computes is lowered first.
 
         time    0  1  2  3  4  5  6  7  8
         rank 0  F0 F1 .  .  B0--- .  B1---|
@@ -47,6 +47,8 @@ def render(schedule: Schedule) -> str:
     Raises:
         ScheduleError: when the ranks wait for one another for ever; `check` says where.
     """
+    if schedule.kinds <= COMPUTE | {Kind.STEP}:
+        schedule = lower(schedule)
     run = ScheduleRun(schedule, even_costs(schedule.stages))
     if run.stuck:
         raise ScheduleError(f"rank {run.stuck[0].rank} waits for ever; check the schedule before it is drawn")

@@ -24,6 +24,8 @@ from functools import cached_property
 from types import MappingProxyType
 from typing import TypeAlias, TypeVar
 
+from nnmpi.pages.page import preformat
+
 
 class Kind(StrEnum):
     """What is done for stage s and microbatch m.
@@ -161,6 +163,11 @@ class Schedule:
     stages: int
     microbatches: int
     programs: tuple[Program, ...]
+
+    def _repr_html_(self) -> str:  # a notebook draws it
+        from nnmpi.schedule.render import render
+
+        return preformat(render(self))
 
     @property
     def virtual(self) -> int:

@@ -69,6 +69,8 @@ INHERITED = frozenset({"forward", "backward"})
 LATE_IMPORTS = {
     ("nnmpi/backend/kernels.py", "nnmpi.backend.jit.kernels"): "it imports numba, which a user may not have",
     ("nnmpi/comm/group.py", "nnmpi.comm.mpi.mpi_world"): "it imports mpi4py.MPI, for a communicator of mpi4py's",
+    ("nnmpi/comm/collective.py", "nnmpi.comm.render"): "it imports collectives; of use in notebooks alone",
+    ("nnmpi/schedule/schedule.py", "nnmpi.schedule.render"): "it imports schedules; of use in notebooks alone",
     ("nnmpi/comm/mpi/start.py", "mpi4py"): "without an MPI library it raises, which becomes a sentence there",
     ("nnmpi/comm/mpi/start.py", "mpi4py.MPI"): "without an MPI library it raises, which becomes a sentence there",
     (

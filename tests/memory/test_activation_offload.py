@@ -15,7 +15,7 @@ from nnmpi import nn
 from nnmpi.compose.layout import Layout
 from nnmpi.errors import UsageError
 from nnmpi.memory.optimal import OptimalPlans, swapping_plan
-from nnmpi.memory.plan import draw_plan, parse_plan, price_plan
+from nnmpi.memory.plan import parse_plan, price_plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.memory.store import Store
 from nnmpi.tensor.function import Function
@@ -58,7 +58,7 @@ def test_a_plan_waits_for_what_moves():
     assert [row[7] for row in price.rows] == [100, 100, 200, 200, 100, 100, 190, 190, 100, 0, 100, 0, 100, 0]
     # K0 1, K1 2 = A0, K2 3 = O1 over, B2 5, I1 6, B1 8, I0 9, B0 11
     assert (price.seconds, price.moved, price.again) == (11.0, 200, 0)
-    assert draw_plan(costs, plan).splitlines()[0].endswith("|KO=A......IB")
+    assert price_plan(costs, plan).draw().splitlines()[0].endswith("|KO=A......IB")
     for text, word in (("K0 O0 B0", "B0"), ("K0 A0", "A0"), ("K0 I0", "I0"), ("F0 O0", "O0")):
         with pytest.raises(UsageError, match=f"action {word} of the plan"):
             price_plan(costs, parse_plan(text))

@@ -15,7 +15,6 @@ from nnmpi.memory.plan import (
     Action,
     LayerCost,
     PlanState,
-    draw_plan,
     keep_all,
     parse_plan,
     price_plan,
@@ -149,7 +148,7 @@ def test_a_plan_that_lacks_something_is_refused(text, words):
 def test_plans_are_drawn():
     """A row for each layer, a column for each action."""
     costs = random_chain(random.Random(2), 3)
-    picture = draw_plan(costs, parse_plan("F0 F1 D1 K2 D2 B2 F0 K1 D1 D2 B1 K0 D1 B0")).splitlines()
+    picture = price_plan(costs, parse_plan("F0 F1 D1 K2 D2 B2 F0 K1 D1 D2 B1 K0 D1 B0")).draw().splitlines()
     assert [row.partition("|")[2].rstrip() for row in picture[:3]] == ["F   f  kB", " F   kB", "  KB"]
     assert picture[3].startswith("bytes |") and "█" in picture[3]
 

@@ -410,7 +410,7 @@ class Intracomm:
 
 
 CALLS = (
-    (Intracomm._send, "send ssend isend issend Send Ssend Isend Issend"),
+    (Intracomm._send, "send ssend isend issend Send Ssend Rsend Isend Issend Irsend"),
     (Intracomm._receive, "recv irecv Recv Irecv"),
     (Intracomm._both, "sendrecv Sendrecv"),
     (Intracomm._objects, "bcast scatter gather allgather alltoall"),
@@ -474,6 +474,7 @@ def make_modules(wire: Any) -> dict[str, ModuleType]:
         ANY_TAG=ANY,
         PROC_NULL=PROC_NULL,
         UNDEFINED=UNDEFINED,
+        SUCCESS=0,
         IN_PLACE=IN_PLACE,
         REQUEST_NULL=Request(wire, []),
         Wtime=wtime,
