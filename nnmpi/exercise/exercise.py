@@ -24,11 +24,16 @@ class WrongAnswer(NnmpiError):
 
     Attributes:
         drawing: of the solution's own rounds or schedule; empty where there is none.
+        best: of the package's, which is an answer: for those who work alone, in a notebook.
     """
 
-    def __init__(self, sentence: str, drawing: str = "") -> None:
+    def __init__(self, sentence: str, drawing: str = "", best: str = "") -> None:
         super().__init__(sentence)
-        self.drawing = drawing
+        self.drawing, self.best = drawing, best
+
+    def _render_traceback_(self) -> list[str]:  # what IPython shows in place of a traceback
+        pictures = {"Yours:": self.drawing, "As few and as short as they can be:": self.best}
+        return [str(self), *(f"\n{title}\n\n{each}" for title, each in pictures.items() if each)]
 
 
 @dataclass(frozen=True)
@@ -110,19 +115,20 @@ def call(function: Function, *values: Any) -> Any:
 
 
 @contextmanager
-def judged(where: str, draw: Callable[[], str]) -> Iterator[None]:
+def judged(where: str, draw: Callable[[], str], best: Callable[[], str] = str) -> Iterator[None]:
     """Within this, what is wrong with steps or a schedule is a `WrongAnswer` that says where, with a drawing.
 
     Args:
         where: such as "on 2 ranks".
         draw: called when something is wrong.
+        best: the same, for the drawing of what would be right.
     """
     try:
         yield
     except ScheduleError as error:
-        raise WrongAnswer(f"{where}: {error}", draw()) from None
+        raise WrongAnswer(f"{where}: {error}", draw(), best()) from None
     except WrongAnswer as error:
-        error.drawing = error.drawing or draw()
+        error.drawing, error.best = error.drawing or draw(), error.best or best()
         raise
 
 

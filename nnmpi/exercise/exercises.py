@@ -81,8 +81,9 @@ def check_collective(
     """
     for size in sizes:
         best = [right(rank, size) for rank in range(size)]
-        steps, proof = _proved(contract, function, size)
-        with judged("", partial(render_steps, steps)):
+        with judged("", str, partial(render_steps, best)):
+            steps, proof = _proved(contract, function, size)
+        with judged("", partial(render_steps, steps), partial(render_steps, best)):
             _check_limits(steps, proof, best, prove_steps(best, contract).rounds, near)
     tried = ", ".join(map(str, sizes))
     return f"right on {tried} ranks; on {size} it takes {proof.rounds} rounds and {proof.messages} messages"
@@ -516,6 +517,7 @@ group has rank, size, all_reduce(array), reduce_scatter(array), all_gather(array
 
 VIRTUAL = 2  # stages on each rank of the interleaved one
 SHAPES = ((2, 2), (2, 4), (3, 6), (4, 4), (4, 8))  # ranks and microbatches
+FEW = (*SHAPES[:-1], (3, 1), (4, 2), SHAPES[-1])  # also with fewer microbatches than ranks
 
 
 def check_order(name: str, virtual: int, function: Function, sizes: Sequence[tuple[int, int]] = SHAPES) -> str:
@@ -531,22 +533,28 @@ def check_order(name: str, virtual: int, function: Function, sizes: Sequence[tup
         WrongAnswer: showing the programs with the fault marked, or saying which rank keeps too much, or what is slow.
     """
     for ranks, microbatches in sizes:
-        schedule, where = _checked(name, virtual, function, ranks, microbatches)
-        costs = even_costs(ranks * virtual)
-        found = simulate_schedule(schedule, costs)
-        best = simulate_schedule(lower(make(name, ranks, microbatches, virtual)), costs)
-        right, picture = f"{where}: everything is done, in a possible order, but", render(schedule)
-        for rank, (kept, enough) in enumerate(zip(found.peak_activations, best.peak_activations, strict=True)):
-            if kept > enough:
-                told = f"{right} rank {rank} keeps {kept} activations at once, and {enough} are enough"
-                raise WrongAnswer(told, picture)
-        if found.makespan_s > best.makespan_s + 1e-9:
-            raise WrongAnswer(
-                f"{right} it takes {found.makespan_s:g} units of time, where {best.makespan_s:g} are enough; a forward "
-                f"takes one, a backward two",
-                picture,
-            )
+        wanted = lower(make(name, ranks, microbatches, virtual))
+        with judged("", str, partial(render, wanted)):
+            schedule, where = _checked(name, virtual, function, ranks, microbatches)
+            _check_figures(schedule, where, wanted)
+    found = simulate_schedule(schedule, even_costs(schedule.stages))
     return f"right; {where} it takes {found.makespan_s:g} units, bubble {found.bubble:.0%}"
+
+
+def _check_figures(schedule: Schedule, where: str, wanted: Schedule) -> None:
+    """Refuse what keeps more, or takes longer, than is wanted."""
+    found, best = (simulate_schedule(each, even_costs(schedule.stages)) for each in (schedule, wanted))
+    right, picture = f"{where}: everything is done, in a possible order, but", render(schedule)
+    for rank, (kept, enough) in enumerate(zip(found.peak_activations, best.peak_activations, strict=True)):
+        if kept > enough:
+            told = f"{right} rank {rank} keeps {kept} activations at once, and {enough} are enough"
+            raise WrongAnswer(told, picture)
+    if found.makespan_s > best.makespan_s + 1e-9:
+        raise WrongAnswer(
+            f"{right} it takes {found.makespan_s:g} units of time, where {best.makespan_s:g} are enough; a forward "
+            f"takes one, a backward two",
+            picture,
+        )
 
 
 def _checked(name: str, virtual: int, function: Function, ranks: int, microbatches: int) -> tuple[Schedule, str]:
@@ -688,7 +696,7 @@ KINDS: Mapping[str, tuple[Exercise, ...]] = MappingProxyType(
                 name,
                 statement,
                 "rank, ranks, microbatches",
-                partial(check_order, schedule, virtual),
+                partial(check_order, schedule, virtual, sizes=FEW if virtual == 1 else SHAPES),
                 "from nnmpi.schedule.schedule import Kind",
                 partial(measure_order, schedule, virtual),
             )

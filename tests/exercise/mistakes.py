@@ -118,6 +118,14 @@ def of_schedule(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
     if name == "gpipe":
         yield "naive", solutions.naive_pipeline, r"it takes \d+ units of time, where \d+ are enough"
     if name == "one-f-one-b":
+
+        def long_warm_up(rank, ranks, microbatches):
+            """Return 1F1B with ranks - rank - 1 forwards first, also where there are fewer microbatches."""
+            first, f, b = ranks - rank - 1, iter(range(microbatches)), iter(range(microbatches))
+            order = [*"F" * first, *"FB" * (microbatches - first), *"B" * first]
+            return [Kind(kind).at(rank, next(f if kind == "F" else b, 0)) for kind in order]
+
+        yield "the warm-up is not cut at the number of microbatches", long_warm_up, rf"{named}0F0 is done"
         yield "GPipe", solutions.gpipe, r"rank \d keeps \d activations at once, and \d are enough"
     if name == "zero-bubble":
         whole = changed(right, lambda program, rank, *values: [one for one in program if one.kind is not Kind.W])
