@@ -99,6 +99,7 @@ def _guard(roots: Sequence[str], hidden: str) -> Callable[[str, tuple[Any, ...]]
 
 def _load(file: str, name: str) -> tuple[Any, str]:
     """Return the function, and what is wrong with the file."""
+    title = os.path.basename(file)
     spec = importlib.util.spec_from_file_location("solution", file)
     assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
@@ -106,15 +107,15 @@ def _load(file: str, name: str) -> tuple[Any, str]:
     try:
         spec.loader.exec_module(module)
     except SyntaxError as error:
-        return None, f"{file}{f', line {error.lineno}' if error.lineno else ''}: {error.msg}"
+        return None, f"{title}{f', line {error.lineno}' if error.lineno else ''}: {error.msg}"
     except SystemExit as left:
-        return None, f"{file} ends the program, by SystemExit({left}); let it define names alone"
+        return None, f"{title} ends the program, by SystemExit({left}); let it define names alone"
     except BaseException as error:
         lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == file]
         text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        return None, f"{file}{f', line {lines[-1]}' if lines else ''}: {text}"
+        return None, f"{title}{f', line {lines[-1]}' if lines else ''}: {text}"
     function = getattr(module, name, None)
-    return function, "" if callable(function) else f"{file} has no function {name!r}"
+    return function, "" if callable(function) else f"{title} has no function {name!r}"
 
 
 def _borrower(wire: Frames) -> Callable[..., Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from textwrap import indent
 from typing import Any, TypeAlias
 
@@ -69,9 +69,11 @@ class Exercise:
             function may run in processes of its own: see `exercise.solution` for what may be handed
             over. `sizes` gives it other numbers of ranks (of pipelines: ranks and microbatches).
         imports: what the file begins with.
-        measure: (function, setting) -> what a right solution takes there, by name: "seconds" and
-            "bytes" (of the busiest rank) on simulated clocks, "rounds", "activations". It raises
-            `WrongAnswer` for one that is not right. None where there is nothing to measure.
+        measure: (function, setting) -> what a right solution takes there, by name, and a drawing of
+            it: "seconds" and "bytes" (of the busiest rank) on simulated clocks, "rounds",
+            "activations". It raises `WrongAnswer` for one that is not right. None where there is
+            nothing to measure.
+        own: the package's own solutions by name, to which measures can be compared.
     """
 
     name: str
@@ -79,7 +81,8 @@ class Exercise:
     arguments: str
     check: Callable[..., str]
     imports: str = ""
-    measure: Callable[[Function, Setting], Mapping[str, float]] | None = None
+    measure: Callable[[Function, Setting], tuple[Mapping[str, float], str]] | None = None
+    own: Mapping[str, Function] = field(default_factory=dict)
 
     @property
     def function(self) -> str:

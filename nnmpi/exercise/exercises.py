@@ -24,7 +24,7 @@ from nnmpi.backend.array import Array
 from nnmpi.comm.algorithms.bruck import bruck_all_gather, bruck_reduce_scatter
 from nnmpi.comm.algorithms.gossip import gossip
 from nnmpi.comm.algorithms.halving import halving_doubling
-from nnmpi.comm.algorithms.registry import find_collective
+from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
 from nnmpi.comm.algorithms.ring import ring, ring_all_gather, ring_reduce_scatter
 from nnmpi.comm.algorithms.tree import star, tree, tree_broadcast, tree_reduce
 from nnmpi.comm.collective import (
@@ -54,12 +54,16 @@ from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.render import render
 from nnmpi.schedule.schedule import Instruction, Schedule
-from nnmpi.schedule.schedules import make
+from nnmpi.schedule.schedules import SCHEDULES, make
 from nnmpi.schedule.simulate import even_costs, simulate_schedule
 from nnmpi.shard import split
 from nnmpi.synchrony.consistency import WorkerClocks
 
 ANY, POWERS = (1, 2, 3, 4, 5, 8), (1, 2, 4, 8, 16)
+MOST_DRAWN = 8  # ranks, and half as many as steps
+
+Measures: TypeAlias = tuple[Mapping[str, float], str]
+"""What a solution takes, and a drawing of it: see `exercise.exercise.Exercise.measure`."""
 
 REDUCE = Contract("reduce", own_part, lambda rank, chunk, size: everyone(size) if rank == ROOT else None)
 
@@ -81,9 +85,9 @@ def check_collective(
     """
     for size in sizes:
         best = [right(rank, size) for rank in range(size)]
-        with judged("", str, partial(render_steps, best)):
+        with judged("", str, partial(_drawing, best)):
             steps, proof = _proved(contract, function, size)
-        with judged("", partial(render_steps, steps), partial(render_steps, best)):
+        with judged("", partial(_drawing, steps), partial(_drawing, best)):
             _check_limits(steps, proof, best, prove_steps(best, contract).rounds, near)
     tried = ", ".join(map(str, sizes))
     return f"right on {tried} ranks; on {size} it takes {proof.rounds} rounds and {proof.messages} messages"
@@ -92,12 +96,16 @@ def check_collective(
 def _proved(contract: Contract, function: Function, size: int) -> tuple[list[tuple[Step, ...]], Proof]:
     """Return a solution's steps, which are right, and their proof."""
     steps: list[tuple[Step, ...]] = []
-    with judged(f"on {counted(size, 'rank')}", lambda: render_steps(steps)):
+    with judged(f"on {counted(size, 'rank')}", lambda: _drawing(steps)):
         steps += [ask(function, Step, rank, size) for rank in range(size)]
         return steps, prove_steps(steps, contract)
 
 
-def measure_collective(contract: Contract, function: Function, setting: Setting) -> Mapping[str, float]:
+def _drawing(steps: Sequence[Sequence[Step]]) -> str:
+    return render_steps([own[: 2 * MOST_DRAWN] for own in steps]) if len(steps) <= MOST_DRAWN else ""
+
+
+def measure_collective(contract: Contract, function: Function, setting: Setting) -> Measures:
     """Return the seconds of a right collective on simulated clocks, bytes of its busiest rank, and rounds."""
     size, nbytes = setting.ranks, setting.nbytes
     steps, proof = _proved(contract, function, size)
@@ -106,11 +114,8 @@ def measure_collective(contract: Contract, function: Function, setting: Setting)
         sum(lengths[chunk] for step in own for chunk in getattr(step, way)) for own in steps for way in ("send", "recv")
     )
     collective = as_collective(lambda rank, size: steps[rank], contract)
-    return {
-        "seconds": price(collective, size, setting.nbytes, setting.machine),
-        "bytes": busiest,
-        "rounds": proof.rounds,
-    }
+    seconds = price(collective, size, nbytes, setting.machine)
+    return {"seconds": seconds, "bytes": busiest, "rounds": proof.rounds}, _drawing(steps)
 
 
 def _check_limits(
@@ -151,7 +156,8 @@ def _collective(
 ) -> Exercise:
     check = partial(check_collective, contract, right, near, sizes=sizes)
     imports, measure = "from nnmpi.comm.collective import Step", partial(measure_collective, contract)
-    return Exercise(name, f"{statement}\n{_FORM}", "rank, size", check, imports, measure)
+    own = {how: each for (what, how), each in COLLECTIVES.items() if what == contract.name}
+    return Exercise(name, f"{statement}\n{_FORM}", "rank, size", check, imports, measure, own)
 
 
 _COLLECTIVES = (
@@ -370,10 +376,10 @@ def _run_shared(trial: Trial, function: Function, size: int, machine: Machine | 
     return run
 
 
-def measure_shared(trial: Trial, function: Function, setting: Setting) -> Mapping[str, float]:
+def measure_shared(trial: Trial, function: Function, setting: Setting) -> Measures:
     """Return the simulated seconds of a right solution's messages, and the bytes of its busiest rank."""
     run = _run_shared(trial, function, setting.ranks, setting.machine)
-    return {"seconds": run.seconds, "bytes": run.busiest[1]}
+    return {"seconds": run.seconds, "bytes": run.busiest[1]}, ""
 
 
 def _mine(n: int, group: Group) -> slice:
@@ -567,12 +573,12 @@ def _checked(name: str, virtual: int, function: Function, ranks: int, microbatch
     return schedule, where
 
 
-def measure_order(name: str, virtual: int, function: Function, setting: Setting) -> Mapping[str, float]:
+def measure_order(name: str, virtual: int, function: Function, setting: Setting) -> Measures:
     """Return the seconds of a right schedule, and the most activations that a rank keeps."""
     schedule, _ = _checked(name, virtual, function, setting.ranks, setting.microbatches)
     costs = even_costs(setting.ranks * virtual, setting.forward_s / virtual, message_s=setting.message_s)
     found = simulate_schedule(schedule, costs)
-    return {"seconds": found.makespan_s, "activations": max(found.peak_activations)}
+    return {"seconds": found.makespan_s, "activations": max(found.peak_activations)}, render(schedule)
 
 
 _ORDER = "\n\nReturn what the rank computes, in order: Kind.F.at(stage, microbatch) and Kind.B.at(stage, microbatch)."
@@ -699,6 +705,7 @@ KINDS: Mapping[str, tuple[Exercise, ...]] = MappingProxyType(
                 partial(check_order, schedule, virtual, sizes=FEW if virtual == 1 else SHAPES),
                 "from nnmpi.schedule.schedule import Kind",
                 partial(measure_order, schedule, virtual),
+                {schedule: partial(SCHEDULES[schedule], **{"virtual": virtual} if virtual > 1 else {})},
             )
             for name, schedule, virtual, statement in _SCHEDULES
         ),

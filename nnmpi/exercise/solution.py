@@ -27,7 +27,7 @@ rely on:
 
 A solution is held to seconds by the clock for the whole check (by a timer, everywhere), and where
 there is `resource`, to processor time, memory, no further processes and no files. What is not
-defended against stands in docs/lessons/exercises.md.
+defended against stands in docs/grading.md.
 """
 
 import os

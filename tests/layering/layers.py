@@ -33,7 +33,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset(
         {"generate", "evaluate", "plan", "predict", "export", "doctor", "exercise", "report", "simrun", "__main__"}
     ),
-    frozenset({"run", "speedup"}),
+    frozenset({"run", "speedup", "grade"}),
 )
 LAYER_OF = {part: number for number, parts in enumerate(LAYERS) for part in parts}
 
