@@ -15,7 +15,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
-from importlib.util import find_spec
 from itertools import pairwise
 from math import isfinite, isnan, nan
 from pathlib import Path
@@ -29,6 +28,7 @@ from nnmpi.command import Parser, flag_of, positive_count, read_words, say
 from nnmpi.errors import LaunchError, UsageError, raised_as
 from nnmpi.files import write_atomically
 from nnmpi.launching import find_launcher
+from nnmpi.pages.picture import new_figure, save_figure
 from nnmpi.train.config import OptimizationConfig, all_options
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import read_metrics
@@ -88,8 +88,7 @@ def main(words: Sequence[str]) -> str:
     counts = [positive_count(each) for each in options.ranks.split(",")]
     if counts != sorted(set(counts)):
         raise UsageError(f"--ranks {options.ranks} does not rise; give each number once, such as 1,2,4")
-    if options.plot is not None and find_spec("matplotlib") is None:
-        raise UsageError("pictures are drawn by matplotlib; pip install 'nnmpi[plot]'")
+    figure = None if options.plot is None else new_figure(5, 4)  # before anything is measured
     given: dict[str, Any] = {}
     with suppress(UsageError):  # what is wrong with them, the run says
         given = read_words(theirs, list(all_options().values()), PROGRAM, DESCRIPTION)
@@ -104,7 +103,7 @@ def main(words: Sequence[str]) -> str:
         with raised_as(UsageError, f"{options.json} cannot be written"):
             write_atomically(options.json, f"{text}\n".encode())
     if options.plot is not None:
-        _draw(rows, options.plot)
+        _draw(figure, rows, options.plot)
     return _table(rows)
 
 
@@ -166,11 +165,8 @@ def _table(rows: Sequence[Scaled]) -> str:
     return "\n".join(lines)
 
 
-def _draw(rows: Sequence[Scaled], file: Path) -> None:
+def _draw(figure: Any, rows: Sequence[Scaled], file: Path) -> None:
     """Draw the speed-ups over the ranks, both in powers of two, beside the ideal line."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 4), layout="constrained")
     axes, ranks = figure.subplots(), [row.ranks for row in rows]
     axes.plot(ranks, [count / ranks[0] for count in ranks], color="0.7", label="ideal")
     if all(isfinite(row.predicted) for row in rows):
@@ -182,10 +178,7 @@ def _draw(rows: Sequence[Scaled], file: Path) -> None:
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set(xlabel="ranks", ylabel=f"speed-up over {ranks[0]}")
     axes.legend(frameon=False)
-    try:
-        figure.savefig(file)
-    except (OSError, ValueError) as error:  # the latter for an ending that it does not know
-        raise UsageError(f"{file} cannot be written ({error})") from None
+    save_figure(figure, file)
 
 
 if __name__ == "__main__":

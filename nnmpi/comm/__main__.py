@@ -2,7 +2,7 @@
 
 python -m nnmpi.comm list --ranks 16 --bytes 64k
 python -m nnmpi.comm render ring --ranks 4
-python -m nnmpi.comm render ring --ranks 6 --html ring.html
+python -m nnmpi.comm render ring --ranks 6 --html ring.html --svg ring.svg
 python -m nnmpi.comm prove halving-doubling --ranks 17
 python -m nnmpi.comm simulate tree --ranks 16 --bytes 1MB --alpha 1e-5 --beta 1e-9 --gamma 1e-10
 python -m nnmpi.comm simulate ring --operation all-gather --ranks 4096 --bytes 64MB
@@ -25,7 +25,7 @@ from nnmpi.comm.machine import Link, Machine, blocks
 from nnmpi.comm.measure import facts, measure
 from nnmpi.comm.mpi.start import start
 from nnmpi.comm.prove import prove
-from nnmpi.comm.render import coefficients, compare, render
+from nnmpi.comm.render import coefficients, compare, picture, render
 from nnmpi.command import Parser, foretell, positive_count, say
 from nnmpi.custom import is_custom, load_custom
 from nnmpi.errors import UsageError, raised_as
@@ -72,13 +72,15 @@ def _prove(arguments: argparse.Namespace) -> str:
 def _render(arguments: argparse.Namespace) -> str:
     """Draw a collective: rounds down, ranks across; or as a page that runs, beside others."""
     collective = _collective(arguments)
-    picture = render(collective, arguments.ranks)
+    drawn = render(collective, arguments.ranks)
+    if arguments.svg is not None:
+        picture(collective, arguments.ranks).save(arguments.svg)
     if arguments.html is None:
-        return picture
+        return drawn
     beside = {name: found for (operation, name), found in COLLECTIVES.items() if operation == arguments.operation}
     animation = compare(beside | {collective.name: collective}, collective.name, arguments.ranks)
     write_page(arguments.html, "collective", f"{arguments.operation} by {collective.name}", animation)
-    return f"{picture}\n\n{arguments.html} runs it in a browser"
+    return f"{drawn}\n\n{arguments.html} runs it in a browser"
 
 
 def _simulate(arguments: argparse.Namespace) -> str:
@@ -140,6 +142,7 @@ def _parser() -> Parser:
             one.add_argument("--operation", help=f"one of {operations} (default all-reduce)")
         if name == "render":
             one.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs, for a browser")
+            one.add_argument("--svg", type=Path, metavar="FILE", help="write a picture for slides: .svg, .png, .pdf")
         if name == "fit":
             one.add_argument("--out", type=Path, help="file (default: one for these ranks in the user's cache)")
             continue

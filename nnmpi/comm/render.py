@@ -21,6 +21,7 @@ from nnmpi.comm.duration import price
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.prove import prove
 from nnmpi.errors import ScheduleError, UsageError, counted
+from nnmpi.pages.picture import Arrow, Bar, Picture
 
 _LEGEND = """\
 2 -> 1  chunk 2 goes to rank 1     2 <- 1  chunk 2 comes from rank 1     2 <+ 1  it comes and is added     .  idle"""
@@ -114,6 +115,19 @@ def animation(collective: Collective, size: int) -> dict[str, Any]:
             for one in messages
         ],
     }
+
+
+def picture(collective: Collective, size: int) -> Picture:
+    """Return who sends to whom, as arrows from round to round; see `animation`."""
+    found = animation(collective, size)
+    ranks = [Bar(f"rank {rank}", 0, found["rounds"]) for rank in range(size)]
+    arrows = [
+        Arrow(f"rank {each['from']}", at, f"rank {each['to']}", at + 1, kind, _name(each["chunks"], size))
+        for each in found["messages"]
+        for at, kind in [(each["round"], "added" if each["reduce"] else "copied")]
+    ]
+    title = f"{collective.contract.name} by {collective.name}: which chunks go where"
+    return Picture(title, "rounds", ranks, arrows)
 
 
 def coefficients(collective: Collective, size: int) -> tuple[int, float]:

@@ -3,7 +3,7 @@
 python -m nnmpi.memory plan --layers 8 --budget 50%
 python -m nnmpi.memory plan --model gpt --batch 4 --budget 16MiB
 python -m nnmpi.memory plan --layers 8 --budget 50% --bandwidth 8MiB
-python -m nnmpi.memory plan --layers 8 --budget 50% --html swap.html
+python -m nnmpi.memory plan --layers 8 --budget 50% --html swap.html --svg swap.svg
 """
 
 import argparse
@@ -19,7 +19,7 @@ import numpy as np
 from nnmpi.command import Parser, foretell, positive_count, say
 from nnmpi.errors import UsageError
 from nnmpi.memory.optimal import OptimalPlans, swapping_plan
-from nnmpi.memory.plan import DIGITS, Costs, LayerCost, Plan, keep_all, price_plan
+from nnmpi.memory.plan import DIGITS, Costs, LayerCost, Plan, PlanPrice, keep_all, price_plan
 from nnmpi.memory.recompute import RecomputedModel
 from nnmpi.models.cnn import cnn
 from nnmpi.models.gpt import gpt
@@ -29,6 +29,7 @@ from nnmpi.nn.mode import training
 from nnmpi.nn.module import Module
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.pages.page import write_page
+from nnmpi.pages.picture import Bar, Picture
 from nnmpi.units import format_bytes, format_seconds, parse_bytes
 
 # Each with the shape of a sample; None for so many tokens.
@@ -39,6 +40,7 @@ MODELS: dict[str, tuple[Callable[[], Module], tuple[int, ...] | None]] = {
     "gpt": (lambda: gpt(256, 128, 128, 8, 4), None),
 }
 TOKENS, CONTEXT = 256, 128
+SIGNS = {"F": "forward", "K": "forward", "B": "backward", "=": "kept", "-": "waits", "O": "moves", "I": "moves"}
 MOST_LAYERS = 64  # that fit a page
 POINTS = 11  # budgets from the least to the most
 
@@ -59,6 +61,8 @@ def main(words: Sequence[str]) -> str:
     plan = plans.plan(budget) if bandwidth is None else swapping_plan(plans, budget, bandwidth)
     price, ordinary = price_plan(costs, plan, bandwidth or inf), price_plan(costs, keep_all(costs))
     files = []
+    if given.svg is not None:
+        picture(price).save(given.svg)
     if given.html is not None:
         write_page(given.html, "plan", f"memory plans of {len(costs)} layers", compare(plans, budget, bandwidth))
         files.append(f"{given.html} runs it in a browser")
@@ -95,6 +99,18 @@ def _measured(given: argparse.Namespace) -> Costs:
         forward(x, lambda logits: cross_entropy(logits, y))
     assert forward.plans is not None
     return [replace(cost, moves=True) for cost in forward.plans.costs]
+
+
+def picture(price: PlanPrice) -> Picture:
+    """Return what lies in memory of each layer, action by action."""
+    spans = [
+        Bar(f"layer {name}" if name.isdigit() else name, at, at + 1, kind, sign.strip("=-."))
+        for i, name in enumerate(price.layers)
+        for at, row in enumerate(price.rows)
+        for sign in row[2][i].strip()
+        if (kind := SIGNS.get(sign.upper(), "")) or sign.isalpha()
+    ]
+    return Picture(f"A plan of {len(price.layers)} layers: at most {format_bytes(price.peak)}", "actions", spans)
 
 
 def compare(plans: OptimalPlans, budget: int, bandwidth: float | None = None) -> dict[str, Any]:
@@ -146,6 +162,7 @@ def _parser() -> Parser:
     plan.add_argument("--budget", default="50%", help="bytes such as 16MiB, or from 0%% (least) to 100%% (ordinary)")
     plan.add_argument("--bandwidth", metavar="BYTES", help="layers may leave memory: so many bytes per second go")
     plan.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs it, for a browser")
+    plan.add_argument("--svg", type=Path, metavar="FILE", help="write a picture for slides: .svg, .png, .pdf")
     return parser
 
 

@@ -3,7 +3,7 @@
 python -m nnmpi.schedule --schedule 1f1b --stages 4 --microbatches 8
 python -m nnmpi.schedule --schedule interleaved --stages 4 --microbatches 8 --virtual-stages 2
 python -m nnmpi.schedule --schedule gpipe --stages 2 --microbatches 8 --message-ms 0.2
-python -m nnmpi.schedule --schedule 1f1b --stages 4 --microbatches 8 --html 1f1b.html
+python -m nnmpi.schedule --schedule 1f1b --stages 4 --microbatches 8 --html 1f1b.html --svg 1f1b.svg
 """
 
 import argparse
@@ -18,7 +18,7 @@ from nnmpi.errors import counted
 from nnmpi.pages.page import write_page
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
-from nnmpi.schedule.render import compare, render
+from nnmpi.schedule.render import compare, picture, render
 from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.schedules import INTERLEAVED, SCHEDULES, make
 from nnmpi.schedule.simulate import Costs, Simulation, even_costs, simulate_schedule
@@ -40,6 +40,8 @@ def main(words: Sequence[str]) -> str:
     check(schedule)
     found = simulate_schedule(schedule, _costs(given, schedule))
     lines = [_title(schedule), "", render(schedule), "", *_figures(schedule, found, given)]
+    if given.svg:
+        picture(schedule, found).save(given.svg)
     if given.html:
         beside = {each: (each, _usual(each)) for each in SCHEDULES}
         animations = compare(
@@ -96,6 +98,7 @@ def _parser() -> Parser:
     parser.add_argument("--backward-ms", type=milliseconds, help="its backward (twice the forward)")
     parser.add_argument("--message-ms", type=milliseconds, default=0.0, help="a message between two ranks (0)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs it, for a browser")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture for slides: .svg, .png, .pdf")
     return parser
 
 

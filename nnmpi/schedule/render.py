@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nnmpi.errors import ScheduleError, UsageError
+from nnmpi.pages.picture import Bar, Picture
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.schedule import COMPUTE, Instruction, Kind, Schedule
@@ -24,6 +25,14 @@ from nnmpi.schedule.schedules import Generator, make
 from nnmpi.schedule.simulate import Costs, ScheduleRun, Simulation, even_costs, simulate_schedule
 
 _SUMMED, _UPDATED, _IDLE = "+", "|", "."
+
+
+WORDS = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "backward to the input",
+    Kind.W: "backward to the weights",
+}
 
 
 class _Cell(NamedTuple):
@@ -93,13 +102,8 @@ def _legend(schedule: Schedule) -> str:
     """Explain what is in the picture."""
     used = schedule.kinds
     stage = "0" if schedule.virtual > 1 else ""
-    words = {
-        Kind.F: f"forward {'of stage 0 ' if stage else ''}on microbatch 0",
-        Kind.B: "backward",
-        Kind.I: "backward to the input",
-        Kind.W: "backward to the weights",
-    }
-    told = [f"{stage}{kind}0 {text}" for kind, text in words.items() if kind in used]
+    behind = {Kind.F: f" {'of stage 0 ' if stage else ''}on microbatch 0"}
+    told = [f"{stage}{kind}0 {text}{behind.get(kind, '')}" for kind, text in WORDS.items() if kind in used]
     told += [f"{_IDLE} idle"]
     told += [f"{_SUMMED} gradients are final"] * (Kind.REDUCE in used and schedule.virtual > 1)
     told += [f"{_UPDATED} update"] * (Kind.STEP in used)
@@ -128,6 +132,21 @@ def animation(schedule: Schedule, found: Simulation) -> dict[str, Any]:
         "bubble": round(found.bubble, _DIGITS),
         "peaks": list(found.peak_activations),
     }
+
+
+def picture(schedule: Schedule, found: Simulation) -> Picture:
+    """Return what every rank computes when."""
+    spans = [
+        Bar(
+            f"rank {rank}",
+            begin,
+            end,
+            WORDS[kind],
+            f"{kind}{batch}" if schedule.virtual == 1 else f"{stage}{kind}{batch}",
+        )
+        for rank, kind, stage, batch, begin, end in sorted(animation(schedule, found)["spans"])
+    ]
+    return Picture(f"{schedule.name}: bubble {found.bubble:.1%} of all ranks' time", "ms", spans)
 
 
 def _ms(seconds: float) -> float:

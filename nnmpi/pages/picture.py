@@ -1,0 +1,169 @@
+"""Pictures for a terminal and for slides: rows of bars along an axis, and arrows between rows.
+
+    What two ranks do
+
+    rank 0  F0##F1##        B0==B1==
+    rank 1      F0##B0==F1##B1==
+            0                          7 ms
+            # forward   = backward
+
+Colours are those of the pages, on white.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nnmpi.errors import UsageError
+
+INK, PALE = "#1b1f24", "#e9edf1"
+USUAL = {"forward": "#4c78a8", "backward": "#2f8f88", "kept": "#8aa83c", "waiting": "#d1495b", "": PALE}
+OTHERS = "#4c78a8", "#c98b2b", "#2f8f88", "#8d6bb1", "#8aa83c", "#6b7785"
+MARKS = "#=+*%@"
+WIDTH = 64  # of a terminal's bars
+
+
+class Bar(NamedTuple):
+    """A bar.
+
+    Attributes:
+        row: beside it.
+        begin, end: along the axis.
+        kind: says its colour; those without one are pale.
+        text: in it; behind the last bar of a row if it is too short.
+    """
+
+    row: str
+    begin: float
+    end: float
+    kind: str = ""
+    text: str = ""
+
+
+class Arrow(NamedTuple):
+    """From a place in one row to a place in another one; the kind says its colour."""
+
+    row: str
+    begin: float
+    to: str
+    end: float
+    kind: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Bars and arrows; as text it has no arrows.
+
+    >>> print(Picture("Bytes", "bytes", [Bar("ring", 0, 3, "sent"), Bar("server", 0, 4, "sent")]))
+    Bytes
+    <BLANKLINE>
+    ring    ################################################
+    server  ################################################################
+            0                                                        4 bytes
+            # sent
+    """
+
+    title: str
+    along: str
+    bars: Sequence[Bar]
+    arrows: Sequence[Arrow] = ()
+
+    @property
+    def kinds(self) -> list[str]:
+        """What is in the legend."""
+        return [
+            kind
+            for kind in dict.fromkeys([bar.kind for bar in self.bars] + [each.kind for each in self.arrows])
+            if kind
+        ]
+
+    def __str__(self) -> str:
+        """Draw it as text."""
+        end, rows = max(bar.end for bar in self.bars), dict.fromkeys(bar.row for bar in self.bars)
+        marks = {"": ".", "waiting": "."} | dict(zip((k for k in self.kinds if k != "waiting"), MARKS, strict=False))
+        edge = max(map(len, rows)) + 2
+        lines = [self.title, ""]
+        for row in rows:
+            line = ""
+            for _, at, to, kind, text in sorted(bar for bar in self.bars if bar.row == row):
+                begin, stop = round(at * WIDTH / end), round(to * WIDTH / end)
+                drawn = marks[kind] * (stop - begin)
+                inside = len(text) < len(drawn)
+                line = line[:begin].ljust(begin) + (text + drawn[len(text) :] if inside else f"{drawn} {text}")
+            lines.append(f"{row:{edge}}{line}".rstrip())
+        last = f"{end:.4g} {self.along}"
+        lines.append(f"{'':{edge}}0{last:>{WIDTH - 1}}")
+        lines.append(" " * edge + "   ".join(f"{marks[kind]} {kind}" for kind in self.kinds))
+        return "\n".join(lines).rstrip()
+
+    def save(self, file: Path) -> None:
+        """Write it into a file; see `save_figure`."""
+        save_figure(self._draw(), file)
+
+    def _draw(self) -> Any:
+        rows = list(dict.fromkeys(bar.row for bar in self.bars))
+        figure = new_figure(8, 1.3 + 0.32 * len(rows))
+        axes, kinds = figure.subplots(), self.kinds
+        free = [each for each in OTHERS if each not in map(USUAL.get, kinds)]
+        colours = dict(zip((kind for kind in kinds if kind not in USUAL), free, strict=False)) | USUAL
+        end = max(bar.end for bar in self.bars)
+        for row, begin, to, kind, text in self.bars:
+            y, inside = rows.index(row), 0.011 * len(text) * end < to - begin
+            axes.barh(y, to - begin, 0.8, begin, color=colours[kind], edgecolor="white", linewidth=0.5)
+            where: dict[str, Any] = {"ha": "center", "color": INK if kind == "" else "white"}
+            where = where if inside else {"ha": "left", "color": INK}
+            at = (begin + to) / 2 if inside else to + 0.006 * end
+            axes.text(at, y, text, va="center", size=8, clip_on=inside, **where)
+        for row, begin, other, to, kind, text in self.arrows:
+            how = {"arrowstyle": "-|>", "color": colours[kind], "shrinkA": 0, "shrinkB": 0, "zorder": 3}
+            y, down = rows.index(row), rows.index(other)
+            axes.annotate("", (to, down), (begin, y), arrowprops=how)
+            near = {
+                "va": "center",
+                "ha": "center",
+                "size": 7,
+                "color": INK,
+                "zorder": 4,
+                "bbox": {"fc": "white", "ec": "none", "pad": 0.8},
+            }
+            part = 0.35 / max(1, abs(down - y))
+            axes.text(begin + part * (to - begin), y + part * (down - y), text, **near)
+        axes.set_yticks(range(len(rows)), rows, size=9)
+        axes.set(xlabel=self.along, xlim=(0, end), ylim=(len(rows) - 0.5, -0.5))
+        axes.spines[["top", "right", "left"]].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+        figure.suptitle(self.title, x=0.01, ha="left", size=12)
+        marks = [axes.barh(0, 0, color=colours[kind], label=kind) for kind in kinds]
+        if marks:
+            figure.legend(loc="outside lower left", ncols=6, frameon=False, fontsize=8)
+        return figure
+
+
+def new_figure(width: float, height: float) -> Any:
+    """Return a figure of matplotlib's, in inches.
+
+    Raises:
+        UsageError: without matplotlib.
+    """
+    if find_spec("matplotlib") is None:
+        raise UsageError("pictures in files are drawn by matplotlib; pip install 'nnmpi[plot]'")
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "nnmpi"})  # text stays text, a picture the same
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save_figure(figure: Any, file: Path) -> None:
+    """Write a figure into a file: .svg, .png, .pdf.
+
+    Raises:
+        UsageError: where it cannot be written.
+    """
+    try:
+        figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
+    except (OSError, ValueError) as error:  # the latter for an ending that it does not know
+        raise UsageError(f"{file} cannot be written ({error}); give another file, such as picture.svg") from None

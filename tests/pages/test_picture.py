@@ -1,0 +1,51 @@
+"""Pictures for slides: a title, rows, an axis, a legend, who sends to whom; the same bytes each time."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nnmpi.comm.__main__ import main as comm
+from nnmpi.comm.algorithms.registry import find_collective
+from nnmpi.comm.prove import prove
+from nnmpi.comm.render import picture
+from nnmpi.errors import UsageError
+from nnmpi.memory.__main__ import main as memory
+from nnmpi.pages.picture import Arrow, Bar, Picture
+from nnmpi.schedule.__main__ import main as schedule
+
+PIPELINE = "--schedule 1f1b --stages 3 --microbatches 4 --svg"
+COMMANDS: list[tuple[Callable[[Any], str], str, set[str]]] = [
+    (comm, "render ring --ranks 3 --svg", {"all-reduce by ring: which chunks go where", "rank 2", "rounds", "added"}),
+    (schedule, PIPELINE, {"1f1b: bubble 33.3% of all ranks' time", "rank 2", "ms", "forward", "backward", "F3"}),
+    (memory, "plan --layers 6 --budget 50% --svg", {"layer 5", "actions", "forward", "backward", "kept", "waits"}),
+]
+
+
+@pytest.mark.parametrize(("main", "words", "texts"), COMMANDS, ids=["comm", "schedule", "memory"])
+def test_commands_draw_for_slides(main: Any, words: str, texts: set[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    files = tmp_path / "a.svg", tmp_path / "b.svg"
+    for file in files:
+        main([*words.split(), str(file)])
+    found = files[0].read_text()
+    assert texts <= set(re.findall(r">([^<>]+)</text>", found)) and found == files[1].read_text()
+    with pytest.raises(UsageError, match=r"a\.none cannot be written .*, such as picture\.svg"):
+        main([*words.split(), str(tmp_path / "a.none")])
+
+
+def test_arrows_are_the_messages_that_are_proved() -> None:
+    found = picture(tree := find_collective("all-reduce", "tree"), 5)
+    assert len(found.arrows) == prove(tree, 5).messages
+    assert found.arrows[0] == Arrow("rank 1", 0, "rank 0", 1, "added", "all") and found.kinds == ["added", "copied"]
+
+
+def test_a_picture_is_text_too() -> None:
+    """In scale; a word that a bar is too short for stands behind it; time that is waited is dots."""
+    bars = [Bar("a", 0, 1, "computes", "x"), Bar("a", 2, 4, "waiting"), Bar("long", 1, 1.01, "sends", "word")]
+    lines = str(Picture("Title", "ms", bars)).splitlines()
+    assert lines[0] == "Title" and lines[2] == f"a     x{'#' * 15}{' ' * 16}{'.' * 32}"
+    assert lines[3] == f"long  {' ' * 16} word" and lines[4].endswith("4 ms")
+    assert lines[5].split("   ")[-3:] == ["# computes", ". waiting", "= sends"]
