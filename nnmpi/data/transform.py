@@ -5,6 +5,7 @@ A transform is called with (x, indices, epoch, seed) and returns new rows. What 
 Augment before normalizing: Shift fills with 0, which is black only in images that are not centred yet.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,10 +46,10 @@ class Transform(Protocol):
 
 
 class Compose:
-    """Transforms one after the other: Compose(Shift(2), Flip(), Normalize.fit(train))."""
+    """Transforms one after the other: Compose([Shift(2), Flip(), Normalize.fit(train)]), with or without the list."""
 
-    def __init__(self, *transforms: Transform) -> None:
-        self.transforms = transforms
+    def __init__(self, *transforms: Transform | Sequence[Transform]) -> None:
+        self.transforms = [each for given in transforms for each in (given if isinstance(given, Sequence) else [given])]
 
     def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
         """Return x after all transforms, in the order given."""

@@ -12,12 +12,13 @@ gradients. Each parameter begins at a multiple of 64 bytes; the gaps hold zeros.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from nnmpi.backend.array import Array, Shape
+from nnmpi.backend.array import Array, Shape, namespace
 from nnmpi.backend.recording import active, perform
 from nnmpi.errors import GraphError, ShapeError, UninitializedError, UsageError
 from nnmpi.shard import Region
@@ -31,6 +32,10 @@ Initializer: TypeAlias = Callable[[np.random.Generator, Shape], Array]
 
 def _zeros(_generator: np.random.Generator, shape: Shape) -> Array:
     return np.zeros(shape)
+
+
+def _given(values: Array, _generator: np.random.Generator, _shape: Shape) -> Array:
+    return values
 
 
 class Parameter(Tensor):
@@ -63,7 +68,7 @@ class Parameter(Tensor):
             shape = tuple(shape)
         if not isinstance(shape, tuple):
             values = np.array(Tensor(shape).numpy())
-            shape, init = values.shape, lambda _generator, _shape: values
+            shape, init = values.shape, partial(_given, values)
         if region is not None and region.local_shape != shape:
             raise ShapeError(f"a parameter of shape {shape} is not a region of shape {region.local_shape}")
         self.declared: Shape = shape
@@ -71,6 +76,21 @@ class Parameter(Tensor):
         self.name, self.region = "", region
         self.requires_grad = True
         self.grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.cut = self.writes = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy has: neither gradient nor place in a storage; its storage's copy lays it anew."""
+        if self.guard is not None:
+            raise GraphError(
+                "a model that a Worker or a strategy works on is not copied or pickled; call its release() first, or "
+                "build the model again and use load_state"
+            )
+        kept = ("declared", "init", "name", "region", "requires_grad", "data")
+        return {name: getattr(self, name) for name in kept if hasattr(self, name)}
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        self.grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.cut = self.writes = None
+        for name, value in state.items():
+            setattr(self, name, value)
 
     @property
     def shape(self) -> Shape:
@@ -100,6 +120,15 @@ class Parameter(Tensor):
 
     def __repr__(self) -> str:
         return f"Parameter({self.name or 'unnamed'}, shape={self.declared})"
+
+
+def _laid_again(parameters: Sequence[Parameter], groups: Mapping[str, str]) -> "FlatStorage":
+    values = {each.name: each.data for each in parameters}
+    if any(each.buffer is not None for each in parameters):
+        raise GraphError("a storage is copied with its parameters: copy.deepcopy(model), or load_state")
+    zeros = namespace(next(iter(values.values()), np.zeros(0))).zeros
+    by_name = {each.name: each for each in parameters}
+    return FlatStorage(by_name, values, zeros, lambda name, _: groups[name])
 
 
 @dataclass(frozen=True)
@@ -291,8 +320,10 @@ class FlatStorage:
         """Return where the parameters lie that need no gradient now, which an optimizer leaves as they are."""
         return [(span.buffer, slice(span.start, span.stop)) for span in self.spans if not span.parameter.requires_grad]
 
-    def __reduce__(self) -> NoReturn:
-        raise GraphError("a copied or pickled model would not share its storage; build it again and use load_state")
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Return how a model's copy, or pickle, makes a storage of its own for the copied parameters."""
+        groups = {span.parameter.name: self.groups[span.buffer] for span in self.spans}
+        return _laid_again, ([span.parameter for span in self.spans], groups)
 
     def view(self, span: Span, flats: Sequence[Array]) -> Any:
         """Return a parameter's place in arrays that lie as `data` does, in its shape."""

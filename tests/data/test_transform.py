@@ -9,7 +9,7 @@ from nnmpi.data.dataset import Dataset
 from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform, integers
 from nnmpi.errors import ShapeError, UsageError
 
-ALL = [Shift(2), Flip(), Normalize(0.5, 0.25), Compose(Shift(1), Flip(), Normalize(np.ones(3), np.full(3, 2.0)))]
+ALL = [Shift(2), Flip(), Normalize(0.5, 0.25), Compose([Shift(1), Flip()], Normalize(np.ones(3), np.full(3, 2.0)))]
 
 
 def images(rows: int = 24, side: int = 7, channels: int = 3) -> np.ndarray:

@@ -1,6 +1,7 @@
 """The module tree: names, shared parts, edits from outside, and what is said about mistakes."""
 
 import copy
+import pickle
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ from nnmpi.nn.linear import Linear
 from nnmpi.nn.mode import observed
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.norm import BatchNorm
+from nnmpi.optim.updates import SGD
 from nnmpi.shard import Region
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
@@ -180,10 +182,25 @@ def test_observers_see_every_module():
     assert seen == [("0", (3, 2)), ("1.body", (3, 2)), ("1", (3, 2)), ("", (3, 2))]
 
 
-def test_an_initialized_model_is_not_copied():
-    """Its copy would train without its storage."""
-    with pytest.raises(GraphError, match="build it again and use load_state"):
-        copy.deepcopy(Linear(2, 2).initialize())
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copied_model_has_a_storage_of_its_own(duplicate):
+    """With a shared, a frozen and a given parameter, statistics and groups; and it is trained alone."""
+    model = Sequential(Linear(3, 3), BatchNorm(3), Linear(3, 3))
+    model[2].weight, model[2].bias = model[0].weight, Parameter(np.full(3, 7, "float32"))
+    model.initialize(seed=3, group=lambda name, _: name.rpartition(".")[2])
+    model[0].bias.requires_grad = False
+    fresh = duplicate(Sequential(Linear(3, 3)))
+    assert np.array_equal(fresh.initialize(3)[0].weight.data, model[0].weight.data)  # copied without values
+    before = model.state()
+    found = duplicate(model)
+    assert found[2].weight is found[0].weight and found.storage.groups == model.storage.groups
+    optimizer = SGD(found.storage, lr=1.0, weight_decay={"weight": 0.5})
+    found(np.ones((2, 3), "float32")).sum().backward()
+    optimizer.step()
+    moved = {name for name, value in found.state().items() if not np.array_equal(value, before[name])}
+    assert moved == {"0.weight", "1.weight", "1.bias", "2.bias"}
+    assert all(np.array_equal(value, before[name]) for name, value in model.state().items())
+    assert not model.storage.has_gradients
 
 
 @pytest.mark.parametrize("numbers", [[[1.0, 2.0]], ((1, 2), (3, 4))])

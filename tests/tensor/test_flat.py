@@ -1,7 +1,6 @@
 """Flat storage: parameters and gradients as views of long arrays, and what is known about them."""
 
 import copy
-import pickle
 
 import numpy as np
 import pytest
@@ -125,12 +124,11 @@ def test_finish_writes_zeros_where_no_pass_wrote():
         np.testing.assert_array_equal(pieces[name], np.ones(2) if name == "b.bias" else np.zeros(SHAPES[name]))
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, copy.copy, pickle.dumps])
-def test_copies_are_refused(duplicate):
-    """A copied model's parameters would no longer lie in its storage."""
+def test_a_shallow_copy_is_refused():
+    """The parameters would lie in two storages."""
     storage, _ = make()
     with pytest.raises(GraphError, match="load_state"):
-        duplicate(storage)
+        copy.copy(storage)
 
 
 @pytest.mark.parametrize("what", ["data", "buffer"])
