@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from nnmpi.parallel.zero.strategy import ShardedDataParallel
     from nnmpi.synchrony.sync import Sync
     from nnmpi.tensor import Tensor, no_grad
+    from nnmpi.train.checkpoint import resume, save
     from nnmpi.train.run import load
 
 __version__ = VERSION
@@ -67,6 +68,8 @@ __all__ = [
     "ops",
     "optim",
     "parallel",
+    "resume",
+    "save",
     "simulate",
     "start",
     "tensor",
@@ -89,6 +92,8 @@ _WHEN_USED = {
     "compile": "nnmpi.nn.compiled",
     "jit": "nnmpi.backend.kernels",
     "load": "nnmpi.train.run",
+    "resume": "nnmpi.train.checkpoint",
+    "save": "nnmpi.train.checkpoint",
     "no_grad": "nnmpi.tensor.function",
     "simulate": "nnmpi.comm.simulated.simulated_world",
     "start": "nnmpi.comm.mpi.start",

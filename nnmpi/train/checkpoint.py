@@ -9,6 +9,7 @@
     Saver       the trainer's arrays and state.json into a new checkpoint, beside training
     find        the last good checkpoint of a run's folder, verified
     restore     the trainer's arrays and the loop's state from what was found
+    save, resume    the same for a loop of one's own
 
 Rank 0 reads and writes, so no shared file system is needed. Arrays go between its file and the ranks' parts of them one
 at a time (see `parallel.model_state`): a checkpoint fits a layout that no single rank's memory would hold, and any
@@ -25,29 +26,35 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext, suppress
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 import nnmpi.clock as clock
 from nnmpi.backend.array import Array
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.buffers import as_bytes
 from nnmpi.comm.group import Group
 from nnmpi.comm.world import BackgroundWork
+from nnmpi.compose.arrange import replicate
+from nnmpi.compose.state import model_state, optimizer_state
 from nnmpi.compose.stats import Totals
 from nnmpi.compose.trainer import Trainer
-from nnmpi.errors import CheckpointError, DataError, counted, raised_as
+from nnmpi.errors import CheckpointError, DataError, UsageError, counted, raised_as
 from nnmpi.files import foreign, read_json, read_text, rebuilt, sha256, sync_folder, write_atomically, write_synced
 from nnmpi.mesh import AXES, Mesh
 from nnmpi.models.torch_weights import open_arrays
-from nnmpi.parallel.model_state import ArraySpec
+from nnmpi.nn.module import Module
+from nnmpi.optim.optimizer import Optimizer
+from nnmpi.parallel.model_state import ArraySpec, ModelState
 from nnmpi.train.folder import RunFolder
 from nnmpi.train.metrics import MetricsRecorder
 
@@ -57,6 +64,8 @@ STATE_FILE = "state.json"
 LATEST_FILE = "latest"
 BEST_FILE = "best"
 PREFIX = "step-"
+Arrays: TypeAlias = tuple[ModelState, ModelState]  # of the model, and of the optimizer
+Loop: TypeAlias = Trainer | tuple[Module, Optimizer, Group]
 FORMAT = 1  # of state.json; a change that older programs would misread raises it
 KEEP = 3  # checkpoints that stay on disk
 
@@ -235,10 +244,7 @@ class Saver(AbstractContextManager["Saver"]):
 
         try:
             on_root(group, begin)
-            for file, each in zip((MODEL_FILE, OPTIMIZER_FILE), trainer.state(), strict=True):
-                about = metadata if file == MODEL_FILE else None
-                on_root(group, partial(explained(writer.open), file, each.specs(), about))
-                each.gather(explained(writer.write))
+            _write(writer, trainer.state(), group, explained, metadata)
         except BaseException:
             if group.is_root:
                 writer.discard()
@@ -335,14 +341,120 @@ def restore(
             f"{last.folder} is of {had}, but {has}; resume with the data that it began with, or start a new run with "
             "another --out"
         )
-    arrays, sources = trainer.state(), [source_of(last.model), source_of(last.optimizer)]
+    _read(last, trainer.state())
+    with foreign(last.folder / STATE_FILE, CheckpointError, "not what a run writes"):
+        trainer.load_scalars(last.values["optimizer"])
+    return replace(state, data=first.data), [*last.notices, *_moved(last, trainer)]
+
+
+def _write(
+    writer: CheckpointWriter, arrays: Arrays, group: Group, explained: Any, about: Mapping[str, str] | None = None
+) -> None:
+    """Write the model's arrays and the optimizer's; errors come through `explained`. Collective."""
+    for file, each in zip((MODEL_FILE, OPTIMIZER_FILE), arrays, strict=True):
+        on_root(group, partial(explained(writer.open), file, each.specs(), about if file == MODEL_FILE else None))
+        each.gather(explained(writer.write))
+
+
+def _read(last: Checkpoint, arrays: Arrays) -> None:
+    """Give the model and the optimizer what a checkpoint holds, or change nothing. Collective."""
+    sources = [source_of(last.model), source_of(last.optimizer)]
     for each, (_, specs, file) in zip(arrays, sources, strict=True):  # both, before either is written
         each.check(specs, file)
     for each, source in zip(arrays, sources, strict=True):
         each.scatter(*source)
-    with foreign(last.folder / STATE_FILE, CheckpointError, "not what a run writes"):
-        trainer.load_scalars(last.values["optimizer"])
-    return replace(state, data=first.data), [*last.notices, *_moved(last, trainer)]
+
+
+# ---- of a loop of one's own ----
+
+
+def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None:
+    """Write a checkpoint of a loop of one's own: weights, the optimizer's state, and the place in the data. Collective.
+
+        nnmpi.save("checkpoints", worker, epoch=epoch + 1)
+
+    It is whole or absent, whenever the program is killed, and any layout reads it.
+
+    Args:
+        folder: of its checkpoints, which may be made; each is named after the optimizer's steps.
+        loop: a `Worker`; or model, optimizer and group, where the ranks of the group have the same of both.
+        keep: how many of the newest ones stay.
+        place: numbers and texts, which `resume` returns.
+
+    Raises:
+        UsageError: on all ranks, for a place that JSON does not have.
+        CheckpointError: on all ranks, when it cannot be written; older ones are intact.
+    """
+    try:
+        json.dumps(place, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"the place is numbers and texts of Python's, such as int(epoch): {error}") from None
+    explained = raised_as(CheckpointError, f"no checkpoint can be written into {folder}", "older ones are intact")
+    with _arrays(loop) as (arrays, optimizer, group):
+        writer = CheckpointWriter(Path(folder), optimizer.steps)
+        values = {"optimizer": loop.scalars() if isinstance(loop, Trainer) else {"steps": optimizer.steps}}
+        try:
+            on_root(group, explained(writer.begin))
+            _write(writer, arrays, group, explained)
+            on_root(group, partial(explained(writer.finish), {**values, "place": place}, keep))
+        finally:
+            if group.is_root:
+                writer.discard()
+
+
+def resume(folder: str | Path, loop: Loop) -> dict[str, Any]:
+    """Put back the last good checkpoint that `save` wrote, and return its place; {} where there is none. Collective.
+
+    The loop then goes on to the bits of one without a break: dropout depends on the optimizer's steps, and the order of
+    the data on seed and epoch.
+
+        place = nnmpi.resume("checkpoints", worker)
+        for epoch in range(place.get("epoch", 0), 20): ...
+
+    Args:
+        folder, loop: as of `save`.
+
+    Raises:
+        CheckpointError: on all ranks, when none is whole, it does not fit the model, or it is of another program;
+            nothing is changed then.
+    """
+    found: list[Checkpoint] = []  # on rank 0
+
+    def read() -> dict[str, Any] | None:
+        check_folder(Path(folder))
+        last = load_checkpoint(Path(folder))
+        if last is None:
+            return None
+        if "place" not in last.values:
+            raise CheckpointError(
+                f"{last.folder} is of the train command, which goes on by --resume; nnmpi.load opens it"
+            )
+        for notice in last.notices:
+            warnings.warn(notice, stacklevel=2)
+        found.append(last)
+        return dict(last.values)
+
+    with _arrays(loop) as (arrays, optimizer, group):
+        values = on_root(group, read)
+        if values is None:
+            return {}
+        _read(found[0] if found else Checkpoint(values, Path(folder)), arrays)
+        if isinstance(loop, Trainer):
+            loop.load_scalars(values["optimizer"])
+        else:
+            optimizer.steps = int(values["optimizer"]["steps"])
+        return dict(values["place"])
+
+
+@contextmanager
+def _arrays(loop: Loop) -> Iterator[tuple[Arrays, Optimizer, Group]]:
+    if isinstance(loop, Trainer):
+        yield loop.state(), loop.optimizer, loop.group
+        return
+    model, optimizer, group = loop
+    where = replicate(model, group, numpy_backend())
+    yield (model_state(model, group, where), optimizer_state(model, optimizer, group, where)), optimizer, group
+    where.free()
 
 
 def source_of(file: TensorFile | None) -> tuple[Callable[[str], Array], Mapping[str, ArraySpec] | None, Path | None]:

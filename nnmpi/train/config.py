@@ -437,6 +437,8 @@ class RunConfig:
     """TOML file with options, as on the command line without the dashes; the command line is stronger."""
     log_every: int = 10
     """Steps between two lines of training metrics in metrics.jsonl."""
+    callback: Custom | None = None
+    """Function (record) of your own, FILE.py:NAME, called on rank 0 with each record of metrics.jsonl, a dictionary."""
     quiet: bool = False
     """Print nothing but errors; what would be printed is in console.txt in the run's folder, as always."""
     verbose: bool = False

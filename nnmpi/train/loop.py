@@ -35,6 +35,7 @@ from nnmpi.comm.world import WARNING_S
 from nnmpi.command import Console
 from nnmpi.compose.stats import PARTS, StepReport, Totals
 from nnmpi.compose.trainer import Progress
+from nnmpi.custom import load_custom
 from nnmpi.data.loader import Batch
 from nnmpi.errors import CheckpointError, NnmpiError, ShapeError, UsageError, counted, raised_as, shortened
 from nnmpi.files import locked, read_json, write_atomically
@@ -388,6 +389,7 @@ def begin(config: Config, group: Group, console: Console, words: Sequence[str] =
     backend = take_backend(config.run.backend, group, config.parallel.memory_limit)
     with agreed(group):
         check_backend(config.run, backend)
+        callback = load_custom(config.run.callback, "--callback", "(record)") if config.run.callback else None
     # A loss that overflows is found and explained by the worker; NumPy's warnings would come first, once per rank.
     with explained(backend), np.errstate(all="ignore"), ExitStack() as stack:
 
@@ -432,7 +434,7 @@ def begin(config: Config, group: Group, console: Console, words: Sequence[str] =
                 stack.enter_context(console.copied(folder.console))
             console.say(*(() if chosen is None else chosen.lines))
             console.say(*(f"{name + ':':<12} {text}" for name, text in facts), *notices)
-            with MetricsRecorder(folder if group.is_root else None) as recorder:
+            with MetricsRecorder(folder if group.is_root else None, callback) as recorder:
                 loop = Loop(run, state, Reporter(run, console, recorder), recorder)
                 yield loop
         except (UsageError, ShapeError):

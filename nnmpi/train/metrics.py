@@ -54,7 +54,7 @@ times are simulated ones.
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from io import FileIO
 from math import isfinite
@@ -116,13 +116,14 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
 
     Args:
         folder: of the run; None on the ranks that record nothing.
+        callback: called with each record, as it stands in the file.
 
     Raises:
         NnmpiError: when a file cannot be written.
     """
 
-    def __init__(self, folder: RunFolder | None) -> None:
-        self._folder, self._waiting = folder, b""
+    def __init__(self, folder: RunFolder | None, callback: Callable[[dict[str, Any]], object] | None = None) -> None:
+        self._folder, self._waiting, self._callback = folder, b"", callback
         self._stream: FileIO | None = None
         if folder is not None:
             with self._explained():
@@ -143,6 +144,8 @@ class MetricsRecorder(AbstractContextManager["MetricsRecorder"]):
             self._waiting += to_line(finite).encode() + b"\n"
             with suppress(OSError):
                 self._write_out()
+            if self._callback is not None:
+                self._callback(finite)
 
     def read(self) -> list[dict[str, Any]]:
         """Return all records of the run; none on ranks without a folder.

@@ -78,6 +78,11 @@ def falling(step, steps, lr):
     return lr * (1 - step / steps)
 
 
+def note(record):
+    with open("noted.txt", "a") as file:
+        print(record["kind"], record["global_step"], record["loss"], file=file)
+
+
 def data():
     x = np.arange(120, dtype=np.float32).reshape(60, 2) % 7
     parts = [Dataset("sevens", x[i::2], (x[i::2, 0] > 3).astype(np.int64), 2) for i in (0, 1)]
@@ -113,9 +118,21 @@ def test_all_that_is_ones_own_trains_as_what_is_built_in() -> None:
     )
 
 
+def test_a_callback_is_told_each_record_once() -> None:
+    """On rank 0 of two, what the file holds."""
+    losses = run("--callback own.py:note", 2)
+    noted = [line.split() for line in Path("noted.txt").read_text().splitlines()]
+    assert [float(loss) for kind, _, loss in noted if kind == "train"] == losses
+    assert [kind for kind, *_ in noted].count("test") == 1
+
+
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
+        (
+            "--callback own.py:nobody",
+            "--callback own.py:nobody: own.py has no function 'nobody'; define nobody.record.",
+        ),
         ("--allreduce own.py:no_sum", "no_sum with 3 ranks is no all-reduce: unmatched message: rank 1"),
         ("--pp 3 --pipeline own.py:backward_first", "backward_first: .* does not stand behind"),
         ("--allreduce own.py:gone", "--allreduce own.py:gone: own.py has no function 'gone'; define gone(rank, size)"),

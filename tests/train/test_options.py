@@ -18,7 +18,7 @@ max_steps stop_after batch_size optimizer loss lr momentum weight_decay schedule
 label_smoothing layout dp pp tp sp pipeline virtual_stages microbatches split
 reduction zero memory_limit activation_memory offload offload_state allreduce
 sync staleness local_steps outer_lr outer_momentum slow network simulate backend dtype
-precision jit seed out resume trust config log_every quiet verbose eval_every save_every trace keep_best
+precision jit seed out resume trust config log_every callback quiet verbose eval_every save_every trace keep_best
 stall_limit
 """
 

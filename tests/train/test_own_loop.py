@@ -1,0 +1,82 @@
+"""A checkpoint of a loop of one's own: it goes on to the bits of the one that nobody broke."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi.comm.group import Group
+from nnmpi.compose.worker import Worker
+from nnmpi.data.catalogue import load
+from nnmpi.data.loader import Loader
+from nnmpi.errors import CheckpointError, UsageError
+from nnmpi.nn.activation import Dropout, ReLU
+from nnmpi.nn.container import Sequential
+from nnmpi.nn.linear import Linear
+from nnmpi.nn.mode import training
+from nnmpi.nn.norm import BatchNorm
+from nnmpi.ops.loss import cross_entropy
+from nnmpi.optim.updates import Adam
+from nnmpi.parallel.data import DataParallel
+from nnmpi.train.checkpoint import resume, save
+
+BATCHES, STOP = 8, 3  # batches of an epoch; where the first part ends, in the second one
+
+
+def make(group: Group, seed: int) -> tuple[Any, Adam, Loader]:
+    train, _ = load("iris")
+    model = Sequential(Linear(4, 8), BatchNorm(8), ReLU(), Dropout(0.5), Linear(8, 3)).initialize(seed=seed)
+    return model, Adam(model.storage, lr=0.02), Loader(train, 16, rank=group.rank, world=group.size)
+
+
+@pytest.mark.simulated(max_size=4)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_it_goes_on_to_the_same_bits(group: Group, tmp_path: Path, by_hand: bool) -> None:
+    """In the middle of an epoch, in other memory, with dropout; by a Worker, and by a loop of DataParallel's."""
+    folder = group.share(str(tmp_path / "checkpoints"))
+
+    def run(seed: int, stop: int | None) -> dict[str, np.ndarray]:
+        model, optimizer, loader = make(group, seed)
+        own = DataParallel(model, group) if by_hand else Worker(model, optimizer, group)
+        loop: Any = (model, optimizer, group) if by_hand else own
+        place = resume(folder, loop)
+        assert place == ({"epoch": 1, "batch": STOP} if seed else {})
+        for epoch in range(place.get("epoch", 0), 3):
+            for batch in loader.epoch(epoch, start=place.pop("batch", 0)):
+                if by_hand:
+                    with training(step=optimizer.steps, first_row=batch.first_row):
+                        loss = cross_entropy(model(batch.x), batch.y, reduction="sum")
+                    model.zero_grad()
+                    own.backward(loss, samples=batch.global_targets)
+                    optimizer.step()
+                else:
+                    own.step(batch)
+                if (epoch, batch.number + 1) == (1, stop):
+                    save(folder, loop, epoch=epoch, batch=batch.number + 1)
+                    own.release()
+                    return {}
+        own.release()
+        return model.state()
+
+    expected = run(0, None)
+    run(0, STOP)
+    found = run(1, None)
+    for name, value in expected.items():
+        assert value.tobytes() == found[name].tobytes(), name
+
+
+@pytest.mark.simulated(max_size=2)
+def test_what_does_not_fit_is_refused(group: Group, tmp_path: Path) -> None:
+    folder = group.share(str(tmp_path))
+    model, optimizer, _ = make(group, 0)
+    loop = (model, optimizer, group)
+    with pytest.raises(UsageError, match=r"place is numbers and texts of Python's, such as int\(epoch\)"):
+        save(folder, loop, epoch=np.int64(3))
+    with pytest.raises(CheckpointError, match="no checkpoint can be written into .*/not/there"):
+        save(f"{folder}/not/there", loop)
+    assert resume(folder, loop) == {}
+    save(folder, loop, keep=1)
+    other = Sequential(Linear(4, 3)).initialize()
+    with pytest.raises(CheckpointError, match="has 0.weight with shape"):
+        resume(folder, (other, Adam(other.storage), group))
