@@ -94,12 +94,12 @@ def test_mistakes_are_named_as_the_page_shows() -> None:
 
 
 @pytest.mark.parametrize("page", PROGRAMS)
-def test_programs_run(page: str) -> None:
-    """Each by itself, in a fresh interpreter, but for those that the test above runs."""
+def test_programs_run(page: str, tmp_path: Path) -> None:
+    """Each by itself, in a fresh interpreter and a folder of their own, but for those that the test above runs."""
     for program in PROGRAMS[page][page in ("README.md", "docs/library.md") :]:
         ran = subprocess.run(
             [sys.executable, "-W", "error", "-c", program],
-            cwd=ROOT,
+            cwd=tmp_path,
             env={**os.environ, "PYTHONPATH": str(ROOT)},
             capture_output=True,
             text=True,
