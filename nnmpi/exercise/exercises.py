@@ -109,7 +109,7 @@ def measure_collective(contract: Contract, function: Function, setting: Setting)
     """Return the seconds of a right collective on simulated clocks, bytes of its busiest rank, and rounds."""
     size, nbytes = setting.ranks, setting.nbytes
     steps, proof = _proved(contract, function, size)
-    lengths = [len(part) * ITEM_BYTES for part in split(-(-nbytes // ITEM_BYTES), size)]
+    lengths = [len(part) * ITEM_BYTES for part in split(-(-nbytes // ITEM_BYTES), contract.chunks(size))]
     busiest = max(
         sum(lengths[chunk] for step in own for chunk in getattr(step, way)) for own in steps for way in ("send", "recv")
     )

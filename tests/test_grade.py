@@ -1,0 +1,210 @@
+"""Grades: what is right earns its points; cheats and defects earn none, and are told what they are."""
+
+import json
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from nnmpi.errors import UsageError
+from nnmpi.exercise.exercises import EXERCISES
+from nnmpi.grade import Assignment, Criterion, grade, main, read_assignment
+from tests.exercise.cheats import CHEATS, Cheat
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.host_only("solutions are written in NumPy")
+
+
+def test_there_are_fifty() -> None:
+    assert len(CHEATS) >= 50 and len({cheat.what for cheat in CHEATS}) == len(CHEATS)
+
+
+@pytest.mark.parametrize("cheat", CHEATS, ids=lambda cheat: cheat.what)
+def test_a_cheat_earns_nothing_and_is_told(cheat: Cheat, tmp_path: Path) -> None:
+    other, file = tmp_path / "other" / "other.py", tmp_path / "mine" / f"{EXERCISES[cheat.exercise].function}.py"
+    for each, text in ((other, "SECRET = 1\n"), (file, cheat.source)):
+        each.parent.mkdir()
+        each.write_text(text.replace("PACKAGE", str(ROOT)).replace("OTHER", str(other)))
+    before = {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()}
+    one = Criterion(cheat.exercise, cheat.what, file.name, 1.0, **cheat.more)
+    assignment = Assignment(limit_s=3.0 if cheat.status != "failed" else 20.0, criteria=[one])
+    (outcome,) = grade(assignment, file.parent).outcomes
+    assert outcome.points == 0 and outcome.status in (
+        cheat.status,
+        *["failed", "blocked", "timeout"] * (cheat.status == "*"),
+    )
+    assert re.search(cheat.told, outcome.text, re.DOTALL), outcome.text
+    assert {path: path.read_text() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+RIGHT = """
+from nnmpi.comm.collective import Step
+
+
+def ring_all_reduce(rank, size):
+    after, before = (rank + 1) % size, (rank - 1) % size
+    for sums, turns in ((True, size - 1), (False, size - 1)):
+        for turn in range(turns):
+            sent = (rank - turn + (not sums)) % size
+            yield Step(after, [sent], before, [(sent - 1) % size], reduce=sums)
+"""
+TAKES = 0.013821823999999998
+ASSIGNMENT = """
+title = "My all-reduce"
+limit_s = 20
+
+[[criteria]]
+exercise = "ring-all-reduce"
+points = 4
+
+[[criteria]]
+name = "other sizes"
+exercise = "ring-all-reduce"
+points = 2
+hidden = true
+sizes = [6, 7]
+needs = ["ring-all-reduce"]
+
+[[criteria]]
+name = "fast"
+exercise = "ring-all-reduce"
+points = 4
+measure = "seconds"
+machine = "cluster"
+of = "ring"
+at_most = AT_MOST
+none_at = 1.25
+
+[machines.cluster]
+ranks = 5
+network = "alpha_us=50,gbit=1"
+bytes = "1MiB"
+"""
+
+
+@pytest.fixture
+def assignment(tmp_path: Path) -> Path:
+    file = tmp_path / "assignment.toml"
+    file.write_text(ASSIGNMENT.replace("AT_MOST", "1.05"))
+    return file
+
+
+def test_what_is_right_earns_its_points_and_what_is_slow_loses_the_number_alone(
+    assignment: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(RIGHT)
+    assert [(each.status, each.points) for each in grade(read_assignment(assignment), file).outcomes] == [
+        ("passed", 4),
+        ("passed", 2),
+        ("passed", 4),
+    ]
+    assignment.write_text(ASSIGNMENT.replace("AT_MOST", "0.75"))  # of what a ring takes
+    right, sizes, slow = grade(read_assignment(assignment), file).outcomes
+    assert (right.status, sizes.status, slow.status, slow.points) == ("passed", "passed", "failed", pytest.approx(2))
+    assert re.search(r"0\.01\d+ seconds on cluster, 1 times what ring takes; at most 0\.75 times", slow.text)
+    assert "step 0" in slow.drawing and "<+ 4" in slow.drawing
+    assert slow.value == TAKES  # on every computer
+
+
+def test_a_table_of_answers_fails_where_sizes_are_others(assignment: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        f"{RIGHT}\nright = ring_all_reduce\nTABLE = {{}}\nfor n in (1, 2, 3, 4, 5, 8):\n    for r in range(n):\n"
+        "        TABLE[r, n] = [*right(r, n)]\ndef ring_all_reduce(rank, size):\n    return TABLE[rank, size]\n"
+    )
+    right, sizes, _ = grade(read_assignment(assignment), file).outcomes
+    assert (right.status, sizes.status) == ("passed", "failed") and "KeyError" in sizes.text
+
+
+@pytest.mark.parametrize("name", ["comm/algorithms/ring.py", "schedule/schedules.py"])
+def test_nnmpis_own_text_is_told_so(name: str, assignment: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    text = (
+        (ROOT / "nnmpi" / name).read_text().replace("rank", "me").replace("size", "p").replace("microbatches", "count")
+    )
+    file.write_text(text + "\n\ndef ring_all_reduce(me, p):\n    return ring(me, p)\n")
+    for each in grade(read_assignment(assignment), file).outcomes:
+        assert each.points == 0
+        assert each.status == "blocked" or re.search(rf"is, but for names, nnmpi's own .*{name}", each.text)
+
+
+def test_a_class_is_graded_and_nobody_touches_another(assignment: Path, tmp_path: Path) -> None:
+    submissions = {
+        "ann": RIGHT,
+        "bob": RIGHT.replace("(not sums)", "0"),
+        "eve": "import os, pathlib\nos.killpg(0, 9)\n",
+        "fay": f"{RIGHT}\nwhile True:\n    pass\n",
+        "guy": "",
+        "kim": RIGHT,
+    }
+    folder = tmp_path / "class"
+    for name, text in submissions.items():
+        (folder / name).mkdir(parents=True)
+        (folder / name / "ring_all_reduce.py").write_text(text)
+    (folder / "kim" / "ring_all_reduce.py").unlink()
+    (folder / "kim" / "ring_all_reduce.py").symlink_to(folder / "ann" / "ring_all_reduce.py")
+    assignment.write_text(assignment.read_text().replace("limit_s = 20", "limit_s = 5"))
+    told = main([str(assignment), str(folder), "--json", str(tmp_path / "all.json")])
+    found = {each["submission"]: each["outcomes"] for each in json.loads((tmp_path / "all.json").read_text())}
+    assert {name: sum(one["points"] for one in each) for name, each in found.items()} == {
+        "ann": 10,
+        "bob": 0,
+        "eve": 0,
+        "fay": 0,
+        "guy": 0,
+        "kim": 0,
+    }
+    assert [one["status"] for name in ("bob", "eve", "fay", "guy", "kim") for one in found[name]] == [
+        *("failed", "blocked", "failed"),
+        *("failed", "blocked", "failed"),
+        *("timeout", "blocked", "timeout"),
+        *("failed", "blocked", "failed"),
+        *("blocked", "blocked", "blocked"),
+    ]
+    assert re.search(r"ann +4 +2 +4 +10 of 10\n", told) and re.search(r"fay +t +b +t +0 of 10\n", told)
+    assert re.search(r"fast:\n +0\.0138218  ann", told)
+    suites = ElementTree.fromstring(main([str(assignment), str(folder), "--format", "junit"]))
+    assert [(each.get("name"), each.get("failures")) for each in suites][:2] == [("ann", "0"), ("bob", "2")]
+
+
+def test_formats(assignment: Path, tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(RIGHT)
+    gradescope = json.loads(main([str(assignment), str(file), "--format", "gradescope"]))
+    assert [(each["name"], each["score"], each["visibility"]) for each in gradescope["tests"]] == [
+        ("ring-all-reduce", 4, "visible"),
+        ("other sizes", 2, "hidden"),
+        ("fast", 4, "visible"),
+    ]
+    assert gradescope["leaderboard"] == [{"name": "fast", "value": TAKES, "order": "asc"}]
+    classroom = json.loads(main([str(assignment), str(file), "--format", "classroom50"]))
+    assert (classroom["schema"], classroom["score"], classroom["max-score"]) == ("classroom50/result/v1", 10, 10)
+    assert "other sizes" not in json.dumps(classroom)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "told"),
+    [
+        ('"ring-all-reduce"\npoints = 4', '"ring-all-reduse"', "no exercise 'ring-all-reduse'; did you mean ring-all"),
+        ("points = 4", "point = 4", "criterion 1: point means nothing; did you mean points"),
+        ("points = 4", 'points = "many"', "points is 'many'; it must be a number"),
+        ('needs = ["ring', 'needs = ["rong', "need only names above it"),
+        ('of = "ring"', 'of = "rang"', "of must be one of "),
+        ('machine = "cluster"', 'machine = "cloister"', r"a machine \(cluster\)"),
+        ('"seconds"', '"minutes"', "can measure seconds, bytes, rounds, not minutes"),
+        ("[[criteria]]", "[[criteria", "is no TOML"),
+        ("ranks = 5", "ranks = 5\nweight = 2", "machines.cluster: weight means nothing"),
+    ],
+)
+def test_an_assignment_that_means_nothing_is_refused(
+    old: str, new: str, told: str, assignment: Path, tmp_path: Path
+) -> None:
+    text = assignment.read_text()
+    assert old in text
+    assignment.write_text(text.replace(old, new, 1))
+    file = tmp_path / "mine.py"
+    file.write_text(RIGHT)
+    with pytest.raises(UsageError, match=told):
+        main([str(assignment), str(file)])
