@@ -13,9 +13,10 @@ from typing import Any, cast
 import numpy as np
 
 import nnmpi.timeline as timeline
-from nnmpi.backend.array import is_array, namespace
+from nnmpi.backend.array import Shape, is_array, namespace
 from nnmpi.backend.precision import is_floating, is_low
 from nnmpi.comm.agreement import Communicator, require_equal
+from nnmpi.comm.algorithms.pairwise import pairwise
 from nnmpi.comm.algorithms.registry import (
     AUTO,
     HIERARCHICAL,
@@ -51,13 +52,10 @@ from nnmpi.comm.execution import Execution, NativeExecution, Pending, staged, wi
 from nnmpi.comm.fit import Choice, Fit, choose
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import SharedSum
+from nnmpi.comm.point_to_point import BLOCKING_TAG, send_and_receive
 from nnmpi.comm.prove import proved_steps
 from nnmpi.comm.world import Comm
 from nnmpi.errors import DeviceError, DtypeError, ShapeError, UsageError
-
-# MPI promises tags up to 32767. The lower half is the caller's; one more is for all blocking sums, of which there is
-# only one at a time.
-BLOCKING_TAG = 2**14
 
 
 class Group(Communicator):
@@ -306,6 +304,26 @@ class Group(Communicator):
         own = room_like(parts, counts[self.rank])
         self.comm.reduce_scatter(to_host(parts), own, list(counts))
         return from_host(own, namespace(parts))
+
+    def all_to_all_v(
+        self, parts: Sequence[Buffer], shapes: Sequence[Shape], name: str = "all-to-all", category: str = "collective"
+    ) -> list[Buffer]:
+        """Send each rank its part; return what comes from each, of the shapes given. All are of one dtype. Collective.
+
+        The messages are those of `algorithms.pairwise`, posted at once in the order of its rounds; none is empty.
+
+        Args:
+            parts: what goes to each rank, of any shape; this rank's own is returned as it is.
+            shapes: of what comes from each.
+            name, category: of the exchange in a timeline.
+        """
+        xp, steps = namespace(parts[0]), pairwise(self.rank, self.size)
+        sends = [(step.to, xp.ascontiguousarray(parts[step.to])) for step in steps if step.to is not None]
+        came = [parts[r] if r == self.rank else xp.empty(shape, parts[0].dtype) for r, shape in enumerate(shapes)]
+        receives = [(step.from_, came[step.from_]) for step in steps if step.from_ is not None]
+        with timeline.span(name, category, timeline.RECEIVE, {"bytes": sum(each.nbytes for _, each in sends)}):
+            send_and_receive(self, *([(r, each) for r, each in some if each.size] for some in (sends, receives)))
+        return came
 
     def all_reduce_max(self, array: Buffer) -> None:
         """Replace the array on every rank by its elementwise largest value over the ranks. Collective.

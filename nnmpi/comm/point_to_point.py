@@ -1,7 +1,6 @@
 """Messages between two ranks, in the three ways in which they are needed.
 
-    send_and_receive    all that a rank sends and receives at one moment; returns when it is through
-    exchange_parts      the same, with a part for each rank and one of each (all-to-all, halos)
+    send_and_receive    all that a rank sends and receives at one moment; returns when it is through (halos, all-to-all)
     Messages            sends on their way and receives posted early, while the rank computes (pipelines, servers)
     rendezvous          one array at a time, sent only if both ends say that they can: a rank that has failed says no,
                         and the other does not wait for a message that never comes (saving and loading)
@@ -13,17 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nnmpi.backend.array import namespace
-from nnmpi.comm.algorithms.pairwise import pairwise
 from nnmpi.comm.buffers import Buffer, as_bytes, check_contiguous, is_device, pieces, room_like, to_hosts
 from nnmpi.comm.execution import MessageRequest
-from nnmpi.comm.group import BLOCKING_TAG, Group
 from nnmpi.comm.world import Comm, Request
-from nnmpi.timeline import RECEIVE, span
 
+if TYPE_CHECKING:
+    from nnmpi.comm.group import Group
+
+# MPI promises tags up to 32767. The lower half is the caller's; one more is for all blocking sums and exchanges, of
+# which there is only one at a time.
+BLOCKING_TAG = 2**14
 HANDSHAKE_TAG, DATA_TAG = 0, 1
 
 
@@ -65,28 +67,6 @@ def start_exchange(
     for (rank, _), host in zip(sends, hosts, strict=True):
         requests += _post(group.comm.isend, host, rank, BLOCKING_TAG)
     return MessageRequest(group.comm, requests, hosts, filled)
-
-
-def exchange_parts(
-    group: Group, parts: Sequence[Buffer], shapes: Sequence[tuple[int, ...]], name: str, category: str = "collective"
-) -> list[Buffer]:
-    """Send each rank its part; return what comes from each, of the shapes given. All are of one dtype.
-
-    The messages are those of `algorithms.pairwise`, posted at once in the order of its rounds.
-
-    Args:
-        group: the ranks.
-        parts: what goes to each rank; this rank's own is returned as it is.
-        shapes: of what comes from each.
-        name, category: of the exchange in a timeline.
-    """
-    rank, xp, steps = group.rank, namespace(parts[0]), pairwise(group.rank, group.size)
-    sends = [(step.to, xp.ascontiguousarray(parts[step.to])) for step in steps if step.to is not None]
-    came = [parts[r] if r == rank else xp.empty(shape, parts[0].dtype) for r, shape in enumerate(shapes)]
-    receives = [(step.from_, came[step.from_]) for step in steps if step.from_ is not None]
-    with span(name, category, RECEIVE, {"bytes": sum(each.nbytes for _, each in sends)}):
-        send_and_receive(group, *([(r, each) for r, each in some if each.size] for some in (sends, receives)))
-    return came
 
 
 class Messages:

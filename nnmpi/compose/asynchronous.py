@@ -364,6 +364,11 @@ class AsynchronousWorker(Trainer):
                 f"with fp16 all ranks leave out an update that overflows on one of them, and with {sync.mode} they do "
                 "not meet in every step; use bf16, which needs no loss scaling, or a synchronous run without servers"
             )
+        if sync.has_server and not optimizer.elementwise:
+            raise UsageError(
+                f"with {sync.mode} a server updates flat arrays, and {type(optimizer).__name__} takes whole matrices; "
+                "give sync bsp, local or gossip, or adamw"
+            )
         sync.check(group.size)
         with agreed(group):  # only rank 0 has hooks in a model
             check_free(model)

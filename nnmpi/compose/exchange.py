@@ -86,6 +86,7 @@ class Exchange:
         self.replicas = where.mesh.replicas
         self._is_whole = not where.stages  # then hooks tell which gradients are final
         self._updates = where.layout.asynchronous
+        self.optimizer.ranks = self.replicas
         self.parallel = self._start(options)
         self.notice = self.parallel.notice
         predicted_s = predict(self.group, *self._meeting)
@@ -193,6 +194,7 @@ class Exchange:
 
     def release(self) -> None:
         """Take everything off the model again; a second call does nothing."""
+        self.optimizer.ranks = None
         self.parallel.release()
 
     def _add_ties(self) -> None:
@@ -220,7 +222,12 @@ class NodeExchange(Exchange):
         if options.fused_update is not None:
             return options.fused_update
         model = trainer.model
-        free = options.leaves_choice and trainer.arrangement.is_plain and model.storage.state_store is None
+        free = (
+            options.leaves_choice
+            and trainer.optimizer.elementwise
+            and trainer.arrangement.is_plain
+            and model.storage.state_store is None
+        )
         return free and fusing_pays(model, trainer.group)
 
     def _start(self, options: GradientExchange) -> DataParallel:

@@ -11,7 +11,7 @@ from nnmpi.errors import LayoutError
 PIPELINE, TENSOR, SEQUENCE, PIPEDREAM = "pp", "tp", "sp", "pipedream"
 FIXED, ZERO, ZERO_2, LIMIT, LEAST = "fixed", "zero", "zero 2", "limit", "least"
 ACTIVATIONS_OUT, STATE_OUT = "activations out", "state out"
-FUSED, DEVICE, FP16, CLIP = "fused update", "device", "fp16", "clip"
+FUSED, DEVICE, FP16, CLIP, MATRICES = "fused update", "device", "fp16", "clip", "muon"
 
 _PARTS = "ranks that have parts of the model add in parts, whose rounding depends on how many they are"
 _WHOLE = "the fused update is for replicas of a whole model, summed as they come"
@@ -39,6 +39,7 @@ REFUSED: dict[tuple[str, str], str] = {
     (FUSED, TENSOR): _WHOLE,
     (FUSED, FIXED): _WHOLE,
     (FUSED, DEVICE): "the fused update works on weights in memory that the ranks of a node share",
+    (FUSED, MATRICES): "the fused update has its own elements of every matrix, and the optimizer takes whole ones",
     (FP16, PIPEDREAM): f"an update that overflows is left out on all ranks, but {_OWN_TIME}; bf16 goes with it",
     (CLIP, PIPEDREAM): f"clipping needs the gradient of all stages at once, but {_OWN_TIME}",
 }

@@ -429,6 +429,7 @@ def check_pairs(worker: Worker, arrangement: Arrangement | None, fused_update: b
     given = replace(where.layout, dp=mesh.dp, pp=mesh.pp, tp=mesh.tp).features()
     given |= {refusals.STATE_OUT: "state out of memory"} if model.storage.state_store is not None else {}
     given |= {refusals.FUSED: "the fused update"} if fused_update else {}
+    given |= {} if worker.optimizer.elementwise else {refusals.MATRICES: type(worker.optimizer).__name__}
     given |= {refusals.DEVICE: str(backend.device)} if backend.is_device else {}
     given |= {refusals.FP16: "fp16"} if worker.scaling is not None else {}
     given |= {refusals.CLIP: "clip"} if worker.clip is not None else {}

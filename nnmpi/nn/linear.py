@@ -6,7 +6,7 @@ from nnmpi.errors import whole
 from nnmpi.nn.module import Module, Normal, fan_in
 from nnmpi.ops.embedding import embedding
 from nnmpi.ops.linear import linear, linear_transposed
-from nnmpi.tensor.parameter import Initializer, Parameter
+from nnmpi.tensor.parameter import Initializer, LookupTable, Parameter
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -48,7 +48,7 @@ class Embedding(Module):
     def __init__(self, num_embeddings: int, embedding_dim: int, init: Initializer | None = None) -> None:
         num_embeddings = whole("Embedding's num_embeddings", num_embeddings)
         embedding_dim = whole("Embedding's embedding_dim", embedding_dim)
-        self.weight = Parameter((num_embeddings, embedding_dim), init or Normal(1.0))
+        self.weight = LookupTable((num_embeddings, embedding_dim), init or Normal(1.0))
 
     @property
     def num_embeddings(self) -> int:

@@ -32,7 +32,6 @@ import numpy as np
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.group import Group
-from nnmpi.comm.point_to_point import exchange_parts
 from nnmpi.errors import ShapeError
 from nnmpi.shard import Region, split
 from nnmpi.tensor.function import Function
@@ -249,7 +248,7 @@ class AllToAll(Function):
         before, after = x.shape[: self.axis], x.shape[self.axis + 1 :]
         parts = namespace(x).split(x, np.cumsum(sends[:-1]).tolist(), self.axis)
         shapes = [(*before, count, *after) for count in receives]
-        came = exchange_parts(self.group, parts, shapes, "all-to-all", CATEGORY)
+        came = self.group.all_to_all_v(parts, shapes, category=CATEGORY)
         return namespace(x).concatenate(came, axis=self.axis)
 
 

@@ -1,6 +1,6 @@
 """Optimizers over lists of arrays, gradient clipping, and learning-rate schedules.
 
-To read, in this order: updates (SGD, Adam, AdamW, with their sources), optimizer (what they share: storage, state,
+To read, in this order: updates (SGD), adaptive (Adam and its kind), muon, optimizer (what they share: storage, state,
 steps), blocks (why buffers are gone through in pieces), schedule (the learning rate of a step), clip (and loss scales).
 
 To add an optimizer: a subclass of `Optimizer` and its name in updates, which is then one of the command, too. It runs
@@ -8,8 +8,9 @@ by NumPy; a fused kernel goes into backend/cuda/updates.py (the
 interface) and into jit/ and cuda/, each with its table.
 """
 
-from nnmpi.optim.adaptive import Adadelta, Adagrad, RMSprop
+from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop
 from nnmpi.optim.clip import clip_by_global_norm, global_norm
+from nnmpi.optim.muon import Muon
 from nnmpi.optim.optimizer import Arrays, Optimizer, Storage
 from nnmpi.optim.schedule import (
     ConstantRate,
@@ -22,7 +23,7 @@ from nnmpi.optim.schedule import (
     Warmup,
     linear_scaling,
 )
-from nnmpi.optim.updates import NAMES, SGD, Adam, AdamW, build
+from nnmpi.optim.updates import NAMES, SGD, build
 
 __all__ = [
     "NAMES",
@@ -36,6 +37,7 @@ __all__ = [
     "ConstantRate",
     "Cosine",
     "MultiStep",
+    "Muon",
     "OneCycle",
     "Optimizer",
     "ReduceOnPlateau",

@@ -21,7 +21,7 @@ from copy import copy
 from dataclasses import dataclass
 from operator import is_
 from types import ModuleType
-from typing import Any, Protocol, Self, TypeAlias
+from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
 import numpy as np
 
@@ -143,7 +143,12 @@ class Optimizer(ABC):
         storage: the buffers; they must stay the same arrays while the optimizer lives.
         kept: arrays like the slots', by name, that a strategy saves and loads with them.
         weight_decay: the decay of each buffer, in the storage's order.
+        elementwise: of a class, whether an update of some elements needs no others.
+        ranks: those with the same storage, among which a strategy lets updates of whole matrices be shared out.
     """
+
+    elementwise: ClassVar[bool] = True
+    ranks: Any = None
 
     def __init__(
         self, storage: Storage, lr: float, weight_decay: float | Mapping[str, float], slots: Sequence[str]
@@ -327,12 +332,16 @@ class Optimizer(ABC):
         blocks: list[BufferBlock] = []
         for i, (data, grad) in enumerate(zip(self._data, grads, strict=True)):
             whole = [data, grad, *(arrays[i] for arrays in self._slots.values())]
-            arrays = whole if parts is None else [array[parts[i]] for array in whole]
             elements = block_elements(data) if limit_bytes is None else max(1, limit_bytes // data.dtype.itemsize)
-            for part, gradient, *state in pieces(arrays, elements):
-                decay, spare = self.weight_decay[i], scratch.like(part)
-                blocks.append(BufferBlock(namespace(part), part, gradient, tuple(state), decay, spare))
+            for run in self._runs(i) if parts is None else [parts[i]]:
+                for part, gradient, *state in pieces([array[run] for array in whole], elements):
+                    decay, spare = self.weight_decay[i], scratch.like(part)
+                    blocks.append(BufferBlock(namespace(part), part, gradient, tuple(state), decay, spare))
         return tuple(blocks)
+
+    def _runs(self, buffer: int) -> Iterable[Any]:
+        """Return the parts of a buffer that are updated element by element: all of it."""
+        return (...,)
 
     def _require_same_arrays(self) -> None:
         """Raise if a buffer was replaced: the blocks would still update the old one, and training would stand still."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from numbers import Integral
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 
@@ -60,6 +60,7 @@ class Parameter(Tensor):
 
     __slots__ = ("declared", "guard", "init", "name", "region", "writes")
 
+    is_table: ClassVar[bool] = False
     guard: Callable[[], None] | None
     writes: Writes | None
 
@@ -120,6 +121,13 @@ class Parameter(Tensor):
 
     def __repr__(self) -> str:
         return f"Parameter({self.name or 'unnamed'}, shape={self.declared})"
+
+
+class LookupTable(Parameter):
+    """Rows that are looked up and trained by themselves: no matrix to an optimizer of matrices."""
+
+    __slots__ = ()
+    is_table = True
 
 
 def _laid_again(parameters: Sequence[Parameter], groups: Mapping[str, str]) -> "FlatStorage":
@@ -318,7 +326,11 @@ class FlatStorage:
 
     def frozen(self) -> list[tuple[int, slice]]:
         """Return where the parameters lie that need no gradient now, which an optimizer leaves as they are."""
-        return [(span.buffer, slice(span.start, span.stop)) for span in self.spans if not span.parameter.requires_grad]
+        return [(span.buffer, self.place(span)) for span in self.spans if not span.parameter.requires_grad]
+
+    def place(self, span: Span) -> slice:
+        """Return where in its array of `data` lies what this rank trains of a parameter."""
+        return slice(span.start, span.stop)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Return how a model's copy, or pickle, makes a storage of its own for the copied parameters."""

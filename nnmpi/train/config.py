@@ -73,7 +73,7 @@ ONLY_WITH: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         **dict.fromkeys(("heads", "pretrained"), ("gpt",)),
     },
     "sync": {"staleness": ("ssp",), "local_steps": ("local",), "outer_lr": ("local",), "outer_momentum": ("local",)},
-    "optimizer": {"momentum": ("sgd", "rmsprop")},
+    "optimizer": {"momentum": ("sgd", "rmsprop", "muon")},
     "loss": {"label_smoothing": ("cross-entropy",)},
 }
 
@@ -346,8 +346,9 @@ class OptimizationConfig:
     """Stop after this many updates, in the middle of the schedule; --resume goes on with it."""
     batch_size: int | Literal["full"] = 32
     """Samples per update, over all ranks together; full: the whole training set (full gradient descent)."""
-    optimizer: Literal["sgd", "adam", "adamw", "rmsprop", "adagrad", "adadelta"] | Custom = "adam"
-    """Rule of the update; or a subclass of optim.Optimizer of your own, FILE.py:NAME, made as NAME(storage, lr)."""
+    optimizer: Literal["sgd", "adam", "adamw", "rmsprop", "adagrad", "adadelta", "muon"] | Custom = "adam"
+    """Rule of the update: muon moves whole matrices along orthogonal ones, and the rest as adamw. Or a subclass of
+    optim.Optimizer of your own, FILE.py:NAME, made as NAME(storage, lr)."""
     loss: Literal["cross-entropy", "mse", "bce", "mae", "huber"] | Custom = "cross-entropy"
     """What is minimized: cross-entropy for classes; the squared error mse, the absolute one mae, or huber for numbers
     in a .csv or .npz that are predicted; bce for yes or no, by one output. Or a function (logits, labels) of your own,
@@ -355,9 +356,9 @@ class OptimizationConfig:
     lr: float = 3e-3
     """Learning rate (the highest one, where a schedule changes it)."""
     momentum: float = 0.0
-    """Momentum of --optimizer sgd and rmsprop."""
+    """Momentum of --optimizer sgd, rmsprop and muon (where it is 0.95 by default)."""
     weight_decay: float | None = None
-    """Weight decay: decoupled for adamw (default 0.01), L2 for the others (default 0)."""
+    """Weight decay: decoupled for adamw and muon (default 0.01), L2 for the others (default 0)."""
     schedule: str = "cosine"
     """How the learning rate goes on after the warm-up: constant; cosine, which ends at 0 with the last step;
     step:10,0.1, which multiplies it by 0.1 every 10 epochs; or a function (step, steps, lr) of your own,
@@ -387,7 +388,7 @@ class OptimizationConfig:
     def state_arrays(self) -> int:
         """How many arrays of each parameter's size the optimizer keeps."""
         fixed = {"sgd": 0, "rmsprop": 1, "adagrad": 1}.get(self.optimizer, 2)
-        return fixed + int(self.momentum > 0)
+        return fixed + int(self.momentum > 0 and self.optimizer != "muon")
 
     def rows(self, samples: int) -> int:
         """Return the rows of a batch of so many samples."""

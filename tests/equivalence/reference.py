@@ -176,7 +176,7 @@ def gather_gradient(worker: Worker) -> dict[str, Array]:
 
 # What a rounding error grows by from one step to the next: a gradient divides by batch statistics, and Adam's update
 # divides by the gradient's own size, so small gradients' errors become large. Twice what was seen in 20 runs.
-GROWTH = {"sgd": 2.0, "adam": 4.0, "adamw": 4.0}
+GROWTH = {"sgd": 2.0, "adam": 4.0, "adamw": 4.0, "muon": 4.0}
 
 
 def tolerance(dtype: str, steps: int, optimizer: str) -> float:

@@ -181,6 +181,7 @@ SHARED = (
 BUCKETS = {"bucket_bytes": 20_000}
 FIXED = Layout(reduction="fixed")
 DECAY: dict[str, Any] = {"optimizer": "adamw", "optimizer_options": {"weight_decay": 0.1}}
+MUON: dict[str, Any] = {"optimizer": "muon", "optimizer_options": {"lr": 0.02}}
 MOMENTUM: dict[str, Any] = {"optimizer": "sgd", "optimizer_options": {"momentum": 0.9}}
 TEXT: dict[str, Any] = {"microbatches": 3, "batch_size": 6, "worker": {"clip": 0.5}, **MOMENTUM}
 NOISY = Setup(own.noisy, microbatches=3, batch_size=28)  # no microbatch has a single row
@@ -236,6 +237,9 @@ ROWS = {
         f"{way}": Row((MLP, CNN, SETUPS["resnet"])[i % 3], replicas, BUCKETS | {"allreduce": way})
         for i, way in enumerate(WAYS)
     },
+    "muon": Row(replace(GPT, **MUON), replicas),
+    "muon in a fixed order": Row(Setup(models.mlp, dtype="float32", microbatches=5, **MUON), fixed, serial=FIXED),
+    "muon, zero": Row(replace(GPT, **MUON), stages_of_zero),
     "overlapped": Row(MLP, replicas, BUCKETS | {"allreduce": "ring", "overlap": True}),
     **{f"zero, {name}": Row(setup, stages_of_zero) for name, setup in ZERO.items()},
     # to the last bit
@@ -272,6 +276,8 @@ SINGLE: list[tuple[Setup, Layout]] = [
     (GPT, Layout(dp=2, sp=2, zero=3, unit_bytes=1)),
     (GPT, Layout(dp=3, pp=2, split=(4, 4), zero=1)),  # the embedding's table stands in both stages
     (ZERO["nested"], Layout(dp=2, pp=2, zero=1)),
+    (replace(GPT, **MUON), Layout(dp=2, pp=2, split=(4, 4), zero=1)),
+    (replace(GPT, **MUON), Layout(dp=2, sp=2)),
 ]
 REST: list[tuple[Setup, Layout]] = [
     (TOWERS, Layout(tp=2, dp=2, pp=2)),

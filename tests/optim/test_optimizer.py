@@ -9,9 +9,9 @@ import pytest
 from nnmpi import models
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.optim import optimizer
-from nnmpi.optim.adaptive import Adadelta, Adagrad, RMSprop
+from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop
 from nnmpi.optim.optimizer import Arrays
-from nnmpi.optim.updates import SGD, Adam, AdamW
+from nnmpi.optim.updates import SGD
 
 CASES = {
     "sgd": lambda storage: SGD(storage, 0.1),

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnmpi.backend.kernels import jit
-from nnmpi.optim.adaptive import Adadelta, Adagrad, RMSprop
+from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop
 from nnmpi.optim.optimizer import Arrays
-from nnmpi.optim.updates import SGD, Adam, AdamW
+from nnmpi.optim.updates import SGD
 from tests.optim.test_optimizer import CASES
 
 WEIGHTS, GRADS = st.lists(st.floats(-2, 2), min_size=1, max_size=5), st.lists(st.floats(-2, 2), min_size=1, max_size=20)

@@ -12,7 +12,8 @@ from nnmpi.compose.layout import GradientExchange
 from nnmpi.data.loader import Loader
 from nnmpi.data.transform import Normalize
 from nnmpi.errors import UsageError
-from nnmpi.optim.updates import SGD, Adam, AdamW
+from nnmpi.optim.adaptive import Adam, AdamW
+from nnmpi.optim.updates import SGD
 from nnmpi.tensor.tensor import Tensor
 from nnmpi.train import build
 from nnmpi.train.checkpoint import Extent

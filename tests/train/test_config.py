@@ -54,7 +54,7 @@ WRONG: list[tuple[type, dict[str, Any], str]] = [
     (
         OptimizationConfig,
         {"momentum": 0.9, "optimizer": "adam"},
-        "--momentum is for --optimizer sgd or rmsprop, not",
+        "--momentum is for --optimizer sgd or rmsprop or muon, not",
     ),
     (OptimizationConfig, {"weight_decay": -1e-4}, "--weight-decay is -0.0001"),
     (OptimizationConfig, {"warmup_epochs": -1.0}, "--warmup-epochs is -1.0"),

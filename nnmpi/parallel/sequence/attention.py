@@ -55,7 +55,7 @@ from nnmpi.backend.precision import cast, is_low, to_float32
 from nnmpi.backend.recording import perform
 from nnmpi.comm.execution import MessageRequest
 from nnmpi.comm.group import Group
-from nnmpi.comm.point_to_point import exchange_parts, start_exchange
+from nnmpi.comm.point_to_point import start_exchange
 from nnmpi.errors import LayoutError, counted
 from nnmpi.ops.attend import AttentionDropout, Heads, KeyBlock, Trio, attend_more, attend_more_grad
 from nnmpi.ops.collectives import CATEGORY
@@ -274,7 +274,7 @@ class UlyssesAttention:
         own = len(out[self._group.rank])
         shapes = [(x.shape[0], own, len(each), x.shape[3]) for each in into]
         parts = [x[:, each.start : each.stop] for each in out]
-        return namespace(x).concatenate(exchange_parts(self._group, parts, shapes, "all-to-all", CATEGORY), axis=2)
+        return namespace(x).concatenate(self._group.all_to_all_v(parts, shapes, category=CATEGORY), axis=2)
 
 
 def _apart(together: Array, like: Trio) -> Trio:

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.windows import Pair, out_size
 from nnmpi.comm.group import Group
-from nnmpi.comm.point_to_point import exchange_parts
 from nnmpi.errors import ShapeError
 from nnmpi.nn.conv import Conv2d, GlobalAvgPool2d, MaxPool2d, Pool2d
 from nnmpi.nn.sharding import Sharding
@@ -110,7 +109,7 @@ class Halo(Function):
         """Send each rank those rows of what is here that are for it; return which rows came from each, and these."""
         parts = [_rows(images, rows, here) for rows in away]
         shapes = [(len(images), len(rows), *images.shape[2:]) for rows in home]
-        return zip(home, exchange_parts(self.group, parts, shapes, "halo", CATEGORY), strict=True)
+        return zip(home, self.group.all_to_all_v(parts, shapes, "halo", CATEGORY), strict=True)
 
 
 def halo(x: Tensor, group: Group, windows: RowWindows, value: float = 0.0) -> Tensor:

@@ -205,7 +205,7 @@ class ShardedStorage(FlatStorage):
     def held(self) -> Iterator[tuple[Span, Array, Array | None]]:
         """See `FlatStorage.held`: of each parameter some elements in a row, maybe none."""
         for span in self.spans:
-            own = self._part(span)[0]
+            own = self.place(span)
             yield span, self.data[span.buffer][own], self.grads[span.buffer][own]
 
     @property
@@ -217,9 +217,9 @@ class ShardedStorage(FlatStorage):
         """Refuse: other ranks count on what lies where."""
         raise UsageError("parameters that ranks share out cannot move; leave ZeRO out")
 
-    def frozen(self) -> list[tuple[int, slice]]:
-        """See `FlatStorage.frozen`; of this rank's parts."""
-        return [(span.buffer, self._part(span)[0]) for span in self.spans if not span.parameter.requires_grad]
+    def place(self, span: Span) -> slice:
+        """See `FlatStorage.place`."""
+        return self._part(span)[0]
 
     @property
     def stands_once(self) -> bool:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from nnmpi.errors import CommError
-from nnmpi.optim.updates import SGD, Adam
+from nnmpi.optim.adaptive import Adam
+from nnmpi.optim.updates import SGD
 from nnmpi.parallel.server import ParameterServer, Push
 from nnmpi.synchrony.consistency import Task
 from nnmpi.tensor.parameter import FlatStorage, Parameter

@@ -1,0 +1,133 @@
+"""Muon: PyTorch's numbers, and on any ranks the serial update's bits."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.asynchronous import AsynchronousWorker
+from nnmpi.compose.layout import GradientExchange, Layout
+from nnmpi.compose.worker import Worker
+from nnmpi.errors import LayoutError, NnmpiError, UsageError
+from nnmpi.models.gpt import gpt
+from nnmpi.models.mlp import mlp
+from nnmpi.nn.module import Module
+from nnmpi.ops.loss import cross_entropy
+from nnmpi.optim.muon import Muon, deal, orthogonalize
+from nnmpi.optim.optimizer import Arrays
+from nnmpi.parallel.data import DataParallel
+from nnmpi.parallel.zero.storage import sharded
+from nnmpi.parallel.zero.strategy import ShardedDataParallel
+from nnmpi.synchrony.sync import Sync
+from nnmpi.tensor.parameter import FlatStorage
+from tests.harness.refusals import told
+
+STEPS = 4
+SIZES = [(5, 5), (7, 3), (3, 11), (1, 4), (2, 1)]
+
+
+def whole() -> Module:
+    """A model with matrices, vectors and tables: three blocks' worth of Muon's work and AdamW's."""
+    return gpt(11, 6, features=6, layers=2, heads=2)
+
+
+def gradient(name: str, shape: tuple[int, ...], step: int) -> Any:
+    return np.random.default_rng([step, *name.encode()]).normal(size=shape).astype("float32")
+
+
+def trained(group: Group, stage: int, **options: Any) -> dict[str, Any]:
+    """Return the weights after some updates whose gradient is the last rank's alone: the sum is exact."""
+    model, tokens = whole(), np.arange(12).reshape(2, 6)
+    model.initialize(seed=3, storage=sharded(model, group, stage, unit_bytes=700) if stage else FlatStorage)
+    parallel = ShardedDataParallel(model, group, stage) if stage else DataParallel(model, group)
+    optimizer = Muon(model.storage, lr=0.02, **options)
+    optimizer.ranks = group
+    for _ in range(STEPS):
+        model.zero_grad()
+        loss = cross_entropy(parallel(tokens % 11), (tokens + 3) % 11, reduction="sum")
+        parallel.backward(loss * float(group.rank == group.size - 1), 12)
+        optimizer.step()
+    if stage:
+        parallel.gather_model()
+    return model.state()
+
+
+@pytest.mark.both_worlds(max_size=9)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_rank_has_the_serial_update_to_the_bit(group: Group, stage: int) -> None:
+    alone = group.split(group.rank)
+    options = {"nesterov": stage != 2, "adjust": "original" if stage == 1 else "match_rms_adamw"}
+    serial, shared = trained(alone, 0, **options), trained(group, stage, **options)
+    wrong = [name for name in serial if not np.array_equal(serial[name], shared[name])]
+    assert group.gather(wrong) == [[]] * group.size
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 5, 9])
+def test_work_is_dealt_out_evenly(size: int) -> None:
+    works = [each.work for each in Muon(whole().initialize())._matrices]
+    owned = deal(works, size)
+    loads = [sum(works[i][0] for i in each) for each in owned]
+    assert len(works) == 8
+    assert sorted(i for each in owned for i in each) == list(range(8))
+    assert max(loads) - min(loads) <= max(work for work, _ in works)
+
+
+@pytest.mark.parametrize("shape", SIZES)
+def test_singular_values_come_near_to_one(shape: tuple[int, int]) -> None:
+    found = orthogonalize(np.random.default_rng(0).normal(size=shape))
+    values = np.linalg.svd(found, compute_uv=False)
+    assert found.shape == shape
+    assert ((values > 0.5) & (values < 1.3)).all()
+    assert not orthogonalize(np.zeros(shape)).any()
+
+
+@pytest.mark.parametrize("adjust", ["original", "match_rms_adamw"])
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_pytorch_has_the_same_numbers(adjust: str, nesterov: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for its bfloat16: there, too, all is in float32 here."""
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("this PyTorch has no Muon")
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self.clone())
+    model = mlp([5], 3, [9, 9, 4]).initialize(seed=0)
+    ours = Muon(model.storage, lr=0.01, weight_decay=0.1, nesterov=nesterov, adjust=adjust)
+    parameters = {span.parameter.name: span.parameter for span in model.storage.spans}
+    theirs = {name: torch.nn.Parameter(torch.tensor(p.data.T.copy())) for name, p in parameters.items()}
+    matrices, rest = ([p for p in theirs.values() if (p.ndim == 2) == wanted] for wanted in (True, False))
+    muon = torch.optim.Muon(matrices, 0.01, 0.1, 0.95, nesterov, adjust_lr_fn=adjust)
+    adamw = torch.optim.AdamW(rest, 0.01, weight_decay=0.1)
+    for step in range(30):
+        for name, parameter in parameters.items():
+            parameter.grad = gradient(name, parameter.shape, step)
+            theirs[name].grad = torch.tensor(parameter.grad.T.copy())
+        ours.step(), muon.step(), adamw.step()
+    for name, parameter in parameters.items():
+        np.testing.assert_allclose(parameter.data, theirs[name].detach().numpy().T, rtol=0, atol=5e-7)
+
+
+@pytest.mark.simulated(min_size=2, max_size=3)
+def test_parts_of_matrices_are_refused(group: Group) -> None:
+    def sharded_layers() -> None:
+        where = arrange(mlp([4], 3, [8]), group, Layout(tp=group.size))
+        Muon(where.model.initialize(seed=0).storage)
+
+    def fused() -> None:
+        model = mlp([4], 3, [8]).initialize(seed=0)
+        Worker(model, Muon(model.storage), group, exchange=GradientExchange(fused_update=True))
+
+    def served() -> None:
+        model = mlp([4], 3, [8]).initialize(seed=0)
+        AsynchronousWorker(model, Muon(model.storage), group, Sync("asp"))
+
+    rows: list[tuple[type[NnmpiError], str, Callable[[], None]]] = [
+        (LayoutError, "whole matrices, and this rank has a part of 1.weight; leave tp at 1", sharded_layers),
+        (LayoutError, "fused update does not go with Muon", fused),
+        (UsageError, "with asp a server updates flat arrays, and Muon takes whole matrices; give sync bsp", served),
+        (UsageError, "give model.storage", lambda: Muon(Arrays([np.ones((2, 2))], [np.ones((2, 2))])) and None),
+        (UsageError, "adjust is 'rms'", lambda: Muon(mlp([4], 3, [8]).initialize().storage, adjust="rms") and None),
+    ]
+    for kind, words, call in rows:
+        assert all(words in each for each in group.gather(told(kind, call)))
