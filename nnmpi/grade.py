@@ -65,7 +65,6 @@ from types import MappingProxyType
 from typing import Any, TypeVar
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from nnmpi.comm.machine import Machine, blocks, parse_network
 from nnmpi.command import Parser, convert, options_of, positive_count, say, suggest
 from nnmpi.errors import NnmpiError, UsageError, raised_as, shortened
 from nnmpi.exercise.exercise import Setting, WrongAnswer
@@ -79,26 +78,6 @@ T = TypeVar("T")
 PASSED, FAILED, BLOCKED, TIMEOUT = "passed", "failed", "blocked", "timeout"
 MOST_TEXT = 2000  # characters of a sentence, in which a solution's exception may have a part
 UNPRINTABLE = re.compile(r"[^\t\n\x20-\ud7ff\ue000-\ufffd]")  # what XML cannot have
-
-
-@dataclass(frozen=True)
-class Cluster:
-    """A machine of an assignment."""
-
-    ranks: int = 8
-    network: str = ""
-    inside: str = ""
-    per_node: int = 1
-    bytes: Bytes = Bytes("1MiB")
-    microbatches: int = 8
-    forward_s: float = 1.0
-    message_s: float = 0.0
-
-    def setting(self) -> Setting:
-        """Return where solutions are measured."""
-        across, inside = (parse_network(text or "alpha_us=0", 1).inside for text in (self.network, self.inside))
-        machine = Machine(inside, across, blocks(self.ranks, self.per_node))
-        return Setting(self.ranks, machine, self.bytes, self.microbatches, self.forward_s, self.message_s)
 
 
 @dataclass(frozen=True)
@@ -182,7 +161,7 @@ def read_assignment(file: Path) -> Assignment:
         except ValueError as error:
             raise UsageError(f"{file} is no TOML: {error}") from None
     found = _read(Assignment, table, f"{file}")
-    places = {name: _read(Cluster, each, f"{file}, machines.{name}") for name, each in found.machines.items()}
+    places = {name: _read(Setting, each, f"{file}, machines.{name}") for name, each in found.machines.items()}
     criteria: list[Criterion] = []
     for number, each in enumerate(found.criteria, 1):
         one = _read(Criterion, each, f"{file}, criterion {number}")
@@ -210,7 +189,7 @@ def _read(kind: type[T], table: dict[str, Any], where: str) -> T:
     return kind(**values)
 
 
-def _find_wrong(one: Criterion, before: set[str], places: Mapping[str, Cluster]) -> str:
+def _find_wrong(one: Criterion, before: set[str], places: Mapping[str, Setting]) -> str:
     """Return why a criterion cannot be judged."""
     exercise = EXERCISES.get(one.exercise)
     if exercise is None:
@@ -264,7 +243,7 @@ def _find_file(submission: Path, name: str) -> Path | None:
 def _judge(assignment: Assignment, one: Criterion, file: Path, submission: Path, around: Surroundings) -> Outcome:
     exercise = EXERCISES[one.exercise]
     sizes = {"sizes": [tuple(each) if isinstance(each, list) else each for each in one.sizes]} if one.sizes else {}
-    setting = assignment.machines[one.machine].setting() if one.measure else None
+    setting = assignment.machines.get(one.machine)
     folder = submission if submission.is_dir() else None
     limits = assignment.limit_s, assignment.memory
 

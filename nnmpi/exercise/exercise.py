@@ -11,10 +11,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nnmpi.comm.machine import Machine
+from nnmpi.comm.machine import Machine, blocks, parse_network
 from nnmpi.custom import fault
 from nnmpi.errors import NnmpiError, ScheduleError
 from nnmpi.exercise.child import show
+from nnmpi.units import Bytes
 
 Function: TypeAlias = Callable[..., Any]
 
@@ -38,23 +39,32 @@ class WrongAnswer(NnmpiError):
 
 @dataclass(frozen=True)
 class Setting:
-    """Where a solution is measured; nothing of it depends on the computer.
+    """Where a solution is measured, as an assignment has it; nothing of it depends on the computer.
 
     Attributes:
-        ranks: how many.
-        machine: what messages cost, and where the ranks are.
-        nbytes: of a collective's whole buffer.
+        ranks, per_node: how many, and how many of them share a node.
+        network, inside: links between nodes and within one, such as "alpha_us=50,gbit=1"; empty ones
+            cost nothing.
+        bytes: of a collective's whole buffer.
         microbatches: of a pipeline.
-        forward_s: of one stage for one microbatch; a backward takes twice as long.
-        message_s: of one between two stages.
+        forward_s: of a rank's stages for one microbatch; a backward takes twice as long.
+        message_s: of a message between two stages.
     """
 
-    ranks: int
-    machine: Machine
-    nbytes: int = 1 << 20
+    ranks: int = 8
+    per_node: int = 1
+    network: str = ""
+    inside: str = ""
+    bytes: Bytes = Bytes("1MiB")
     microbatches: int = 8
     forward_s: float = 1.0
     message_s: float = 0.0
+
+    @property
+    def machine(self) -> Machine:
+        """What messages cost, and where the ranks are."""
+        across, inside = (parse_network(text or "alpha_us=0", 1).inside for text in (self.network, self.inside))
+        return Machine(inside, across, blocks(self.ranks, self.per_node))
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def _drawing(steps: Sequence[Sequence[Step]]) -> str:
 
 def measure_collective(contract: Contract, function: Function, setting: Setting) -> Measures:
     """Return the seconds of a right collective on simulated clocks, bytes of its busiest rank, and rounds."""
-    size, nbytes = setting.ranks, setting.nbytes
+    size, nbytes = setting.ranks, setting.bytes
     steps, proof = _proved(contract, function, size)
     lengths = [len(part) * ITEM_BYTES for part in split(-(-nbytes // ITEM_BYTES), contract.chunks(size))]
     busiest = max(

@@ -13,8 +13,9 @@ What JSON has stands for itself. All else is an object with one key that names i
 
 import json
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import fields
+from operator import attrgetter
 from types import MappingProxyType
 from typing import IO, Any
 
@@ -26,7 +27,29 @@ from nnmpi.schedule.schedule import Instruction, Kind
 
 MOST_BYTES = 64 << 20  # of a message
 MOST_NUMBERS = 1 << 20  # of a range, which takes no bytes
-RECORDS = MappingProxyType({"Step": Step, "Instruction": Instruction})
+
+
+def _range(*values: int) -> range:
+    made = range(*values)
+    if len(made) > MOST_NUMBERS:
+        raise WireError(f"{made} has more than {MOST_NUMBERS} numbers")
+    return made
+
+
+# What has parts: how they are taken out of a value, and how it is made of them.
+PARTS: Mapping[type, Callable[[Any], Iterable[Any]]] = MappingProxyType(
+    {
+        Kind: lambda kind: [kind.value],
+        tuple: iter,
+        dict: lambda table: table.items(),
+        **dict.fromkeys((range, slice), attrgetter("start", "stop", "step")),
+        **dict.fromkeys((Step, Instruction), lambda one: [getattr(one, each.name) for each in fields(one)]),
+    }
+)
+MADE: Mapping[str, Callable[..., Any]] = MappingProxyType(
+    {each.__name__: each for each in (Kind, slice, Step, Instruction)}
+    | {"tuple": lambda *values: values, "dict": lambda *pairs: dict(pairs), "range": _range}
+)
 
 
 class WireError(NnmpiError):
@@ -54,16 +77,9 @@ def pack(value: Any, arrays: list[Any], lend: Callable[[Any], Any] = lambda valu
         return value
     if isinstance(value, list):
         return parts(value)
-    if isinstance(value, tuple | Iterator):
-        return {"tuple": parts(value)}
-    if isinstance(value, range | slice):
-        return {type(value).__name__: parts([value.start, value.stop, value.step])}
-    if isinstance(value, dict):
-        return {"dict": [parts(each) for each in value.items()]}
-    if isinstance(value, Kind):
-        return {"Kind": str(value)}
-    if type(value) in RECORDS.values():
-        return {type(value).__name__: parts(getattr(value, each.name) for each in fields(value))}
+    kind = tuple if isinstance(value, Iterator) else type(value)
+    if kind in PARTS:
+        return {kind.__name__: parts(PARTS[kind](value))}
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in "biufc":
         arrays.append(value)
         text = b64encode(value.tobytes()).decode()
@@ -94,19 +110,8 @@ def unpack(value: Any, arrays: list[Any], borrow: Callable[..., Any] | None = No
         return value
     try:
         ((name, given),) = value.items()
-        if name == "tuple":
-            return tuple(parts(given))
-        if name == "dict":
-            return dict(map(parts, given))
-        if name in ("range", "slice"):
-            made = {"range": range, "slice": slice}[name](*parts(given))
-            if name == "range" and len(made) > MOST_NUMBERS:
-                raise WireError(f"{made} has more than {MOST_NUMBERS} numbers")
-            return made
-        if name == "Kind":
-            return Kind(given)
-        if name in RECORDS:
-            return RECORDS[name](*parts(given))
+        if name in MADE:
+            return MADE[name](*parts(given))
         if name == "array":
             return _array(arrays, *given)
         if name == "lent" and borrow is not None:
