@@ -1,7 +1,7 @@
 """Exercises with a checker that says what is wrong: which chunk, which rank, after which step.
 
     exercise     what an exercise is: a statement, a file to begin with, a check of the function that is written
-    exercises    all of them, a table of each kind
+    exercises    all of them, a table of each kind; those on what ranks share out are in shared
     solution     a file that anybody may have written, in processes of its own: child, which runs there, and wire
     own_text     whether it is nnmpi's own text
     notebook     nnmpi.exercise.check, for a cell

@@ -25,6 +25,7 @@ except ImportError:  # Windows: the judge's own time limit is left
     resource = None  # type: ignore[assignment]
 
 FIRST_WORD = "begin"
+LONG = 60  # characters
 REFUSED = ("os.", "subprocess.", "socket.", "ctypes.", "shutil.", "pty.", "winreg.", "_posixsubprocess.", "_winapi.")
 LOOKS = ("open", "os.listdir", "os.scandir")
 WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
@@ -144,4 +145,6 @@ def show(value: Any) -> str:
     """Return an argument as a sentence has it."""
     if isinstance(value, np.ndarray):
         return f"an array of shape {value.shape}"
+    if isinstance(value, list | tuple | dict) and len(repr(value)) > LONG:
+        return f"a {type(value).__name__} of {len(value)}"
     return "group" if isinstance(value, SimpleNamespace) else repr(value)

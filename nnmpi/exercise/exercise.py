@@ -19,6 +19,9 @@ from nnmpi.units import Bytes
 
 Function: TypeAlias = Callable[..., Any]
 
+Measures: TypeAlias = tuple[Mapping[str, float], str]
+"""What a solution takes, by name, and a drawing of it: see `Exercise.measure`."""
+
 
 class WrongAnswer(NnmpiError):
     """What is wrong with a solution, in a sentence for the one who wrote it.
@@ -91,7 +94,7 @@ class Exercise:
     arguments: str
     check: Callable[..., str]
     imports: str = ""
-    measure: Callable[[Function, Setting], tuple[Mapping[str, float], str]] | None = None
+    measure: Callable[[Function, Setting], Measures] | None = None
     own: Mapping[str, Function] = field(default_factory=dict)
 
     @property

@@ -18,18 +18,17 @@ from random import Random
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
-import numpy as np
-
-from nnmpi.backend.array import Array
 from nnmpi.comm.algorithms.bruck import bruck_all_gather, bruck_reduce_scatter
 from nnmpi.comm.algorithms.gossip import gossip
 from nnmpi.comm.algorithms.halving import halving_doubling
+from nnmpi.comm.algorithms.pairwise import pairwise
 from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
 from nnmpi.comm.algorithms.ring import ring, ring_all_gather, ring_reduce_scatter
 from nnmpi.comm.algorithms.tree import star, tree, tree_broadcast, tree_reduce
 from nnmpi.comm.collective import (
     ALL_GATHER,
     ALL_REDUCE,
+    ALL_TO_ALL,
     BROADCAST,
     NEIGHBOUR_AVERAGE,
     REDUCE_SCATTER,
@@ -42,14 +41,13 @@ from nnmpi.comm.collective import (
     own_part,
 )
 from nnmpi.comm.duration import ITEM_BYTES, price
-from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.prove import Proof, prove_steps
 from nnmpi.comm.render import render_steps
-from nnmpi.comm.simulated.simulated_world import SimulatedRun, simulate
 from nnmpi.custom import ask
-from nnmpi.errors import CommError, counted
-from nnmpi.exercise.exercise import Exercise, Function, Setting, WrongAnswer, call, compare, draws, judged
+from nnmpi.errors import counted
+from nnmpi.exercise.exercise import Exercise, Function, Measures, Setting, WrongAnswer, call, judged
+from nnmpi.exercise.shared import SHARED
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.render import render
@@ -61,9 +59,6 @@ from nnmpi.synchrony.consistency import WorkerClocks
 
 ANY, POWERS = (1, 2, 3, 4, 5, 8), (1, 2, 4, 8, 16)
 MOST_DRAWN = 8  # ranks, and half as many as steps
-
-Measures: TypeAlias = tuple[Mapping[str, float], str]
-"""What a solution takes, and a drawing of it: see `exercise.exercise.Exercise.measure`."""
 
 REDUCE = Contract("reduce", own_part, lambda rank, chunk, size: everyone(size) if rank == ROOT else None)
 
@@ -152,12 +147,18 @@ A step may also only send, or only receive."""
 
 
 def _collective(
-    name: str, statement: str, contract: Contract, right: Algorithm, near: bool = False, sizes: tuple[int, ...] = ANY
+    name: str,
+    statement: str,
+    contract: Contract,
+    right: Algorithm,
+    near: bool = False,
+    sizes: tuple[int, ...] = ANY,
+    form: str = _FORM,
 ) -> Exercise:
     check = partial(check_collective, contract, right, near, sizes=sizes)
     imports, measure = "from nnmpi.comm.collective import Step", partial(measure_collective, contract)
     own = {how: each for (what, how), each in COLLECTIVES.items() if what == contract.name}
-    return Exercise(name, f"{statement}\n{_FORM}", "rank, size", check, imports, measure, own)
+    return Exercise(name, f"{statement}\n{form}", "rank, size", check, imports, measure, own)
 
 
 _COLLECTIVES = (
@@ -261,6 +262,14 @@ _COLLECTIVES = (
         gossip,
         near=True,
     ),
+    _collective(
+        "all-to-all",
+        "Each rank has a chunk for every rank, and gets one from each.\n\nsize - 1 rounds, and a rank sends size - 1 "
+        "chunks.",
+        ALL_TO_ALL,
+        pairwise,
+        form=f"\nChunk s * size + r is what rank s has for rank r; its own ones stay.{_FORM.partition('.')[2]}",
+    ),
 )
 
 
@@ -320,150 +329,6 @@ def _number(function: Function, *values: float) -> float:
     return float(found)
 
 
-# ---- what ranks share out ----
-
-Arrays: TypeAlias = Callable[..., list[Array]]
-"""Shapes -> arrays of those shapes; for every rank of a check the same."""
-
-Trial: TypeAlias = Callable[[Group, Function, Arrays], tuple[Any, Any]]
-"""What one rank does: what the function gave it, and what it should have given."""
-
-Most: TypeAlias = Callable[[int], int]
-"""Number of ranks -> bytes that one rank may send or receive."""
-
-SIZES = (1, 2, 3, 4)
-BATCH, IN, MIDDLE, OUT = 3, 7, 6, 5
-WEIGHTS = 211
-
-
-def check_shared(trial: Trial, function: Function, sizes: Sequence[int] = SIZES, most: Most | None = None) -> str:
-    """Return that every rank gets the serial result.
-
-    Args:
-        trial: what one rank does.
-        function: what was written.
-        sizes: the numbers of ranks.
-        most: size -> the bytes that are enough for a rank; None where nobody counts.
-
-    Raises:
-        WrongAnswer: naming rank and element, or who waits for whom, or what the busiest rank sends.
-    """
-    for size in sizes:
-        run, where = _run_shared(trial, function, size), f"on {counted(size, 'rank')}"
-        rank, nbytes = run.busiest
-        if most is not None and nbytes > most(size):
-            raise WrongAnswer(
-                f"{where}: the result is right, but rank {rank} sends or receives {nbytes} bytes, and {most(size)} are "
-                "enough"
-            )
-    return f"equal to the serial result on {', '.join(map(str, sizes))} ranks"
-
-
-def _run_shared(trial: Trial, function: Function, size: int, machine: Machine | None = None) -> SimulatedRun[Any]:
-    """Return the run of a solution whose results are right."""
-    generator, where = draws(), f"on {counted(size, 'rank')}"
-
-    def arrays(*shapes: tuple[int, ...]) -> list[Array]:
-        draw = generator()
-        return [draw.normal(size=shape) for shape in shapes]
-
-    try:
-        run = simulate(lambda group: trial(group, function, arrays), size, machine, cpu_factor=0)
-    except CommError as error:
-        raise WrongAnswer(f"{where}: {error}") from None
-    for rank, (found, wanted) in enumerate(run):
-        compare(f"{where}, the result of rank {rank}", found, wanted)
-    return run
-
-
-def measure_shared(trial: Trial, function: Function, setting: Setting) -> Measures:
-    """Return the simulated seconds of a right solution's messages, and the bytes of its busiest rank."""
-    run = _run_shared(trial, function, setting.ranks, setting.machine)
-    return {"seconds": run.seconds, "bytes": run.busiest[1]}, ""
-
-
-def _mine(n: int, group: Group) -> slice:
-    part = split(n, group.size)[group.rank]
-    return slice(part.start, part.stop)
-
-
-def _row_linear(group: Group, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    x, w = arrays((BATCH, IN), (IN, OUT))
-    mine = _mine(IN, group)
-    return call(function, group, x[:, mine].copy(), w[mine].copy()), x @ w
-
-
-def _column_gradient(group: Group, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    grad, w = arrays((BATCH, OUT), (IN, OUT))
-    mine = _mine(OUT, group)
-    return call(function, group, grad[:, mine].copy(), w[:, mine].copy()), grad @ w.T
-
-
-def _sharded_pair(group: Group, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    x, first, second = arrays((BATCH, IN), (IN, MIDDLE), (MIDDLE, OUT))
-    mine = _mine(MIDDLE, group)
-    found = call(function, group, x.copy(), first[:, mine].copy(), second[mine].copy())
-    return found, np.maximum(x @ first, 0) @ second
-
-
-def _global_mean(group: Group, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    (losses,) = arrays((7,))
-    mine = losses[_mine(7, group)]
-    return call(function, group, float(mine.sum()), len(mine)), losses.mean()
-
-
-def _zero_update(group: Group, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    weights, *gradients = arrays((WEIGHTS,), *[(WEIGHTS,)] * group.size)
-    mine = _mine(WEIGHTS, group)
-    found = np.full_like(weights, np.nan)
-    found[mine] = weights[mine]
-    call(function, group, found, gradients[group.rank].copy(), mine, 0.1)
-    return found, weights - 0.1 * sum(gradients)
-
-
-_MOST: Mapping[str, Most] = MappingProxyType({"zero-update": lambda size: 20 * WEIGHTS * (size - 1) // size})
-
-_SHARED: tuple[tuple[str, str, str, Trial], ...] = (
-    (
-        "row-linear",
-        "x @ w, where each rank has some columns of x and the same rows of w.\n\nReturn the whole product on every "
-        "rank.",
-        "group, x, w",
-        _row_linear,
-    ),
-    (
-        "column-gradient",
-        "The gradient of x in y = x @ w, where each rank has some columns of w and the same columns of y's "
-        "gradient.\n\nReturn the whole gradient on every rank.",
-        "group, grad, w",
-        _column_gradient,
-    ),
-    (
-        "sharded-pair",
-        "max(x @ a, 0) @ b, where each rank has some columns of a and the same rows of b.\n\nReturn the whole result "
-        "on every rank; one sum is enough.",
-        "group, x, a, b",
-        _sharded_pair,
-    ),
-    (
-        "global-mean",
-        "The mean loss over all ranks' samples; some ranks have more samples than others, some none.\n\nReturn it on "
-        "every rank, from the sum of this rank's losses and how many they are.",
-        "group, loss_sum, samples",
-        _global_mean,
-    ),
-    (
-        "zero-update",
-        "A step of ZeRO: each rank updates its own part of the weights.\n\nweights and gradient are flat, and mine is "
-        "this rank's slice. The old weights stand in weights[mine];\nwhat is elsewhere in weights is of no use. "
-        "Change weights in place, so that everywhere they are the old\nones less rate times the sum of all ranks' "
-        "gradients: reduce_scatter, update, all_gather.\nNo more bytes are sent than by these.",
-        "group, weights, gradient, mine, rate",
-        _zero_update,
-    ),
-)
-
-
 def _cost(name: str, statement: str, operation: str, algorithm: str, returns: str) -> Exercise:
     check = partial(check_cost, partial(_exact, operation, algorithm), [()])
     return Exercise(name, f"{statement}\n\nReturn its seconds {returns}", "N, M, alpha, beta", check)
@@ -514,9 +379,6 @@ _COSTS = (
         check_crossover,
     ),
 )
-_GROUP = """
-
-group has rank, size, all_reduce(array), reduce_scatter(array), all_gather(array): on flat arrays, in place."""
 
 
 # ---- pipeline schedules ----
@@ -579,6 +441,45 @@ def measure_order(name: str, virtual: int, function: Function, setting: Setting)
     costs = even_costs(setting.ranks * virtual, setting.forward_s / virtual, message_s=setting.message_s)
     found = simulate_schedule(schedule, costs)
     return {"seconds": found.makespan_s, "activations": max(found.peak_activations)}, render(schedule)
+
+
+def check_cycles(function: Function, sizes: Sequence[tuple[int, int]] = FEW) -> str:
+    """Return in how many clock cycles the forwards are done.
+
+    Args:
+        function: what was written.
+        sizes: numbers of stages and microbatches.
+
+    Raises:
+        WrongAnswer: naming cycle, microbatch and stage.
+    """
+    for stages, microbatches in sizes:
+        where = f"with {stages} stages and {counted(microbatches, 'microbatch', 'microbatches')}"
+        cycles, done = call(function, stages, microbatches), dict[tuple[int, int], int]()
+        if not isinstance(cycles, tuple | list) or not all(isinstance(each, tuple | list) for each in cycles):
+            raise WrongAnswer(f"{where} it gives {cycles!r}; give a list of lists of (microbatch, stage)")
+        for number, cycle in enumerate(cycles):
+            busy = set[int]()
+            for one in cycle:
+                m, s = one if isinstance(one, tuple | list) and len(one) == 2 else (-1, -1)
+                told = f"{where}: {one!r} in cycle {number}"
+                if m not in range(microbatches) or s not in range(stages):
+                    raise WrongAnswer(f"{told} is no (microbatch, stage)")
+                if (m, s) in done:
+                    raise WrongAnswer(f"{told} was done in cycle {done[m, s]}")
+                if s > 0 and done.get((m, s - 1), number) >= number:
+                    raise WrongAnswer(f"{told} comes before {(m, s - 1)} is over")
+                if s in busy:
+                    raise WrongAnswer(f"{told}: stage {s} has another microbatch in this cycle")
+                busy.add(s)
+                done[m, s] = number
+        missing = [one for one in product(range(microbatches), range(stages)) if one not in done]
+        if missing:
+            raise WrongAnswer(f"{where}: {missing[0]} is missing")
+        if len(cycles) > stages + microbatches - 1:
+            enough = stages + microbatches - 1
+            raise WrongAnswer(f"{where}: all is done, but it takes {len(cycles)} cycles, and {enough} are enough")
+    return f"right; {where} it takes {len(cycles)} cycles"
 
 
 _ORDER = "\n\nReturn what the rank computes, in order: Kind.F.at(stage, microbatch) and Kind.B.at(stage, microbatch)."
@@ -686,17 +587,7 @@ KINDS: Mapping[str, tuple[Exercise, ...]] = MappingProxyType(
     {
         "collectives": _COLLECTIVES,
         "what they cost": _COSTS,
-        "what ranks share out": tuple(
-            Exercise(
-                name,
-                f"{statement}{_GROUP}",
-                arguments,
-                partial(check_shared, trial, most=_MOST.get(name)),
-                "import numpy as np",
-                partial(measure_shared, trial),
-            )
-            for name, statement, arguments, trial in _SHARED
-        ),
+        "what ranks share out": SHARED,
         "pipeline schedules": tuple(
             Exercise(
                 name,
@@ -708,6 +599,16 @@ KINDS: Mapping[str, tuple[Exercise, ...]] = MappingProxyType(
                 {schedule: partial(SCHEDULES[schedule], **{"virtual": virtual} if virtual > 1 else {})},
             )
             for name, schedule, virtual, statement in _SCHEDULES
+        )
+        + (
+            Exercise(
+                "gpipe-clock",
+                "GPipe's forwards, clock cycle by clock cycle.\n\nReturn a list of cycles, each a list of "
+                "(microbatch, stage): what is done at once. Stage s may begin a microbatch\nin the cycle after stage "
+                "s - 1 has done it. In as few cycles as can be.",
+                "stages, microbatches",
+                check_cycles,
+            ),
         ),
         "who may go on": tuple(
             Exercise(name, statement, arguments, partial(check_rule, cases))

@@ -13,19 +13,7 @@ from typing import Any
 from nnmpi.exercise.exercises import KINDS
 from nnmpi.schedule.schedule import Kind
 from tests.exercise import solutions
-
-Mistake = tuple[str, Callable[..., Any], str]
-"""What was done, the wrong function, what the sentence must have (a regular expression)."""
-
-
-def changed(right: Callable[..., Any], change: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that hands on what `change` makes of the right result and the arguments."""
-
-    @wraps(right)
-    def wrong(*values: Any) -> Any:
-        return change(right(*values), *values)
-
-    return wrong
+from tests.exercise.defects import DEFECTS, Mistake, changed
 
 
 def of_collective(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
@@ -174,5 +162,7 @@ def all_mistakes() -> Iterator[tuple[str, Mistake]]:
     """Yield (exercise, mistake)."""
     for make, exercises in zip(OF_KIND, KINDS.values(), strict=True):
         for each in exercises:
-            for mistake in make(each.name, getattr(solutions, each.function)):
+            own = DEFECTS.get(each.name, [])
+            general = [] if own and each.name != "all-to-all" else make(each.name, getattr(solutions, each.function))
+            for mistake in (*general, *own):
                 yield each.name, mistake

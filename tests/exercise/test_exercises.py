@@ -15,6 +15,7 @@ from nnmpi.exercise.exercise import WrongAnswer
 from nnmpi.exercise.exercises import EXERCISES, KINDS
 from nnmpi.exercise.solution import Solution, TimedOut
 from tests.exercise import solutions
+from tests.exercise.defects import DEFECTS
 from tests.exercise.mistakes import all_mistakes
 
 ROOT = Path(__file__).parents[2]
@@ -34,6 +35,14 @@ def test_there_are_thirty_and_all_are_listed() -> None:
 @pytest.mark.parametrize("name", EXERCISES)
 def test_a_right_solution_passes(name: str) -> None:
     assert re.match("right|equal", EXERCISES[name].check(getattr(solutions, EXERCISES[name].function)))
+
+
+def test_defects_are_many_and_one_is_found_by_a_number_alone() -> None:
+    """Of each exercise that courses have: three to nine, and a right one that is slow, or sends too much."""
+    for name, planted in DEFECTS.items():
+        assert name == "all-to-all" or 3 <= len(planted) <= 9, name
+        slow = any("right, but" in told or "all is done" in told or "are there, but" in told for *_, told in planted)
+        assert slow or name in ("gathered-gradient", "zero3-partition"), name
 
 
 def test_planted_mistakes_are_found() -> None:
