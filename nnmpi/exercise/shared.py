@@ -19,7 +19,6 @@ from nnmpi import clock
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
-from nnmpi.comm.point_to_point import exchange_parts
 from nnmpi.comm.simulated.simulated_world import SimulatedRun, simulate
 from nnmpi.errors import CommError, counted
 from nnmpi.exercise.exercise import Exercise, Function, Measures, Setting, WrongAnswer, call, compare, draws
@@ -57,7 +56,7 @@ class Ranks(Group):
         counts = np.empty((self.size, self.size), np.int64)
         self.comm.allgather(np.array([len(part) for part in parts]), counts)
         shapes = [(int(count), *np.shape(parts[0])[1:]) for count in counts[:, self.rank]]
-        return exchange_parts(self, parts, shapes, "all-to-all")
+        return self.all_to_all_v(parts, shapes)
 
 
 class Backward:
