@@ -332,7 +332,7 @@ def _update(trainer: Trainer) -> list[str]:
     optimizer = trainer.optimizer
     names = [name for name, each in vars(optimizer).items() if isinstance(each, int | float) and name[0] != "_"]
     names += ["betas"] * hasattr(optimizer, "betas")
-    names += ["weight_decay"] * (not isinstance(trainer.model, ModelPart))
+    names += ["weight_decay", "rates"] * (not isinstance(trainer.model, ModelPart))
     numbers = [f"{name.replace('_', ' ')} {getattr(optimizer, name)}" for name in names]
     return [type(optimizer).__name__, *numbers, f"clip {trainer.clip}"]
 

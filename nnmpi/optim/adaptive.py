@@ -49,7 +49,7 @@ class Adam(Optimizer):
     def __init__(
         self,
         storage: Storage,
-        lr: float = 1e-3,
+        lr: float | Mapping[str, float] = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float | Mapping[str, float] = 0.0,
@@ -110,7 +110,7 @@ class AdamW(Adam):
     def __init__(
         self,
         storage: Storage,
-        lr: float = 1e-3,
+        lr: float | Mapping[str, float] = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float | Mapping[str, float] = 1e-2,
@@ -141,7 +141,7 @@ class RMSprop(Optimizer):
     def __init__(
         self,
         storage: Storage,
-        lr: float = 0.01,
+        lr: float | Mapping[str, float] = 0.01,
         alpha: float = 0.99,
         eps: float = 1e-8,
         momentum: float = 0.0,
@@ -176,7 +176,7 @@ class Adagrad(Optimizer):
     def __init__(
         self,
         storage: Storage,
-        lr: float = 0.01,
+        lr: float | Mapping[str, float] = 0.01,
         eps: float = 1e-10,
         weight_decay: float | Mapping[str, float] = 0.0,
     ) -> None:
@@ -209,7 +209,7 @@ class Adadelta(Optimizer):
     def __init__(
         self,
         storage: Storage,
-        lr: float = 1.0,
+        lr: float | Mapping[str, float] = 1.0,
         rho: float = 0.9,
         eps: float = 1e-6,
         weight_decay: float | Mapping[str, float] = 0.0,

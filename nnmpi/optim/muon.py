@@ -106,7 +106,7 @@ class Muon(AdamW):
     def __init__(
         self,
         storage: Storage,
-        lr: float = 1e-3,
+        lr: float | Mapping[str, float] = 1e-3,
         momentum: float = 0.95,
         nesterov: bool = True,
         adjust: str = "match_rms_adamw",
@@ -130,14 +130,15 @@ class Muon(AdamW):
                 start = matrix.place.stop
         yield slice(start, None)
 
-    def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
-        super()._update(lr, blocks)
+    def _update_groups(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
+        super()._update_groups(lr, blocks)
         found = self._orthogonal([self._direct(matrix) for matrix in self._matrices])
         for matrix, change in zip(self._matrices, found, strict=True):
             data, (rows, columns) = self._data[matrix.buffer][matrix.place], matrix.shape
             ratio = max(1, sqrt(columns / rows)) if self.adjust == "original" else 0.2 * sqrt(max(rows, columns))
-            data *= 1 - lr * self.weight_decay[matrix.buffer]
-            data -= change * (lr * ratio)
+            rate = lr * self.rates[matrix.buffer]
+            data *= 1 - rate * self.weight_decay[matrix.buffer]
+            data -= change * (rate * ratio)
 
     def _direct(self, matrix: Matrix) -> Array:
         """Go on with the momentum of this rank's part of a matrix; return its direction there."""

@@ -19,7 +19,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass
-from operator import is_
+from itertools import groupby
+from operator import attrgetter, is_
 from types import ModuleType
 from typing import Any, ClassVar, Protocol, Self, TypeAlias
 
@@ -138,7 +139,8 @@ class Optimizer(ABC):
     """Updates the buffers of a storage in place from their gradients.
 
     Attributes:
-        lr: the learning rate of the next update; schedules set it.
+        lr: the learning rate of the next update; schedules set it, and groups with smaller rates follow.
+        rates: of each buffer, in parts of lr.
         steps: the updates done so far.
         storage: the buffers; they must stay the same arrays while the optimizer lives.
         kept: arrays like the slots', by name, that a strategy saves and loads with them.
@@ -151,13 +153,17 @@ class Optimizer(ABC):
     ranks: Any = None
 
     def __init__(
-        self, storage: Storage, lr: float, weight_decay: float | Mapping[str, float], slots: Sequence[str]
+        self,
+        storage: Storage,
+        lr: float | Mapping[str, float],
+        weight_decay: float | Mapping[str, float],
+        slots: Sequence[str],
     ) -> None:
         """Allocate the state, and cut everything into blocks.
 
         Args:
             storage: the buffers and their gradients, or what has them as its `storage`.
-            lr: the learning rate.
+            lr: the learning rate; or one for each group, of which `lr` is then the largest, and the others a part.
             weight_decay: one number, or one for each group of the storage by name.
             slots: the names of the state; each gets one array of zeros per buffer, like that buffer.
 
@@ -170,13 +176,17 @@ class Optimizer(ABC):
         if not hasattr(storage, "grads"):
             raise UsageError(
                 "an optimizer works on a model's storage: give model.storage, or model.parameters(); "
-                "groups of it are made by model.initialize(group=...), and decay by weight_decay={'default': 0.1}"
+                "groups of it are made by model.initialize(group=...), their rates by lr={'default': 0.1}"
             )
         _check(storage)
-        self.lr = number("lr", lr)
+        self.weight_decay = _by_buffer("weight_decay", weight_decay, storage)
+        if isinstance(lr, Mapping) and (left := {*storage.groups} - lr.keys()):
+            raise UsageError(f"lr names no rate of the group {min(left)!r}; give each group one, such as 0.01")
+        rates = _by_buffer("lr", lr, storage)
+        self.lr = number("lr", max(lr.values(), default=0.0) if isinstance(lr, Mapping) else lr)
+        self.rates = tuple(rate / self.lr if self.lr else 1.0 for rate in rates)
         self.steps = 0
         self.storage = storage
-        self.weight_decay = _decay_by_buffer(weight_decay, storage.groups, storage.known_groups)
         self._slots = {name: list(map(self._zeros_like, storage.data)) for name in slots}
         self.kept: dict[str, list[Array]] = {}
         self._data, self._grads = tuple(storage.data), tuple(storage.grads)
@@ -246,7 +256,7 @@ class Optimizer(ABC):
         arrays = (self._data, *self._slots.values()) if frozen else ()
         parts = [each[buffer].reshape(-1)[part] for each in arrays for buffer, part in frozen]
         kept = [part.copy() for part in parts]
-        self._update(lr, blocks)
+        self._update_groups(lr, blocks)
         for part, values in zip(parts, kept, strict=True):  # decay and momentum move also what has no gradient
             part[...] = values
 
@@ -310,6 +320,10 @@ class Optimizer(ABC):
         other.move()
         return other
 
+    def _update_groups(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
+        for rate, alike in groupby(blocks, attrgetter("rate")):  # each block when a strategy has made it
+            self._update(lr * rate, alike)
+
     @abstractmethod
     def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
         """Update every block; `steps` already counts this update."""
@@ -335,8 +349,8 @@ class Optimizer(ABC):
             elements = block_elements(data) if limit_bytes is None else max(1, limit_bytes // data.dtype.itemsize)
             for run in self._runs(i) if parts is None else [parts[i]]:
                 for part, gradient, *state in pieces([array[run] for array in whole], elements):
-                    decay, spare = self.weight_decay[i], scratch.like(part)
-                    blocks.append(BufferBlock(namespace(part), part, gradient, tuple(state), decay, spare))
+                    decay, rate, spare = self.weight_decay[i], self.rates[i], scratch.like(part)
+                    blocks.append(BufferBlock(namespace(part), part, gradient, tuple(state), decay, rate, spare))
         return tuple(blocks)
 
     def _runs(self, buffer: int) -> Iterable[Any]:
@@ -358,17 +372,16 @@ def decayed_gradient(block: BufferBlock, decay: float) -> Array:
     return result
 
 
-def _decay_by_buffer(
-    weight_decay: float | Mapping[str, float], groups: Sequence[str], known_groups: Collection[str]
-) -> tuple[float, ...]:
-    if not isinstance(weight_decay, Mapping):
-        return (number("weight_decay", weight_decay),) * len(groups)
-    for name, value in weight_decay.items():
-        if name not in known_groups:  # a stage of a pipeline need not have all groups of the model
-            known = ", ".join(sorted(set(known_groups))) or "none"
-            raise UsageError(f"weight_decay names the group {name!r}, which does not exist; choose from: {known}")
-        number(f"weight_decay of {name!r}", value)
-    return tuple(float(weight_decay.get(group, 0.0)) for group in groups)
+def _by_buffer(what: str, given: float | Mapping[str, float], storage: Storage) -> tuple[float, ...]:
+    """Return a number for each buffer, by its group; 0 for groups that are left out."""
+    if not isinstance(given, Mapping):
+        return (number(what, given),) * len(storage.groups)
+    for name, value in given.items():
+        if name not in storage.known_groups:  # a stage of a pipeline need not have all groups of the model
+            known = ", ".join(sorted(set(storage.known_groups))) or "none"
+            raise UsageError(f"{what} names the group {name!r}, which does not exist; choose from: {known}")
+        number(f"{what} of {name!r}", value)
+    return tuple(float(given.get(group, 0.0)) for group in storage.groups)
 
 
 def _check(storage: Storage) -> None:
@@ -412,6 +425,7 @@ class BufferBlock:
         xp: the library of the arrays.
         slots: the state arrays' views, in the order in which the optimizer named them.
         decay: the weight decay of the buffer's group.
+        rate: its learning rate, in parts of the optimizer's.
         scratch: two arrays, shared by all blocks, whose values mean nothing between two blocks.
         is_spent: whether nobody needs the gradient after the update, so that its memory may be used in it.
     """
@@ -421,6 +435,7 @@ class BufferBlock:
     grad: Array
     slots: tuple[Array, ...]
     decay: float
+    rate: float
     scratch: tuple[Array, Array]
     is_spent: bool = False
 

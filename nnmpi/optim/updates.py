@@ -26,7 +26,7 @@ class SGD(Optimizer):
 
     Args:
         storage: the buffers, see `Storage`.
-        lr: the learning rate, at least 0.
+        lr: the learning rate, at least 0; or one for each group, by its name.
         momentum: in [0, 1); 0 needs no state.
         nesterov: look ahead along the momentum; needs momentum > 0.
         weight_decay: one number, or a number by group name; groups left out are not decayed.
@@ -38,7 +38,7 @@ class SGD(Optimizer):
     def __init__(
         self,
         storage: Storage,
-        lr: float,
+        lr: float | Mapping[str, float],
         momentum: float = 0.0,
         *,
         nesterov: bool = False,

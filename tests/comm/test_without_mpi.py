@@ -1,4 +1,4 @@
-"""Everything can be imported without an MPI library, but what is MPI itself."""
+"""Everything can be imported without an MPI library, but what is MPI itself; and without what Unix alone has."""
 
 import pkgutil
 import subprocess
@@ -10,13 +10,17 @@ import pytest
 import nnmpi
 
 MPI = [f"nnmpi.comm.mpi.{name}" for name in ("mpi_world", "watchdog")]
+UNIX = ("fcntl", "resource", "pwd", "grp", "termios", "pty")
 OTHERS = ("nnmpi.backend.jit",)  # numba
 
 
-def imported_without_mpi(modules: Iterable[str]) -> subprocess.CompletedProcess[str]:
-    """Import modules in a process in which mpi4py cannot be imported."""
-    lines = ["import sys", "sys.modules['mpi4py'] = None", *(f"import {module}" for module in modules)]
-    return subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, timeout=60)
+def imported_without_mpi(modules: Iterable[str], program: str = "") -> subprocess.CompletedProcess[str]:
+    """Import modules in a process without mpi4py, and without what Windows and browsers lack."""
+    hidden = [f"sys.modules[{name!r}] = None" for name in ("mpi4py", *UNIX)]
+    lines = ["import sys", *hidden, *(f"import {module}" for module in modules)]
+    return subprocess.run(
+        [sys.executable, "-c", "\n".join([*lines, program])], capture_output=True, text=True, timeout=60
+    )
 
 
 def modules() -> list[str]:
@@ -36,7 +40,23 @@ def test_all_modules_but_those_of_mpi() -> None:
 def test_a_module_that_needs_mpi_would_be_found(name: str) -> None:
     done = imported_without_mpi([name])
     assert done.returncode != 0
-    assert "mpi4py" in done.stderr
+    assert "halted; None in sys.modules" in done.stderr
+
+
+def test_what_proves_draws_simulates_and_checks_needs_no_unix() -> None:
+    """And no MPI."""
+    program = """
+from nnmpi.comm.__main__ import main as comm
+from nnmpi.exercise.__main__ import main as exercise; print(exercise(["ring-all-reduce"]))
+from nnmpi.schedule.__main__ import main as schedule
+from nnmpi.comm.simulated.simulated_world import simulate
+print(comm(["render", "ring", "--ranks", "3"]))
+print(schedule(["--schedule", "gpipe", "--stages", "2", "--microbatches", "3"]))
+print(simulate(lambda group: group.sum_floats([1.0])[0], ranks=3))
+"""
+    done = imported_without_mpi([], program)
+    assert done.returncode == 0, done.stderr
+    assert "ring, 3 ranks" in done.stdout and "gpipe: 2 ranks" in done.stdout and "3.0" in done.stdout
 
 
 def test_the_names_of_the_package() -> None:

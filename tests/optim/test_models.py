@@ -90,13 +90,14 @@ def test_a_frozen_parameter_stays(make: Any) -> None:
 
 
 def train_thawing(group: Group, layout: Layout, exchange: GradientExchange) -> list[Any]:
-    """Return weights and state of 6 steps; a layer is frozen in steps 1 to 3."""
+    """Return weights and state of 6 steps; a layer is frozen in steps 1 to 3; the last has its own rate."""
     rng = np.random.default_rng(0)
     data = Dataset("rows", rng.standard_normal((18, 5)).astype("float32"), rng.integers(0, 3, 18), 3)
     model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 3))
     where = arrange(model, group, layout, np.zeros((2, 5)), "float64")
-    where.model.initialize(seed=0, dtype="float64", storage=where.storage)
-    adam = optim.AdamW(where.model.storage, lr=0.01, weight_decay=0.1)
+    groups = {"group": lambda name, _: "head" if name.startswith("4") else "body"}
+    where.model.initialize(seed=0, dtype="float64", storage=where.storage, **groups)
+    adam = optim.AdamW(where.model.storage, lr={"body": 0.01, "head": 0.02}, weight_decay={"body": 0.1, "head": 0.1})
     worker = Worker(where.model, adam, group, arrangement=where, exchange=exchange)
     loader = Loader(data, 9, rank=where.data_rank, world=where.data_ranks, dtype="float64", workers=0)
     middle, step = list(where.model.parameters())[2:4], 0

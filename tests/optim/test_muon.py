@@ -131,3 +131,16 @@ def test_parts_of_matrices_are_refused(group: Group) -> None:
     ]
     for kind, words, call in rows:
         assert all(words in each for each in group.gather(told(kind, call)))
+
+
+def test_matrices_of_a_group_have_its_rate() -> None:
+    """A matrix moves half as far at half of the rate, and no matrix moves twice."""
+    moved = []
+    for lr in ({"body": 0.01, "head": 0.01}, {"body": 0.01, "head": 0.005}):
+        model = mlp((4,), 3, (5,)).initialize(seed=0, group=lambda name, _: "head" if name[0] == "3" else "body")
+        before, optimizer = model.state(), Muon(model.storage, lr, weight_decay=0.0)
+        model(np.ones((2, 4), "float32")).sum().backward()
+        optimizer.step()
+        moved.append({name: value - before[name] for name, value in model.state().items()})
+    for name, change in moved[0].items():
+        np.testing.assert_allclose(moved[1][name], change * (0.5 if name[0] == "3" else 1), rtol=1e-3, atol=1e-9)

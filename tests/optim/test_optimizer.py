@@ -120,6 +120,25 @@ def test_weight_decay_by_group():
     np.testing.assert_array_equal(data, [[0.875, 0.875], [1, 1], [0.875, 0.875]])
 
 
+@pytest.mark.parametrize("kind", [SGD, Adam, AdamW, RMSprop, Adagrad, Adadelta])
+def test_groups_have_rates_of_their_own(kind):
+    """Each is updated as by an optimizer of its own; a schedule's rate is the largest one's."""
+    data, rates = values([5, 4, 3]), {"body": 0.125, "head": 0.5}
+    storage = Arrays([each.copy() for each in data], values([5, 4, 3]), ["body", "head", "body"])
+    together = kind(storage, rates)
+    parts = zip(data, storage.grads, storage.groups, strict=True)
+    alone = [kind(Arrays([each], [grad]), rates[group]) for each, grad, group in parts]
+    assert together.lr == 0.5
+    for factor in (1, 0.5):
+        together.lr = 0.5 * factor
+        together.step()
+        for each, group in zip(alone, storage.groups, strict=True):
+            each.lr = rates[group] * factor
+            each.step()
+    for one, other in zip(storage.data, data, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 class Moving(Arrays):
     """A storage whose arrays can be replaced."""
 
