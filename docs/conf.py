@@ -4,14 +4,28 @@ The source folder is the checkout, so that links between the README, these pages
 and where the code is hosted.
 """
 
+import gzip
+import html
+import io
+import json
+import os
 import re
+import runpy
+import subprocess
+import sys
+import tempfile
+from contextlib import redirect_stdout
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import nnmpi
 from nnmpi.comm.__main__ import main as draw_collective
 from nnmpi.memory.__main__ import main as draw_plan
+from nnmpi.pages.picture import INK, PALE, Bar, Picture
 from nnmpi.schedule.__main__ import main as draw_schedule
+
+ROOT = Path(__file__).resolve().parents[1]
 
 project = "nnmpi"
 author = copyright = "the nnmpi developers"
@@ -118,6 +132,47 @@ def name_files(app: Any, tree: Any) -> None:
             block.rawsource, block.children = text, [nodes.Text(text)]
 
 
+def draw(name: str) -> str:
+    """Return what a lesson draws on 3 simulated ranks, or what "synchrony" names, as SVG in the colours of the page."""
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(io.StringIO()):
+        made = draw_synchrony(Path(folder)) if name == "synchrony" else run_lesson(name)
+        made.save(file := Path(folder) / "picture.svg")
+        text = file.read_text()
+    text = text[text.index("<svg") :].replace(INK, "var(--color-foreground-primary)")
+    text = re.sub(r'(<path [^>]*style="fill: )#ffffff', r"\1none", text).replace(PALE, "var(--color-background-border)")
+    shown = f'<svg role="img" aria-label="{html.escape(made.title)}" class="picture" '
+    return f'<div class="picture">{re.sub(r"<svg (?:(?:width|height)=.[0-9.]+pt. ?)*", shown, text, count=1)}</div>'
+
+
+def run_lesson(name: str) -> Picture:
+    """Return what a lesson draws."""
+    words, sys.argv = sys.argv, [name, "--simulate", "3"]
+    try:
+        found = runpy.run_path(str(ROOT / "examples" / "lessons" / f"{name}.py"), run_name="__main__")
+    finally:
+        sys.argv = words
+    return found["picture"]
+
+
+def draw_synchrony(folder: Path) -> Picture:
+    """Return what 3 ranks do in their first steps, one of them slow, by each rule of who may go on."""
+    words = "--dataset digits --model mlp --max-steps 8 --eval-every 0 --trace --quiet --simulate 3"
+    bars = []
+    for rule in ("bsp", "ssp --staleness 2", "asp", "local --local-steps 4"):
+        more = f"--sync {rule} --out {folder / rule[:3]}".split()
+        command = [sys.executable, "-m", "nnmpi.train", *words.split(), "--slow", "ms=10; rank=2,factor=3", *more]
+        subprocess.run(command, check=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        rows = json.loads(gzip.decompress((folder / rule[:3] / "trace.json.gz").read_bytes()))["traceEvents"]
+        over = max(row["ts"] + row["dur"] for row in rows if row["ph"] == "X")
+        for rank in range(3):
+            own = [row for row in rows if row["pid"] == rank and row["name"] == "slowed down"]
+            busy = sorted((row["ts"], row["ts"] + row["dur"]) for row in own)
+            idle = [(a, b) for (_, a), (b, _) in pairwise([(0, 0), *busy, (over, over)]) if b - a > 100]
+            for kind, spans in (("waiting", idle), ("computing", busy)):
+                bars += [Bar(f"{rule.split()[0]}, rank {rank}", a / 1e3, b / 1e3, kind) for a, b in spans]
+    return Picture("Who waits for whom: 8 steps of 3 ranks, rank 2 three times as slow", "ms", bars)
+
+
 def write_pages(app: Any) -> None:
     """Write the pages that run, for those that embed them."""
     folder = Path(app.outdir) / "pages"
@@ -129,7 +184,17 @@ def write_pages(app: Any) -> None:
 
 
 def setup(app: Any) -> None:
-    """Connect what is above, before Napoleon."""
+    """Connect what is above, before Napoleon; `drawn` shows a picture that is made now."""
+    from docutils import nodes
+    from docutils.parsers.rst import Directive
+
+    class Drawn(Directive):
+        required_arguments = 1
+
+        def run(self) -> list[Any]:
+            return [nodes.raw("", draw(self.arguments[0]), format="html")]
+
+    app.add_directive("drawn", Drawn)
     app.connect("builder-inited", write_pages)
     app.connect("doctree-read", name_files)
     app.connect("autodoc-process-docstring", before_napoleon, priority=1)

@@ -210,6 +210,24 @@ def test_the_pages_that_run_are_written(tmp_path: Path) -> None:
     assert {file.name for file in (tmp_path / "pages").glob("*.html")} >= {"ring.html", "1f1b.html", "plan.html"}
 
 
+def test_pictures_of_the_pages_are_drawn_by_what_they_are_about() -> None:
+    """Each lesson but the first has one, before its program; the page's theme gives ink and paper."""
+    pytest.importorskip("matplotlib")
+    named = {page: re.findall(r"```{drawn} (\w+)", text) for page, text in PAGES.items()}
+    assert sum(map(len, named.values())) >= 10 and named["docs/synchrony.md"] == ["synchrony"]
+    draw = runpy.run_path(str(ROOT / "docs" / "conf.py"))["draw"]
+    for page, names in named.items():
+        for name in names:
+            drawn = draw(name)
+            assert drawn.count("<text") > 4 and "var(--color-foreground-primary)" in drawn and "#1b1f24" not in drawn
+            if "lessons" in page:
+                assert (
+                    PAGES[page].index("{drawn}")
+                    < PAGES[page].index("## The program")
+                    < PAGES[page].index("## The diff")
+                )
+
+
 def calls_of(block: str) -> list[tuple[str, str]]:
     """Return (file, function) for each call that a block of docs/house.md tells of."""
     rows = [re.match(r" +(\S+) +(\w+(?:, \w+)*)", line) for line in block.strip("\n").splitlines()]

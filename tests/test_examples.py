@@ -44,26 +44,28 @@ def test_problems_are_functions_that_say_what_they_are_for() -> None:
 
 
 def test_there_are_ten_lessons_that_are_read_in_one_sitting() -> None:
-    """Each with a picture, and no longer than 150 lines."""
+    """Each with a picture, and no longer than 175 lines, of which a dozen draw what it is about."""
     assert [int(name.split("_")[0]) for name in NAMES] == list(range(1, 11))
     for file in LESSONS:
         text = file.read_text()
-        assert len(text.splitlines()) <= 150, file
+        assert len(text.splitlines()) <= 175, file
         assert "\n\n    " in text.split('"""')[1], file
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("lesson", LESSONS, ids=NAMES)
 def test_a_lesson_is_equal_to_the_serial_run(lesson: Path, ranks: int) -> None:
-    nnmpi.simulate(runpy.run_path(str(lesson))["main"], ranks=ranks)
+    drawn = nnmpi.simulate(runpy.run_path(str(lesson))["main"], ranks=ranks)[0]
+    assert lesson.stem[:2] in ("1_", "10") or drawn.bars  # a death is drawn where both starts are seen
 
 
 def test_the_lesson_on_death_goes_on_behind_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A rank is killed, the others are ended; the second start begins where the file says, and not anew."""
     runpy.run_path(str(LESSONS[-1]))["start_twice"](3, f"{tmp_path}/saved.npz")
-    first, *_, last = capsys.readouterr().out.splitlines()
+    first, *told = capsys.readouterr().out.splitlines()
     assert first == "rank 2 was killed in its call 60"
-    assert last == "begun with step 4, equal to the serial run after 12 steps, ranks: 3"
+    assert "begun with step 4, equal to the serial run after 12 steps, ranks: 3" in told
+    assert [line[17:].strip()[:2] for line in told if line.startswith("start")] == [*["0#"] * 3, *["4#"] * 3]
     assert [file.name for file in tmp_path.iterdir()] == ["saved.npz"]
 
 
@@ -126,4 +128,5 @@ def test_a_lesson_is_a_program_without_mpi() -> None:
     """Its status says whether it is equal: 0 here."""
     words = [sys.executable, str(LESSONS[1]), "--simulate", "2"]
     ran = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True)
-    assert (ran.returncode, ran.stdout) == (0, "equal to the serial run after 12 steps, ranks: 2\n"), ran.stderr
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.startswith("equal to the serial run after 12 steps, ranks: 2\n\nA server's link carries")

@@ -19,6 +19,7 @@ import nnmpi
 from nnmpi import data
 from nnmpi.comm.simulated.scheduler import Faults
 from nnmpi.errors import NnmpiError
+from nnmpi.pages.picture import Bar, Picture
 
 WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
 STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9
@@ -105,10 +106,12 @@ def load(file):
     return int(step), dict(enumerate(arrays[: len(arrays) // 2])), dict(enumerate(arrays[len(arrays) // 2 :]))
 
 
-def train(group, file=None, dies=False):
+def train(group, file=None, dies=False, begun=None):
     """Return the weights that training over the ranks ends with, and the step with which it began."""
     first, weights, velocity = load(file)
     for step in range(first, STEPS):
+        if begun is not None:
+            begun.append((group.rank, step))
         if dies and step == DEATH and group.rank == group.size - 1:
             os.kill(os.getpid(), 9)
         (x, labels), mine, gradients = batch(step), slice(group.rank, None, group.size), {}
@@ -124,9 +127,9 @@ def train(group, file=None, dies=False):
     return weights, first
 
 
-def main(group, file=None, dies=False):
+def main(group, file=None, dies=False, begun=None):
     """Train over the ranks and on one, and compare; an AssertionError ends the program if they differ."""
-    wanted, (found, first) = serial(), train(group, file, dies)
+    wanted, (found, first) = serial(), train(group, file, dies, begun)
     for layer, w in found.items():
         np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
     if group.is_root:
@@ -135,16 +138,28 @@ def main(group, file=None, dies=False):
 
 def start_twice(ranks, file):
     """Start on ranks of this process; the last one is killed in its 60th send, receive or wait; start again."""
+    starts = [], []  # (rank, step) that began
     try:
-        nnmpi.simulate(lambda group: main(group, file), ranks=ranks, faults=Faults(kill={ranks - 1: 60}))
+        nnmpi.simulate(
+            lambda group: main(group, file, begun=starts[0]), ranks=ranks, faults=Faults(kill={ranks - 1: 60})
+        )
     except NnmpiError as error:
         print(error)
-    nnmpi.simulate(lambda group: main(group, file), ranks=ranks)
+    nnmpi.simulate(lambda group: main(group, file, begun=starts[1]), ranks=ranks)
+    first, bars = min(step for _, step in starts[1]), []
+    for start, begun in enumerate(starts, 1):
+        for rank, step in sorted(begun):
+            last = start == 1 and (rank, step) == max(begun)
+            kind = "killed" if last else "computed" if start > 1 or step < first else "lost"
+            bars.append(Bar(f"start {start}, rank {rank}", step, step + 1, kind, str(step)))
+    picture = Picture(f"What came after the checkpoint at step {first} is lost, and done again", "steps", bars)
+    print(f"\n{picture}")
+    return picture
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--simulate"]:
         with tempfile.TemporaryDirectory() as folder:
-            start_twice(int(sys.argv[2]), f"{folder}/saved.npz")
+            picture = start_twice(int(sys.argv[2]), f"{folder}/saved.npz")
     else:
         main(nnmpi.start(), *sys.argv[1:2], dies="--dies" in sys.argv)

@@ -18,8 +18,10 @@ import numpy as np
 
 import nnmpi
 from nnmpi import data
+from nnmpi.comm.algorithms.tree import star
 from nnmpi.comm.collective import Step
 from nnmpi.comm.prove import prove
+from nnmpi.pages.picture import Bar, Picture
 
 WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
 STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9
@@ -112,18 +114,30 @@ def train(group):
     return weights
 
 
+def draw(size):
+    """Return the bytes that each rank sends in a sum, by the ring and with one rank as a server."""
+    whole, bars = 8 * sum(n * m for n, m in pairwise(WIDTHS)), []
+    for name, algorithm in (("ring", ring), ("server", star)):
+        for rank in range(size):
+            sent = whole * sum(len(step.send) for step in algorithm(rank, size)) // size
+            bars.append(Bar(f"{name}, rank {rank}", 0, sent, "sent in a step", f"{sent:,}"))
+    return Picture("A server's link carries what the ring spreads over all links", "bytes", bars)
+
+
 def main(group):
     """Train over the ranks and on one, and compare; an AssertionError ends the program if they differ."""
     prove(ring, group.size)  # names rank, step and chunk of a mistake
     wanted, found = serial(), train(group)
     for layer, w in found.items():
         np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
+    picture = draw(group.size)
     if group.is_root:
-        print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}")
+        print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}\n\n{picture}")
+    return picture
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--simulate"]:
-        nnmpi.simulate(main, ranks=int(sys.argv[2]))
+        picture = nnmpi.simulate(main, ranks=int(sys.argv[2]))[0]
     else:
-        main(nnmpi.start())
+        picture = main(nnmpi.start())

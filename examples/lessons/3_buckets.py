@@ -15,13 +15,16 @@ from itertools import pairwise
 import numpy as np
 
 import nnmpi
-from nnmpi import data
+from nnmpi import clock, data
 from nnmpi.comm.collective import Step
+from nnmpi.comm.machine import Machine
+from nnmpi.pages.picture import Bar, Picture
 
 WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
 STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9
 DIGITS, _ = data.load("digits")  # 8 x 8 images
 BUCKET = 1000  # numbers: a bucket with as many begins its way
+LAYER_S = 0.004  # what the backward pass of a layer takes longer, so that it can be seen
 
 
 def first_weights():
@@ -95,56 +98,75 @@ def ring(rank, size):
 class Buckets:
     """Sums gradients over the ranks while others are still computed."""
 
-    def __init__(self, group):
-        self.group, self.open, self.flying = group, {}, []
+    def __init__(self, group, bucket):
+        self.group, self.bucket, self.open, self.flying, self.bars = group, bucket, {}, [], []
 
     def final(self, layer, gradient):
         """Take a gradient; begin the sum of the bucket that is full with it, and look after those under way."""
+        begin_s = clock.now()
+        for _ in range(20):
+            clock.sleep(LAYER_S / 20)
+            for _, _, pending in self.flying:
+                pending.poll()
+        self.bars.append((begin_s, clock.now(), "backward", f"layer {layer}"))
         self.open |= {layer: gradient}
-        if layer == 0 or sum(g.size for g in self.open.values()) >= BUCKET:
+        if layer == 0 or sum(g.size for g in self.open.values()) >= self.bucket:
             flat = np.concatenate([g.ravel() for g in self.open.values()])
             pending = self.group.bind(flat, ring, tag=len(self.flying))  # a tag for each sum under way
             pending.start()
             self.flying.append((self.open, flat, pending))
             self.open = {}
-        for _, _, pending in self.flying:
-            pending.poll()
 
     def finish(self):
         """Return {layer: sum over the ranks}, when all have come."""
-        sums = {}
+        sums, begin_s = {}, clock.now()
         for gradients, flat, pending in self.flying:
             pending.wait()
             parts = np.split(flat, np.cumsum([g.size for g in gradients.values()])[:-1])
             sums |= {layer: g.reshape(gradients[layer].shape) for layer, g in zip(gradients, parts, strict=True)}
         self.flying.clear()
+        self.bars.append((begin_s, clock.now(), "waiting", ""))
         return sums
 
 
-def train(group):
-    """Return the weights that training over the ranks ends with."""
-    weights, velocity, buckets = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0), Buckets(group)
+def train(group, bucket):
+    """Return the weights that training over the ranks ends with, and what the last step was made of."""
+    weights, velocity = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0)
+    buckets = Buckets(group, bucket)
     for step in range(STEPS):
+        buckets.bars.clear()
         x, labels = batch(step)
         mine = slice(group.rank, None, group.size)
         scores, kept = forward(weights, x[mine])
         _, grad = loss_and_gradient(scores, labels[mine])
         backward(weights, kept, grad, buckets.final)
         update(weights, velocity, buckets.finish())
-    return weights
+    return weights, buckets.bars
+
+
+def draw(without, overlapped):
+    """Return the last step with one sum at its end and with buckets: what is no longer waited for is hidden."""
+    rows = {"one sum": without, "buckets": overlapped}
+    exposed, left = (1e3 * (bars[-1][1] - bars[-1][0]) for bars in rows.values())
+    title = f"Exposed: {exposed:.1f} ms with one sum, {left:.1f} ms with buckets, which hide {exposed - left:.1f} ms"
+    ms = [(row, *(1e3 * (t - bars[0][0]) for t in bar[:2]), *bar[2:]) for row, bars in rows.items() for bar in bars]
+    return Picture(title, "ms", [Bar(*each) for each in ms])
 
 
 def main(group):
     """Train over the ranks and on one, and compare; an AssertionError ends the program if they differ."""
-    wanted, found = serial(), train(group)
+    wanted, (found, overlapped), (_, without) = serial(), train(group, BUCKET), train(group, float("inf"))
     for layer, w in found.items():
         np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
+    picture = draw(without, overlapped)
     if group.is_root:
-        print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}")
+        print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}\n\n{picture}")
+    return picture
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--simulate"]:
-        nnmpi.simulate(main, ranks=int(sys.argv[2]))
+        machine = Machine.uniform(1e-5, 1e-7)  # a slow network, so that there is something to hide
+        picture = nnmpi.simulate(main, ranks=int(sys.argv[2]), machine=machine, cpu_factor=0)[0]
     else:
-        main(nnmpi.start())
+        picture = main(nnmpi.start())

@@ -18,8 +18,10 @@ from nnmpi import data
 from nnmpi.comm.point_to_point import Messages
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
+from nnmpi.schedule.render import picture as draw
 from nnmpi.schedule.schedule import Kind
 from nnmpi.schedule.schedules import make
+from nnmpi.schedule.simulate import even_costs, simulate_schedule
 from nnmpi.shard import split
 
 WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
@@ -135,16 +137,19 @@ def train(group):
 
 def main(group):
     """Train over the ranks and on one, and compare; an AssertionError ends the program if they differ."""
-    check(lower(make(one_f_one_b, group.size, MICROBATCHES)))  # names what is missing or too early
+    schedule = lower(make(one_f_one_b, group.size, MICROBATCHES))
+    check(schedule)  # names what is missing or too early
+    picture = draw(schedule, simulate_schedule(schedule, even_costs(group.size, 1e-3)))
     wanted, found = serial(), train(group)
     for layer, w in found.items():
         np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
     if group.is_root:
-        print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}")
+        print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}\n\n{picture}")
+    return picture
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--simulate"]:
-        nnmpi.simulate(main, ranks=int(sys.argv[2]))
+        picture = nnmpi.simulate(main, ranks=int(sys.argv[2]))[0]
     else:
-        main(nnmpi.start())
+        picture = main(nnmpi.start())

@@ -16,6 +16,7 @@ import numpy as np
 
 import nnmpi
 from nnmpi import data
+from nnmpi.pages.picture import Bar, Picture
 from nnmpi.shard import split
 
 WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
@@ -102,7 +103,7 @@ def add_up(group, partial):
 
 
 def train(group):
-    """Return the weights that this rank ends with."""
+    """Return the weights that this rank ends with, and what its layers kept in the last step."""
     weights, velocity, gradients = shard(first_weights(), group), dict.fromkeys(range(len(WIDTHS) - 1), 0.0), {}
     for step in range(STEPS):
         x, labels = batch(step)
@@ -116,20 +117,34 @@ def train(group):
             grad = backward({layer: w}, kept, grad, gradients.__setitem__)
             grad = grad if layer % 2 else add_up(group, grad)
         update(weights, velocity, gradients)
-    return weights
+    return weights, kept
+
+
+def draw(group, weights, kept):
+    """Return the bytes of weights and activations that each rank has, beside those of one rank alone."""
+    whole, (x, _) = first_weights(), batch(0)
+    parts = whole, forward(whole, x)[1], weights, kept
+    alone, more_alone, *mine = (sum(array.nbytes for array in part.values()) for part in parts)
+    bars = []
+    for rank, (n, more) in enumerate([(alone, more_alone), *group.gather(mine)], -1):
+        row = "one rank alone" if rank < 0 else f"rank {rank}"
+        bars += [Bar(row, 0, n, "weights", f"{n:,}"), Bar(row, n, n + more, "activations", f"{more:,}")]
+    return Picture("Weights are shared out, and the activations between columns and rows", "bytes", bars)
 
 
 def main(group):
     """Train over the ranks and on one, and compare; an AssertionError ends the program if they differ."""
-    wanted, found = shard(serial(), group), train(group)
+    wanted, (found, kept) = shard(serial(), group), train(group)
     for layer, w in found.items():
         np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
+    picture = draw(group, found, kept)
     if group.is_root:
-        print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}")
+        print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}\n\n{picture}")
+    return picture
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--simulate"]:
-        nnmpi.simulate(main, ranks=int(sys.argv[2]))
+        picture = nnmpi.simulate(main, ranks=int(sys.argv[2]))[0]
     else:
-        main(nnmpi.start())
+        picture = main(nnmpi.start())

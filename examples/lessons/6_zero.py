@@ -17,6 +17,7 @@ import numpy as np
 
 import nnmpi
 from nnmpi import data
+from nnmpi.pages.picture import Bar, Picture
 from nnmpi.shard import split
 
 WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
@@ -86,7 +87,7 @@ def serial():
 
 
 def train(group):
-    """Return the weights that training over the ranks ends with."""
+    """Return the weights that training over the ranks ends with, and the velocity that this rank keeps."""
     shapes = [w.shape for w in first_weights().values()]
     flat = np.concatenate([w.ravel() for w in first_weights().values()])
     ends = np.cumsum([n * m for n, m in shapes])
@@ -104,20 +105,31 @@ def train(group):
         group.reduce_scatter(sums, "ring")
         update(own, velocity, {0: sums[chunk.start : chunk.stop]})
         group.all_gather(flat, "ring")
-    return weights
+    return weights, velocity[0]
+
+
+def draw(group, weights, velocity):
+    """Return the bytes that each rank keeps between two steps, as replicas and with ZeRO."""
+    n, bars = sum(w.nbytes for w in weights.values()), []
+    for name, states in (("lesson 2", [n] * group.size), ("ZeRO", group.gather(velocity.nbytes))):
+        for row, state in ((f"{name}, rank {rank}", state) for rank, state in enumerate(states)):
+            bars += [Bar(row, 0, n, "weights", f"{n:,}"), Bar(row, n, n + state, "velocity", f"{state:,}")]
+    return Picture("The optimizer's state is there once, and not on each rank", "bytes", bars)
 
 
 def main(group):
     """Train over the ranks and on one, and compare; an AssertionError ends the program if they differ."""
-    wanted, found = serial(), train(group)
+    wanted, (found, velocity) = serial(), train(group)
     for layer, w in found.items():
         np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
+    picture = draw(group, found, velocity)
     if group.is_root:
-        print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}")
+        print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}\n\n{picture}")
+    return picture
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--simulate"]:
-        nnmpi.simulate(main, ranks=int(sys.argv[2]))
+        picture = nnmpi.simulate(main, ranks=int(sys.argv[2]))[0]
     else:
-        main(nnmpi.start())
+        picture = main(nnmpi.start())

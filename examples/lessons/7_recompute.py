@@ -18,6 +18,7 @@ import numpy as np
 import nnmpi
 from nnmpi import data
 from nnmpi.memory.plan import Act, parse_plan
+from nnmpi.pages.picture import Bar, Picture
 from nnmpi.shard import split
 
 WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
@@ -110,6 +111,19 @@ def run_plan(plan, weights, x, labels, final):
     return most
 
 
+def draw(name, plan):
+    """Return what each layer does in a plan, and how long it keeps what came."""
+    kinds, since = {Act.BACKWARD: "backward", Act.DROP: ""}, {}
+    bars = [Bar(f"{name}, layer {layer}", 0, 0) for layer in range(len(WIDTHS) - 1)]
+    for at, (act, layer) in enumerate((action.act, action.layer) for action in parse_plan(plan)):
+        row = f"{name}, layer {layer}"
+        if act is Act.BACKWARD:
+            bars.append(Bar(row, since.pop(layer), at, "kept"))
+        bars.append(Bar(row, at, at + 1, kinds.get(act, "forward"), act.value))
+        since |= {layer: at + 1} if act is Act.KEEP else {}
+    return bars
+
+
 def train(group, plan):
     """Return the weights that training over the ranks ends with, and the most bytes that a plan had."""
     shapes = [w.shape for w in first_weights().values()]
@@ -138,12 +152,16 @@ def main(group):
         np.testing.assert_array_equal(w, kept[layer])  # to the bit: the same numbers are computed again
         np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
     assert least < most
+    title = f"What layers keep, and for how long: at most {most:,} bytes, and {least:,} by the plan"
+    picture = Picture(title, "actions", draw("all kept", ALL_KEPT) + draw("plan", PLAN))
     if group.is_root:
         print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}: {least} bytes instead of {most}")
+        print(f"\n{picture}")
+    return picture
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--simulate"]:
-        nnmpi.simulate(main, ranks=int(sys.argv[2]))
+        picture = nnmpi.simulate(main, ranks=int(sys.argv[2]))[0]
     else:
-        main(nnmpi.start())
+        picture = main(nnmpi.start())

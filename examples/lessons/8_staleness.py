@@ -19,6 +19,7 @@ import numpy as np
 import nnmpi
 from nnmpi import clock, data
 from nnmpi.comm.machine import Machine
+from nnmpi.pages.picture import Bar, Picture
 
 WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
 STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9
@@ -90,8 +91,8 @@ def serial(staleness=0):
 
 
 def train(group, staleness):
-    """Return the weights that training over the ranks ends with, and the seconds that this rank waited."""
-    weights, velocity, waiting, waited_s = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0), [], 0.0
+    """Return the weights that training over the ranks ends with, and when this rank began and ended to wait."""
+    weights, velocity, waiting, waits_s = first_weights(), dict.fromkeys(range(len(WIDTHS) - 1), 0.0), [], [clock.now()]
     for step in range(STEPS):
         x, labels = batch(step)
         mine = slice(group.rank, None, group.size)
@@ -109,35 +110,52 @@ def train(group, staleness):
         waiting.append((flat, pending))
         if len(waiting) > staleness:
             flat, pending = waiting.pop(0)
-            begin_s = clock.now()
+            waits_s.append(clock.now())
             pending.wait()
-            waited_s += clock.now() - begin_s
+            waits_s.append(clock.now())
             parts = np.split(flat, np.cumsum([w.size for w in weights.values()])[:-1])
             update(weights, velocity, {layer: g.reshape(weights[layer].shape) for layer, g in enumerate(parts)})
     for _, pending in waiting:
         pending.wait()
-    return weights, waited_s
+    return weights, waits_s
+
+
+def draw(name, everyones):
+    """Return when each rank computed and waited."""
+    bars = []
+    for rank, times_s in enumerate(everyones):
+        for i, part in enumerate(pairwise(times_s)):
+            begin, end = (1e3 * (time_s - times_s[0]) for time_s in part)
+            bars.append(Bar(f"{name}, rank {rank}", begin, end, "waiting" if i % 2 else "computing"))
+    return bars
 
 
 def main(group):
     """Train with each staleness and compare with a serial run whose gradients are as late."""
+    bars = []
     for staleness in (0, 1, 3):
-        wanted, (found, waited_s) = serial(staleness), train(group, staleness)
+        wanted, (found, waits_s) = serial(staleness), train(group, staleness)
         for layer, w in found.items():
             np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
-        (waited_s,) = group.sum_floats([waited_s])
+        new = draw(f"staleness {staleness}", group.gather(waits_s))
+        waited, bars = sum(bar.end - bar.begin for bar in new if bar.kind == "waiting"), bars + new
         x, labels = batch(0)
         loss, _ = loss_and_gradient(forward(found, x)[0], labels)
         if group.is_root:
             print(
-                f"staleness {staleness}: equal to the serial run as late; all ranks waited {1e3 * waited_s:.0f} ms",
+                f"staleness {staleness}: equal to the serial run as late; in all the ranks waited {waited:.0f} ms",
                 end="",
             )
             print(f", loss {loss / BATCH:.3f}")
+    picture = Picture("Who computes and who waits, where another rank is slow in each step", "ms", bars)
+    if group.is_root:
+        print(f"\n{picture}")
+    return picture
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--simulate"]:
-        nnmpi.simulate(main, ranks=int(sys.argv[2]), machine=Machine.uniform(1e-5, 1e-9), cpu_factor=0)
+        machine = Machine.uniform(1e-5, 1e-9)
+        picture = nnmpi.simulate(main, ranks=int(sys.argv[2]), machine=machine, cpu_factor=0)[0]
     else:
-        main(nnmpi.start())
+        picture = main(nnmpi.start())

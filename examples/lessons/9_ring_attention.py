@@ -16,6 +16,7 @@ import numpy as np
 import nnmpi
 from nnmpi import data
 from nnmpi.comm.point_to_point import Messages
+from nnmpi.pages.picture import Arrow, Bar, Picture
 from nnmpi.shard import split
 
 POSITIONS, FEATURES, WIDTH, CLASSES = 8, 16, 24, 10  # a position is a row of the image: 8 pixels, and which row it is
@@ -134,17 +135,31 @@ def train(group):
     return weights
 
 
+def draw(size):
+    """Return whose keys and values each rank has in each hop, and where they go then."""
+    at = [(rank, hop, f"keys of {(rank - hop) % size}") for rank in range(size) for hop in range(size)]
+    bars = [Bar(f"queries of {rank}", hop, hop + 1, keys, keys) for rank, hop, keys in at]
+    arrows = [
+        Arrow(f"queries of {rank}", hop + 0.75, f"queries of {(rank + 1) % size}", hop + 1.25)
+        for rank, hop, _ in at
+        if hop < size - 1
+    ]
+    return Picture("Queries stay, keys and values go around", "hops", bars, arrows)
+
+
 def main(group):
     """Train over the ranks and on one, and compare; an AssertionError ends the program if they differ."""
     wanted = serial()
     for layer, w in train(group).items():
         np.testing.assert_allclose(w, wanted[layer], rtol=1e-9, atol=1e-12)
+    picture = draw(group.size)
     if group.is_root:
-        print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}")
+        print(f"equal to the serial run after {STEPS} steps, ranks: {group.size}\n\n{picture}")
+    return picture
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--simulate"]:
-        nnmpi.simulate(main, ranks=int(sys.argv[2]))
+        picture = nnmpi.simulate(main, ranks=int(sys.argv[2]))[0]
     else:
-        main(nnmpi.start())
+        picture = main(nnmpi.start())

@@ -13,13 +13,15 @@ Colours are those of the pages, on white.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from nnmpi.errors import UsageError
 
 INK, PALE = "#1b1f24", "#e9edf1"
-USUAL = {"forward": "#4c78a8", "backward": "#2f8f88", "kept": "#8aa83c", "waiting": "#d1495b", "": PALE}
+USUAL = {"forward": "#4c78a8", "backward": "#2f8f88", "kept": "#8aa83c", "waiting": "#d1495b"}
+USUAL |= {"killed": "#d1495b", "": PALE}
 OTHERS = "#4c78a8", "#c98b2b", "#2f8f88", "#8d6bb1", "#8aa83c", "#6b7785"
 MARKS = "#=+*%@"
 WIDTH = 64  # of a terminal's bars
@@ -83,7 +85,9 @@ class Picture:
     def __str__(self) -> str:
         """Draw it as text."""
         end, rows = max(bar.end for bar in self.bars), dict.fromkeys(bar.row for bar in self.bars)
-        marks = {"": ".", "waiting": "."} | dict(zip((k for k in self.kinds if k != "waiting"), MARKS, strict=False))
+        marks = {"": ".", "waiting": "."} | dict(
+            zip((k for k in self.kinds if k != "waiting"), cycle(MARKS), strict=False)
+        )
         edge = max(map(len, rows)) + 2
         lines = [self.title, ""]
         for row in rows:
@@ -94,31 +98,43 @@ class Picture:
                 inside = len(text) < len(drawn)
                 line = line[:begin].ljust(begin) + (text + drawn[len(text) :] if inside else f"{drawn} {text}")
             lines.append(f"{row:{edge}}{line}".rstrip())
-        last = f"{end:.4g} {self.along}"
+        last = f"{end:,.0f} {self.along}" if end >= 100 else f"{end:.3g} {self.along}"
         lines.append(f"{'':{edge}}0{last:>{WIDTH - 1}}")
         lines.append(" " * edge + "   ".join(f"{marks[kind]} {kind}" for kind in self.kinds))
         return "\n".join(lines).rstrip()
 
     def save(self, file: Path) -> None:
-        """Write it into a file; see `save_figure`."""
-        save_figure(self._draw(), file)
+        """Write it into a file; see `new_figure` and `save_figure`."""
+        figure = new_figure(7, 1.3 + 0.32 * len({bar.row for bar in self.bars}))
+        from matplotlib import rc_context
 
-    def _draw(self) -> Any:
+        inked = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
+        with rc_context(inked | {"svg.fonttype": "none", "svg.hashsalt": "nnmpi"}):  # text stays text, bytes the same
+            self._draw(figure)
+            save_figure(figure, file)
+
+    def _draw(self, figure: Any) -> None:
         rows = list(dict.fromkeys(bar.row for bar in self.bars))
-        figure = new_figure(8, 1.3 + 0.32 * len(rows))
         axes, kinds = figure.subplots(), self.kinds
-        free = [each for each in OTHERS if each not in map(USUAL.get, kinds)]
+        free = cycle(each for each in OTHERS if each not in map(USUAL.get, kinds))
         colours = dict(zip((kind for kind in kinds if kind not in USUAL), free, strict=False)) | USUAL
         end = max(bar.end for bar in self.bars)
         for row, begin, to, kind, text in self.bars:
-            y, inside = rows.index(row), 0.011 * len(text) * end < to - begin
-            axes.barh(y, to - begin, 0.8, begin, color=colours[kind], edgecolor="white", linewidth=0.5)
+            y, inside = rows.index(row), 0.013 * len(text) * end < to - begin
+            edge = {"edgecolor": "white", "linewidth": 0.5 * (to > begin)}
+            axes.barh(y, to - begin, 0.8, begin, color=colours[kind], **edge)
             where: dict[str, Any] = {"ha": "center", "color": INK if kind == "" else "white"}
             where = where if inside else {"ha": "left", "color": INK}
             at = (begin + to) / 2 if inside else to + 0.006 * end
             axes.text(at, y, text, va="center", size=8, clip_on=inside, **where)
         for row, begin, other, to, kind, text in self.arrows:
-            how = {"arrowstyle": "-|>", "color": colours[kind], "shrinkA": 0, "shrinkB": 0, "zorder": 3}
+            how = {
+                "arrowstyle": "-|>",
+                "color": colours[kind] if kind else INK,
+                "shrinkA": 0,
+                "shrinkB": 0,
+                "zorder": 3,
+            }
             y, down = rows.index(row), rows.index(other)
             axes.annotate("", (to, down), (begin, y), arrowprops=how)
             near = {
@@ -133,13 +149,14 @@ class Picture:
             axes.text(begin + part * (to - begin), y + part * (down - y), text, **near)
         axes.set_yticks(range(len(rows)), rows, size=9)
         axes.set(xlabel=self.along, xlim=(0, end), ylim=(len(rows) - 0.5, -0.5))
+        axes.xaxis.get_major_locator().set_params(integer=end >= 3)
+        axes.xaxis.set_major_formatter("{x:,.10g}")
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
-        figure.suptitle(self.title, x=0.01, ha="left", size=12)
+        figure.suptitle(self.title, x=0.01, ha="left", size=10.5)
         marks = [axes.barh(0, 0, color=colours[kind], label=kind) for kind in kinds]
         if marks:
             figure.legend(loc="outside lower left", ncols=6, frameon=False, fontsize=8)
-        return figure
 
 
 def new_figure(width: float, height: float) -> Any:
@@ -150,10 +167,8 @@ def new_figure(width: float, height: float) -> Any:
     """
     if find_spec("matplotlib") is None:
         raise UsageError("pictures in files are drawn by matplotlib; pip install 'nnmpi[plot]'")
-    import matplotlib as mpl
     from matplotlib.figure import Figure
 
-    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "nnmpi"})  # text stays text, a picture the same
     return Figure(figsize=(width, height), layout="constrained")
 
 

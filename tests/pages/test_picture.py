@@ -42,6 +42,12 @@ def test_arrows_are_the_messages_that_are_proved() -> None:
     assert found.arrows[0] == Arrow("rank 1", 0, "rank 0", 1, "added", "all") and found.kinds == ["added", "copied"]
 
 
+def test_more_kinds_than_colours_have_one_again(tmp_path: Path) -> None:
+    many = Picture("Many", "", [Bar(str(i), 0, 1, f"kind {i}") for i in range(20)])
+    assert len(set(str(many))) > 5
+    many.save(tmp_path / "many.svg")
+
+
 def test_a_picture_is_text_too() -> None:
     """In scale; a word that a bar is too short for stands behind it; time that is waited is dots."""
     bars = [Bar("a", 0, 1, "computes", "x"), Bar("a", 2, 4, "waiting"), Bar("long", 1, 1.01, "sends", "word")]
