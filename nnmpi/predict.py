@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
-import importlib.util
 import io
 import json
 import sys
@@ -19,9 +17,9 @@ import numpy as np
 from nnmpi.backend.array import Array
 from nnmpi.comm.agreement import agreed, on_root
 from nnmpi.comm.group import Group
+from nnmpi.data import images
 from nnmpi.data.tables import read_csv, read_samples
 from nnmpi.errors import DataError, UsageError, raised_as
-from nnmpi.files import foreign
 from nnmpi.train.cli import PlaceConfig, ask, launch_use, read_command
 from nnmpi.train.config import SEQUENCE_MODELS
 from nnmpi.train.run import Run
@@ -77,12 +75,7 @@ def read_image(file: Path, signature: ModelSignature, dtype: str, invert: bool =
             f"{file} is taken for an image, but the model's samples are {signature.stored} of shape {shape}; give an "
             ".npz or a .csv"
         )
-    if importlib.util.find_spec("PIL") is None:
-        raise UsageError(f"{file}: images are read by Pillow, which is not installed (pip install 'nnmpi[image]')")
-    images: Any = importlib.import_module("PIL.Image")
-    with foreign(file, DataError, "cannot be read as an image"), images.open(file) as image:
-        plain = image.convert("L" if shape[2] == 1 else "RGB").resize((shape[1], shape[0]))
-        pixels = np.asarray(plain, dtype).reshape(1, *shape) / np.asarray(FULL, dtype)
+    pixels = images.read_image(file, shape).astype(dtype)[None] / np.asarray(FULL, dtype)
     return signature.normalized(1 - pixels if invert else pixels)
 
 

@@ -4,7 +4,7 @@ In the order to read it:
 
     dataset         Dataset: samples and labels in memory, and the split into training and test part
     catalogue       data sets by name or path: load; prepare downloads
-    images, tables  what files hold: IDX (MNIST) and CIFAR-10; CSV and npz
+    images, tables  what files hold: IDX (MNIST), CIFAR-10, folders of images; CSV and npz
     items           data sets of other libraries: PyTorch's, Hugging Face's, DataFrames
     tokenizer       text to numbers; text: documents in files, in blocks of tokens or sentences
     sampler         who sees which sample when; pure functions, with a picture; workers with samples of their own
@@ -12,8 +12,7 @@ In the order to read it:
     transform       normalizing, and the random changes of images
     prefetch        batches made ahead of time by threads
 
-A new data set by name, or a new file format: catalogue. A new augmentation: transform, and
-`train.inputs.augmentations`.
+A new data set by name, or a new file format: catalogue. A new augmentation: transform, with a row in its table.
 """
 
 from nnmpi.data.catalogue import NAMES, load, prepare
@@ -21,17 +20,20 @@ from nnmpi.data.dataset import IGNORED, Dataset, split
 from nnmpi.data.loader import Batch, Loader
 from nnmpi.data.text import Text, TextSource, load_text, prepare_tokens
 from nnmpi.data.tokenizer import Tokenizer, load_tokenizer
-from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
+from nnmpi.data.transform import ColorJitter, Compose, Cutout, Flip, Normalize, Rotate, Shift, Transform
 
 __all__ = [
     "IGNORED",
     "NAMES",
     "Batch",
+    "ColorJitter",
     "Compose",
+    "Cutout",
     "Dataset",
     "Flip",
     "Loader",
     "Normalize",
+    "Rotate",
     "Shift",
     "Text",
     "TextSource",

@@ -5,7 +5,8 @@ downloaded, or data_dir     mnist, fashion-mnist, cifar10     with their own tes
 text                        paradise-lost                     in the package; see `text`
 PATH                        .csv[.gz], .npz                   split by seed, unless the .npz has a test part
                             .txt, .jsonl, .csv                texts, see `text`
-                            folder                            of IDX files, CIFAR batches, or train.csv and test.csv
+                            folder                            of IDX files, CIFAR batches, or train.csv and test.csv;
+                                                              of images, in a folder for each class
 """
 
 import difflib
@@ -23,8 +24,10 @@ from nnmpi.data.images import (
     IDX_FILES,
     IDX_WANTED,
     find,
+    find_classes,
     has_idx,
     load_cifar,
+    load_classes,
     load_idx,
     locate_cifar,
 )
@@ -140,15 +143,16 @@ def load(
         raise UsageError(f"data set {name!r} is a text: see nnmpi.data.load_text")
     with _allowed(f"data set {name!r}"):
         path = BUNDLED[name] if name in BUNDLED else _existing(name)
-        if path.is_dir():
-            return check_pair(*_load_folder(path, wanted, target))
         reader = next((reader for end, reader in READERS.items() if path.name.endswith(end)), None)
-        if reader is None:
+        if path.is_dir():
+            train, test = _load_folder(path, wanted, target)
+        elif reader is None:
             raise UsageError(
                 f"data set {path}: files of this kind are not read; give {', '.join(READERS)} or a folder; of texts "
                 ".txt, .jsonl or .csv"
             )
-        train, test = reader(path, path.name.split(".")[0], "classes" if name in BUNDLED else wanted, target)
+        else:
+            train, test = reader(path, path.name.split(".")[0], "classes" if name in BUNDLED else wanted, target)
     if name == "digits":
         train = replace(train, scale=1 / 16)
     return check_pair(*(split(train, test_fraction, seed) if test is None else (train, test)))
@@ -305,7 +309,7 @@ def _existing(text: str) -> Path:
     )
 
 
-def _load_folder(folder: Path, wanted: Wanted, target: str) -> Pair:
+def _load_folder(folder: Path, wanted: Wanted, target: str) -> tuple[Dataset, Dataset | None]:
     name = folder.resolve().name
     tables = [find(folder, f"{part}.csv") for part in ("train", "test")]
     if tables[0] and tables[1]:
@@ -319,7 +323,9 @@ def _load_folder(folder: Path, wanted: Wanted, target: str) -> Pair:
         return load_idx(folder, name)
     if place := locate_cifar(folder):
         return load_cifar(place, name)
+    if find_classes(folder / "train" if (folder / "train").is_dir() else folder):
+        return load_classes(folder, name)
     raise UsageError(
         f"data set {folder}: the folder has neither {IDX_WANTED}, nor {CIFAR_WANTED}, nor train.csv and "
-        "test.csv (plain or .gz)"
+        "test.csv (plain or .gz), nor a folder of images for each class"
     )

@@ -1,4 +1,4 @@
-"""Images in the files of MNIST and its followers (IDX), and of CIFAR-10: bytes, and a label for each.
+"""Images in the files of MNIST and its followers (IDX), of CIFAR-10, and in folders: bytes, and a label for each.
 
 IDX: unsigned bytes behind a header of sizes (http://yann.lecun.com/exdb/mnist/).
 
@@ -11,17 +11,22 @@ CIFAR-10's binary version: records of one label byte and three 32 x 32 colour pl
     record   label   1024 bytes red   1024 bytes green   1024 bytes blue      3073 bytes
 """
 
+import importlib
+import importlib.util
 import io
 import math
 import re
 import tarfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from nnmpi.backend.array import Array
 from nnmpi.data.dataset import Dataset
-from nnmpi.errors import DataError
+from nnmpi.errors import DataError, UsageError
 from nnmpi.files import foreign, read_bytes
 
 # For each part: the images' and the labels' file names, as they are published and as some unpackers write them.
@@ -131,3 +136,67 @@ def _records(name: str, content: bytes) -> Dataset:
     records = np.frombuffer(content, np.uint8).reshape(-1, RECORD)
     images = np.ascontiguousarray(records[:, 1:].reshape(-1, 3, 32, 32).transpose(0, 2, 3, 1))
     return Dataset(name, images, records[:, 0].astype(np.int64), len(CIFAR_CLASSES), 1 / 255, CIFAR_CLASSES)
+
+
+SUFFIXES = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp")
+
+
+def open_image(file: Path) -> Any:
+    """Return an image of Pillow's, of which the head alone has been read.
+
+    Raises:
+        UsageError: without Pillow.
+    """
+    if importlib.util.find_spec("PIL") is None:
+        raise UsageError(f"{file}: images are read by Pillow, which is not installed (pip install pillow)")
+    return importlib.import_module("PIL.Image").open(file)
+
+
+def read_image(file: Path, shape: Sequence[int]) -> NDArray[np.uint8]:
+    """Return an image in this shape, (height, width, channels), with 1 channel or 3; of another size it is resized.
+
+    Raises:
+        UsageError: without Pillow.
+        DataError: when the file cannot be read.
+    """
+    with foreign(file, DataError, "cannot be read as an image"), open_image(file) as image:
+        plain = image.convert("L" if shape[2] == 1 else "RGB").resize((shape[1], shape[0]))
+        return np.asarray(plain).reshape(shape)
+
+
+def find_classes(folder: Path) -> dict[str, list[Path]]:
+    """Return the images of each folder in a folder, by its name."""
+    found = {
+        each.name: sorted(file for file in each.iterdir() if file.suffix.lower() in SUFFIXES)
+        for each in sorted(folder.iterdir())
+        if each.is_dir()
+    }
+    return {name: files for name, files in found.items() if files}
+
+
+def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None]:
+    """Return the parts of a folder CLASS/*.png, or train/CLASS/*.png with test or val beside it: x uint8, scale 1/255.
+
+    Images of several sizes are resized to the median height and width of the training images.
+    """
+    own = folder / "train" if (folder / "train").is_dir() else folder
+    train = find_classes(own)
+    test = next((find_classes(folder / part) for part in ("test", "val") if (folder / part).is_dir()), None)
+    heads: list[tuple[tuple[int, int], str]] = []
+    for file in (file for files in train.values() for file in files):
+        with foreign(file, DataError, "cannot be read as an image"), open_image(file) as image:
+            heads.append((image.size, image.mode))
+    width, height = np.median([size for size, _ in heads], axis=0).astype(int).tolist()
+    shape = height, width, 1 if all(mode in ("1", "L") for _, mode in heads) else 3
+
+    def part(classes: Mapping[str, Sequence[Path]]) -> Dataset:
+        if strange := classes.keys() - train.keys():
+            raise DataError(
+                f"{folder}: class {min(strange)!r} of the test is none of the training's; give both the same"
+            )
+        x: Array = np.stack([read_image(file, shape) for files in classes.values() for file in files])
+        counts = [len(files) for files in classes.values()]
+        y = np.repeat([[*train].index(each) for each in classes], counts)
+        return Dataset(name, x, y, len(train), 1 / 255, tuple(train))
+
+    return part(train), part(test) if test else None

@@ -1,12 +1,13 @@
-"""What happens to a batch between storage and model: Normalize, and the augmentations Shift and Flip.
+"""What happens to a batch between storage and model: Normalize, and augmentations, the random changes of images.
 
 A transform is called with (x, indices, epoch, seed) and returns new rows. What it draws for a sample depends on
 (seed, epoch, index of the sample) alone, so the sample looks the same on whichever rank, in whichever batch, it is.
-Augment before normalizing: Shift fills with 0, which is black only in images that are not centred yet.
+Augment before normalizing: what is filled with 0 is black only in images that are not centred yet.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Protocol
 
 import numpy as np
@@ -32,6 +33,11 @@ def integers(seed: int, epoch: int, indices: Integers, what: str, high: int) -> 
     """
     (bits,) = random_bits(np, 0, 1, indices.astype(np.uint32), key_pair(int(seed), int(epoch), what))
     return ((bits.astype(np.uint64) * np.uint64(high)) >> np.uint64(32)).astype(np.int64)
+
+
+def _uniform(seed: int, epoch: int, indices: Integers, what: str, most: float) -> Array:
+    """Return a number from -most to most for each sample: (rows, 1, 1, 1), float64."""
+    return most * (integers(seed, epoch, indices, what, 2**31 - 1) / 2**30 - 1).reshape(-1, 1, 1, 1)
 
 
 FIT_ROWS = 4096
@@ -111,7 +117,7 @@ class Normalize:
 
 @dataclass(frozen=True)
 class Shift:
-    """Moves each image by up to `pixels` in both directions, filling with 0: pad and crop.
+    """Moves each image by up to `pixels` in both directions, filling with 0: a random crop with padding.
 
     Attributes:
         pixels: the largest shift; every whole shift from -pixels to pixels is equally likely, down and across.
@@ -159,6 +165,91 @@ class Flip:
         result = x.copy()
         result[chosen] = x[chosen, :, ::-1]
         return result
+
+
+@dataclass(frozen=True)
+class Rotate:
+    """Turns each image about its middle by up to `degrees` either way, by bilinear interpolation, filling with 0."""
+
+    degrees: float = 10.0
+
+    def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
+        """Return the turned images (rows, height, width, channels).
+
+        Raises:
+            ShapeError: when x is not images.
+        """
+        _check_images(x)
+        height, width = x.shape[1:3]
+        angle = np.deg2rad(_uniform(seed, epoch, indices, "rotate", self.degrees))[..., 0]
+        down, across = (np.arange(n) - (n - 1) / 2 for n in (height, width))
+        cos, sin, down = np.cos(angle), np.sin(angle), down[:, None]
+        # Where each pixel comes from, in an image with one black row before and two behind it.
+        rows = np.clip(cos * down + sin * across + (height + 1) / 2, 0, height + 1)
+        columns = np.clip(cos * across - sin * down + (width + 1) / 2, 0, width + 1)
+        padded = np.pad(x, ((0, 0), (1, 2), (1, 2), (0, 0)))
+        top, left = rows.astype(np.int64), columns.astype(np.int64)
+        image, result = np.arange(len(x))[:, None, None], np.zeros(x.shape)
+        for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            weight = abs(1 - i - (rows - top)) * abs(1 - j - (columns - left))
+            result += weight[..., None] * padded[image, top + i, left + j]
+        return result.astype(x.dtype)
+
+
+@dataclass(frozen=True)
+class ColorJitter:
+    """Changes brightness, contrast and saturation of each image, from 0 to 1, by factors of 1 - value to 1 + value.
+
+    Contrast is around the image's mean, saturation around each pixel's mean over the channels.
+    """
+
+    brightness: float = 0.2
+    contrast: float = 0.2
+    saturation: float = 0.2
+
+    def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
+        """Return the changed images (rows, height, width, channels), from 0 to 1.
+
+        Raises:
+            ShapeError: when x is not images.
+        """
+        _check_images(x)
+        around: tuple[tuple[int, ...], ...] = ((), (1, 2, 3), (3,))
+        for axes, (what, most) in zip(around, vars(self).items(), strict=True):
+            middle = x.mean(axes, keepdims=True) if axes else 0
+            x = middle + (x - middle) * (1 + _uniform(seed, epoch, indices, what, most)).astype(x.dtype)
+        return np.clip(x, 0, 1)
+
+
+@dataclass(frozen=True)
+class Cutout:
+    """Blackens a square of each image, whose middle may be any pixel (DeVries and Taylor, "Cutout", 2017)."""
+
+    pixels: int = 8
+
+    def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
+        """Return the images (rows, height, width, channels), each with a hole.
+
+        Raises:
+            ShapeError: when x is not images.
+        """
+        _check_images(x)
+        inside = []
+        for axis, size in zip(("down", "across"), x.shape[1:3], strict=True):
+            place = np.arange(size) - integers(seed, epoch, indices, f"cutout {axis}", size)[:, None]
+            inside.append((place >= -(self.pixels // 2)) & (place < self.pixels - self.pixels // 2))
+        return np.where((inside[0][:, :, None] & inside[1][:, None, :])[..., None], x.dtype.type(0), x)
+
+
+AUGMENTATIONS: Mapping[str, Callable[[int], Transform]] = MappingProxyType(  # by an image's shorter side
+    {
+        "shift": lambda side: Shift(max(1, side // 12)),
+        "flip": lambda side: Flip(),
+        "rotate": lambda side: Rotate(),
+        "color": lambda side: ColorJitter(),
+        "cutout": lambda side: Cutout(max(1, side // 4)),
+    }
+)
 
 
 def steps_of(transform: Transform) -> list[Transform]:

@@ -19,6 +19,7 @@ from nnmpi.comm.machine import Machine, parse_network
 from nnmpi.comm.world import LIMIT_S, WARNING_S
 from nnmpi.command import Option, Switch, convert, flag_of, options_of, suggest
 from nnmpi.custom import Custom, is_custom
+from nnmpi.data.transform import AUGMENTATIONS
 from nnmpi.errors import UsageError
 from nnmpi.synchrony.slow import Slow
 from nnmpi.synchrony.sync import DEFAULT_LOCAL_STEPS, DEFAULT_STALENESS, Sync
@@ -308,9 +309,9 @@ class DataConfig:
     """Folder that holds the data set's files; without it they are downloaded once per node."""
     test_fraction: float = 0.2
     """Share of the samples kept for the test, for data sets that come without a test set."""
-    augment: Literal["none", "shift", "flip", "shift-flip"] = "none"
-    """Random changes of the training images: shift by up to a twelfth of their shorter side, mirror left-right, or
-    both."""
+    augment: str = "none"
+    """Random changes of the training images, one or several with dashes, such as shift-flip: shift by up to a twelfth
+    of the shorter side, flip left-right, rotate by up to 10 degrees, color by a fifth, cutout of a quarter."""
     partition: Literal["none", "iid", "label"] = "none"
     """Which samples a worker sees: none: any; iid: a random part that is its own for the whole run; label: its own part
     of the samples sorted by class, as different from the others' as can be."""
@@ -322,6 +323,8 @@ class DataConfig:
         """Check the values; whether the data set exists is found out when it is loaded."""
         require(self.dataset != "", "--dataset is empty; give a name such as digits, or a path")
         check_numbers(self, "test_fraction", 0, 1, above=True)
+        known = self.augment == "none" or {*self.augment.split("-")} <= AUGMENTATIONS.keys()
+        require(known, f"--augment {self.augment} is unknown; give none, or {', '.join(AUGMENTATIONS)}, with dashes")
         require(
             bool(self.columns) or not self.text_columns,
             f"--text-columns {self.text_columns!r} has no name; give names with commas, or leave it out",

@@ -22,7 +22,7 @@ from nnmpi.data.loader import Loader
 from nnmpi.data.sampler import check_partition
 from nnmpi.data.text import DEFAULT_CONTEXT, Text, TextSource, load_text, prepare_tokens
 from nnmpi.data.tokenizer import CHARACTERS, Tokenizer, find_tokenizer, load_tokenizer
-from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform
+from nnmpi.data.transform import AUGMENTATIONS, Compose, Normalize, Transform
 from nnmpi.errors import UsageError, counted
 from nnmpi.models.pretrained import read_size
 from nnmpi.train.config import SEQUENCE_MODELS, Config, DataConfig, check_numbers, flatten, given, require
@@ -373,5 +373,4 @@ def augmentations(data: DataConfig, train: Samples) -> list[Transform]:
     side = min(shape[:2])
     sentence = f"{what} moves images of shape {shape} away; leave shift out of it"
     require("shift" not in data.augment or side > 1, sentence)
-    found: list[Transform] = [Shift(max(1, side // 12))] if "shift" in data.augment else []
-    return [*found, Flip()] if "flip" in data.augment else found
+    return [make(side) for name, make in AUGMENTATIONS.items() if name in data.augment.split("-")]

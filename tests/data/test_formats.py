@@ -384,3 +384,33 @@ def test_damaged_cifar_archive_is_named(tmp_path: Path, damage: Damage) -> None:
         load_cifar(path, "cifar10")
     with pytest.raises(DataError, match=r"needs test_batch.bin .* has \['data_batch_1'\]"):
         load_cifar(archive(tmp_path, data_batch_1=records([1])), "cifar10")
+
+
+# ---------------------------------------------------------------- folders of images
+def drawn(folder: Path, classes: dict[str, int], shape: tuple[int, ...]) -> None:
+    """Save images of one brightness each, by class."""
+    images = pytest.importorskip("PIL.Image")
+    for name, value in classes.items():
+        (folder / name).mkdir(parents=True)
+        for i in range(3):
+            images.fromarray(np.full(shape, value + i, np.uint8)).save(folder / name / f"{i}.png")
+
+
+def test_a_folder_for_each_class(tmp_path: Path) -> None:
+    """Split by seed, or with a test part, of which a class may be missing; colour and the median size are kept."""
+    drawn(tmp_path / "plain", {"cat": 10, "dog": 200}, (4, 6))
+    train, test = load(str(tmp_path / "plain"), test_fraction=1 / 3)
+    assert (len(train), len(test), train.x.shape[1:], train.class_names) == (4, 2, (4, 6, 1), ("cat", "dog"))
+    assert all((image[0, 0, 0] > 100) == label for image, label in zip(train.x, train.y, strict=True))
+    drawn(tmp_path / "two/train", {"b": 50, "a": 20}, (4, 6, 3))
+    drawn(tmp_path / "two/train", {"c": 90}, (9, 3))
+    drawn(tmp_path / "two/val", {"c": 90}, (5, 5))
+    train, test = load(str(tmp_path / "two"))
+    assert train.x.shape == (9, 4, 6, 3) and train.x[:, 0, 0, 0].tolist() == [20, 21, 22, 50, 51, 52, 90, 91, 92]
+    assert test.x.shape == (3, 4, 6, 3) and test.y.tolist() == [2, 2, 2] and test.scale == 1 / 255
+    drawn(tmp_path / "two/val", {"strange": 90}, (5, 5))
+    with pytest.raises(DataError, match="class 'strange' of the test is none of the training's"):
+        load(str(tmp_path / "two"))
+    (tmp_path / "plain/cat/1.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"cat/1\.png.*cannot be read as an image"):
+        load(str(tmp_path / "plain"))

@@ -6,10 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from nnmpi.data.dataset import Dataset
-from nnmpi.data.transform import Compose, Flip, Normalize, Shift, Transform, integers
+from nnmpi.data.transform import ColorJitter, Compose, Cutout, Flip, Normalize, Rotate, Shift, Transform, integers
 from nnmpi.errors import ShapeError, UsageError
 
-ALL = [Shift(2), Flip(), Normalize(0.5, 0.25), Compose([Shift(1), Flip()], Normalize(np.ones(3), np.full(3, 2.0)))]
+IMAGES = [Shift(2), Flip(), Rotate(30), ColorJitter(), Cutout(3)]
+ALL = [*IMAGES, Normalize(0.5, 0.25), Compose([Shift(1), Flip()], Normalize(np.ones(3), np.full(3, 2.0)))]
 
 
 def images(rows: int = 24, side: int = 7, channels: int = 3) -> np.ndarray:
@@ -51,7 +52,7 @@ def test_dtype_stays_and_input_is_not_changed(transform: Transform, dtype: str) 
     np.testing.assert_array_equal(x, kept)
 
 
-@pytest.mark.parametrize("transform", [Shift(2), Flip()], ids=repr)
+@pytest.mark.parametrize("transform", IMAGES, ids=repr)
 def test_augmentation_changes_with_epoch_and_seed(transform: Transform) -> None:
     x, indices = images(), np.arange(24)
     first = transform(x, indices, 0, 0)
@@ -86,10 +87,39 @@ def test_flip_mirrors_about_half_of_the_images() -> None:
     assert 150 < flipped < 250
 
 
-@pytest.mark.parametrize("transform", [Shift(2), Flip()], ids=repr)
+@pytest.mark.parametrize("transform", IMAGES, ids=repr)
 def test_augmenting_what_is_not_images_is_refused(transform: Transform) -> None:
     with pytest.raises(ShapeError, match=r"shape \(4,\) are not images"):
         transform(np.zeros((3, 4), np.float32), np.arange(3), 0, 0)
+
+
+def test_rotations_are_those_of_a_plane() -> None:
+    """Of a plane each pixel has its place's value, so a turned one has that of the place it comes from."""
+    x = np.broadcast_to(np.mgrid[:9, :9].transpose(1, 2, 0), (50, 9, 9, 2)).astype("float64") + 1  # 0 is the outside
+    turned = Rotate(40)(x, np.arange(50), 0, 0)
+    offset = (turned - 5).reshape(50, 81, 2)
+    inner = (np.hypot(*(np.mgrid[:9, :9] - 4)) <= 4).ravel()
+    before = (x - 5).reshape(50, 81, 2)[:, inner]
+    np.testing.assert_allclose(np.linalg.norm(offset[:, inner], axis=2), np.linalg.norm(before, axis=2), atol=1e-12)
+    down, across = offset[:, 44].T  # the pixel right of the middle: (0, 1) turned
+    angles = np.degrees(np.arctan2(down, across))
+    assert abs(angles).max() <= 40 and angles.min() < -30 and angles.max() > 30
+    assert (turned[:, 0, 0] != x[:, 0, 0]).all()
+
+
+def test_colors_and_holes() -> None:
+    """A gray image keeps its hue; factors are within bounds; a hole is a square, cut off at the edge."""
+    gray = np.broadcast_to(images(rows=60, channels=1), (60, 7, 7, 3)) * 0.5 + 0.2
+    found = ColorJitter(0.3, 0, 0)(gray, np.arange(60), 0, 0)
+    factors = (found / gray).reshape(60, -1)
+    np.testing.assert_allclose(factors.min(1), factors.max(1), rtol=1e-5)
+    assert 0.7 <= factors.min() < 0.75 and 1.25 < factors.max() <= 1.3
+    flat = ColorJitter(0, 0.9, 0)(gray, np.arange(60), 0, 0)
+    assert np.corrcoef(flat.std((1, 2, 3)), gray.std((1, 2, 3)))[0, 1] < 0.9
+    np.testing.assert_allclose(ColorJitter(0, 0, 0.9)(gray, np.arange(60), 0, 0), gray, rtol=1e-5)
+    holes = (Cutout(3)(gray, np.arange(60), 0, 0) == 0)[..., 0]
+    assert {int(hole.sum()) for hole in holes} == {4, 6, 9}
+    assert all(hole.sum() == hole.any(0).sum() * hole.any(1).sum() for hole in holes)
 
 
 @pytest.mark.parametrize("rows", [1, 5000])
