@@ -11,6 +11,7 @@ from nnmpi.errors import UsageError
 from nnmpi.exercise.exercises import EXERCISES
 from nnmpi.grade import Assignment, Criterion, grade, main, read_assignment
 from tests.exercise.cheats import CHEATS, Cheat
+from tests.exercise.sealed import unseal
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.host_only("solutions are written in NumPy")
@@ -106,6 +107,17 @@ def test_what_is_right_earns_its_points_and_what_is_slow_loses_the_number_alone(
     assert re.search(r"0\.01\d+ seconds on cluster, 1 times what ring takes; at most 0\.75 times", slow.text)
     assert "step 0" in slow.drawing and "<+ 4" in slow.drawing
     assert slow.value == TAKES  # on every computer
+
+
+@pytest.mark.slow("25 exercises, on up to six processes each")
+def test_the_archive_of_solutions_is_a_submission_that_earns_all(tmp_path: Path) -> None:
+    file = tmp_path / "all.py"
+    file.write_text(unseal())
+    names = {*re.findall(r"^def (\w+)", unseal(), re.MULTILINE)}
+    criteria = [Criterion(name, name) for name, each in EXERCISES.items() if each.function in names]
+    assert len(criteria) >= 25
+    failed = [each for each in grade(Assignment(criteria=criteria), file).outcomes if each.status != "passed"]
+    assert not failed
 
 
 def test_a_table_of_answers_fails_where_sizes_are_others(assignment: Path, tmp_path: Path) -> None:
