@@ -40,6 +40,7 @@ html_title = "nnmpi"
 html_copy_source = False
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
+html_js_files = ["frames.js"]
 highlight_language = "text"  # most of what is indented is commands and pictures
 pygments_style = "default"
 myst_heading_anchors = 3
@@ -176,7 +177,11 @@ def draw_synchrony(folder: Path) -> Picture:
 def write_pages(app: Any) -> None:
     """Write the pages that run, for those that embed them."""
     folder = Path(app.outdir) / "pages"
+    first = (
+        '<!doctype html><meta http-equiv="refresh" content="0; url=docs/index.html"><a href="docs/index.html">nnmpi</a>'
+    )
     folder.mkdir(parents=True, exist_ok=True)
+    (folder.parent / "index.html").write_text(f"{first}\n")
     draw_collective(["render", "ring", "--ranks", "4", "--html", str(folder / "ring.html")])
     words = ["--schedule", "1f1b", "--stages", "4", "--microbatches", "4"]
     draw_schedule([*words, "--html", str(folder / "1f1b.html")])

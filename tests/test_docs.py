@@ -208,6 +208,7 @@ def test_the_pages_that_run_are_written(tmp_path: Path) -> None:
     """A renamed option ended the building of all pages, which only CI does."""
     runpy.run_path(str(ROOT / "docs" / "conf.py"))["write_pages"](SimpleNamespace(outdir=tmp_path))
     assert {file.name for file in (tmp_path / "pages").glob("*.html")} >= {"ring.html", "1f1b.html", "plan.html"}
+    assert "url=docs/index.html" in (tmp_path / "index.html").read_text()
 
 
 def test_pictures_of_the_pages_are_drawn_by_what_they_are_about() -> None:

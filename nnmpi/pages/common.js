@@ -5,14 +5,16 @@ const PAGE = document.getElementById("page");
 // ---- theme and height: of the system, or of the page around ----
 
 const dark = matchMedia("(prefers-color-scheme: dark)");
-function setTheme(name) {
-  document.documentElement.dataset.theme = name || (dark.matches ? "dark" : "light");
+function setTheme(chosen) {
+  const name = chosen || (dark.matches ? "dark" : "light"), { dataset } = document.documentElement;
+  if (dataset.theme === name) return;
+  dataset.theme = name;
   dispatchEvent(new Event("theme"));
 }
 setTheme();
 dark.addEventListener("change", () => setTheme());
 if (parent !== window) {
-  addEventListener("message", ({ data }) => data.theme && setTheme(data.theme));
+  addEventListener("message", ({ data }) => "theme" in Object(data) && setTheme(data.theme));
   new ResizeObserver(() => parent.postMessage({ height: document.body.scrollHeight + 32 }, "*")).observe(document.body);
 }
 

@@ -18,7 +18,7 @@ function panel(name) {
     const animation = self.animation();
     figures.textContent = `${ms(animation.makespan)}, bubble ${(100 * animation.bubble).toFixed(1)} %, keeps at most ` +
       `${animation.peaks.join(" ")} activations`;
-    view.replaceChildren(grid(Math.max(view.clientWidth, 480), animation, now, end));
+    view.replaceChildren(grid(Math.max(view.clientWidth, 300), animation, now, end));
   };
   return self;
 }
