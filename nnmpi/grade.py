@@ -332,7 +332,11 @@ def as_gradescope(assignment: Assignment, grades: Sequence[Grade]) -> str:
         }
         for each in outcomes
     ]
-    board = [{"name": each.name, "value": each.value, "order": "asc"} for each in outcomes if each.value is not None]
+    board = [
+        {"name": each.name, "value": each.value, "order": "asc"}
+        for each in outcomes
+        if each.value is not None and not each.hidden
+    ]
     return json.dumps({"tests": tests, "leaderboard": board}, indent=2)
 
 
@@ -340,13 +344,13 @@ def as_classroom50(assignment: Assignment, grades: Sequence[Grade]) -> str:
     """Return one submission's result.json for Classroom 50, where points are whole; parts of one are dropped."""
     tests = [
         {
-            "test-name": f"hidden {number}" if each.hidden else each.name,
+            "test-name": each.name,
             "passed": each.status == PASSED,
             "score": int(each.points),
             "max-score": int(each.of),
-            "output": "" if each.hidden else _told(each),
+            "output": _told(each),
         }
-        for number, each in enumerate(_only(grades).outcomes, 1)
+        for each in _public(_only(grades))
     ]
     given = {name: os.environ.get(name, "") for name in ("CLASSROOM", "ASSIGNMENT", "SUBMISSION_TAG")}
     links = {name.lower(): os.environ.get(f"{name}_URL", "") for name in ("COMMIT", "RELEASE", "REVIEW")}
@@ -374,7 +378,7 @@ def as_junit(assignment: Assignment, grades: Sequence[Grade]) -> str:
         }
         counts |= {"name": each.submission, "tests": str(len(each.outcomes))}
         suite = SubElement(suites, "testsuite", counts)
-        for one in each.outcomes:
+        for one in _public(each):
             case = SubElement(suite, "testcase", name=one.name, classname=each.submission)
             if one.status != PASSED:
                 kind = "skipped" if one.status == BLOCKED else "failure"
@@ -411,6 +415,14 @@ def _short(each: Outcome) -> str:
 
 def _told(each: Outcome) -> str:
     return f"{each.text}\n\n{each.drawing}".rstrip()
+
+
+def _public(grade: Grade) -> list[Outcome]:
+    """Return the outcomes as students may see them."""
+    return [
+        replace(each, name=f"hidden {number}", text="", drawing="") if each.hidden else each
+        for number, each in enumerate(grade.outcomes, 1)
+    ]
 
 
 def _only(grades: Sequence[Grade]) -> Grade:

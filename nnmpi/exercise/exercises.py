@@ -12,7 +12,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import chain, product
 from math import isclose
 from random import Random
 from types import MappingProxyType
@@ -45,13 +45,13 @@ from nnmpi.comm.machine import Machine
 from nnmpi.comm.prove import Proof, prove_steps
 from nnmpi.comm.render import render_steps
 from nnmpi.custom import ask
-from nnmpi.errors import counted
+from nnmpi.errors import ScheduleError, counted
 from nnmpi.exercise.exercise import Exercise, Function, Measures, Setting, WrongAnswer, call, judged
 from nnmpi.exercise.shared import SHARED
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.render import render
-from nnmpi.schedule.schedule import Instruction, Schedule
+from nnmpi.schedule.schedule import Instruction, Kind, Schedule
 from nnmpi.schedule.schedules import SCHEDULES, make
 from nnmpi.schedule.simulate import even_costs, simulate_schedule
 from nnmpi.shard import split
@@ -430,6 +430,10 @@ def _checked(name: str, virtual: int, function: Function, ranks: int, microbatch
     where = f"with {ranks} ranks and {microbatches} microbatches"
     with judged(where, str):  # the sentence shows the programs
         programs = tuple(ask(function, Instruction, rank, ranks, microbatches) for rank in range(ranks))
+        for one in chain.from_iterable(programs):
+            there = one.stage in range(ranks * virtual) and one.microbatch in range(microbatches)
+            if type(one.kind) is not Kind or not there:
+                raise ScheduleError(f"{one} has no place in {ranks * virtual} stages and {microbatches} microbatches")
         schedule = lower(Schedule(name, ranks, ranks * virtual, microbatches, programs))
         check(schedule)
     return schedule, where

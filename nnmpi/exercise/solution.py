@@ -16,9 +16,9 @@ rely on:
   steps, instructions (`exercise.wire`). An iterator's values come as a tuple. What else is handed
   over has a type with its name, no more.
 - An array among the arguments has, when the call returns, what the function made of it.
-- A `Group` is lent: its methods that are named in `LENT` are carried out here, so that who waits for
-  whom, what is sent and which seconds it takes are what the simulated world counted. Another class
-  is lent by an attribute `lent`, the names of its methods and attributes.
+- An object whose class has `lent`, the names of methods and attributes, is lent. Its methods are
+  carried out here: who waits for whom, what is sent and which seconds it takes are what the
+  simulated world counted (`exercise.shared.Ranks`).
 - A rank's calls go to that rank's process, by the first lent object with a `rank`; all other calls
   go to one process. No process sees another's values.
 - Inputs are drawn anew for each check (`exercise.exercise.draws`): numbers that stand in the package can be
@@ -36,17 +36,15 @@ import secrets
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 from threading import Timer
-from types import MappingProxyType
 from typing import Any, Self
 
 import numpy as np
 
-from nnmpi.comm.group import Group
 from nnmpi.custom import fault
 from nnmpi.errors import NnmpiError
 from nnmpi.exercise.child import FIRST_WORD, show
@@ -57,14 +55,6 @@ LIMIT_S = 60.0  # for a whole check, which takes a few seconds at most
 LIMIT_BYTES = 2 << 30
 PACKAGE = Path(__file__).resolve().parents[1]
 IMPORT = re.compile(r"^from nnmpi\.([\w.]+) import", re.MULTILINE)
-LENT: Mapping[type, tuple[str, ...]] = MappingProxyType(
-    {
-        Group: (
-            *("rank", "size", "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_reduce_max"),
-            *("all_gather_v", "reduce_scatter_v"),
-        )
-    }
-)
 BEGIN = "import sys; sys.path.insert(0, {!r}); from nnmpi.exercise.child import main; main()"
 
 
@@ -170,7 +160,7 @@ class Solution:
         lent: list[Any] = []
 
         def lend(value: Any) -> Any:
-            names = getattr(type(value), "lent", LENT.get(type(value)))
+            names = getattr(type(value), "lent", None)
             if names is None:
                 return None
             lent.append(value)
@@ -235,7 +225,7 @@ class Solution:
 
     def _method(self, lent: Any, name: str, values: list[Any]) -> Callable[..., Any]:
         """Return a method that a solution may call with these values."""
-        names = getattr(type(lent), "lent", LENT.get(type(lent), ()))
+        names = type(lent).lent
         texts = [each for each in values if isinstance(each, str)]
         if name not in names or not all(each.replace("-", "").isalnum() for each in texts):
             raise WireError(f"{name} is not among what it may call")

@@ -25,7 +25,7 @@ from nnmpi.comm.collective import Step
 from nnmpi.errors import NnmpiError
 from nnmpi.schedule.schedule import Instruction, Kind
 
-MOST_BYTES = 64 << 20  # of a message
+MOST_BYTES = 16 << 20  # of a message
 MOST_NUMBERS = 1 << 20  # of a range, which takes no bytes
 
 

@@ -111,6 +111,10 @@ def _hostile() -> Iterator[Cheat]:
     yield Cheat("a number of ten thousand digits", RULE, "return 10**10000", "ValueError")
     chunk = f"{step}return [Step(to=1 - rank, send=[7], from_=1 - rank, recv=[7])] if size == 2 else ()"
     yield Cheat("chunks that there are not", RING, chunk, "chunk 7|cannot judge", "*")
+    stage = "from nnmpi.schedule.schedule import Instruction, Kind\nreturn [Instruction(Kind.F, 10**9, 'x')]"
+    yield Cheat("stages that there are not", "one-f-one-b", stage, "1000000000Fx has no place in 2 stages")
+    kind = "from nnmpi.schedule.schedule import Instruction\nreturn [Instruction('F', 0, 0)]"
+    yield Cheat("text for a kind", "one-f-one-b", kind, "0F0 has no place in")
     yield Cheat("text for numbers", ROW, "return 'abc'", "must be numbers of shape")
     yield Cheat("an array of objects", ROW, "import numpy\nreturn numpy.array([None])", "must be numbers of shape")
     yield Cheat("no numbers", ROW, "return x @ w * float('nan')", "is nan, and must be")
