@@ -183,7 +183,7 @@ def write_pages(app: Any) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder.parent / "index.html").write_text(f"{first}\n")
     draw_collective(["render", "ring", "--ranks", "4", "--html", str(folder / "ring.html")])
-    words = ["--schedule", "1f1b", "--stages", "4", "--microbatches", "4"]
+    words = ["--pipeline", "1f1b", "--stages", "4", "--microbatches", "4"]
     draw_schedule([*words, "--html", str(folder / "1f1b.html")])
     draw_plan(["plan", "--layers", "8", "--bandwidth", "2MiB", "--html", str(folder / "plan.html")])
 

@@ -68,7 +68,10 @@ HABITS = {  # what other programs call what is called otherwise here: who comes 
     "batch": "batch_size",
     "data": "dataset",
     "data_path": "data_dir",
-    "lr_scheduler": "schedule",
+    **dict.fromkeys(("lr_scheduler", "scheduler"), "lr_schedule"),
+    "schedule": "lr_schedule pipeline",
+    **dict.fromkeys(("alpha", "beta", "gamma", "per_node", "across_alpha", "across_beta", "fit"), "network"),
+    "message_ms": "network",
     "optim": "optimizer",
     "workers": "dp",
     "device": "backend",
@@ -96,6 +99,15 @@ class Parser(argparse.ArgumentParser):
             return action.type(arg_string) if callable(action.type) else arg_string
         except (UsageError, argparse.ArgumentTypeError) as error:
             raise argparse.ArgumentError(action, str(error)) from None
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Refuse names that another option has now, before anything is missed; else do what argparse does."""
+        known, others = self._option_string_actions, any(each.nargs == argparse.REMAINDER for each in self._actions)
+        for written in [] if others else [word.partition("=")[0] for word in args or ()]:
+            habit = written.startswith("--") and written not in known and written[2:].replace("-", "_") in HABITS
+            if habit and (near := suggest(written, known)):
+                self.error(f"{written} is not an option{near}")
+        return super().parse_known_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise a UsageError with the message as a sentence."""
@@ -267,8 +279,8 @@ def suggest(name: str, known: Iterable[str]) -> str:
     """
     plain = {each.lstrip("-").replace("-", "_"): each for each in known}
     name = name.lstrip("-").replace("-", "_")
-    meant = HABITS.get(name, "")
-    near = [meant] if meant in plain else difflib.get_close_matches(name, plain, n=3)
+    meant = [each for each in HABITS.get(name, "").split() if each in plain]
+    near = meant or difflib.get_close_matches(name, plain, n=3)
     return f"; did you mean {' or '.join(plain[each].replace('_', '-') for each in near)}?" if near else ""
 
 

@@ -60,7 +60,7 @@ class PlanConfig:
     """Bytes that each rank has, for everything, such as 16GiB (default: any)."""
     network: str = "fit"
     """Messages: fit, as they were fitted here for so many ranks; the file of a fit; or numbers between nodes, such as
-    alpha_us=50,gbit=10."""
+    alpha_us=50,gbit=10, or alpha=5e-5,beta=8e-10 in seconds, with inside_gbit=80 for those inside a node."""
     kept: int = 10
     """How many layouts are printed."""
 

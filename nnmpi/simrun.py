@@ -23,8 +23,9 @@ from typing import Any
 import numpy as np
 from numpy.random import mtrand
 
+from nnmpi.comm.fit import NETWORK_HELP, parse_network
 from nnmpi.comm.group import Group
-from nnmpi.comm.machine import Machine, parse_network
+from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.mpi_front import Wire, make_modules
 from nnmpi.comm.simulated.scheduler import Scheduler
 from nnmpi.comm.simulated.simulated_comm import EAGER_BYTES, MessageBoard
@@ -181,7 +182,7 @@ def main(words: Sequence[str]) -> str:
 def _parser() -> Parser:
     parser = Parser("python -m nnmpi.simrun", description=__doc__)
     parser.add_argument("-n", type=positive_count, default=4, metavar="RANKS", help="how many ranks (default 4)")
-    parser.add_argument("--network", default="", help="links, such as alpha_us=50,gbit=1: says seconds and bytes")
+    parser.add_argument("--network", default="", help=f"{NETWORK_HELP}; says seconds and bytes")
     parser.add_argument("--seed", type=int, default=0, help="decides who goes first, and from whom is received")
     parser.add_argument("--seeds", type=positive_count, default=1, help="run with so many seeds; compare outputs")
     parser.add_argument("--eager", type=int, default=EAGER_BYTES, help="bytes that are sent without a receive")

@@ -23,7 +23,7 @@ from typing import Any
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.duration import price
-from nnmpi.comm.machine import parse_network
+from nnmpi.comm.fit import NETWORK_HELP, parse_network
 from nnmpi.command import Parser, flag_of, positive_count, read_words, say
 from nnmpi.errors import LaunchError, UsageError, raised_as
 from nnmpi.files import write_atomically
@@ -38,7 +38,7 @@ DESCRIPTION = """How much faster is a training on more ranks? Starts one after a
 prints speed-up and efficiency beside those of the cost model.
 
 python -m nnmpi.speedup --ranks 1,2,4 -- --dataset digits --model cnn
-python -m nnmpi.speedup --ranks 1,2,4,8,16 --simulate --plot a.svg -- --network alpha_us=50,gbit=1
+python -m nnmpi.speedup --ranks 1,2,4,8,16 --simulate --network alpha_us=50,gbit=1 --plot a.svg -- --model mlp
 python -m nnmpi.speedup --ranks 1,2,4 --weak -- --model mlp --batch-size 64
 
 Behind -- stand options of the train command. A run takes 60 steps unless they say how many. With --slow on simulated
@@ -84,7 +84,9 @@ def main(words: Sequence[str]) -> str:
     parser.add_argument("--simulate", action="store_true", help="on simulated ranks in one process, without MPI")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw them: .svg, .png, .pdf")
+    parser.add_argument("--network", help=f"links of simulated ranks: {NETWORK_HELP}")
     options = parser.parse_args(own)
+    theirs = [*theirs, *(["--network", options.network] if options.network else [])]
     counts = [positive_count(each) for each in options.ranks.split(",")]
     if counts != sorted(set(counts)):
         raise UsageError(f"--ranks {options.ranks} does not rise; give each number once, such as 1,2,4")

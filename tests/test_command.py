@@ -13,7 +13,7 @@ from nnmpi.command import Parser, Switch, folded, foretell, options_of, printabl
 from nnmpi.errors import HelpAsked, UsageError
 
 ROOT = Path(__file__).parents[1]
-SCHEDULE = "nnmpi.schedule --schedule gpipe --microbatches 2 --stages"
+SCHEDULE = "nnmpi.schedule --pipeline gpipe --microbatches 2 --stages"
 
 
 def ran(words: str, rank: int) -> tuple[int, str, str]:
@@ -132,7 +132,7 @@ def test_nothing_that_steers_a_terminal_is_printed() -> None:
 
 
 def test_what_cannot_be_written_is_said_in_a_sentence() -> None:
-    command = [sys.executable, "-m", "nnmpi.schedule", "--schedule", "gpipe", "--stages", "2", "--microbatches", "2"]
+    command = [sys.executable, "-m", "nnmpi.schedule", "--pipeline", "gpipe", "--stages", "2", "--microbatches", "2"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
     assert done.returncode == 1

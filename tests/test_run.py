@@ -208,7 +208,9 @@ def test_wrong_options_are_one_sentence(tmp_path: Path) -> None:
 
 # ---- real jobs ----
 
-FIXED = "--backend numpy --model mlp --dataset iris --batch-size 50 --hidden 16 --reduction fixed --schedule constant"
+FIXED = (
+    "--backend numpy --model mlp --dataset iris --batch-size 50 --hidden 16 --reduction fixed --lr-schedule constant"
+)
 
 
 @pytest.mark.timeout(300)

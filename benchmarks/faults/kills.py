@@ -17,7 +17,7 @@ from pathlib import Path
 
 from nnmpi.launcher import read_launch
 
-TRAIN = "--model mlp --dataset digits --batch-size 64 --reduction fixed --schedule constant --lr 1e-4 --eval-every 0"
+TRAIN = "--model mlp --dataset digits --batch-size 64 --reduction fixed --lr-schedule constant --lr 1e-4 --eval-every 0"
 LOOK_S = 0.1
 
 

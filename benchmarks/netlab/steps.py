@@ -40,7 +40,7 @@ SETTINGS: Mapping[str, str] = {  # of Open MPI
     "threads_pthreads_yield_strategy": "nanosleep",
     "threads_pthreads_nanosleep_time": "50000",
 }
-ALL = ("--trace", "--eval-every", "0", "--save-every", "0", "--schedule", "constant", "--optimizer", "sgd")
+ALL = ("--trace", "--eval-every", "0", "--save-every", "0", "--lr-schedule", "constant", "--optimizer", "sgd")
 
 
 @dataclass(frozen=True)

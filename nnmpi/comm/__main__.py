@@ -4,7 +4,7 @@ python -m nnmpi.comm list --ranks 16 --bytes 64k
 python -m nnmpi.comm render ring --ranks 4
 python -m nnmpi.comm render ring --ranks 6 --html ring.html --svg ring.svg
 python -m nnmpi.comm prove halving-doubling --ranks 17
-python -m nnmpi.comm simulate tree --ranks 16 --bytes 1MB --alpha 1e-5 --beta 1e-9 --gamma 1e-10
+python -m nnmpi.comm simulate tree --ranks 16 --bytes 1MB --network alpha=1e-5,beta=1e-9,gamma=1e-10
 python -m nnmpi.comm simulate ring --operation all-gather --ranks 4096 --bytes 64MB
 mpirun -n 4 python -m nnmpi.comm fit
 """
@@ -12,7 +12,6 @@ mpirun -n 4 python -m nnmpi.comm fit
 import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -20,8 +19,7 @@ from nnmpi.comm.agreement import on_root
 from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
 from nnmpi.comm.collective import ALL_REDUCE, Collective
 from nnmpi.comm.duration import price, simulate_collective
-from nnmpi.comm.fit import default_file, describe_fit, load_fit, save_fit
-from nnmpi.comm.machine import Link, Machine, blocks
+from nnmpi.comm.fit import NETWORK, NETWORK_HELP, default_file, describe_fit, find_network_fit, parse_network, save_fit
 from nnmpi.comm.measure import facts, measure
 from nnmpi.comm.mpi.start import start
 from nnmpi.comm.prove import prove
@@ -30,7 +28,7 @@ from nnmpi.command import Parser, foretell, positive_count, say
 from nnmpi.custom import is_custom, load_custom
 from nnmpi.errors import UsageError, raised_as
 from nnmpi.pages.page import write_page
-from nnmpi.units import format_bytes, format_seconds, parse_bytes, parse_seconds
+from nnmpi.units import format_bytes, format_seconds, parse_bytes
 
 
 def main(words: Sequence[str]) -> str:
@@ -42,7 +40,8 @@ def main(words: Sequence[str]) -> str:
     """
     arguments = _parser().parse_args(words or ["--help"])
     if getattr(arguments, "ranks", 0) is None:
-        arguments.ranks = load_fit(arguments.fit).ranks if arguments.fit else DEFAULT_RANKS
+        fit = find_network_fit(arguments.network, None)
+        arguments.ranks = DEFAULT_RANKS if fit is None else fit.ranks
     if arguments.command in ("prove", "render"):  # as many chunks as ranks, which some algorithms send one by one
         foretell(f"{arguments.algorithm} on {arguments.ranks} ranks", 5e-7 * arguments.ranks**3)
     return _COMMANDS[arguments.command](arguments)
@@ -50,7 +49,8 @@ def main(words: Sequence[str]) -> str:
 
 def _list(arguments: argparse.Namespace) -> str:
     """List all collectives with the latencies, and the bytes in buffers, that the last rank waits for."""
-    ranks, machine = arguments.ranks, _machine(arguments)
+    ranks = arguments.ranks
+    machine = parse_network(arguments.network, ranks, ranks)
     lines = [f"N = {ranks} ranks, M = {format_bytes(arguments.bytes)} in a buffer", ""]
     for (operation, name), collective in COLLECTIVES.items():
         latencies, buffers = coefficients(collective, ranks)
@@ -78,14 +78,15 @@ def _render(arguments: argparse.Namespace) -> str:
     if arguments.html is None:
         return drawn
     beside = {name: found for (operation, name), found in COLLECTIVES.items() if operation == arguments.operation}
-    animation = compare(beside | {collective.name: collective}, collective.name, arguments.ranks)
+    machine = parse_network(arguments.network, arguments.ranks, arguments.ranks)
+    animation = compare(beside | {collective.name: collective}, collective.name, arguments.ranks, machine)
     write_page(arguments.html, "collective", f"{arguments.operation} by {collective.name}", animation)
     return f"{drawn}\n\n{arguments.html} runs it in a browser"
 
 
 def _simulate(arguments: argparse.Namespace) -> str:
     """Simulate a collective for up to thousands of ranks: how long it takes on a machine."""
-    machine = _machine(arguments)
+    machine = parse_network(arguments.network, arguments.ranks, arguments.ranks)
     found = simulate_collective(_collective(arguments, machine.nodes), arguments.ranks, arguments.bytes, machine)
     title = f"{arguments.operation} by {arguments.algorithm}, {arguments.ranks} ranks, {format_bytes(arguments.bytes)}"
     first = min(range(len(found)), key=found.__getitem__)
@@ -116,19 +117,8 @@ _COMMANDS: Mapping[str, Callable[[argparse.Namespace], str]] = MappingProxyType(
     {"list": _list, "prove": _prove, "render": _render, "simulate": _simulate, "fit": _fit}
 )
 _OF_ONE = ("prove", "render", "simulate")
-_ON_MACHINE = ("list", "simulate")
+_ON_MACHINE = ("list", "simulate", "render")
 DEFAULT_RANKS = 4
-ALPHA_S, BETA_S = 1e-5, 1e-9
-_MACHINE = MappingProxyType(
-    {
-        "alpha": f"seconds of latency (default {ALPHA_S:g})",
-        "beta": f"seconds per byte sent (default {BETA_S:g})",
-        "gamma": "seconds per byte added (default 0)",
-        "per_node": "ranks of a node, which share its link (all)",
-        "across_alpha": "latency between nodes (default: alpha)",
-        "across_beta": "seconds per byte between nodes (default: beta)",
-    }
-)
 
 
 def _parser() -> Parser:
@@ -147,13 +137,11 @@ def _parser() -> Parser:
             one.add_argument("--out", type=Path, help="file (default: one for these ranks in the user's cache)")
             continue
         one.add_argument("--ranks", type=positive_count, help=f"ranks (default: the fit's, else {DEFAULT_RANKS})")
-        one.set_defaults(fit=None)
+        one.set_defaults(network=NETWORK)
         if name in _ON_MACHINE:
-            one.add_argument("--bytes", type=parse_bytes, default=2**20, help="such as 4, 64k, 1MB (default 1MB)")
-            one.add_argument("--fit", type=Path, help="the machine: a file made by the command fit")
-            for option, text in _MACHINE.items():
-                kind = positive_count if option == "per_node" else parse_seconds
-                one.add_argument("--" + option.replace("_", "-"), type=kind, help=text)
+            if name != "render":
+                one.add_argument("--bytes", type=parse_bytes, default=2**20, help="such as 4, 64k, 1MB (default 1MB)")
+            one.add_argument("--network", default=NETWORK, help=f"{NETWORK_HELP} (default {NETWORK})")
     return parser
 
 
@@ -168,28 +156,6 @@ def _collective(arguments: argparse.Namespace, nodes: Sequence[int] | None = Non
         operation = having[0] if len(having) == 1 else ALL_REDUCE.name
     arguments.operation = operation
     return find_collective(operation, name, nodes)
-
-
-def _machine(arguments: argparse.Namespace) -> Machine:
-    """Return the machine of the fit, or the one that the options describe.
-
-    Raises:
-        UsageError: for both at once.
-    """
-    given = {name: getattr(arguments, name) for name in _MACHINE if getattr(arguments, name, None) is not None}
-    if arguments.fit and given:
-        option = "--" + next(iter(given)).replace("_", "-")
-        raise UsageError(f"--fit says what the machine is, and so does {option}; leave one of them out")
-    if arguments.fit:
-        return load_fit(arguments.fit).machine
-    alpha_s, beta_s = given.get("alpha", ALPHA_S), given.get("beta", BETA_S)
-    machine = Machine.uniform(alpha_s, beta_s, given.get("gamma", 0.0))
-    if "per_node" in given:
-        across = Link.line(given.get("across_alpha", alpha_s), given.get("across_beta", beta_s))
-        return replace(machine, across=across, nodes=blocks(arguments.ranks, given["per_node"]))
-    if "across_alpha" in given or "across_beta" in given:
-        raise UsageError("--across-alpha and --across-beta are of messages between nodes; give --per-node as well")
-    return machine
 
 
 if __name__ == "__main__":

@@ -8,19 +8,20 @@ shared memory) was measured as it is, at several lengths.
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from nnmpi.comm.algorithms.registry import ALGORITHMS, HIERARCHICAL, NATIVE, SHARED, How, find_collective
 from nnmpi.comm.collective import ALL_REDUCE
 from nnmpi.comm.duration import price
-from nnmpi.comm.machine import Curve, Machine
+from nnmpi.comm.machine import Curve, Link, Machine, blocks
 from nnmpi.errors import UsageError, counted
 from nnmpi.files import cache_folder, foreign, read_json, rebuilt, write_atomically
-from nnmpi.units import format_bytes, format_seconds
+from nnmpi.units import format_bytes, format_seconds, parse_settings
 
 FORMAT = 2
 MAKE_ONE = "make one: mpirun -n RANKS python -m nnmpi.comm fit"
@@ -119,6 +120,74 @@ def default_file(facts: Mapping[str, Any], name: str = "fit") -> Path:
     nodes = len(set(facts["nodes"]))
     words = f"{name}-{facts['host']}-{facts['mpi']}-{facts['ranks']}-ranks" + (f"-{nodes}-nodes" if nodes > 1 else "")
     return cache_folder() / (re.sub(r"[^a-z0-9.]+", "-", words.lower()) + ".json")
+
+
+# ---- a network in words: what --network takes, whatever the command ----
+
+NETWORK = "alpha_us=10,gbit=10"  # where messages have to cost something, and nothing says what
+NETWORK_HELP = """numbers, such as alpha_us=50,gbit=10 or alpha=5e-5,beta=8e-10,gamma=1e-10 (seconds; gamma to add a
+byte), and per_node=8,inside_gbit=80 for nodes of several ranks; fit: as measured here; or the file of a fit"""
+
+
+def find_network_fit(text: str, ranks: int | None) -> Fit | None:
+    """Return the fit that a network means: one of a file, or with "fit" the last one kept of so many ranks; else None.
+
+    Raises:
+        UsageError: for a file that is no fit.
+    """
+    if text == "fit":
+        files = sorted(cache_folder().glob(f"fit-*-{ranks}-ranks*.json"), key=lambda file: file.stat().st_mtime)
+        return load_fit(files[-1]) if files else None
+    return load_fit(Path(text)) if text.endswith(".json") or Path(text).is_file() else None
+
+
+def missing_fit(ranks: int, nodes: int = 1) -> UsageError:
+    """Return what says that there is no fit of so many ranks, and what to do."""
+    return UsageError(
+        f"there is no fit of {counted(ranks, 'rank')} on {counted(nodes, 'node')}; make one with mpirun -n {ranks} "
+        f"python -m nnmpi.comm fit, or say what messages cost: --network {NETWORK}"
+    )
+
+
+def parse_network(text: str, ranks: int, per_node: int = 1) -> Machine:
+    """Return the machine that a network in words describes; see `NETWORK_HELP`. What is left out costs nothing.
+
+        alpha_us=50,gbit=10                      links between nodes, and inside one where nothing else is said
+        alpha=5e-5,beta=8e-10,gamma=1e-10        the same in seconds: a message, a byte sent, a byte added
+        gbit=10,per_node=8,inside_gbit=80        nodes of 8 ranks each, which share the node's link
+        fit, nodes.json                          as `python -m nnmpi.comm fit` has measured it
+
+    Args:
+        text: the words.
+        ranks: how many.
+        per_node: how many of them are on a node, unless the words say it.
+
+    Raises:
+        UsageError: says how it is written, or which fit is missing.
+    """
+    fit = find_network_fit(text, ranks)
+    if fit is not None and fit.ranks == ranks:
+        return fit.machine
+    if fit is not None or text == "fit":
+        raise missing_fit(ranks)
+    values = parse_settings(text)
+    wrong = not values or not all(0 <= value < math.inf for value in values.values())
+    if not wrong and 0 not in (values.get(name) for name in ("gbit", "inside_gbit", "per_node")):
+        each, gamma_s = values.pop("per_node", per_node), values.pop("gamma", 0.0)
+        across = _take_link(values, "")
+        inside = _take_link(values, "inside_") if any(name.startswith("inside_") for name in values) else across
+        if not values and each % 1 == 0:
+            machine = Machine(inside, add=Curve.line(0.0, gamma_s))
+            return machine if each >= ranks else replace(machine, across=across, nodes=blocks(ranks, int(each)))
+    raise UsageError(f"network {text!r} is not understood; give {' '.join(NETWORK_HELP.split())}")
+
+
+def _take_link(values: dict[str, float], prefix: str) -> Link:
+    """Return the link that numbers describe; those that do are taken out, so that what is said twice is left."""
+    alpha, beta = prefix + "alpha", prefix + "beta"
+    alpha_s = values.pop(alpha) if alpha in values else values.pop(f"{alpha}_us", 0.0) / 1e6
+    beta_s = values.pop(beta) if beta in values else 8 / (1e9 * values.pop(f"{prefix}gbit", math.inf))
+    return Link.line(alpha_s, beta_s)
 
 
 # ---- a fit in words ----

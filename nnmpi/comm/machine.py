@@ -18,11 +18,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from nnmpi.errors import UsageError
-from nnmpi.units import parse_settings
 
 # Where a line's second point lies: so far out that the slope computed from the two has every digit of beta.
 _FAR_BYTES = 2.0**40
-_BITS_PER_BYTE = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,30 +148,6 @@ class Machine:
         curves = {link.both_ways if each else link.one_way for each in both}
         costs = [(curve.alpha_s, sum(curve(nbytes) - curve.alpha_s for nbytes in lengths)) for curve in curves]
         return max(costs, key=sum)
-
-
-def parse_network(text: str, ranks: int) -> Machine:
-    """Return a machine whose ranks are each on a node of its own, with links such as "alpha_us=50,gbit=10".
-
-    What is left out costs nothing.
-
-    Args:
-        text: microseconds of latency, and 10^9 bits per second.
-        ranks: how many.
-
-    Raises:
-        UsageError: says how it is written.
-    """
-    values = parse_settings(text)
-    known = values and values.keys() <= {"alpha_us", "gbit"} and values.get("gbit") != 0
-    if not known or not all(0 <= value < math.inf for value in values.values()):
-        raise UsageError(
-            f"network {text!r} is not understood; give a latency in microseconds and a rate in Gbit/s above 0, such as "
-            "alpha_us=50,gbit=10"
-        )
-    beta_s = _BITS_PER_BYTE / (1e9 * values["gbit"]) if "gbit" in values else 0.0
-    link = Link.line(values.get("alpha_us", 0.0) / 1e6, beta_s)
-    return Machine(link, link, tuple(range(ranks)))
 
 
 def blocks(size: int, per_node: int) -> tuple[int, ...]:

@@ -30,6 +30,7 @@ DRAWN = 8  # ranks up to which every number is drawn
 MOST = 16  # ranks that fit a page
 PRICED = (*range(2, MOST + 1), 24, 32, 48, 64)
 _ITEMS = 840  # elements in a chunk, so that chunks are even
+SHOWN_BYTES = 2**20  # of the buffer with which a page begins
 
 
 def render(algorithm: Collective | Algorithm, size: int) -> str:
@@ -137,13 +138,13 @@ def coefficients(collective: Collective, size: int) -> tuple[int, float]:
     return round(latencies), buffers
 
 
-def compare(collectives: Mapping[str, Collective], first: str, ranks: int) -> dict[str, Any]:
+def compare(collectives: Mapping[str, Collective], first: str, ranks: int, machine: Machine) -> dict[str, Any]:
     """Return what a page needs to show one collective beside the others of its kind.
 
     Args:
         collectives: those with one contract, by name.
         first: the one that is shown first; the next one stands beside it.
-        ranks: with which the page begins.
+        ranks, machine: with which the page begins; of the machine one message between nodes, or inside the only one.
 
     Raises:
         UsageError: for ranks that do not fit a page.
@@ -152,10 +153,13 @@ def compare(collectives: Mapping[str, Collective], first: str, ranks: int) -> di
     if not 2 <= ranks <= MOST:
         raise UsageError(f"a page draws 2 to {MOST} ranks, not {ranks}; draw it as text")
     drawn: Sequence[int] = sorted({*range(2, DRAWN + 1), ranks})
+    curve = machine.link(machine.nodes is not None).one_way
     return {
         "operation": collectives[first].contract.name,
         "ranks": ranks,
         "drawn": max(drawn),
+        "alpha": curve.alpha_s,
+        "beta": curve.beta(SHOWN_BYTES),
         "first": first,
         "algorithms": {
             name: {

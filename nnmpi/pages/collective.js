@@ -1,4 +1,4 @@
-// DATA: {operation, ranks, first, algorithms: {name: {animations: {ranks: animation}, costs: {ranks: [latencies, parts]}}}}
+// DATA: {operation, ranks, first, alpha, beta, algorithms: {name: {animations: {ranks: animation}, costs: {ranks: [latencies, parts]}}}}
 // animation: {begins: [rank][chunk], rounds, messages: [{round, from, to, chunks, reduce, after, clock: [latencies, parts]}]}
 // What is in a chunk is a hexadecimal number whose digit r (from the right) counts rank r's part. A part is one of
 // the buffer's bytes: a message of `parts` costs alpha + parts * M * beta.
@@ -6,7 +6,7 @@
 const names = Object.keys(DATA.algorithms);
 const sizes = [...new Set(names.flatMap((name) => Object.keys(DATA.algorithms[name].costs)))].map(Number)
   .sort((a, b) => a - b);
-const given = { ranks: DATA.ranks, bytes: 2 ** 20, alpha: 1e-5, beta: 1e-9 };
+const given = { ranks: DATA.ranks, bytes: 2 ** 20, alpha: DATA.alpha, beta: DATA.beta };
 const lineColour = (name) => colour(names.indexOf(name), names.length);
 const price = ([latencies, parts]) => latencies * given.alpha + parts * given.bytes * given.beta;
 
@@ -119,18 +119,19 @@ function refresh() {
   control.go(Math.min(control.state.at, Math.max(...panels.map((each) => each.rounds))));
   showCosts();
 }
-const alphas = logarithmic(1e-7, 1e-2, 4), rates = logarithmic(1e7, 1e12, 4), lengths = Array.from({ length: 27 }, (_, i) => 2 ** (i + 4));
+const among = (values, value) => [...values.filter((each) => Math.abs(each / value - 1) > 1e-9), value].sort((a, b) => a - b);
+const rate = 8 / given.beta, alphas = among(logarithmic(1e-7, 1e-2, 4), given.alpha), rates = among(logarithmic(1e7, 1e12, 4), rate);
+const lengths = Array.from({ length: 27 }, (_, i) => 2 ** (i + 4));
 const near = (values, value) => values.reduce((best, each, i) =>
   Math.abs(Math.log(each / value)) < Math.abs(Math.log(values[best] / value)) ? i : best, 0);
-given.beta = 8 / rates[near(rates, 8e9)];
 PAGE.append(
   el("p", {}, `Each rank's buffer is cut into as many chunks as there are ranks. A stripe in a chunk is the part of the rank with ` +
     `that colour; a frame that travels is a chunk under way.`),
   el("div", { class: "card sliders" },
     slider("ranks", sizes, sizes.indexOf(DATA.ranks), String, (value) => { given.ranks = value; refresh(); }),
     slider("buffer", lengths, near(lengths, given.bytes), bytes, (value) => { given.bytes = value; refresh(); }),
-    slider("latency of a message", alphas, near(alphas, given.alpha), seconds, (value) => { given.alpha = value; refresh(); }),
-    slider("bandwidth", rates, near(rates, 8e9), bits, (value) => { given.beta = 8 / value; refresh(); })),
+    slider("latency of a message", alphas, alphas.indexOf(given.alpha), seconds, (value) => { given.alpha = value; refresh(); }),
+    slider("bandwidth", rates, rates.indexOf(rate), bits, (value) => { given.beta = 8 / value; refresh(); })),
   control.bar, el("div", { class: "cards" }, ...panels.map((each) => each.card)),
   el("section", { class: "card", style: "margin-top:1rem" }, el("h2", {}, "What it costs, by the length of the buffer"), costs, crossings,
     table));

@@ -1,9 +1,9 @@
 """`python -m nnmpi.schedule`: look at a pipeline schedule without MPI: its grid, its bubble, what it keeps.
 
-python -m nnmpi.schedule --schedule 1f1b --stages 4 --microbatches 8
-python -m nnmpi.schedule --schedule interleaved --stages 4 --microbatches 8 --virtual-stages 2
-python -m nnmpi.schedule --schedule gpipe --stages 2 --microbatches 8 --message-ms 0.2
-python -m nnmpi.schedule --schedule 1f1b --stages 4 --microbatches 8 --html 1f1b.html --svg 1f1b.svg
+python -m nnmpi.schedule --pipeline 1f1b --stages 4 --microbatches 8
+python -m nnmpi.schedule --pipeline interleaved --stages 4 --microbatches 8 --virtual-stages 2
+python -m nnmpi.schedule --pipeline gpipe --stages 2 --microbatches 8 --network alpha_us=50,gbit=10 --bytes 1MB
+python -m nnmpi.schedule --pipeline 1f1b --stages 4 --microbatches 8 --html 1f1b.html --svg 1f1b.svg
 """
 
 import argparse
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+from nnmpi.comm.fit import NETWORK_HELP, parse_network
 from nnmpi.command import Parser, foretell, positive_count, say
 from nnmpi.custom import load_custom
 from nnmpi.errors import counted
@@ -22,7 +23,7 @@ from nnmpi.schedule.render import compare, picture, render
 from nnmpi.schedule.schedule import Schedule
 from nnmpi.schedule.schedules import INTERLEAVED, SCHEDULES, make
 from nnmpi.schedule.simulate import Costs, Simulation, even_costs, simulate_schedule
-from nnmpi.units import parse_seconds
+from nnmpi.units import format_seconds, parse_bytes, parse_seconds
 
 
 def main(words: Sequence[str]) -> str:
@@ -32,8 +33,8 @@ def main(words: Sequence[str]) -> str:
         UsageError: for words that make no schedule, or a file that cannot be written.
     """
     given = _parser().parse_args(words)
-    virtual = given.virtual_stages or _usual(given.schedule)
-    name = load_custom(given.schedule, "--schedule", "(rank, ranks, microbatches)")
+    virtual = given.virtual_stages or _usual(given.pipeline)
+    name = load_custom(given.pipeline, "--pipeline", "(rank, ranks, microbatches)")
     what = f"a schedule of {given.stages} x {virtual} stages and {given.microbatches} microbatches"
     foretell(what, 2.5e-4 * given.stages * virtual * given.microbatches)
     schedule = lower(make(name, given.stages, given.microbatches, virtual))
@@ -65,7 +66,13 @@ def _costs(given: argparse.Namespace, schedule: Schedule) -> Costs:
     """Return the costs that the options describe; the times of a rank's stages add up to what was given for them."""
     share = 1e-3 / schedule.virtual
     backward_s = None if given.backward_ms is None else given.backward_ms * share
-    return even_costs(schedule.stages, given.forward_ms * share, backward_s, given.message_ms * 1e-3)
+    return even_costs(schedule.stages, given.forward_ms * share, backward_s, _message(given))
+
+
+def _message(given: argparse.Namespace) -> float:
+    """Return the seconds of a message between two ranks."""
+    machine = parse_network(given.network, given.stages) if given.network else None
+    return 0.0 if machine is None else machine.link(machine.nodes is not None).one_way(given.bytes)
 
 
 def _title(schedule: Schedule) -> str:
@@ -78,7 +85,7 @@ def _figures(schedule: Schedule, found: Simulation, given: argparse.Namespace) -
     """Return the figures, one per line."""
     backward_ms = 2 * given.forward_ms if given.backward_ms is None else given.backward_ms
     times = [f"forward {given.forward_ms:g} ms", f"backward {backward_ms:g} ms" * schedule.trains]
-    times += [f"message {given.message_ms:g} ms"] * bool(given.message_ms)
+    times += [f"message {format_seconds(_message(given))}"] * bool(given.network)
     return [
         f"makespan          {1e3 * found.makespan_s:g} ms   (modelled; of each rank: {', '.join(filter(None, times))})",
         f"bubble            {100 * found.bubble:.1f} %   of all ranks' time",
@@ -90,13 +97,14 @@ def _figures(schedule: Schedule, found: Simulation, given: argparse.Namespace) -
 def _parser() -> Parser:
     parser = Parser("python -m nnmpi.schedule", description=__doc__)
     milliseconds = partial(parse_seconds, unit="milliseconds", example="2.5")
-    parser.add_argument("--schedule", required=True, help=f"one of {', '.join(SCHEDULES)}, or FILE.py:NAME")
+    parser.add_argument("--pipeline", required=True, help=f"one of {', '.join(SCHEDULES)}, or FILE.py:NAME")
     parser.add_argument("--stages", type=positive_count, required=True, help="stages of the pipeline, one on each rank")
     parser.add_argument("--microbatches", type=positive_count, required=True, help="microbatches in a step")
     parser.add_argument("--virtual-stages", type=positive_count, help="stages on each rank instead (interleaved: 2)")
     parser.add_argument("--forward-ms", type=milliseconds, default=1.0, help="a rank's forward of a microbatch (1)")
     parser.add_argument("--backward-ms", type=milliseconds, help="its backward (twice the forward)")
-    parser.add_argument("--message-ms", type=milliseconds, default=0.0, help="a message between two ranks (0)")
+    parser.add_argument("--network", default="", help=f"{NETWORK_HELP} (messages take no time)")
+    parser.add_argument("--bytes", type=parse_bytes, default=2**20, help="of a message between two ranks (1MB)")
     parser.add_argument("--html", type=Path, metavar="FILE", help="write a page that runs it, for a browser")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="write a picture for slides: .svg, .png, .pdf")
     return parser

@@ -18,7 +18,7 @@ from nnmpi.shard import split
 def naive(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
     """The naive pipeline: one microbatch at a time goes through all stages and back, and all ranks but one are idle.
 
-        python -m nnmpi.schedule --schedule naive --stages 3 --microbatches 2
+        python -m nnmpi.schedule --pipeline naive --stages 3 --microbatches 2
 
         time    0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17
         rank 0  F0 .  .  .  .  .  .  B0--- F1 .  .  .  .  .  .  B1---|
@@ -33,7 +33,7 @@ def naive(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
 def gpipe(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
     """GPipe: fill the pipeline with all forwards, then drain it with all backwards, the last microbatch first.
 
-        python -m nnmpi.schedule --schedule gpipe --stages 4 --microbatches 6
+        python -m nnmpi.schedule --pipeline gpipe --stages 4 --microbatches 6
 
         time    0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26
         rank 0  F0 F1 F2 F3 F4 F5 .  .  .  .  .  .  .  .  .  B5--- B4--- B3--- B2--- B1--- B0---|
@@ -51,7 +51,7 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
 def inference(rank: int, ranks: int, microbatches: int, virtual: int = 1) -> tuple[Instruction, ...]:
     """Inference: forwards only, one microbatch behind the other.
 
-        python -m nnmpi.schedule --schedule inference --stages 4 --microbatches 6
+        python -m nnmpi.schedule --pipeline inference --stages 4 --microbatches 6
 
         time    0  1  2  3  4  5  6  7  8
         rank 0  F0 F1 F2 F3 F4 F5 .  .  .
@@ -70,7 +70,7 @@ def inference(rank: int, ranks: int, microbatches: int, virtual: int = 1) -> tup
 def one_f_one_b(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
     """1F1B: as soon as a backward can be done it is done, and every stage alternates between forward and backward.
 
-        python -m nnmpi.schedule --schedule 1f1b --stages 4 --microbatches 6
+        python -m nnmpi.schedule --pipeline 1f1b --stages 4 --microbatches 6
 
         time    0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26
         rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0--- F4 B1--- F5 B2--- .  B3--- .  B4--- .  B5---|
@@ -97,7 +97,7 @@ def _in_turns(
 def pipedream(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
     """PipeDream: 1F1B in which every stage updates its weights after each backward, and never waits for the others.
 
-        python -m nnmpi.schedule --schedule pipedream --stages 4 --microbatches 6
+        python -m nnmpi.schedule --pipeline pipedream --stages 4 --microbatches 6
 
         time    0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 20 21 22 23 24 25 26
         rank 0  F0 F1 F2 F3 .  .  .  .  .  .  B0---|F4 B1---|F5 B2---|.  B3---|.  B4---|.  B5---|
@@ -125,7 +125,7 @@ def interleaved(rank: int, ranks: int, microbatches: int, virtual: int) -> tuple
     dealt to the rounds, so M >= R may be any number). In a round a rank does its first stage for all microbatches, then
     its second, and so on; backwards in the opposite order of stages.
 
-        python -m nnmpi.schedule --schedule interleaved --stages 3 --microbatches 3 --virtual-stages 2
+        python -m nnmpi.schedule --pipeline interleaved --stages 3 --microbatches 3 --virtual-stages 2
 
         time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20  21  22  23
         rank 0  0F0 0F1 0F2 3F0 3F1 3F2 .   .   .   .   3B0---- .   3B1---- .   3B2----+0B0---- 0B1---- 0B2----|
@@ -151,7 +151,7 @@ def zero_bubble(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, 
     I gives the gradient of the input, which the stage before waits for; W gives the gradients of the weights, which can
     wait. Stage s runs as in 1F1B, and stays s microbatches behind with W: it works them off while others drain.
 
-        python -m nnmpi.schedule --schedule zero-bubble --stages 4 --microbatches 6
+        python -m nnmpi.schedule --pipeline zero-bubble --stages 4 --microbatches 6
 
         time    0  1  2  3  4  5  6  7  8  9  10 11 12 13 14 15 16 17 18 19 20
         rank 0  F0 F1 F2 F3 .  .  .  I0 W0 F4 I1 W1 F5 I2 W2 I3 W3 I4 W4 I5 W5|

@@ -190,13 +190,13 @@ def build_schedule(config: OptimizationConfig, extent: Extent) -> Schedule:
     if config.drops is not None:
         epochs, factor = config.drops
         after = StepDecay(lr, max(1, round(epochs * extent.train_batches)), factor)
-    elif config.schedule == "cosine":
+    elif config.lr_schedule == "cosine":
         after = Cosine(lr, max(1, extent.steps - warmup))
-    elif is_custom(config.schedule):
+    elif is_custom(config.lr_schedule):
         wanted = "(step, steps, lr)"
-        first = call_custom(config.schedule, "--schedule", wanted, 0, extent.steps, lr)
-        require(isinstance(first, int | float), f"--schedule {config.schedule} gave {first!r}; return a number")
-        rate = load_custom(config.schedule, "--schedule", wanted)
+        first = call_custom(config.lr_schedule, "--lr-schedule", wanted, 0, extent.steps, lr)
+        require(isinstance(first, int | float), f"--lr-schedule {config.lr_schedule} gave {first!r}; return a number")
+        rate = load_custom(config.lr_schedule, "--lr-schedule", wanted)
         after = lambda step: float(rate(step, extent.steps, lr))  # noqa: E731
     return Warmup(warmup, after) if warmup else after
 

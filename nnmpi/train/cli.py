@@ -56,7 +56,7 @@ Without options: a small convolutional network on the bundled digits."""
 
 # What --help prints: the options of the first week.
 FIRST = """
-model hidden layers features dataset data_dir epochs max_steps batch_size optimizer lr weight_decay schedule clip
+model hidden layers features dataset data_dir epochs max_steps batch_size optimizer lr weight_decay lr_schedule clip
 dp pp tp pipeline microbatches zero allreduce sync slow network simulate seed out resume verbose
 """
 # What a run cannot change when it goes on: its weights, its data and its order of samples hang on these.

@@ -15,7 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_type_hints
 
-from nnmpi.comm.machine import Machine, parse_network
+from nnmpi.comm.fit import parse_network
+from nnmpi.comm.machine import Machine
 from nnmpi.comm.world import LIMIT_S, WARNING_S
 from nnmpi.command import Option, Switch, convert, flag_of, options_of, suggest
 from nnmpi.custom import Custom, is_custom
@@ -180,7 +181,9 @@ class SyncConfig:
     2 takes 3 times as long; "probability=0.25,factor=3": so does any rank by chance; several separated by
     semicolons."""
     network: str = ""
-    """For --simulate: the links, such as "alpha_us=50,gbit=10" (default: messages take no time)."""
+    """For --simulate: the links, such as alpha_us=50,gbit=10, or alpha=5e-5,beta=8e-10 in seconds;
+    per_node=8,inside_gbit=80 for nodes of several ranks; fit, as measured here; or the file of a fit (default: messages
+    take no time)."""
     simulate: int = 0
     """Run so many ranks in this process, without MPI, on simulated clocks. With --slow ms=20 a step's computing
     takes just that; else the processor time that it takes here. --seed also decides about all that MPI leaves open,
@@ -211,7 +214,7 @@ class SyncConfig:
 
     @property
     def machine(self) -> Machine | None:
-        """What messages cost between simulated ranks, each a node of its own; None where they take no time."""
+        """What messages cost between simulated ranks, each a node of its own unless it says else; None for no time."""
         return parse_network(self.network, self.simulate) if self.network else None
 
     def slowness(self, seed: int) -> Slow:
@@ -362,7 +365,7 @@ class OptimizationConfig:
     """Momentum of --optimizer sgd, rmsprop and muon (where it is 0.95 by default)."""
     weight_decay: float | None = None
     """Weight decay: decoupled for adamw and muon (default 0.01), L2 for the others (default 0)."""
-    schedule: str = "cosine"
+    lr_schedule: str = "cosine"
     """How the learning rate goes on after the warm-up: constant; cosine, which ends at 0 with the last step;
     step:10,0.1, which multiplies it by 0.1 every 10 epochs; or a function (step, steps, lr) of your own,
     FILE.py:NAME."""
@@ -399,19 +402,19 @@ class OptimizationConfig:
 
     @property
     def drops(self) -> tuple[float, float] | None:
-        """Of --schedule step:EPOCHS,FACTOR: the epochs between two drops, and what each multiplies the rate by."""
-        name, _, values = self.schedule.partition(":")
+        """Of --lr-schedule step:EPOCHS,FACTOR: the epochs between two drops, and what each multiplies the rate by."""
+        name, _, values = self.lr_schedule.partition(":")
         if name != "step":
-            known = self.schedule in ("constant", "cosine") or is_custom(self.schedule)
+            known = self.lr_schedule in ("constant", "cosine") or is_custom(self.lr_schedule)
             sentence = "give constant, cosine, step:EPOCHS,FACTOR or FILE.py:NAME"
-            require(known, f"--schedule is {self.schedule}; {sentence}")
+            require(known, f"--lr-schedule is {self.lr_schedule}; {sentence}")
             return None
         try:
             epochs, factor = map(float, (values or "10,0.1").split(","))
         except ValueError:
             epochs = factor = 0.0
         fits = 0 < epochs < LONG and 0 < factor <= 1
-        require(fits, f"--schedule is {self.schedule}; give epochs and a factor up to 1, such as step:10,0.1")
+        require(fits, f"--lr-schedule is {self.lr_schedule}; give epochs and a factor up to 1, such as step:10,0.1")
         return epochs, factor
 
 

@@ -126,8 +126,8 @@ def _parameters(trainer: Trainer) -> str:
 def _optimizer(options: OptimizationConfig, extent: Extent) -> str:
     """Return the optimizer and what changes its learning rate, in words."""
     words = [f"{options.optimizer}, learning rate {options.lr:g}"]
-    if options.schedule != "constant":
-        words.append(options.schedule)
+    if options.lr_schedule != "constant":
+        words.append(options.lr_schedule)
     if warmup := warmup_steps(options, extent):
         words.append(f"warm-up of {counted(warmup, 'step')}")
     return ", ".join(words)

@@ -10,6 +10,7 @@ from nnmpi.comm.__main__ import main
 from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES
 from nnmpi.comm.collective import as_collective
 from nnmpi.comm.fit import save_fit
+from nnmpi.comm.machine import Machine
 from nnmpi.comm.render import compare, render
 from nnmpi.custom import load_custom
 from nnmpi.errors import ScheduleError, UsageError
@@ -57,14 +58,14 @@ def test_what_a_user_wrote_wrong_is_one_sentence(tmp_path: Path) -> None:
 def test_a_page_leaves_out_ranks_for_which_an_algorithm_is_not_right(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
     doubling = as_collective(load_custom(f"{tmp_path}/mine.py:doubling", "the algorithm", "(rank, size)"))
-    shown = compare({"doubling": doubling}, "doubling", 4)["algorithms"]["doubling"]
+    shown = compare({"doubling": doubling}, "doubling", 4, Machine.uniform(1.0, 1.0))["algorithms"]["doubling"]
     assert list(shown["animations"]) == list(shown["costs"]) == [2, 4, 8]
     with pytest.raises(ScheduleError, match="rank 1, step 1 talks to rank 3"):
-        compare({"doubling": doubling}, "doubling", 3)
+        compare({"doubling": doubling}, "doubling", 3, Machine.uniform(1.0, 1.0))
 
 
 def test_simulate_and_list() -> None:
-    words = ["--ranks", "4", "--bytes", "400", "--alpha", "1", "--beta", "0.25", "--gamma", "0.125"]
+    words = ["--ranks", "4", "--bytes", "400", "--network", "alpha=1,beta=0.25,gamma=0.125"]
     assert main(["simulate", "ring", *words]).startswith("all-reduce by ring, 4 ranks, 400 B: 193.5 s\n")
     listed = {tuple(line.split()[:2]): line for line in main(["list", *words]).splitlines()[2:]}
     assert listed["all-reduce", "ring"].split()[2:] == ["6", "alpha", "+", "1.500", "M", "beta", "193.5", "s"]
@@ -80,9 +81,9 @@ def test_simulate_and_list() -> None:
         ("simulate ring --bytes x", "'x' is not a number of bytes; write it like 4, 64k"),
         ("prove tree --ranks 5000", "tree on 5000 ranks would take 17 h 21 min or so; ask for fewer"),
         ("simulate ring --ranks 0", "'0' is not a number of them"),
-        ("simulate ring --alpha nan", "'nan' is not a number of seconds"),
-        ("simulate ring --across-beta 1e-9", "are of messages between nodes; give --per-node"),
-        ("simulate ring --fit nowhere.json", "nowhere.json: no fit that can be read"),
+        ("simulate ring --network alpha=nan", "network 'alpha=nan' is not understood; give numbers, such as"),
+        ("simulate ring --alpha 1e-5", "--alpha is not an option; did you mean --network?"),
+        ("simulate ring --network nowhere.json", "nowhere.json: no fit that can be read"),
         ("render ring --bytes 4", "unrecognized arguments: --bytes 4"),
     ],
 )
@@ -100,21 +101,24 @@ def test_a_mistake_ends_with_status_2_and_needs_no_mpi() -> None:
     assert done.stderr.count("\n") == 1 and "there is no all-reduce by 'x'" in done.stderr
 
 
-def test_strange_machines_are_simulated_as_asked(tmp_path: Path) -> None:
-    words = ["--ranks", "4", "--bytes", "4MB", "--alpha", "0", "--beta", "1e-9"]
-    even = main(["simulate", "ring", *words]).splitlines()[0]
-    assert main(["simulate", "ring", *words, "--per-node", "2"]).splitlines()[0] == even
-    for strange in ("--across-beta 5e-9", "--across-alpha 1", "--gamma 1e-9"):
-        assert main(["simulate", "ring", *words, "--per-node", "2", *strange.split()]).splitlines()[0] != even
+def test_strange_machines_are_simulated_as_asked() -> None:
+    def simulated(network: str) -> str:
+        words = ["simulate", "ring", "--ranks", "4", "--bytes", "4MB"]
+        return main([*words, "--network", network]).splitlines()[0]
+
+    even = simulated("beta=1e-9")
+    assert simulated("beta=1e-9,per_node=2") == simulated("gbit=8") == even
+    for strange in ("beta=5e-9,inside_beta=1e-9", "beta=1e-9,alpha=1,inside_beta=1e-9", "beta=1e-9,gamma=1e-9"):
+        assert simulated(f"{strange},per_node=2") != even
 
 
 def test_a_fit_is_priced_on_its_own_nodes_and_alone(tmp_path: Path) -> None:
     file = tmp_path / "fit.json"
     save_fit(make_fit(), file)  # 4 ranks on 2 nodes
-    told = main(["simulate", "hierarchical", "--bytes", "1MB", "--fit", str(file)])
+    told = main(["simulate", "hierarchical", "--bytes", "1MB", "--network", str(file)])
     assert format_seconds(make_fit().predict("hierarchical", 2**20)) in told.splitlines()[0]
-    with pytest.raises(UsageError, match="--fit says what the machine is, and so does --beta"):
-        main(["list", "--fit", str(file), "--beta", "1"])
+    with pytest.raises(UsageError, match="there is no fit of 5 ranks on 1 node; make one with mpirun -n 5 python"):
+        main(["list", "--ranks", "5", "--network", str(file)])
 
 
 def test_a_name_that_one_operation_has_needs_no_operation() -> None:

@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from nnmpi.comm.machine import Curve, Link, Machine, blocks, parse_network
+from nnmpi.comm.fit import parse_network
+from nnmpi.comm.machine import Curve, Link, Machine, blocks
 from nnmpi.errors import UsageError
 
 EAGER = Curve(((8, 1e-6), (1024, 2e-6), (1025, 5e-6), (4097, 8e-6)))
@@ -52,9 +53,27 @@ def test_a_network_is_given_as_text() -> None:
     assert machine.link(across=True).both_ways(10**6) == pytest.approx(50e-6 + 8e6 / 10e9)
     assert parse_network("alpha_us=20", 2).inside == Link.line(20e-6, 0.0)
     assert parse_network("gbit=1", 2).inside.one_way.alpha_s == 0
+    assert parse_network("alpha=5e-5,beta=8e-10", 3) == machine
+    assert parse_network("alpha_us=50,gbit=10", 3, per_node=3) == Machine.uniform(50e-6, 8e-10)
+    several = parse_network("beta=8e-10,inside_alpha_us=1,gamma=1e-10,per_node=2", 3)
+    assert several == Machine(Link.line(1e-6, 0.0), Link.line(0.0, 8e-10), (0, 0, 1), Curve.line(0.0, 1e-10))
 
 
-@pytest.mark.parametrize("text", ["", "gbit", "gbit=0", "gbit=-1", "gbit=fast", "mbit=3", "gbit=1,gbit=2", "gbit=inf"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "gbit",
+        "gbit=0",
+        "gbit=-1",
+        "gbit=fast",
+        "mbit=3",
+        "gbit=1,gbit=2",
+        "gbit=inf",
+        "gbit=1,beta=1",
+        "per_node=0",
+    ],
+)
 def test_a_network_that_cannot_be_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="such as alpha_us=50,gbit=10") as told:
         parse_network(text, 2)

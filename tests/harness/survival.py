@@ -53,7 +53,7 @@ from tests.harness.disk import FaultyDisk
 
 STEPS = 4
 WORDS = f"--model mlp --hidden 3 --dataset iris --batch-size 60 --max-steps {STEPS} --save-every 2steps"
-WORDS += " --eval-every 0 --schedule constant --log-every 1 --quiet --backend numpy"
+WORDS += " --eval-every 0 --lr-schedule constant --log-every 1 --quiet --backend numpy"
 FIXED = "--reduction fixed"
 WAYS = (FIXED, FIXED, "--sync asp", "--sync ssp --staleness 1", "--sync local --local-steps 2", "--sync gossip")
 HOSTS, MOST_FAULTS = ("one", "two", "three"), 3

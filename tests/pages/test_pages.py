@@ -63,7 +63,7 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> str:
 def pipeline(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The page of 1F1B with 3 stages and 4 microbatches."""
     file = tmp_path_factory.mktemp("pages") / "1f1b.html"
-    schedule(["--schedule", "1f1b", "--stages", "3", "--microbatches", "4", "--html", str(file)])
+    schedule(["--pipeline", "1f1b", "--stages", "3", "--microbatches", "4", "--html", str(file)])
     return file.read_text()
 
 
@@ -88,6 +88,19 @@ def test_a_ring_is_stepped_through_with_keys(ring: str, tmp_path: Path, width: s
     for text, seconds in zip(over, (ring_s, tree_s), strict=True):
         shown = re.search(r"clock ([\d.]+) ms of ([\d.]+) ms", text)
         assert shown and shown[1] == shown[2] == f"{1e3 * seconds:.3g}"
+
+
+@pytest.mark.parametrize("network", [(), ("--network", "alpha_us=3,gbit=7"), ("--network", "alpha=0.002,beta=3e-9")])
+def test_a_page_has_the_price_of_the_command_line(tmp_path: Path, network: tuple[str, ...]) -> None:
+    """Of an algorithm of one's own, too, whatever the sliders' steps are."""
+    (tmp_path / "mine.py").write_text(
+        "from nnmpi.comm.algorithms.ring import ring\ndef mine(rank, size): return ring(rank, size)"
+    )
+    own, file = f"{tmp_path}/mine.py:mine", tmp_path / "mine.html"
+    comm(["render", own, "--ranks", "8", "--html", str(file), *network])
+    text = look(file.read_text(), 'return { told: texts(".figures")[0] };', tmp_path)["told"]
+    told = re.search(r": ([\d.]+) ms", comm(["simulate", own, "--ranks", "8", *network]))
+    assert told and text.endswith(f" of {float(told[1]):.3g} ms, 0 messages")
 
 
 def test_sliders_change_costs_and_crossings(ring: str, tmp_path: Path) -> None:
@@ -185,4 +198,4 @@ def test_a_page_is_one_file_and_names_cannot_break_it(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="a page draws 2 to 16 ranks, not 17"):
         comm(["render", "ring", "--ranks", "17", "--html", str(tmp_path / "page.html")])
     with pytest.raises(UsageError, match="up to 16 ranks and 32 microbatches, not 2 and 33"):
-        schedule(["--schedule", "1f1b", "--stages", "2", "--microbatches", "33", "--html", str(tmp_path / "p.html")])
+        schedule(["--pipeline", "1f1b", "--stages", "2", "--microbatches", "33", "--html", str(tmp_path / "p.html")])

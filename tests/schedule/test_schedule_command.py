@@ -6,7 +6,7 @@ from nnmpi.errors import UsageError
 from nnmpi.schedule.__main__ import main
 from nnmpi.schedule.schedules import SCHEDULES
 
-COMMAND = "--schedule 1f1b --stages 4 --microbatches 8"
+COMMAND = "--pipeline 1f1b --stages 4 --microbatches 8"
 
 
 def test_grid_and_figures() -> None:
@@ -23,20 +23,22 @@ def test_grid_and_figures() -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_every_schedule_can_be_looked_at(name: str) -> None:
-    assert f"{name}: 1 rank" in main(f"--schedule {name} --stages 1 --microbatches 1".split())
-    assert "bubble" in main(f"--schedule {name} --stages 3 --microbatches 11".split())
+    assert f"{name}: 1 rank" in main(f"--pipeline {name} --stages 1 --microbatches 1".split())
+    assert "bubble" in main(f"--pipeline {name} --stages 3 --microbatches 11".split())
 
 
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        ("", "required: --schedule, --stages, --microbatches"),
-        ("--schedule 1b1f --stages 2 --microbatches 2", "there is no schedule '1b1f'; the names are naive, gpipe"),
-        ("--schedule gpipe --stages 0 --microbatches 2", "--stages: '0' is not a number of them, of which there is at"),
-        ("--schedule gpipe --stages 2 --microbatches x", "--microbatches: 'x' is not a number"),
-        ("--schedule gpipe --stages 2 --microbatches 2 --virtual-stages 2", "gpipe has one stage on each rank, not 2"),
-        ("--schedule gpipe --stages 5000 --microbatches 5000", "5000 microbatches would take 1 h 44 min or so"),
+        ("", "required: --pipeline, --stages, --microbatches"),
+        ("--pipeline 1b1f --stages 2 --microbatches 2", "there is no schedule '1b1f'; the names are naive, gpipe"),
+        ("--pipeline gpipe --stages 0 --microbatches 2", "--stages: '0' is not a number of them, of which there is at"),
+        ("--pipeline gpipe --stages 2 --microbatches x", "--microbatches: 'x' is not a number"),
+        ("--pipeline gpipe --stages 2 --microbatches 2 --virtual-stages 2", "gpipe has one stage on each rank, not 2"),
+        ("--pipeline gpipe --stages 5000 --microbatches 5000", "5000 microbatches would take 1 h 44 min or so"),
         (f"{COMMAND} --virtual-stages {10**20}", "of them are more than there is"),
+        ("--schedule gpipe --stages 2", "--schedule is not an option; did you mean --pipeline?"),
+        (f"{COMMAND} --message-ms 1", "--message-ms is not an option; did you mean --network?"),
         (f"{COMMAND} --forward-ms -1", "'-1' is not a number of milliseconds; write it like 2.5"),
         (f"{COMMAND} --html /nowhere/x.html", "/nowhere/x.html cannot be written .No such file or directory.; give"),
     ],

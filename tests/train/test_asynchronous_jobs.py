@@ -19,7 +19,7 @@ from tests.train.jobs import lines, once, send, train
 # Several jobs one after the other, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(300)
 
-DIGITS = "--model mlp --hidden 32 --dataset digits --schedule constant"
+DIGITS = "--model mlp --hidden 32 --dataset digits --lr-schedule constant"
 FOR_EVER = f"{DIGITS} --epochs 100000 --no-jit --eval-every 0 --save-every 0 --log-every 5 --slow ms=1"
 
 

@@ -58,7 +58,7 @@ WRONG: list[tuple[type, dict[str, Any], str]] = [
     ),
     (OptimizationConfig, {"weight_decay": -1e-4}, "--weight-decay is -0.0001"),
     (OptimizationConfig, {"warmup_epochs": -1.0}, "--warmup-epochs is -1.0"),
-    *((OptimizationConfig, {"schedule": text}, f"--schedule is {text}") for text in WRONG_SCHEDULES),
+    *((OptimizationConfig, {"lr_schedule": text}, f"--lr-schedule is {text}") for text in WRONG_SCHEDULES),
     (
         OptimizationConfig,
         {"warmup_epochs": 1e300},
@@ -88,7 +88,7 @@ def test_defaults_and_edges_are_accepted() -> None:
     ModelConfig(model="mlp", hidden=())
     ModelConfig(model="mlp", hidden=(1,), dropout=0.0, activation="gelu")
     OptimizationConfig(batch_size="full", optimizer="sgd", momentum=0.9, weight_decay=0.0, clip=1e-9)
-    OptimizationConfig(schedule="step:0.5,1.0")
+    OptimizationConfig(lr_schedule="step:0.5,1.0")
     RunConfig(eval_every=Every("0"), save_every=Every("3steps"))
 
 

@@ -106,15 +106,15 @@ def run(words: str, ranks: int) -> list[float]:
 
 def test_all_that_is_ones_own_trains_as_what_is_built_in() -> None:
     """The same losses, with everything of one's own at once, on ranks and on stages."""
-    plain = run("--optimizer sgd --lr 0.1 --schedule constant --reduction fixed --microbatches 4", 1)
-    names = "--optimizer own.py:Plain --loss own.py:loss --lr 0.1 --schedule constant"
+    plain = run("--optimizer sgd --lr 0.1 --lr-schedule constant --reduction fixed --microbatches 4", 1)
+    names = "--optimizer own.py:Plain --loss own.py:loss --lr 0.1 --lr-schedule constant"
     assert np.allclose(run(f"{names} --allreduce own.py:relay", 3), plain, rtol=1e-11)
     assert np.allclose(run(f"{names} --pipeline own.py:one_by_one --pp 2", 2), plain, rtol=1e-11)
-    rates = run("--schedule own.py:falling --warmup-epochs 0 --optimizer sgd --lr 0.1", 1)
+    rates = run("--lr-schedule own.py:falling --warmup-epochs 0 --optimizer sgd --lr 0.1", 1)
     assert rates[0] == pytest.approx(plain[0])
     assert comm(["render", "own.py:relay", "--ranks", "3"]).startswith("all-reduce by relay, 3 ranks")
     assert "one_by_one: 3 ranks, 4 microbatches" in schedule(
-        ["--schedule", "own.py:one_by_one", "--stages", "3", "--microbatches", "4"]
+        ["--pipeline", "own.py:one_by_one", "--stages", "3", "--microbatches", "4"]
     )
 
 
@@ -137,7 +137,7 @@ def test_a_callback_is_told_each_record_once() -> None:
         ("--pp 3 --pipeline own.py:backward_first", "backward_first: .* does not stand behind"),
         ("--allreduce own.py:gone", "--allreduce own.py:gone: own.py has no function 'gone'; define gone(rank, size)"),
         ("--optimizer own.py:data", "--optimizer own.py:data: .*; define data(storage, lr)"),
-        ("--schedule own.py:loss", "define loss(step, steps, lr)"),
+        ("--lr-schedule own.py:loss", "define loss(step, steps, lr)"),
         ("--dataset own.py:falling", "define falling()"),
         ("--loss huber.py:loss", "--loss huber.py:loss: there is no file huber.py"),
         (

@@ -10,7 +10,7 @@ from tests.train.test_resume import last_checkpoint
 
 pytestmark = pytest.mark.timeout(300)
 
-WORDS = "--backend numpy --model mlp --dropout 0.2 --batch-size 20 --optimizer adamw --schedule constant"
+WORDS = "--backend numpy --model mlp --dropout 0.2 --batch-size 20 --optimizer adamw --lr-schedule constant"
 
 
 def checkpoint(run: Path) -> list[bytes]:

@@ -85,7 +85,7 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
         ),
         ("--lr -1", "--lr is -1.0; give a finite number above 0"),
         ("--model resnt", "--model is resnt; choose mlp, cnn, resnet, lstm, gpt, or give your own as FILE.py:NAME"),
-        ("--schedule cosin", "--schedule is cosin; give constant, cosine, step:EPOCHS,FACTOR or FILE.py:NAME"),
+        ("--lr-schedule cosin", "--lr-schedule is cosin; give constant, cosine, step:EPOCHS,FACTOR or FILE.py:NAME"),
         ("--split 3,x", '--split is 3,x; it must be "auto" or a list of whole numbers'),
         ("--split 3,0", "--split is 3 0; give auto, or numbers of layers such as 5,4,3"),
         ("--pp 0", "--pp is 0; give a whole number, 1 or more"),

@@ -82,7 +82,7 @@ def test_killed_at_random_moments_it_ends_with_the_same_bits(tmp_path: Path) -> 
 
 def test_killed_before_its_first_checkpoint_it_starts_again(tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    words = "--model mlp --dataset iris --schedule constant --eval-every 0 --save-every 0 --log-every 1"
+    words = "--model mlp --dataset iris --lr-schedule constant --eval-every 0 --save-every 0 --log-every 1"
     words += " --epochs 3000 --max-steps"
     callback = once(lambda: lines(broken / "metrics.jsonl") > 3, lambda: send(signal.SIGKILL, str(broken)), ends=True)
     assert train(tmp_path, f"{words} 6000 --out {broken}", is_lost=callback).status != 0
@@ -95,7 +95,7 @@ def test_killed_before_its_first_checkpoint_it_starts_again(tmp_path: Path) -> N
 
 @pytest.mark.slow(ONCE_MORE)
 def test_running_statistics_and_the_place_in_an_epoch_are_restored(tmp_path: Path) -> None:
-    words = "--model resnet --batch-size 20 --optimizer adamw --schedule constant"
+    words = "--model resnet --batch-size 20 --optimizer adamw --lr-schedule constant"
     assert train(tmp_path, f"{words} --max-steps 6 --out whole", ranks=2).status == 0
     assert train(tmp_path, f"{words} --max-steps 4 --log-every 2 --out broken", ranks=2).status == 0
     assert train(tmp_path, "--resume broken --max-steps 6", ranks=2).status == 0
@@ -118,7 +118,7 @@ def test_a_checkpoint_resumes_on_another_number_of_ranks(tmp_path: Path, capsys:
 
 
 def test_a_checkpoint_resumes_under_another_layout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = "--model mlp --dataset iris --dtype float64 --batch-size 25 --optimizer adamw --schedule constant"
+    words = "--model mlp --dataset iris --dtype float64 --batch-size 25 --optimizer adamw --lr-schedule constant"
     whole, moved = tmp_path / "whole", tmp_path / "moved"
     simulated(f"{words} --max-steps 9 --out {whole}", 1)
     pipeline = (

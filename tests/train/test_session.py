@@ -153,8 +153,8 @@ def test_the_header_says_when_batch_normalization_sees_parts_of_a_batch(
         "--optimizer adamw",
         "--lr 0.002",
         "--weight-decay 0.1",
-        "--schedule constant",
-        "--schedule step:0.5,0.1",
+        "--lr-schedule constant",
+        "--lr-schedule step:0.5,0.1",
         "--warmup-epochs 1",
         "--clip 0.01",
         "--label-smoothing 0.1",
@@ -193,10 +193,10 @@ def test_options_that_must_not_change_the_weights(train: Train, words: str) -> N
 
 def test_schedules_give_the_rates_they_promise(train: Train) -> None:
     words = "--epochs 4 --log-every 1 --lr 0.1 --warmup-epochs 0 "  # 8 steps, 2 per epoch
-    assert rates(train(words + "--schedule constant")) == [0.1] * 8
-    stepped = rates(train(words + "--schedule step:2,0.5"))
+    assert rates(train(words + "--lr-schedule constant")) == [0.1] * 8
+    stepped = rates(train(words + "--lr-schedule step:2,0.5"))
     assert stepped == pytest.approx([0.1] * 4 + [0.05] * 4)
-    cosine = rates(train(words + "--schedule cosine --warmup-epochs 1"))
+    cosine = rates(train(words + "--lr-schedule cosine --warmup-epochs 1"))
     assert cosine[:3] == pytest.approx([0.1 / 3, 0.2 / 3, 0.1])
     assert cosine[2:] == sorted(cosine[2:], reverse=True)
     assert rates(train(words + "--warmup-epochs 9"))[-1] < 0.1  # longer than the run
@@ -374,7 +374,7 @@ def test_a_run_does_not_go_on_with_other_data(
 def test_a_finished_run_is_told_again_and_goes_on_with_more_epochs(
     train: Train, group: Group, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = train("--epochs 2 --schedule constant")
+    run = train("--epochs 2 --lr-schedule constant")
     before = read_metrics(run / "metrics.jsonl")
     main(["--resume", str(run)], group)
     after = read_metrics(run / "metrics.jsonl")
@@ -385,5 +385,5 @@ def test_a_finished_run_is_told_again_and_goes_on_with_more_epochs(
     records = read_metrics(run / "metrics.jsonl")
     assert [(each["kind"], each["global_step"]) for each in records][-3:] == [("train", 6), ("eval", 6), ("test", 6)]
     assert sum(each["kind"] == "test" for each in records) == 1
-    assert same(run, train("--epochs 3 --schedule constant"))
+    assert same(run, train("--epochs 3 --lr-schedule constant"))
     assert f"resuming from {run}" in capsys.readouterr().out

@@ -92,10 +92,10 @@ def test_the_seed_decides(words: str, cpu_factor: float, tmp_path: Path) -> None
 
 def test_a_simulated_run_goes_on_under_another_number_of_ranks(tmp_path: Path) -> None:
     """Its folder is that of any run."""
-    run = simulated(tmp_path, "--epochs 2 --batch-size 400 --allreduce ring --backend numpy --schedule constant", 3)
+    run = simulated(tmp_path, "--epochs 2 --batch-size 400 --allreduce ring --backend numpy --lr-schedule constant", 3)
     whole = weights(run)
     half = simulated(
-        tmp_path, "--epochs 2 --max-steps 4 --batch-size 400 --allreduce ring --backend numpy --schedule constant", 3
+        tmp_path, "--epochs 2 --max-steps 4 --batch-size 400 --allreduce ring --backend numpy --lr-schedule constant", 3
     )
     simulate(partial(main, ["--resume", str(half), "--max-steps", "None"]), 3, seed=5)
     assert weights(half) == whole
@@ -133,7 +133,7 @@ def test_a_network_makes_steps_longer(tmp_path: Path) -> None:
     ("words", "text"),
     [
         ("--simulate -1", "--simulate"),
-        ("--simulate 2 --network fast", "network 'fast' is not understood; give a latency in "),
+        ("--simulate 2 --network fast", "network 'fast' is not understood; give numbers, such as"),
         ("--simulate 3 --slow rank=3,factor=2", "rank 3 does not exist"),
         ("--simulate 2 --dp 3", "3"),
         ("--network gbit=1", "--network is for --simulate"),

@@ -6,17 +6,16 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
 
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED, find_collective
 from nnmpi.comm.duration import price
-from nnmpi.comm.fit import Fit, default_file, load_fit, save_fit
+from nnmpi.comm.fit import Fit, default_file, find_network_fit, missing_fit, parse_network, save_fit
 from nnmpi.comm.group import Group
-from nnmpi.comm.machine import Curve, Link, Machine, blocks, parse_network
+from nnmpi.comm.machine import Link, Machine
 from nnmpi.comm.measure import find_fit
 from nnmpi.comm.measure import measure as measure_fit
-from nnmpi.errors import UsageError, counted
+from nnmpi.errors import UsageError
 
 WAYS = ("ring", "tree", "halving-doubling")  # the last of an all-reduce alone
 FIT_S, QUICK = 6.0, "quick-fit"  # for a fit that is made on the way; `python -m nnmpi.comm fit` takes its time
@@ -123,21 +122,18 @@ def take_network(
     with agreed(group):
         if ranks % nodes:
             raise UsageError(f"{ranks} ranks cannot be as many on each of {nodes} nodes; give a divisor of {ranks}")
-        fit = load_fit(Path(word)) if Path(word).is_file() else known if word == "fit" else None
+        fit = known if word == "fit" else find_network_fit(word, ranks)
         if fit is not None and fit.ranks == ranks and (nodes == 1 or fit.machine.nodes is not None):
             return PlannedNetwork(f"fitted to {fit.facts['host']} on {fit.facts['date']}", fit.machine, ranks, fit)
-        link = parse_network(word, 1).inside if fit is None and word != "fit" else None
+        said = fit is None and word != "fit"
+        machine = parse_network(word, ranks, ranks // nodes) if said else Machine.uniform(0.0, 0.0)
         if ranks == 1:
-            return PlannedNetwork("one rank sends nothing", Machine.uniform(0.0, 0.0), 1)
-        if link is None:
-            raise UsageError(
-                f"there is no fit of {counted(ranks, 'rank')} on {counted(nodes, 'node')}; make one with mpirun -n "
-                f"{ranks} python -m nnmpi.comm fit, or say what messages cost: --network alpha_us=50,gbit=10"
-            )
-        add = known.machine.add if known is not None else Curve.line(0.0, 0.0)
-        if nodes == 1:
-            return PlannedNetwork(word, Machine(link, add=add), ranks)
-        inside = known.machine.inside if known is not None else link
-        where = f"as fitted to {known.facts['host']}" if known is not None else "the same"
-        machine = Machine(inside, link, blocks(ranks, ranks // nodes), add)
-        return PlannedNetwork(f"{word}; inside a node {where}", machine, ranks)
+            return PlannedNetwork("one rank sends nothing", machine, 1)
+        if not said:
+            raise missing_fit(ranks, nodes)
+        if known is None:
+            return PlannedNetwork(word, machine, ranks)
+        inside = machine.inside if nodes == 1 or "inside" in word else known.machine.inside
+        where = "" if inside is machine.inside else f"; inside a node as fitted to {known.facts['host']}"
+        add = machine.add if "gamma" in word else known.machine.add
+        return PlannedNetwork(f"{word}{where}", replace(machine, inside=inside, add=add), ranks)
