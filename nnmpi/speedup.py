@@ -38,7 +38,7 @@ DESCRIPTION = """How much faster is a training on more ranks? Starts one after a
 prints speed-up and efficiency beside those of the cost model.
 
 python -m nnmpi.speedup --ranks 1,2,4 -- --dataset digits --model cnn
-python -m nnmpi.speedup --ranks 1,2,4,8,16 --simulate --network alpha_us=50,gbit=1 --plot a.svg -- --model mlp
+python -m nnmpi.speedup --ranks 1,2,4,8,16 --simulate --network alpha_us=50,gbit=1 -- --model mlp
 python -m nnmpi.speedup --ranks 1,2,4 --weak -- --model mlp --batch-size 64
 
 Behind -- stand options of the train command. A run takes 60 steps unless they say how many. With --slow on simulated

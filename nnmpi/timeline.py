@@ -18,6 +18,8 @@ without one lying within the other are put on tracks of their own; a message is 
 import gzip
 import json
 import math
+from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
@@ -30,6 +32,7 @@ from nnmpi.files import write_atomically
 
 COMPUTE, SEND, RECEIVE, REDUCE, WAITING = "compute", "send", "receive", "reduce", "waiting"
 TRACKS = (COMPUTE, SEND, RECEIVE, REDUCE, WAITING)
+BUCKETS = "buckets"  # the track of sums that are under way, whatever the rank does meanwhile
 
 Args = Mapping[str, Any]
 
@@ -45,6 +48,8 @@ class TraceEvent(NamedTuple):
         args: JSON values that are shown when the event is clicked; None for none.
         sends: the name of the message that leaves in this event; "" for none. Unique in the whole trace.
         takes: the name of the message that arrives in it.
+        meeting, ranks: of a collective: its name, the same on all ranks that take part, and who they are.
+        came_s: when this rank joined it, where that was before it began to stand there.
     """
 
     name: str
@@ -55,6 +60,9 @@ class TraceEvent(NamedTuple):
     args: Args | None = None
     sends: str = ""
     takes: str = ""
+    meeting: str = ""
+    ranks: Sequence[int] = ()
+    came_s: float | None = None
 
 
 class Timeline:
@@ -71,23 +79,9 @@ class Timeline:
         self.clock = clock
         self.events: list[TraceEvent] = []
 
-    def add(
-        self,
-        name: str,
-        category: str,
-        track: str,
-        begin_s: float,
-        end_s: float,
-        args: Args | None = None,
-        sends: str = "",
-        takes: str = "",
-    ) -> None:
-        """Add an event.
-
-        Args:
-            name, category, track, begin_s, end_s, args, sends, takes: see `TraceEvent`.
-        """
-        self.events.append(TraceEvent(name, category, track, begin_s, end_s, args, sends, takes))
+    def add(self, *values: Any, **named: Any) -> None:
+        """Add an event of these values; see `TraceEvent`."""
+        self.events.append(TraceEvent(*values, **named))
 
 
 _timeline: ContextVar[Timeline | None] = ContextVar("nnmpi_timeline", default=None)
@@ -128,6 +122,70 @@ def _timed(timeline: Timeline, name: str, category: str, track: str, args: Args 
         timeline.add(name, category, track, begin_s, timeline.clock(), args)
 
 
+# ---- who waits for whom ----
+
+_NOTICED_S = 1e-9  # shorter waits are roundings
+
+
+def part_waits(everyones: Sequence[Sequence[TraceEvent]], ahead_s: Sequence[float]) -> dict[int, list[TraceEvent]]:
+    """Return the ranks' events with bars that do not count a moment twice, by a common clock.
+
+        rank 0   compute | B0 |xxxxxxx sum |              rank 0   compute | B0 |
+        rank 1   compute | B0         | sum |        ->            waiting      | ... |
+                                                                   reduce             | sum |
+
+    In a collective a rank waits until the last one has come, and for a message until it was sent; what is computed
+    stops meanwhile. So of any moment of a rank one of computing, exchanging and waiting is true.
+
+    Args:
+        everyones: the events of each rank.
+        ahead_s: by how much each rank's clock is ahead of the common one.
+    """
+    processes = {
+        rank: [_moved(event, ahead) for event in events]
+        for rank, (events, ahead) in enumerate(zip(everyones, ahead_s, strict=True))
+    }
+    came: dict[tuple[int, str], list[float]] = defaultdict(list)
+    sent = {event.sends: event.begin_s for events in processes.values() for event in events if event.sends}
+    for rank, events in processes.items():
+        for event in events:
+            if event.meeting:
+                came[rank, event.meeting].append(event.begin_s if event.came_s is None else event.came_s)
+    return {rank: list(_parted(rank, events, came, sent)) for rank, events in processes.items()}
+
+
+def _parted(
+    rank: int, events: Sequence[TraceEvent], came: Mapping[tuple[int, str], list[float]], sent: Mapping[str, float]
+) -> Iterator[TraceEvent]:
+    """Yield a rank's events: waits first, and what is computed in pieces."""
+    stands: list[tuple[float, float]] = []
+    met = Counter[str]()
+    for event in events:
+        since_s = sent.get(event.takes, event.begin_s)
+        if event.meeting:
+            number = met[event.meeting]
+            met[event.meeting] += 1
+            others = [came.get((other, event.meeting), []) for other in event.ranks]
+            since_s = max(times[number] for times in others if len(times) > number)
+        since_s = min(max(since_s, event.begin_s), event.end_s)
+        if event.track in (SEND, RECEIVE, REDUCE, WAITING) and event.begin_s < event.end_s:
+            stands.append((event.begin_s, event.end_s))
+        if since_s - event.begin_s > _NOTICED_S:
+            yield TraceEvent(event.name, "waiting", WAITING, event.begin_s, since_s)
+        if event.track != COMPUTE and (since_s < event.end_s or since_s == event.begin_s or event.takes):
+            yield event._replace(begin_s=since_s)
+    stands.sort()
+    for event in events:
+        if event.track == COMPUTE:
+            begin_s = event.begin_s
+            for stop_s, on_s in stands[bisect_left(stands, (begin_s,)) : bisect_left(stands, (event.end_s,))]:
+                if begin_s < stop_s:
+                    yield event._replace(begin_s=begin_s, end_s=stop_s)
+                begin_s = max(begin_s, on_s)
+            if begin_s < event.end_s or begin_s == event.begin_s:
+                yield event._replace(begin_s=begin_s)
+
+
 # ---- Chrome's format ----
 
 
@@ -138,7 +196,6 @@ COUNTER = "counter"  # the category of events that say how much of something the
 def to_chrome(
     processes: Mapping[int, Sequence[TraceEvent]],
     names: Mapping[int, str] | None = None,
-    offsets_s: Mapping[int, float] | None = None,
 ) -> dict[str, Any]:
     """Return the events in Chrome's trace format: {"traceEvents": [...], "displayTimeUnit": "ms"}.
 
@@ -148,18 +205,15 @@ def to_chrome(
     Args:
         processes: rank -> its events, in any order.
         names: rank -> name of its process; "rank 3" where it is missing.
-        offsets_s: rank -> how far its clock is ahead of the common one, in seconds; 0 where it is missing.
     """
-    offsets_s = offsets_s or {}
-    begins = [event.begin_s - offsets_s.get(rank, 0.0) for rank, events in processes.items() for event in events]
-    first_s = min(begins, default=0.0)
+    first_s = min((event.begin_s for events in processes.values() for event in events), default=0.0)
     sent, taken = ({name for each in processes.values() for event in each if (name := end(event))} for end in _ENDS)
     messages = {name: number for number, name in enumerate(sorted(sent & taken), 1)}  # the others get no arrow
     rows: list[dict[str, Any]] = []
     for rank in sorted(processes):
         name = (names or {}).get(rank, f"rank {rank}")
         rows += [_about("process_name", rank, 0, name=name), _about("process_sort_index", rank, 0, sort_index=rank)]
-        places = [_place(event, first_s + offsets_s.get(rank, 0.0)) for event in processes[rank]]
+        places = [_place(event, first_s) for event in processes[rank]]
         rows += [_amounts(each, rank) for each in places if each.event.category == COUNTER]
         spans = [each for each in places if each.event.category != COUNTER]
         for thread, (track, lane) in enumerate(_lanes(spans)):
@@ -187,8 +241,14 @@ class _Placed(NamedTuple):
     event: TraceEvent
 
 
+def _moved(event: TraceEvent, ahead_s: float) -> TraceEvent:
+    """Return the event by a clock that the rank's is ahead of."""
+    came_s = None if event.came_s is None else event.came_s - ahead_s
+    return event._replace(begin_s=event.begin_s - ahead_s, end_s=event.end_s - ahead_s, came_s=came_s)
+
+
 def _place(event: TraceEvent, zero_s: float) -> _Placed:
-    """Return the event on the trace's clock; `zero_s` is the trace's beginning on the rank's clock."""
+    """Return the event on the trace's clock; `zero_s` is the trace's beginning."""
     return _Placed(round((event.begin_s - zero_s) * 1e9), round((event.end_s - zero_s) * 1e9), event)
 
 

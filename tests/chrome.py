@@ -45,6 +45,28 @@ def spans(trace: Mapping[str, Any]) -> list[tuple[int, str, str, float, float]]:
     ]
 
 
+def standing(trace: Mapping[str, Any], rank: int) -> dict[str, float]:
+    """Return the microseconds of a rank in which it computed, exchanged, waited; and of any of them, each counted once.
+
+    Bars of a track may lie within one another. Sums that are under way beside it are no part of that.
+    """
+    kinds = {"compute": "compute", "waiting": "waiting"} | dict.fromkeys(("send", "receive", "reduce"), "exchange")
+    bars = defaultdict[str, list[tuple[float, float]]](list)
+    for pid, track, _, begin, end in spans(trace):
+        kind = kinds.get(track.partition(" ")[0])
+        if pid == rank and kind:
+            bars[kind].append((begin, end))
+            bars["all"].append((begin, end))
+    found = {}
+    for kind, those in bars.items():
+        covered, until = 0.0, 0.0
+        for begin, end in sorted(those):
+            covered += max(0.0, end - max(begin, until))
+            until = max(until, end)
+        found[kind] = covered
+    return found
+
+
 def arrows(trace: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the names of the events that each arrow joins."""
     ends: dict[int, dict[str, str]] = defaultdict(dict)

@@ -61,3 +61,29 @@ def test_importing_nnmpi_limits_numpy() -> None:
     root = Path(__file__).parents[1]
     found = subprocess.run([sys.executable, "-c", code], env=environ, cwd=root, capture_output=True, text=True)
     assert found.stdout.split("\n")[:2] == ["False True", "[1]"], found.stderr
+
+
+SIMULATED = """
+import numpy, threadpoolctl, nnmpi
+from nnmpi.comm.fit import parse_network
+
+def main(group):
+    rows = numpy.ones((4096 // group.size, 512), numpy.float32)
+    weights = numpy.ones((512, 512), numpy.float32)
+    for _ in range(6):
+        group.all_reduce((rows.T @ (rows @ weights)).reshape(-1), "ring")
+    return [pool["num_threads"] for pool in threadpoolctl.threadpool_info() if pool["user_api"] == "blas"]
+
+runs = {n: nnmpi.simulate(main, n, parse_network("alpha_us=20,gbit=10", n)) for n in (1, 4)}
+print({threads for run in runs.values() for found in run for threads in found}, runs[1].seconds / runs[4].seconds)
+"""
+
+
+@pytest.mark.host_only("the clocks are processor times")
+def test_a_simulated_rank_has_one_thread_and_more_of_them_are_faster() -> None:
+    """Also where the BLAS has a thread for each core: four ranks share out what one computes, and add up by a ring."""
+    environ = {name: value for name, value in os.environ.items() if name not in VARIABLES}
+    root = Path(__file__).parents[1]
+    found = subprocess.run([sys.executable, "-c", SIMULATED], env=environ, cwd=root, capture_output=True, text=True)
+    threads, speedup = found.stdout.rsplit(" ", 1)
+    assert threads == "{1}" and 1.7 < float(speedup) < 4.5, found.stderr

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from nnmpi import timeline
-from nnmpi.timeline import Timeline, TraceEvent, recording, to_chrome, write_chrome
+from nnmpi.timeline import Timeline, TraceEvent, part_waits, recording, to_chrome, write_chrome
 from tests.chrome import arrows, breaches, names, spans
 
 
@@ -76,17 +76,36 @@ def test_an_example() -> None:
     """Two ranks whose clocks differ by 100 s, with a message."""
     sender = [event("0F0", 5.0, 6.0), event("out", 6.0, 6.5, "send", sends="m")]
     receiver = [event("in", 104.5, 106.75, "receive", takes="m"), event("1F0", 106.75, 108.0)]
-    trace = to_chrome({1: receiver, 0: sender}, {0: "rank 0 (d0 p0 t0)"}, {1: 100.0})
+    trace = to_chrome(part_waits([sender, receiver], [0.0, 100.0]), {0: "rank 0 (d0 p0 t0)"})
     assert breaches(trace) == []
     assert spans(trace) == [
         (0, "compute", "0F0", 0.5e6, 1.5e6),
         (0, "send", "out", 1.5e6, 2e6),
         (1, "compute", "1F0", 2.25e6, 3.5e6),
-        (1, "receive", "in", 0.0, 2.25e6),
+        (1, "receive", "in", 1.5e6, 2.25e6),
+        (1, "waiting", "in", 0.0, 1.5e6),
     ]
     assert arrows(trace) == [("out", "in")]
     assert names(trace, "process_name") == {(0, 0): "rank 0 (d0 p0 t0)", (1, 0): "rank 1"}
     assert trace["displayTimeUnit"] == "ms"
+
+
+def test_a_rank_waits_for_the_last_one_and_computes_no_more() -> None:
+    """Sums in the order in which each rank does them; a sum that was begun before is waited for since then."""
+
+    def met(begin_s: float, end_s: float, *came_s: float) -> TraceEvent:
+        return TraceEvent("sum", "collective", "reduce", begin_s, end_s, None, "", "", "sum of 0, 1", (0, 1), *came_s)
+
+    early = [event("B0", 0.0, 9.0), met(1.0, 4.0), met(5.0, 7.0)]
+    late = [event("B0", 0.0, 9.0), met(3.0, 4.0), met(6.5, 7.0, 2.0)]
+    found = {
+        rank: [(each.track, each.begin_s, each.end_s) for each in events]
+        for rank, events in part_waits([early, late], [0.0, 0.0]).items()
+    }
+    whole = [("compute", 0.0, 1.0), ("compute", 4.0, 5.0), ("compute", 7.0, 9.0)]
+    assert found[0] == [("waiting", 1.0, 3.0), ("reduce", 3.0, 4.0), ("reduce", 5.0, 7.0), *whole]
+    whole = [("compute", 0.0, 3.0), ("compute", 4.0, 6.5), ("compute", 7.0, 9.0)]
+    assert found[1] == [("reduce", 3.0, 4.0), ("reduce", 6.5, 7.0), *whole]
 
 
 def test_overlapping_events_get_tracks_of_their_own() -> None:

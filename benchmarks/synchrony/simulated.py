@@ -10,8 +10,8 @@ from typing import Any
 
 from benchmarks.synchrony.ranks import MeasuredRun, Row
 from benchmarks.synchrony.recipe import Data, Recipe
+from nnmpi.comm.fit import parse_network
 from nnmpi.comm.group import Group
-from nnmpi.comm.machine import parse_network
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.synchrony.slow import Slow
 from nnmpi.synchrony.sync import Sync
@@ -24,7 +24,7 @@ class SimulatedRun:
     Attributes:
         labels: further fields of its row of results.
         slow: see `synchrony.slow`.
-        network: see `comm.machine.parse_network`; empty for messages that take no time.
+        network: see `comm.fit.parse_network`; empty for messages that take no time.
         observed: whether it is evaluated on the way, or only at its end.
         cpu_factor: how many times the CPU time of this machine a step takes; 0 for nothing but the pace.
     """

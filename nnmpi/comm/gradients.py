@@ -81,14 +81,12 @@ class Traffic(NamedTuple):
     """What the communication of a step, or of several, was.
 
     Attributes:
-        sync_s: seconds in which this rank launched, moved on or waited for messages and did nothing else.
         hidden_s: seconds in which it computed while messages were under way, as far as it knew when it looked.
         bytes: bytes of arrays that were summed (what goes over a link depends on the algorithm).
         calls: collectives that were run.
         predicted_s: seconds that the fitted model gives them, one after another, with nobody late; NaN without a fit.
     """
 
-    sync_s: float = 0.0
     hidden_s: float = 0.0
     bytes: int = 0
     calls: int = 0
@@ -184,8 +182,8 @@ class BucketExchange:
         self._reported: set[int] = set()
         self._missing = [len(bucket.spans) for bucket in self.buckets]
         self._launched = 0
-        self._flying: deque[Pending] = deque()
-        self._sync_s = self._hidden_s = 0.0
+        self._flying: deque[tuple[int, float, Pending]] = deque()  # number, begin
+        self._hidden_s = 0.0
         self._left: float | None = None  # when this rank went to compute with messages under way
 
     @property
@@ -230,11 +228,15 @@ class BucketExchange:
     def _move_on(self, begin: float) -> None:
         """Poll all launched buckets, let go of those that are finished, and go to compute."""
         for _ in range(len(self._flying)):
-            pending = self._flying.popleft()
-            if not pending.poll():
-                self._flying.append(pending)
+            one = self._flying.popleft()
+            if one[2].poll():
+                self._show(*one[:2])
+            else:
+                self._flying.append(one)
         now = clock.now()
-        self._sync_s += now - begin
+        if now > begin and (trace := timeline.current()):
+            trace.add("messages", "collective", timeline.REDUCE, begin, now)
+        self._group.comm.world.met_s += now - begin
         self._left = now if self._flying else None
 
     def finish(self) -> None:
@@ -242,15 +244,14 @@ class BucketExchange:
         if self._alone:
             self._reset()
             return
-        begin = self._come_back()
-        with timeline.span("gradients", "collective", timeline.REDUCE):
-            if self.overlap:
-                self._launch_up_to(len(self.buckets))
-            else:
-                for pending in self._sums:
+        self._come_back()
+        if self.overlap:
+            self._launch_up_to(len(self.buckets))
+        else:
+            for number, pending in enumerate(self._sums):
+                with self._group.meeting(f"bucket {number}"):
                     pending.run()
-        spent_s = self._sync_s + clock.now() - begin
-        self.traffic = Traffic(spent_s, self._hidden_s, self._bytes, len(self.buckets), self._predicted_s)
+        self.traffic = Traffic(self._hidden_s, self._bytes, len(self.buckets), self._predicted_s)
         self._reset()
 
     def free(self) -> None:
@@ -291,16 +292,27 @@ class BucketExchange:
 
     def _launch_up_to(self, count: int) -> None:
         """Launch so many of the buckets, and wait for one after the other: who waits is served by those further on."""
+        begin = clock.now()
         while self._launched < count:
             self._launch()
+        self._move_on(begin)
         while self._flying:
-            self._flying.popleft().wait()
+            number, begin, pending = self._flying.popleft()
+            with self._group.meeting(f"bucket {number}", begin):
+                pending.wait()
+            self._show(number, begin)
 
     def _launch(self) -> None:
         pending = self._sums[self._launched]
+        begin = clock.now()
         pending.start()
+        self._flying.append((self._launched, begin, pending))
         self._launched += 1
-        self._flying.append(pending)
+
+    def _show(self, number: int, begin: float) -> None:
+        """Show a sum that is over, of which this rank may have computed the most."""
+        if trace := timeline.current():
+            trace.add(f"bucket {number}", "bucket", timeline.BUCKETS, begin, trace.clock())
 
 
 def plan_buckets(spans: Sequence[Span], itemsizes: Sequence[int], limit_bytes: int) -> tuple[Bucket, ...]:
@@ -358,13 +370,12 @@ def predict(group: Group, algorithm: How, nbytes: int, started: bool = False) ->
     return group.fit.predict(algorithm, nbytes, started)
 
 
-def predict_traffic(group: Group, nbytes: int, spent_s: float) -> Traffic:
+def predict_traffic(group: Group, nbytes: int) -> Traffic:
     """Return the traffic of one native all-reduce.
 
     Args:
         group: the ranks.
         nbytes: the array's length in bytes.
-        spent_s: the seconds that it took this rank.
     """
     predicted_s = predict(group, NATIVE, nbytes)
-    return Traffic(spent_s, 0.0, nbytes, 1, nan if predicted_s is None else predicted_s)
+    return Traffic(0.0, nbytes, 1, nan if predicted_s is None else predicted_s)

@@ -4,14 +4,15 @@ A strategy gets the group of its own axis and cannot see other ranks. Everything
 otherwise: all ranks of the group call it, in the same order.
 """
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from hashlib import blake2b
 from itertools import accumulate
 from typing import Any, cast
 
 import numpy as np
 
+import nnmpi.clock as clock
 import nnmpi.timeline as timeline
 from nnmpi.backend.array import Shape, is_array, namespace
 from nnmpi.backend.precision import is_floating, is_low
@@ -50,6 +51,7 @@ from nnmpi.comm.collective import (
 )
 from nnmpi.comm.execution import Execution, NativeExecution, Pending, staged, widened
 from nnmpi.comm.fit import Choice, Fit, choose
+from nnmpi.comm.machine import Machine
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import SharedSum
 from nnmpi.comm.point_to_point import BLOCKING_TAG, send_and_receive
@@ -205,9 +207,36 @@ class Group(Communicator):
         steps = collective(self.rank, self.size) if isinstance(algorithm, str) else self._proved(collective)
         return Execution(steps, array, self.comm, tag)
 
+    @property
+    def machine(self) -> Machine | None:
+        """What messages cost: as simulated, or as fitted; None where nothing is known."""
+        return self.comm.world.machine or (None if self.fit is None else self.fit.machine)
+
+    @contextmanager
+    def meeting(
+        self, name: str, came_s: float | None = None, category: str = "collective", args: timeline.Args | None = None
+    ) -> Iterator[None]:
+        """Count a collective's seconds, and show it in a trace: waiting until the last rank has come, then exchange.
+
+        Args:
+            name: of what is done; the ranks do what has one name in one order.
+            came_s: when this rank began it, if not now.
+            category, args: see `timeline.TraceEvent`.
+        """
+        world, trace, begin = self.comm.world, timeline.current(), clock.now()
+        before_s = world.met_s
+        try:
+            yield
+        finally:
+            end = clock.now()
+            world.met_s = before_s + end - begin  # a collective within another one counts once
+            if trace is not None:
+                meeting = f"{name} of {self.comm.members}", self.comm.members, came_s
+                trace.add(name, category, timeline.REDUCE, begin, end, args, "", "", *meeting)
+
     def _run(self, array: Buffer, algorithm: How, operation: str, check: bool) -> None:
         """Do a collective once, after a look whether all ranks have the same array."""
-        with timeline.span(operation, "collective", timeline.REDUCE):
+        with self.meeting(operation):
             if check:
                 self.check_same(array)
             self.bind(array, algorithm, BLOCKING_TAG, operation).run()
@@ -321,7 +350,7 @@ class Group(Communicator):
         sends = [(step.to, xp.ascontiguousarray(parts[step.to])) for step in steps if step.to is not None]
         came = [parts[r] if r == self.rank else xp.empty(shape, parts[0].dtype) for r, shape in enumerate(shapes)]
         receives = [(step.from_, came[step.from_]) for step in steps if step.from_ is not None]
-        with timeline.span(name, category, timeline.RECEIVE, {"bytes": sum(each.nbytes for _, each in sends)}):
+        with self.meeting(name, None, category, {"bytes": sum(each.nbytes for _, each in sends)}):
             send_and_receive(self, *([(r, each) for r, each in some if each.size] for some in (sends, receives)))
         return came
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol, Self, TypeAlias, TypeVar
 from numpy.typing import NDArray
 
 from nnmpi.comm.buffers import Buffer
+from nnmpi.comm.machine import Machine
 
 T = TypeVar("T")
 Result = TypeVar("Result", covariant=True)
@@ -70,6 +71,8 @@ class World(Protocol):
         keeps_order: whether what a rank writes to shared memory is seen by others in the order of writing, so that a
             counter there may guard what was written before.
         step: the step of training that this rank is in, which whoever trains sets; for reports of what it waits for.
+        met_s: the seconds for which this rank has stood in collectives so far.
+        machine: what messages cost, where that is known because they are simulated; else None.
         waiter: what waits for other ranks now, whose `waits_for()` says for what; it sets and clears this itself.
     """
 
@@ -78,6 +81,8 @@ class World(Protocol):
     simulated: bool
     keeps_order: bool
     step: int | None
+    met_s: float
+    machine: Machine | None
     waiter: object
 
     def wait_until(self, ready: Callable[[], bool], until_s: float = inf) -> bool:
@@ -122,6 +127,10 @@ class Comm(Protocol):
     rank: int
     size: int
     world: World
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """These ranks' numbers in the world, in order; no rank has to wait for it."""
 
     # ---- messages between two ranks: C-contiguous arrays on the host, or on a device if the world takes such ----
     # Both ends give arrays of one dtype, of those that NumPy itself knows (bytes for others). Messages with one tag

@@ -381,10 +381,11 @@ def describe_stages(arrangement: Arrangement) -> list[str]:
     """Return which layers are in which stage, a line each."""
     lines = []
     total = sum(cost.seconds for cost in arrangement.costs)
+    what = "the time" if all(cost.timed for cost in arrangement.costs) else "parameters and activations"
     for number, cut in enumerate(arrangement.cuts):
         first, last = arrangement.layers[cut.start].name, arrangement.layers[cut.stop - 1].name
         layers = f"layer {first}" if len(cut) == 1 else f"layers {first} to {last} ({len(cut)})"
         share = sum(arrangement.costs[i].seconds for i in cut) / total if total else 0.0
-        measured = f", {share:.0%} of the time" if arrangement.costs else ""
+        measured = f", {share:.0%} of {what}" if arrangement.costs else ""
         lines.append(f"stage {number}: pipeline rank {number % arrangement.mesh.pp.size}, {layers}{measured}")
     return lines

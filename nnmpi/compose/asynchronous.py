@@ -281,11 +281,12 @@ class AveragingCoupling(Coupling):
             segment.progress(Progress(task.batch, 0, totals, gradient.norm, clock.now() - self._begin_s))
         self._staleness.add(self.group.rank, self._averaging.steps_since_average(number))
         begin = clock.now()
-        with timeline.span("average", "average", timeline.REDUCE):
+        with self.group.meeting("average"):
             self._averaging.after_step(number, gradient.batch.own_targets)
         # After the last batch all ranks meet anyway, and exchange signals and errors with their reports.
         if task.batch + 1 < segment.batches.stop:
-            notes = self._check.gather([segment.poll_signal(), self._broken], clock.now() - self._step_s) or []
+            with self.group.meeting("signals"):
+                notes = self._check.gather([segment.poll_signal(), self._broken], clock.now() - self._step_s) or []
             self._signal = max([self._signal, *(int(signal) for signal, _ in notes)])
             self._ends = self._signal > 0 or any(broken for _, broken in notes)
         self.waited_s += clock.now() - begin
@@ -382,7 +383,8 @@ class AsynchronousWorker(Trainer):
 
     def _run(self, segment: TrainingSegment) -> SegmentReport:
         group, coupling = self.group, self.coupling
-        group.barrier()  # so that nobody counts as waiting what others still had to do
+        with group.meeting("begin"):
+            group.barrier()  # so that nobody counts as waiting what others still had to do
         begin = ended = clock.now()
         totals, broken, trained = Totals(), "", 0  # trained: steps, not counting parts without rows
         self.steps = segment.step if self.steps < 0 else self.steps
@@ -405,8 +407,11 @@ class AsynchronousWorker(Trainer):
             trained += found.targets > 0
             coupling.use(gradient)
         totals.sync_s += coupling.waited_s
-        report, batches = coupling.close(totals)
-        report = meet(group, report, broken, batches, clock.now() - begin)
+        with group.meeting("end"):
+            closing = clock.now()
+            report, batches = coupling.close(totals)
+            totals.sync_s += clock.now() - closing
+            report = meet(group, report, broken, batches, clock.now() - begin)
         average_buffers(self.model, group, trained)
         self._told = self._told.plus(report)
         return report

@@ -28,8 +28,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, ClassVar
 
-import nnmpi.clock as clock
-import nnmpi.timeline as timeline
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED
 from nnmpi.comm.gradients import Traffic, predict
@@ -151,18 +149,15 @@ class Exchange:
 
         The length is NaN where weights are updated within a pass.
         """
-        begin = clock.now()
-        with timeline.span("other ranks", "waiting", timeline.WAITING):
+        with self.group.meeting("numbers"):
             sums = self.group.sum_floats(numbers)
-        spent_s = clock.now() - begin
-        traffic = Traffic(spent_s, 0.0, NUMBERS_BYTES, 1, self._predicted_s) if self.group.size > 1 else Traffic()
+        traffic = Traffic(0.0, NUMBERS_BYTES, 1, self._predicted_s) if self.group.size > 1 else Traffic()
         return sums, math.nan if self._updates else gradient_norm(self.model.storage, self.arrangement), traffic
 
-    def update(self, factor: float) -> Traffic:
-        """Update the weights from the gradients times a factor; return what that communicated."""
+    def update(self, factor: float) -> None:
+        """Update the weights from the gradients times a factor."""
         scale(self.model.storage.grads, factor)
         self.optimizer.step()
-        return Traffic()
 
     def describe(self) -> str:
         """Return how gradients are summed, in words."""
@@ -243,14 +238,13 @@ class NodeExchange(Exchange):
 
     def meet(self, numbers: Sequence[float]) -> tuple[list[float], float, Traffic]:
         """See `Exchange.meet`; the numbers are added up with the gradients."""
-        begin = clock.now()
-        norm, sums = self._fused.reduce(numbers)
-        return sums, norm, Traffic(clock.now() - begin, 0.0, self._gradient_bytes, 1, self._predicted_s)
+        with self.group.meeting("gradients"):
+            norm, sums = self._fused.reduce(numbers)
+        return sums, norm, Traffic(0.0, self._gradient_bytes, 1, self._predicted_s)
 
-    def update(self, factor: float) -> Traffic:
+    def update(self, factor: float) -> None:
         """See `Exchange.update`."""
         self._fused.update(factor)
-        return Traffic(self._fused.waited_s)
 
     def _describe(self) -> str:
         return "fused with the update, through shared memory"
@@ -328,7 +322,8 @@ class FixedExchange(Exchange):
 
     def add_up(self, losses: Mapping[int, float]) -> float:
         """See `Exchange.add_up`: in the same tree, by the first rank for all."""
-        total = self._sums.sum_numbers(dict(losses), self.group)
+        with self.group.meeting("losses"):
+            total = self._sums.sum_numbers(dict(losses), self.group)
         return total if self.group.is_root else 0.0
 
     def describe(self) -> str:
@@ -370,4 +365,5 @@ def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
     total = math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)  # rounded once
     mesh = arrangement.mesh
     group = mesh.world if arrangement.layout.zero else mesh.model
-    return math.sqrt(group.sum_floats([total])[0])
+    with group.meeting("norm"):
+        return math.sqrt(group.sum_floats([total])[0])

@@ -34,6 +34,7 @@ from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.schedule import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Schedule, parts
 from nnmpi.schedule.schedules import Generator, make
+from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.tensor.cut import whole
 from nnmpi.tensor.tensor import Tensor
 
@@ -48,7 +49,7 @@ def _executable(name: Generator, ranks: int, microbatches: int, virtual: int) ->
 
 
 class Program(NamedTuple):
-    """What one rank does, in order, and what it receives by kind and stage.
+    """What one rank does, in order, what it receives by kind and stage, and how much it computes, a forward being 1.
 
     The one update behind a pass is left out, which is its caller's, and in a whole model the sums: hooks tell of them.
     """
@@ -56,6 +57,7 @@ class Program(NamedTuple):
     items: tuple[tuple[Instruction, ...], ...]
     coming: Mapping[tuple[Kind, int], tuple[int, ...]]
     schedule: Schedule
+    weight: float
 
 
 @lru_cache(maxsize=256)
@@ -68,7 +70,8 @@ def _program(name: Generator, ranks: int, microbatches: int, virtual: int, rank:
     for one in schedule.instructions(rank):
         if one.kind in RECEIVES and one.microbatch is not None:
             coming.setdefault((one.kind, one.stage), []).append(one.microbatch)
-    return Program(items, {channel: tuple(those) for channel, those in coming.items()}, schedule)
+    weight = sum(_WEIGHTS.get(one.kind, 0.0) for item in items for one in item)
+    return Program(items, {channel: tuple(those) for channel, those in coming.items()}, schedule, weight)
 
 
 class Caller:
@@ -76,9 +79,11 @@ class Caller:
 
     Attributes:
         length: of whole sequences, where a microbatch has this rank's positions of them.
+        slow: how long what is computed in training is to last.
     """
 
     length: int | None = None
+    slow: Slow = NOT_SLOW
 
     def mode(self, microbatch: int, again: bool) -> AbstractContextManager[Any]:
         """Return the mode to run in; `again` where a forward is repeated."""
@@ -110,6 +115,13 @@ class Caller:
     def step(self, stage: int, microbatch: int) -> None:
         """Update a stage's parameters; called only where the schedule updates after every microbatch."""
 
+    def pace(self, computed_s: float, share: float, waited_s: float) -> float:
+        """Let what was computed, a share of a step, last as `slow` says; return what is to be waited for that.
+
+        See `Slow.wait`.
+        """
+        return 0.0
+
     def abort(self) -> None:
         """An exception has ended the pass."""
 
@@ -137,7 +149,7 @@ class Executor:
         replay: Replay | None = None,
         synchronous_sends: bool = False,
     ) -> None:
-        self._caller, self._sequence = caller, where.sequence
+        self._caller, self._sequence, self._world = caller, where.sequence, where.mesh.world.comm.world
         self._replay, self._cuts_classes = replay, where.classes > 0
         self._label, self._passes, self._messages = "", 0, None
         self._boundaries: dict[int, StageBoundary] = {}
@@ -261,19 +273,24 @@ class Executor:
         It may be recorded: what is no computation on arrays goes through `perform`, and what comes from outside through
         `feed`; so a replay does the same beside the calls that compute.
         """
-        watched = self._messages is not None or self._timeline is not None
+        paced = self._now.schedule.trains and bool(self._caller.slow)
+        watched = paced or self._messages is not None or self._timeline is not None
         for item in self._now.items:
             for one in item:
                 kind, stage, microbatch = one.kind, one.stage, one.microbatch
                 if self._boundaries and kind in _USES and microbatch is not None:
                     self._arrive(_USES[kind], stage, microbatch)
                 if watched:
-                    perform(self._begin)
+                    perform(self._begin, kind)
                 self._actions[kind](stage, microbatch)
+                if paced and kind in _WEIGHTS:
+                    perform(self.pace)
                 if watched:
                     stages = self.stages.values() if kind is Kind.F else ()  # backwards only let go
                     live, waiting = (sum(each.live for each in stages), sum(each.waiting_bytes for each in stages))
                     perform(self._end, one, live, waiting)
+                if stage == 0 and kind in _LAST:
+                    perform(self._caller.end_backward, microbatch)
             if self._messages is not None:
                 perform(self._progress)
 
@@ -282,8 +299,14 @@ class Executor:
         self._messages.progress()
         self._caller.progress()
 
-    def _begin(self) -> None:
-        self._began = clock.now()
+    def _begin(self, kind: Kind) -> None:
+        self._began, self._paused_s, self._met_s = clock.now(), 0.0, self._world.met_s
+        self._share = _WEIGHTS.get(kind, 0.0) / (self._now.weight or 1.0)
+
+    def pace(self, part: float = 1.0) -> None:
+        """Let the instruction that is computed have lasted as long as so much of it is to."""
+        computed_s = clock.now() - self._began - self._paused_s - (self._world.met_s - self._met_s)
+        self._paused_s += self._caller.pace(computed_s, self._share * part, self._paused_s)
 
     def _end(self, one: Instruction, live: int, waiting_bytes: int) -> None:
         """Note what an instruction took."""
@@ -294,7 +317,7 @@ class Executor:
             report.peak_live = max(report.peak_live, live)
             report.peak_waiting = max(report.peak_waiting, waiting_bytes)
         elif kind in SENDS:
-            report.transfer_s += end - begin
+            self._world.met_s += end - begin
         if self._timeline is not None and kind not in RECEIVES:
             self._show(one, begin, end)
 
@@ -322,9 +345,7 @@ class Executor:
         else:
             grads = self._grads.pop((stage, microbatch))
         result = self.stages[stage].backward(microbatch, grads, halves)
-        if stage == 0:
-            perform(self._caller.end_backward, microbatch)
-        else:
+        if stage:
             self._grads[stage - 1, microbatch] = result
 
     # ---- messages ----
@@ -354,7 +375,7 @@ class Executor:
         end = clock.now()
         if self._timeline is not None:
             self._timeline.add("last sends", "waiting", timeline.WAITING, waited, end)
-        self._report.transfer_s += end - waited
+        self._world.met_s += end - waited
 
     def _send(self, kind: Kind, stage: int, microbatch: int) -> None:
         if kind is Kind.SEND_ACT:
@@ -373,8 +394,8 @@ class Executor:
             sent = end.send(self._keys[microbatch], found, self._waits)
         else:
             sent = end.send_back(found.arrays, self._waits)
-        report, nbytes = self._report, sum(array.nbytes for array in sent)
-        report.sent_bytes, report.messages = report.sent_bytes + nbytes, report.messages + len(sent)
+        one = kind.at(boundary + (kind is Kind.SEND_GRAD), microbatch)
+        self._report.sent.append((one, [array.nbytes for array in sent]))
 
     def _receive(self, kind: Kind, stage: int, microbatch: int) -> None:
         """Make sure that this receive is posted, and the next one between the two stages.
@@ -431,6 +452,9 @@ class Executor:
         return (name, "") if is_send else ("", name)
 
 
+# What instructions take where each is to take a share of a step: a backward multiplies twice where a forward does once.
+_WEIGHTS = {Kind.F: 1.0, Kind.B: 2.0, Kind.I: 1.0, Kind.W: 1.0}
+_LAST = (Kind.B, Kind.I)
 _USES = {Kind.F: Kind.RECV_ACT, Kind.B: Kind.RECV_GRAD, Kind.I: Kind.RECV_GRAD}
 _LOOKS = {
     Kind.F: ("forward", timeline.COMPUTE),

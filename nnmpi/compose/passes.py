@@ -62,7 +62,7 @@ from nnmpi.memory.store import Store
 from nnmpi.nn.mode import current, evaluation, within
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.parallel.divergence import explain, explain_gradients
-from nnmpi.schedule.schedule import Kind, Schedule
+from nnmpi.schedule.schedule import COMPUTE, Kind, Schedule
 from nnmpi.schedule.simulate import measured_costs, simulate_schedule
 from nnmpi.shard import split
 from nnmpi.tensor.backward import leaves_of
@@ -156,6 +156,7 @@ class Passes(Caller):
         updates: whether weights are updated on the way, and not once by the Worker.
         counts: whether this rank's losses count: it has the last stage, and of those that share it, it is the first.
         planned: the model as it runs by a plan, once it has, where there is a budget for activations.
+        paused_s: of the last batch, the seconds for which it was slowed down on purpose.
     """
 
     def __init__(
@@ -187,6 +188,9 @@ class Passes(Caller):
                 self._store = Store(where.layout.offload, backend)
         self._budget = budget
         self.updates = where.layout.asynchronous
+        self.paused_s, self._final = 0.0, 0
+        if exchange is not None:
+            self.slow, exchange.parallel.before_sum = trainer.slow, self._pace_layer
         self.replay = Replay(model, _refusal(where, backend, self._losses))
         self._now: Running
         self.executor = Executor(self, where, backend, self.replay, synchronous_sends)
@@ -218,6 +222,7 @@ class Passes(Caller):
         else:
             self.exchange.begin(batch)
         self.scalars.clear()
+        self.paused_s = 0.0
         now = self._begin(batch, step, self.scalars, cuts, scale=scale)
         report = self._report = StepReport(steps=1, samples=batch.global_rows, targets=batch.global_targets)
         self._left = Counter(chain.from_iterable(self._numbers.values()))
@@ -235,8 +240,8 @@ class Passes(Caller):
                     raise UsageError(_BUFFER_MOVES.format(name))
             if self.is_cut:
                 report.passed, report.staleness, report.wait_s = passed, tuple(now.staleness), passed.wait_s
-                if passed.messages:
-                    report.count(Traffic(passed.transfer_s, 0.0, passed.sent_bytes, passed.messages, nan))
+                if sent := passed.sent_bytes:
+                    report.count(Traffic(0.0, sum(sent), len(sent), nan))
                 self._passes.append(report)
         if self.exchange is not None and not self.updates:
             report.count(self.exchange.finish())
@@ -300,7 +305,11 @@ class Passes(Caller):
             return []
         group, passes = self._where.mesh.pp, [each.passed for each in self._passes if each.passed is not None]
         most = max(each.microbatches for each in passes)  # those of fewer are an epoch's short last batch
-        lines = [_forecast(group, self.executor.plan(most), [each for each in passes if each.microbatches == most])]
+        lines = [
+            _forecast(
+                self.world, group, self.executor.plan(most), [each for each in passes if each.microbatches == most]
+            )
+        ]
         old = max((each for report in self._passes for each in report.staleness), default=0)
         self._passes.clear()
         if self.updates:  # only schedules that update during a pass, such as pipedream, have weights that are old
@@ -405,6 +414,7 @@ class Passes(Caller):
             self._looks = False
             for loss in self.executor.stages[self.executor.count - 1].ends(microbatch):
                 _warn_of_strangers(self.model, loss)
+        self._final = 0
         if self.exchange is not None and not self.is_cut:
             self.exchange.begin_backward(microbatch == len(self._now.cuts) - 1)
 
@@ -412,6 +422,18 @@ class Passes(Caller):
         """See `Caller`."""
         if self.exchange is not None and not self.is_cut:
             self.exchange.end_backward(self._now.cuts[microbatch].number)
+
+    def pace(self, computed_s: float, share: float, waited_s: float) -> float:
+        """See `Caller`."""
+        found = self.slow.wait(computed_s, self.world.rank, self._now.step, share=share, waited_s=waited_s)
+        self.paused_s += found
+        return found
+
+    def _pace_layer(self, number: int) -> None:
+        """Let a backward have come as far as this gradient, by its elements, before its sum begins."""
+        if self.slow:
+            self._final += self.model.storage.spans[number].parameter.size
+            self.executor.pace(self._final / self.model.storage.size)
 
     def abort(self) -> None:
         """See `Caller`."""
@@ -519,12 +541,19 @@ def _numbers(arrangement: Arrangement) -> dict[int, list[int]]:
     }
 
 
-def _forecast(group: Group, schedule: Schedule, reports: Sequence[PassReport]) -> str:
+def _forecast(world: Group, group: Group, schedule: Schedule, reports: Sequence[PassReport]) -> str:
     """Return how passes of one schedule went, measured beside simulated. Collective over the pipeline's ranks.
 
     A pass is the longest of the ranks' medians; a bubble is the share of their time in which they did not compute.
     """
     own = [[one.kind, one.stage, seconds] for report in reports for one, seconds in report.samples]
+    machine = world.machine
+    if machine is not None:
+        nodes, ranks = machine.places(world.size), group.comm.members
+        for one, lengths in reports[-1].sent:
+            other = one.stage + (1 if one.kind is Kind.SEND_ACT else -1)
+            across = nodes[ranks[group.rank]] != nodes[ranks[other % group.size]]
+            own.append([one.kind, one.stage, sum(machine.message(across, [False], lengths))])
     totals = [median(report.total_s for report in reports), median(report.compute_s for report in reports)]
     told = group.gather([own, totals, max(report.peak_live for report in reports)])
     samples = [(Kind(kind).at(stage), seconds) for theirs, _, _ in told for kind, stage, seconds in theirs]
@@ -533,10 +562,12 @@ def _forecast(group: Group, schedule: Schedule, reports: Sequence[PassReport]) -
     busy_s = sum(compute_s for _, (_, compute_s), _ in told)
     stage_s = [0.0] * schedule.stages
     for one, seconds in samples:
-        stage_s[one.stage] += seconds / len(reports) / schedule.microbatches
+        if one.kind in COMPUTE:
+            stage_s[one.stage] += seconds / len(reports) / schedule.microbatches
     bubble = 1 - busy_s / (measured_s * group.size) if measured_s else 0.0
     return (
-        f"pipeline pass {1e3 * measured_s:.2f} ms, simulated {1e3 * simulation.makespan_s:.2f} ms; "
+        f"pipeline pass {1e3 * measured_s:.2f} ms, simulated {1e3 * simulation.makespan_s:.2f} ms"
+        f"{'' if machine else ' without messages, of which there is no fit'}; "
         f"bubble {bubble:.0%}, simulated {simulation.bubble:.0%}; "
         f"ms per microbatch and stage: {', '.join(f'{1e3 * seconds:.2f}' for seconds in stage_s)}; "
         f"activations kept: {', '.join(str(peak) for _, _, peak in told)}"

@@ -177,9 +177,7 @@ class PassReport:
         samples: what was computed, and how many seconds each took.
         compute_s: seconds in which it computed.
         wait_s: seconds in which it waited for what other stages send: the bubble, and messages that take their time.
-        transfer_s: seconds in which it sent, or waited for its last messages to leave.
-        sent_bytes: bytes of activations and gradients that it sent.
-        messages: how many arrays that were.
+        sent: the bytes of each array of activations and gradients that it sent, by what sent it.
         peak_live: the most microbatches whose activations it held at once.
         peak_waiting: the most bytes that it held of those whose activations are computed again.
         total_s: from the first instruction to the last.
@@ -189,12 +187,15 @@ class PassReport:
     samples: list[tuple[Instruction, float]] = field(default_factory=list)
     compute_s: float = 0.0
     wait_s: float = 0.0
-    transfer_s: float = 0.0
-    sent_bytes: int = 0
-    messages: int = 0
+    sent: list[tuple[Instruction, list[int]]] = field(default_factory=list)
     peak_live: int = 0
     peak_waiting: int = 0
     total_s: float = 0.0
+
+    @property
+    def sent_bytes(self) -> list[int]:
+        """The bytes of each array that it sent."""
+        return [nbytes for _, lengths in self.sent for nbytes in lengths]
 
 
 @dataclass
@@ -218,7 +219,6 @@ class StepReport(Totals):
 
     def count(self, traffic: Traffic) -> None:
         """Add what was communicated for it."""
-        self.sync_s += traffic.sync_s
         self.hidden_s += traffic.hidden_s
         self.comm_bytes += traffic.bytes
         self.comm_calls += traffic.calls

@@ -184,7 +184,8 @@ class Worker(Trainer):
             batch = replace(batch, x=there.x, y=there.y, host_y=there.labels)
         self.model.storage.zero_grad()
         step, factor = self.optimizer.steps, 1.0 if self.scaling is None else self.scaling.value
-        self.group.comm.world.step = step
+        world, met_s = self.group.comm.world, self.group.comm.world.met_s
+        world.step = step
         nbytes = batch.x.nbytes + batch.y.nbytes
         drawn = current() is not None
         if drawn or nbytes != self._batch_bytes:
@@ -201,13 +202,14 @@ class Worker(Trainer):
                 self._recorded_bytes = self.passes.replay.held_bytes
                 self._note_memory({ACTIVATIONS: self._recorded_bytes})
             numbers = self.passes.sums()  # the update is not waited for
+            if exchanged:
+                report.count(_exchanged(exchanged))
             if self.slow:  # here all ranks meet, so that the others wait for a slow one in the same step
-                waited_s = report.sync_s + report.wait_s
-                self.slow.wait(clock.now() - begin - waited_s, self.group.rank, self.optimizer.steps)
+                paused_s = self.passes.paused_s
+                computed_s = clock.now() - begin - (world.met_s - met_s) - report.wait_s - paused_s
+                self.slow.wait(computed_s, self.group.rank, step, waited_s=paused_s)
             (report.loss_sum, report.score_sum, targets), norm, met = self.exchange.meet(numbers)
         report.count(met)
-        if exchanged:
-            report.count(_exchanged(exchanged))
         norm = report.grad_norm = norm / factor
         if targets != batch.global_targets:
             names = "group.rank and group.size" if self._is_own else "arrangement.data_rank and arrangement.data_ranks"
@@ -229,7 +231,7 @@ class Worker(Trainer):
             if self.scaling is not None:
                 self.scaling.grow()
             with timeline.span("update", "update"):
-                report.count(self.exchange.update(clipped / factor))
+                self.exchange.update(clipped / factor)
         if self._checks:
             self.exchange.check_equal()
         if isfinite(report.predicted_s):
@@ -237,6 +239,7 @@ class Worker(Trainer):
         else:
             report.predicted_s = 0.0
         report.loss_scale, report.wall_s = factor, clock.now() - begin
+        report.sync_s = world.met_s - met_s
         report.compute_s = report.wall_s - report.sync_s - report.wait_s
         return report
 
@@ -300,7 +303,8 @@ class Worker(Trainer):
         with segment.loader.epoch(segment.epoch, segment.batches.start, self.backend) as batches:
             for number in segment.batches:
                 step, begin = segment.number(number), clock.now()
-                batch = next(batches)
+                with timeline.span("input", "input", timeline.WAITING):
+                    batch = next(batches)
                 input_s = clock.now() - begin
                 with timeline.span(f"step {step}", "step", "steps"):
                     report = self.step(batch, lr=segment.lr(step))
@@ -413,9 +417,8 @@ class Worker(Trainer):
 def _exchanged(events: Sequence[TraceEvent]) -> Traffic:
     """Return what sharded layers exchanged, of what a timeline noted."""
     events = [event for event in events if event.category == CATEGORY]
-    seconds = sum(event.end_s - event.begin_s for event in events)
     count = sum(int((event.args or {}).get("bytes", 0)) for event in events)
-    return Traffic(seconds, 0.0, count, len(events), nan if events else 0.0)
+    return Traffic(0.0, count, len(events), nan if events else 0.0)
 
 
 def check_pairs(worker: Worker, arrangement: Arrangement | None, fused_update: bool | None) -> None:

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nnmpi.comm.machine import Machine, blocks, parse_network
+from nnmpi.comm.fit import parse_network
+from nnmpi.comm.machine import Machine, blocks
 from nnmpi.custom import fault
 from nnmpi.errors import NnmpiError, ScheduleError
 from nnmpi.exercise.child import show

@@ -246,7 +246,7 @@ def measure(layers: Iterable[Measured], x: Tensor, backend: Backend, store: Stor
         return found
     units = [BYTE_S * (1 + cost.elements + cost.value + cost.kept) for cost in found]
     return [
-        replace(cost, forward_s=unit, keep_s=unit, backward_s=2 * unit, input_s=unit)
+        replace(cost, forward_s=unit, keep_s=unit, backward_s=2 * unit, input_s=unit, timed=False)
         for cost, unit in zip(found, units, strict=True)
     ]
 

@@ -75,6 +75,7 @@ class LayerCost:
         moves: whether all that stays for its backward can be moved elsewhere and back.
         input_s: of the first half of a backward in halves, which gives the gradient of what came in.
         elements: of its parameters on this rank.
+        timed: whether its seconds were measured; else they stand for its parameters and activations.
     """
 
     name: str
@@ -89,6 +90,7 @@ class LayerCost:
     moves: bool = False
     input_s: float = 0.0
     elements: int = 0
+    timed: bool = True
 
     @property
     def seconds(self) -> float:

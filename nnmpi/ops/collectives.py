@@ -37,7 +37,6 @@ from nnmpi.shard import Region, split
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.placement import LengthsPlacement, Placement, uncut
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.timeline import REDUCE, span
 
 CATEGORY = "tensor"  # of this package's events in a timeline
 
@@ -53,7 +52,7 @@ def all_sum(group: Group, array: Array, out: Array | None = None) -> Array:
 def sum_in_place(group: Group, array: Array) -> Array:
     """Replace an array by the sum of the ranks' arrays, all of one shape, and return it."""
     whole = array if array.flags.c_contiguous else namespace(array).ascontiguousarray(array)
-    with span("all-reduce", CATEGORY, REDUCE, {"bytes": whole.nbytes}):
+    with group.meeting("all-reduce", None, CATEGORY, {"bytes": whole.nbytes}):
         group.all_reduce(whole.reshape(-1), check=False)
     if whole is not array:
         array[...] = whole
@@ -98,7 +97,7 @@ class _Regions:
         own = xp.ascontiguousarray(part).reshape(-1)
         if not getattr(own.flags, "writeable", True):  # a gradient that was broadcast
             own = own.copy()
-        with span("all-gather", CATEGORY, REDUCE, {"bytes": whole.nbytes}):
+        with self.group.meeting("all-gather", None, CATEGORY, {"bytes": whole.nbytes}):
             parts = self.group.all_gather_v(own, self.counts)
         for region, values in zip(self.parts, parts, strict=True):
             region.put(whole, values)
@@ -117,7 +116,7 @@ class _Regions:
     def reduce_scatter(self, whole: Array) -> Array:
         """Return this rank's part of the sum over the ranks."""
         flat = namespace(whole).concatenate([region.take(whole).reshape(-1) for region in self.parts])
-        with span("reduce-scatter", CATEGORY, REDUCE, {"bytes": flat.nbytes}):
+        with self.group.meeting("reduce-scatter", None, CATEGORY, {"bytes": flat.nbytes}):
             own = self.group.reduce_scatter_v(flat, self.counts)
         return own.reshape(self.own.local_shape)
 

@@ -37,7 +37,6 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from math import sqrt
 
-import nnmpi.timeline as timeline
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.algorithms.gossip import gossip
 from nnmpi.comm.collective import NEIGHBOUR_AVERAGE
@@ -109,7 +108,7 @@ class Averaging(ABC):
             where w is the mean (0 if it is 0). The same on all ranks.
         """
         weight = self._weight()
-        with timeline.span("synchronize", "collective", timeline.REDUCE):
+        with self.group.meeting("synchronize"):
             with keep_frozen(self.storage):
                 apart = average(self.storage.data, self.group, weight)
             for name, arrays in self.optimizer.slots().items():

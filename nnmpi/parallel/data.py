@@ -12,13 +12,12 @@ Batch normalization takes its statistics over all ranks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-import nnmpi.clock as clock
 from nnmpi.backend.array import Array, namespace
 from nnmpi.backend.backend import Backend, numpy_backend
 from nnmpi.backend.recording import perform
@@ -68,6 +67,7 @@ class DataParallel:
         exchange: what sums the gradients.
         released: whether `release` was called.
         notice: why gradients are not in shared memory although that was possible; else empty.
+        before_sum: called with the number of each gradient that is final, where its sum may begin at once.
         traffic: what the last step communicated: gradients, and statistics of batch normalization.
 
     Raises:
@@ -99,6 +99,7 @@ class DataParallel:
         self._summed = False  # whether the gradients are the sums of a step that is over
         self._statistics = self.traffic = Traffic()
         self.released, self.notice = False, ""
+        self.before_sum: Callable[[int], object] = int
         self._shared: list[Array] = self._share_gradients(allreduce) if sums_gradients else []
         # If nothing is summed here, an exchange of no buffers does nothing: nobody has to ask whether there is one.
         buffers = self.storage.grads if sums_gradients else []
@@ -246,6 +247,7 @@ class DataParallel:
     def _final(self, number: int, parameter: Parameter) -> None:
         if self._last:
             parameter.finish_gradient()  # in its place, if somebody has set another array
+            self.before_sum(number)
             self.exchange.ready(number)
 
     def _check_pass(self) -> None:
@@ -303,9 +305,7 @@ class DataParallel:
 
     def _sum_statistics(self, array: Array) -> Array:
         """Return the sum over the ranks of a small float64 array, which may be overwritten."""
-        begin = clock.now()
         total: Array = namespace(array).ascontiguousarray(array)
         self.group.all_reduce(total.reshape(-1), check=False)
-        spent_s = clock.now() - begin
-        self._statistics = self._statistics.plus(predict_traffic(self.group, total.nbytes, spent_s))
+        self._statistics = self._statistics.plus(predict_traffic(self.group, total.nbytes))
         return total

@@ -21,8 +21,6 @@ from math import nan
 
 import numpy as np
 
-import nnmpi.clock as clock
-import nnmpi.timeline as timeline
 from nnmpi.backend.array import Array
 from nnmpi.backend.backend import Backend
 from nnmpi.comm.buffers import is_device, put, room_like, to_host, to_hosts
@@ -78,8 +76,8 @@ class FixedReduction(DataParallel):
 
     def finish(self) -> None:
         """Write the sums into the storage's gradients, and update running statistics. Collective."""
-        begin, grads = clock.now(), self.storage.grads
-        with timeline.span("gradients", "collective", timeline.REDUCE):
+        grads = self.storage.grads
+        with self.group.meeting("gradients"):
             for tree, grad in zip(self._trees, grads, strict=True):
                 out = room_like(grad, grad.shape) if is_device(grad) else grad
                 sum_in_fixed_order(self.group, tree, out)
@@ -89,7 +87,7 @@ class FixedReduction(DataParallel):
         for norm, seen in zip(self._norms, self._seen, strict=True):
             self._take_in(norm, seen)
         sent_bytes = sum(grad.nbytes for grad in grads) if self.group.size > 1 else 0
-        self.traffic = Traffic(clock.now() - begin, 0.0, sent_bytes, len(grads), nan)
+        self.traffic = Traffic(0.0, sent_bytes, len(grads), nan)
 
     def sum_numbers(self, values: dict[int, float], group: Group) -> float:
         """Return the sum of one number per microbatch, which one rank each has, in the same tree; collective."""

@@ -22,7 +22,6 @@ from math import sqrt
 
 import numpy as np
 
-import nnmpi.clock as clock
 from nnmpi.comm.group import Group
 from nnmpi.comm.node import SharedMemory
 from nnmpi.comm.node_sum import NodeSum
@@ -54,7 +53,6 @@ class FusedUpdate:
 
     Attributes:
         memory: the shared one.
-        waited_s: how long this rank waited for the others at the end of the last `update`.
 
     Raises:
         UsageError: for a model that is not in host memory, and for ranks of several nodes.
@@ -83,7 +81,7 @@ class FusedUpdate:
         except NnmpiError:
             memory.free()
             raise
-        self.storage, self.optimizer, self.memory = storage, optimizer, memory
+        self.storage, self.optimizer, self.memory, self._group = storage, optimizer, memory, group
         data = places[: len(storage.data)]
         if memory.rank == 0:
             for new, old in zip(data, storage.data, strict=True):
@@ -100,7 +98,6 @@ class FusedUpdate:
         self._blocks = tuple(replace(block, is_spent=True) for block in blocks)
         # One cache line for each rank, which writes it alone; all ranks read all of them after a barrier.
         self._numbers = numbers.reshape(memory.size, NUMBERS)
-        self.waited_s = 0.0
 
     def reduce(self, numbers: Sequence[float] = ()) -> tuple[float, list[float]]:
         """Add up the gradients of all ranks, and some numbers: the first half of an update.
@@ -138,9 +135,8 @@ class FusedUpdate:
         scale(self._node.places, factor)
         self.optimizer.update(self._blocks, self._frozen())
         self.storage.writes.count += 1
-        begin = clock.now()
-        self._node.barrier.run()
-        self.waited_s = clock.now() - begin
+        with self._group.meeting("other ranks"):
+            self._node.barrier.run()
 
     def _add(self) -> float:
         """Add up this rank's slices of all gradients, into the first rank's; return the sum of their squares."""

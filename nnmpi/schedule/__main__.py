@@ -2,7 +2,7 @@
 
 python -m nnmpi.schedule --pipeline 1f1b --stages 4 --microbatches 8
 python -m nnmpi.schedule --pipeline interleaved --stages 4 --microbatches 8 --virtual-stages 2
-python -m nnmpi.schedule --pipeline gpipe --stages 2 --microbatches 8 --network alpha_us=50,gbit=10 --bytes 1MB
+python -m nnmpi.schedule --pipeline gpipe --stages 2 --microbatches 8 --network alpha_us=50,gbit=10
 python -m nnmpi.schedule --pipeline 1f1b --stages 4 --microbatches 8 --html 1f1b.html --svg 1f1b.svg
 """
 

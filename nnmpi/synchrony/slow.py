@@ -17,6 +17,7 @@ from nnmpi.backend.random import stream
 from nnmpi.errors import UsageError
 from nnmpi.units import parse_settings
 
+LEAST_S = 1e-9  # of a wait: less is what sums of parts are rounded by
 FORMS = '"ms=20", "rank=2,factor=3" or "probability=0.25,factor=3"; several separated by ";", with factors from 1 on'
 
 
@@ -61,23 +62,35 @@ class Slow:
     def __bool__(self) -> bool:
         return bool(self.minimum_s or self.factors or self.chances)
 
-    def seconds(self, computed_s: float, rank: int, step: int) -> float:
-        """Return how long a rank's step is to last whose computing took so long; `step` counts the rank's own."""
-        seconds = max(computed_s, self.minimum_s) * self.factors.get(rank, 1.0)
+    def seconds(self, computed_s: float, rank: int, step: int, share: float = 1.0) -> float:
+        """Return how long a rank's step, or a share of it, is to last whose computing took so long.
+
+        `step` counts the rank's own.
+        """
+        seconds = max(computed_s, self.minimum_s * share) * self.factors.get(rank, 1.0)
         for number, (probability, factor) in enumerate(self.chances):
             if stream(self.seed, "straggler", number, rank, step).random() < probability:
                 seconds *= factor
         return seconds
 
-    def wait(self, computed_s: float, rank: int, step: int, rest: Callable[[float], object] | None = None) -> float:
-        """Return when the step has lasted long enough, with the seconds that this took.
+    def wait(
+        self,
+        computed_s: float,
+        rank: int,
+        step: int,
+        rest: Callable[[float], object] | None = None,
+        share: float = 1.0,
+        waited_s: float = 0.0,
+    ) -> float:
+        """Return when the step, or a share of it, has lasted long enough, with the seconds that this took.
 
         Args:
-            computed_s, rank, step: see `seconds`.
+            computed_s, rank, step, share: see `seconds`.
             rest: returns at a given time of `nnmpi.clock`, for a rank that has other work than to sleep.
+            waited_s: of the same, the seconds that calls before took.
         """
-        left_s = self.seconds(computed_s, rank, step) - computed_s
-        if left_s <= 0:
+        left_s = self.seconds(computed_s, rank, step, share) - computed_s - waited_s
+        if left_s <= LEAST_S:
             return 0.0
         begin = clock.now()
         with timeline.span("slowed down", "slowdown"):

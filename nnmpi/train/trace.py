@@ -13,7 +13,7 @@ import nnmpi.clock as clock
 from nnmpi.comm.agreement import on_root
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, NnmpiError, raised_as
-from nnmpi.timeline import Timeline, TraceEvent, recording, to_chrome, write_chrome
+from nnmpi.timeline import Timeline, TraceEvent, part_waits, recording, to_chrome, write_chrome
 from nnmpi.train.run import TrainingRun
 
 
@@ -49,9 +49,9 @@ def write_trace(path: Path, timeline: Timeline, group: Group, names: Sequence[st
     everyones = group.gather(timeline.events)
 
     def write() -> None:
-        processes = {rank: [TraceEvent(*row) for row in rows] for rank, rows in enumerate(everyones)}
+        processes = part_waits([[TraceEvent(*row) for row in rows] for rows in everyones], ahead_s)
         titles = {rank: f"rank {rank}: {name}" for rank, name in enumerate(names or ())}
-        trace = to_chrome(processes, titles, dict(enumerate(ahead_s)))
+        trace = to_chrome(processes, titles)
         advice = "give a file in a folder with room that you may write to"
         with raised_as(NnmpiError, f"the trace cannot be written to {path}", advice):
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -16,7 +16,7 @@ from nnmpi.memory.__main__ import main as memory
 from nnmpi.pages.picture import Arrow, Bar, Picture
 from nnmpi.schedule.__main__ import main as schedule
 
-PIPELINE = "--schedule 1f1b --stages 3 --microbatches 4 --svg"
+PIPELINE = "--pipeline 1f1b --stages 3 --microbatches 4 --svg"
 COMMANDS: list[tuple[Callable[[Any], str], str, set[str]]] = [
     (comm, "render ring --ranks 3 --svg", {"all-reduce by ring: which chunks go where", "rank 2", "rounds", "added"}),
     (schedule, PIPELINE, {"1f1b: bubble 33.3% of all ranks' time", "rank 2", "ms", "forward", "backward", "F3"}),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import pytest
 import nnmpi
 from nnmpi import Tensor, models, nn, ops, optim
 from nnmpi.backend.array import Array
+from nnmpi.comm.fit import parse_network
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_comm import SimulatedComm
 from nnmpi.comm.simulated.simulated_world import simulate
@@ -28,6 +31,8 @@ from nnmpi.nn.sharding import STAGES
 from nnmpi.parallel.data import DataParallel
 from nnmpi.parallel.zero.storage import cut_units, predict_bytes, sharded
 from nnmpi.shard import part
+from nnmpi.train.cli import main as train
+from nnmpi.train.metrics import read_metrics
 from tests.equivalence.reference import differences, run
 from tests.equivalence.rows import ZERO
 from tests.harness.refusals import told
@@ -362,3 +367,24 @@ def test_without_room_for_windows_it_sends_messages_and_says_so(
     reference = simulate(lambda group: train(group, DataParallel)[0], 2)[0]
     monkeypatch.setattr(SimulatedComm, "share_pages", share)
     np.testing.assert_allclose(simulate(main, 2)[0], reference, rtol=1e-6)
+
+
+@pytest.mark.host_only("the ranks are simulated")
+@pytest.mark.parametrize("apart", [True, False])
+def test_the_table_of_the_memory_page_is_what_runs_hold(apart: bool, tmp_path: Path) -> None:
+    """Its formulas, without slots and scratch, beside what training counts: by messages, and on one node."""
+    page = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
+    rows = re.findall(r"^\| (\d) \| [^|]+ \| ([^|]+) \| ([^|]+) \| [^|]+ \|$", page, re.MULTILINE)
+    assert [stage for stage, *_ in rows] == ["0", "1", "2", "3"]
+    ranks, held, elements = 3, {}, 0
+    for stage, *_ in rows:
+        words = f"--model mlp --hidden 256 256 --max-steps 4 --log-every 2 --zero {stage} --out {tmp_path / stage}"
+        machine = parse_network("gbit=10", ranks) if apart else None
+        simulate(partial(train, [*words.split(), "--quiet"]), ranks, machine)
+        last = [each for each in read_metrics(tmp_path / stage / "metrics.jsonl") if each["kind"] == "train"][-1]
+        held[stage] = sum(last[f"memory_{kind}"] for kind in ("parameters", "gradients", "optimizer"))
+        elements = last["memory_gradients"] // 4 if stage == "0" else elements
+    for stage, *formulas in rows:
+        formula = re.sub(r"(\d) (?=[PU(])", r"\1 * ", formulas[not apart])
+        expected = eval(formula, {"P": elements, "N": ranks, "U": 0, "A": 0, "B": 0})
+        assert held[stage] == pytest.approx(expected, rel=1e-3), stage

@@ -14,7 +14,7 @@ from nnmpi.train.config import Config, OptimizationConfig, RunConfig, all_option
 NAMES = """
 model hidden activation dropout layers features heads context pretrained dataset tokenizer
 text_columns text_samples target data_dir test_fraction augment partition normalize epochs
-max_steps stop_after batch_size optimizer loss lr momentum weight_decay schedule warmup_epochs clip
+max_steps stop_after batch_size optimizer loss lr momentum weight_decay lr_schedule warmup_epochs clip
 label_smoothing layout dp pp tp sp pipeline virtual_stages microbatches split
 reduction zero memory_limit activation_memory offload offload_state allreduce
 sync staleness local_steps outer_lr outer_momentum slow network simulate backend dtype

@@ -87,7 +87,8 @@ def test_without_a_pipeline_the_trace_has_each_rank(group: Group, train: Train) 
         with gzip.open(folder / "trace.json.gz", "rt") as file:
             trace = json.load(file)
         done = [name for _, _, name, _, _ in spans(trace)]
-        right = not breaches(trace) and done.count("0F0") == 2 * group.size and done.count("update") == 2 * group.size
+        right = not breaches(trace) and done.count("0F0") == 2 * group.size
+        right = right and done.count("update") >= 2 * group.size  # in pieces where it waits for the others
     everywhere(group, right)
 
 

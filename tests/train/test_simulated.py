@@ -1,5 +1,6 @@
 """Training on simulated ranks: the bytes of a run under mpirun, the same for the same seed, and what is refused."""
 
+import gzip
 import hashlib
 import json
 import os
@@ -12,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from nnmpi.comm.fit import parse_network
 from nnmpi.comm.group import Group
 from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import UsageError
 from nnmpi.train.cli import launch, main
 from nnmpi.train.loop import StopSignals
+from tests.chrome import breaches, standing
 from tests.train.jobs import train
 
 SHORT = "--max-steps 12 --batch-size 30 --log-every 4 --backend numpy"
@@ -127,6 +130,45 @@ def test_a_network_makes_steps_longer(tmp_path: Path) -> None:
     numbers_s = 2 * 500e-6  # loss, accuracy and norm: two levels of a tree
     assert steps[-1]["compute_s"] == pytest.approx(0.01)
     assert steps[-1]["sync_s"] == pytest.approx(ring_s + numbers_s, rel=0.01)
+
+
+TRACED = {  # ranks, words, and whether messages take time
+    "ring": (3, "--allreduce ring", True),
+    "halving-doubling": (4, "--allreduce halving-doubling", True),
+    "fused": (3, "", False),
+    "zero 1": (3, "--zero 1", True),
+    "zero 3": (2, "--zero 3", True),
+    "fixed sums": (3, "--reduction fixed --microbatches 4", True),
+    "local": (3, "--sync local --local-steps 3", True),
+    "gossip": (4, "--sync gossip", False),
+    "tensor": (2, "--tp 2", True),
+    "1f1b": (3, "--pp 3 --microbatches 6", True),
+    "gpipe": (3, "--pp 3 --microbatches 6 --pipeline gpipe", False),
+}
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_a_trace_and_the_console_tell_of_the_same_shares(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of every moment of a rank one of computing, exchanging and waiting is true; a straggler is waited for."""
+    ranks, words, costs = TRACED[name]
+    words = f"{words} --model mlp --batch-size 96 --epochs 1 --eval-every 0 --slow ms=20;rank=1,factor=3"
+    more = ["--verbose", "--trace", "--backend", "numpy", "--out", str(tmp_path / "run")]
+    machine = parse_network("alpha_us=200,gbit=0.2", ranks) if costs else None
+    simulate(partial(main, [*words.split(), *more]), ranks, machine, cpu_factor=0)
+    told = dict(re.findall(r"(?:[=+] |  )([a-z ]+) ([\d.]+) ms", capsys.readouterr().out.partition("  step ")[2]))
+    trace = json.loads(gzip.decompress((tmp_path / "run" / "trace.json.gz").read_bytes()))
+    assert breaches(trace) == []
+    found = [standing(trace, rank) for rank in range(ranks)]
+    for each in found:
+        assert each["all"] == pytest.approx(sum(each.values()) - each["all"])
+    steps_us, totals = 15 * 1000, {kind: sum(each.get(kind, 0.0) for each in found) / ranks for kind in found[0]}
+    waited = float(told["synchronization"]) + float(told.get("waiting for stages", 0.0))
+    assert totals["compute"] / steps_us == pytest.approx(float(told["compute"]), rel=0.01)
+    assert (totals["waiting"] + totals.get("exchange", 0.0)) / steps_us == pytest.approx(waited, rel=0.02)
+    if name not in ("gossip", "1f1b", "gpipe"):  # there it spreads, or waits itself
+        assert found[0]["waiting"] > 40 * steps_us * 0.95 > 40 * found[1].get("waiting", 0.0)
 
 
 @pytest.mark.parametrize(

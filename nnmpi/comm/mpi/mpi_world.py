@@ -24,7 +24,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
+from functools import cached_property, partial
 from math import inf
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -151,6 +151,11 @@ class MpiComm:
         self.iallgatherv = partial(_gather, mpi.Iallgatherv)
         self.free = mpi.Free
 
+    @cached_property
+    def members(self) -> tuple[int, ...]:
+        """These ranks' numbers in the world."""
+        return tuple(MPI.Group.Translate_ranks(self.mpi.Get_group(), None, MPI.COMM_WORLD.Get_group()))
+
     def poke(self) -> None:
         """Let messages move on."""
         self.mpi.Iprobe()
@@ -187,10 +192,12 @@ class MpiWorld:
     """
 
     simulated = False
+    machine = None
 
     def __init__(self) -> None:
         self.step: int | None = None
         self.waiter: object = None
+        self.met_s = 0.0
         self.waiting: tuple[float, str] | None = None
         self.operations: deque[tuple[float, str]] = deque(maxlen=OPERATIONS)
         self.watchdog: Watchdog | None = None

@@ -180,8 +180,8 @@ class Wire(SimulatedComm):
 
     def receive(self, into, source, tag):
         """Start receiving; into None for a pickle of any length."""
-        others = [rank for rank in self._members if rank != self._own.number] or self._members
-        partners = others if source == ANY else [self._members[source]]
+        others = [rank for rank in self.members if rank != self._own.number] or self.members
+        partners = others if source == ANY else [self.members[source]]
         words = (
             f"{'any rank' if source == ANY else f'rank {partners[0]}'} with {'any tag' if tag == ANY else f'tag {tag}'}"
         )

@@ -233,7 +233,7 @@ class MessageBoard:
 
     Attributes:
         scheduler: this one.
-        places: the node of each rank.
+        machine, places: what messages cost, and the node of each rank.
         bytes: how many were carried so far.
         sent, received: how many bytes each rank has, in messages and by the formulas of collectives.
         eager_bytes: how long a message may be that leaves at once.
@@ -248,7 +248,7 @@ class MessageBoard:
         self.scheduler, self.places = scheduler, machine.places(len(scheduler.ranks))
         self.bytes, self.eager_bytes = 0, EAGER_BYTES
         self.sent, self.received = [0] * len(self.places), [0] * len(self.places)
-        self._machine, self._links = machine, Links(self.places)
+        self.machine, self._links = machine, Links(self.places)
         self.queues: defaultdict[tuple[int, int, int, int], MessageQueue] = defaultdict(MessageQueue)
         self.calls: dict[tuple[int, int], CollectiveCall] = {}
         self.open = [OpenRequests() for _ in scheduler.ranks]
@@ -268,7 +268,7 @@ class MessageBoard:
         self.sent[source] += nbytes
         self.received[target] += nbytes
         across = self.places[source] != self.places[target]
-        costs = self._machine.message(across, [both_ways], [nbytes])
+        costs = self.machine.message(across, [both_ways], [nbytes])
         return self._links.carry(source, target, ready_s, *costs)
 
     def collective_s(self, name: str, ranks: tuple[int, ...], nbytes: int) -> float:
@@ -284,7 +284,7 @@ class MessageBoard:
         if len(ranks) == 1:
             return 0.0
         across = len({self.places[rank] for rank in ranks}) > 1
-        curve = self._machine.link(across).one_way
+        curve = self.machine.link(across).one_way
         costs = [way(len(ranks)) for way in _WAYS.get(name, _LATENCIES)]
         beta_s = curve.beta(max(nbytes, 1))
         seconds, sent = min((alphas * curve.alpha_s + sent * nbytes * beta_s, sent) for alphas, sent, _ in costs)
@@ -329,11 +329,11 @@ class SimulatedComm:
         self, board: MessageBoard, world: Any, own: SimulatedRank, members: Sequence[int], number: int
     ) -> None:
         self.world, self._board, self._own = cast(World, world), board, own
-        self._members, self._number = tuple(members), number
+        self.members, self._number = tuple(members), number
         self._scheduler = board.scheduler
         self._collectives = 0
-        self.rank: int = self._members.index(own.number)
-        self.size: int = len(self._members)
+        self.rank: int = self.members.index(own.number)
+        self.size: int = len(self.members)
 
     # ---- messages between two ranks ----
 
@@ -342,16 +342,16 @@ class SimulatedComm:
         own, board = self._own, self._board
         self._scheduler.enter(own)
         memory = as_bytes(data)
-        request = self._open(f"send to rank {self._members[to]} with tag {tag}", memory, False, self._members[to])
+        request = self._open(f"send to rank {self.members[to]} with tag {tag}", memory, False, self.members[to])
         request.envelope = self.rank, tag, data.dtype
         leaves = not synchronous and memory.nbytes <= board.eager_bytes
         receiving = any(request.writes for request in board.open[own.number])
         message = SimulatedMessage(request, memory.nbytes, memory.copy() if leaves else None, own.clock_s, receiving)
-        queue = self._queue(own.number, self._members[to], tag)
+        queue = self._queue(own.number, self.members[to], tag)
         if leaves:
             if self._scheduler.by_time or self._scheduler.random.random() < LEAVES_AT_ONCE:
                 board.complete(request, own.clock_s)
-            self._depart(message, queue, self._members[to], own.clock_s)
+            self._depart(message, queue, self.members[to], own.clock_s)
         receive = queue.find_receive(message)
         if receive is not None:
             queue.receives.remove(receive)
@@ -369,7 +369,7 @@ class SimulatedComm:
 
     def irecv(self, into: Buffer, source: int, tag: int) -> SimulatedRequest:
         """Start receiving; see `comm.world.Comm`."""
-        partner = self._members[source]
+        partner = self.members[source]
         return self._receive(f"rank {partner} with tag {tag}", as_bytes(into), (source, tag, into.dtype), partner)
 
     def _receive(
@@ -579,12 +579,12 @@ class SimulatedComm:
             texts = [f"rank {rank} in {_describe(what)} ({describe_lines(lines)})" for rank, lines, what in ways]
             raise CommError(f"the ranks are in different collectives: {', '.join(texts)}")
         call.brought[self.rank], call.requests[self.rank] = value, request
-        request.missing = lambda: [each for rank, each in enumerate(self._members) if rank not in call.brought]
+        request.missing = lambda: [each for rank, each in enumerate(self.members) if rank not in call.brought]
         call.last_s, call.nbytes = max(call.last_s, own.clock_s), max(call.nbytes, nbytes)
         if len(call.brought) == self.size:
             del board.calls[self._number, number]
             name = signature[0].removeprefix("i").removesuffix("v").lower()
-            end_s = call.last_s + board.collective_s(name, self._members, call.nbytes)
+            end_s = call.last_s + board.collective_s(name, self.members, call.nbytes)
             scheduler.plan(end_s, partial(self._finish, call, combine, end_s))
         scheduler.leave(own)
         return request
@@ -618,7 +618,7 @@ class SimulatedComm:
         def make(everyones: Sequence[tuple[int, int]]) -> list[tuple[int, list[int]]]:
             made: dict[int, tuple[int, list[int]]] = {}  # number and ranks of each communicator, by color
             for color, _, rank in sorted((*given, rank) for rank, given in enumerate(everyones)):
-                made.setdefault(color, (next(self._board.numbers), []))[1].append(self._members[rank])
+                made.setdefault(color, (next(self._board.numbers), []))[1].append(self.members[rank])
             return [made[color] for color, _ in everyones]
 
         number, ranks = self._exchange(name, (color, key), make)

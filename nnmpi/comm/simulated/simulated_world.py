@@ -45,8 +45,10 @@ class SimulatedWorld:
 
     def __init__(self, board: MessageBoard, own: SimulatedRank, comm_type: type[SimulatedComm] = SimulatedComm) -> None:
         self._scheduler, self._own, self._made = board.scheduler, own, board.made
+        self.machine: Machine | None = board.machine
         self.comm = comm_type(board, self, own, range(len(board.scheduler.ranks)), 0)
         self.waiter: object = None
+        self.met_s = 0.0
         self.step: int | None = None
         own.world = self
 

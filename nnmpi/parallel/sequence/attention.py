@@ -60,7 +60,6 @@ from nnmpi.errors import LayoutError, counted
 from nnmpi.ops.attend import AttentionDropout, Heads, KeyBlock, Trio, attend_more, attend_more_grad
 from nnmpi.ops.collectives import CATEGORY
 from nnmpi.shard import part, split
-from nnmpi.timeline import RECEIVE, span
 
 Pair = tuple[Array, Array]  # of keys and values, or of their gradients
 
@@ -155,7 +154,7 @@ class RingAttention:
         return start_exchange(self._group, sends, [((rank - 1) % size, each) for each in room if each.size])
 
     def _wait(self, request: MessageRequest, out: Sequence[Array]) -> None:
-        with span("ring", CATEGORY, RECEIVE, {"bytes": sum(each.nbytes for each in out)}):
+        with self._group.meeting("ring", None, CATEGORY, {"bytes": sum(each.nbytes for each in out)}):
             request.wait()
 
     def _zeros(self, k: Heads, v: Heads, source: int) -> Pair:

@@ -24,7 +24,6 @@ from nnmpi.parallel.sharded.context import LayerContext, ParameterSharder, Place
 from nnmpi.shard import split
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.timeline import REDUCE, span
 
 
 class FromRank(Function):
@@ -52,7 +51,7 @@ class FromRank(Function):
         self.saved = tuple((x.shape, x.dtype) for x in inputs)
         xp = namespace(inputs[0] if own is None else own)
         y: Array = xp.empty(self._shape, dtype=self._dtype) if own is None else xp.ascontiguousarray(own)
-        with span("broadcast", CATEGORY, REDUCE, {"bytes": y.nbytes}):
+        with self.group.meeting("broadcast", None, CATEGORY, {"bytes": y.nbytes}):
             self.group.broadcast(y, self.root)
         return y
 

@@ -21,7 +21,6 @@ from nnmpi.ops.loss import CrossEntropy, checked_labels
 from nnmpi.shard import part
 from nnmpi.tensor.operand import in_float32, require_floating
 from nnmpi.tensor.tensor import Tensor
-from nnmpi.timeline import REDUCE, span
 
 
 class PartCrossEntropy(CrossEntropy):
@@ -77,7 +76,7 @@ class PartCrossEntropy(CrossEntropy):
         xp = namespace(rows)
         tops = rows.max(axis=1) if rows.shape[1] else xp.full(len(rows), -float("inf"), dtype=rows.dtype)
         result: Array = xp.ascontiguousarray(tops)
-        with span("all-reduce (max)", CATEGORY, REDUCE, {"bytes": result.nbytes}):
+        with self.group.meeting("all-reduce (max)", None, CATEGORY, {"bytes": result.nbytes}):
             self.group.all_reduce_max(result)
         return result
 

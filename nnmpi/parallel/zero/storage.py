@@ -38,8 +38,6 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-import nnmpi.clock as clock
-import nnmpi.timeline as timeline
 from nnmpi.backend.array import Array, namespace
 from nnmpi.comm.algorithms.registry import AUTO, NATIVE
 from nnmpi.comm.algorithms.registry import SHARED as SHARED_MEMORY
@@ -266,7 +264,6 @@ class ShardedStorage(FlatStorage):
 
     def reduce(self, number: int) -> None:
         """Sum a unit's gradients over the ranks, and add this rank's part of the sum to what it has. Collective."""
-        begin = clock.now()
         pieces = self._pieces[number]
         numbers = [i for i, span in enumerate(self.spans) if span.buffer in pieces]
         if any(self.spans[i].parameter.requires_grad for i in numbers):
@@ -280,11 +277,11 @@ class ShardedStorage(FlatStorage):
                     span.parameter.grad = None
             for i, end in ends.items():
                 self._grads[i][end:] = 0
-            self.wait_for_others()
-            for i in ends:
-                self._sum(i)
-            self.wait_for_others()
-        self._add_seconds(begin)
+            with self.ranks.meeting(REDUCE_SCATTER.name):
+                self.wait_for_others()
+                for i in ends:
+                    self._sum(i)
+                self.wait_for_others()
 
     def _sum(self, i: int) -> None:
         """Sum one of the whole arrays, and put this rank's part where it belongs."""
@@ -298,13 +295,12 @@ class ShardedStorage(FlatStorage):
             return
         arrived = whole[self.own[i]]
         if self.ranks.size > 1 and whole.size:
-            with timeline.span(REDUCE_SCATTER.name, "collective", timeline.REDUCE):
-                if i in self._sums:
-                    self._sums[i].run()
-                else:
-                    assert self._group is not None
-                    counts = [len(each) for each in split(whole.size, self.ranks.size)]
-                    arrived = self._group.reduce_scatter_v(whole, counts)
+            if i in self._sums:
+                self._sums[i].run()
+            else:
+                assert self._group is not None
+                counts = [len(each) for each in split(whole.size, self.ranks.size)]
+                arrived = self._group.reduce_scatter_v(whole, counts)
         if self.stage > 1 and not fresh:
             namespace(place).add(place, arrived, out=place)
         elif arrived is not place:
@@ -313,8 +309,7 @@ class ShardedStorage(FlatStorage):
     def wait_for_others(self) -> None:
         """With arrays in shared memory, wait for the others: nobody may read too early, or write too early again."""
         if self._node is not None:
-            with timeline.span("other ranks", "waiting", timeline.WAITING):
-                self._node.barrier.run()
+            self._node.barrier.run()
 
     # ---- parameters ----
 
@@ -380,14 +375,12 @@ class ShardedStorage(FlatStorage):
         if self._group is None:
             raise UsageError("nothing puts the ranks' parts together; make a ShardedDataParallel of this model first")
         super().finish_update()
-        begin = clock.now()
         self._standing.clear()
-        self.wait_for_others()
-        for i, pending in self._gathers.items() if self.stage < 3 else ():
-            self._count(self._data[i])
-            with timeline.span(ALL_GATHER.name, "collective", timeline.REDUCE):
+        with self.ranks.meeting(ALL_GATHER.name):
+            self.wait_for_others()
+            for i, pending in self._gathers.items() if self.stage < 3 else ():
+                self._count(self._data[i])
                 pending.run()
-        self._add_seconds(begin)
 
     def enter(self, number: int, following: int | None = None) -> None:
         """Let a unit's parameters be in their places, and begin to gather the one that comes next. Collective.
@@ -398,12 +391,10 @@ class ShardedStorage(FlatStorage):
         """
         if self.stage < 3 or self._node is not None:
             return
-        begin = clock.now()
         self._start(number)
         if following is not None:
             self._start(following)
         self._wait(number)
-        self._add_seconds(begin)
 
     def leave(self, number: int) -> None:
         """Let another unit have a unit's slot. If it was asked for and nobody came, it is waited for."""
@@ -426,7 +417,7 @@ class ShardedStorage(FlatStorage):
 
     def _wait(self, number: int) -> None:
         if not self._standing[number]:
-            with timeline.span(ALL_GATHER.name, "collective", timeline.REDUCE):
+            with self.ranks.meeting(ALL_GATHER.name):
                 for i in self._pieces[number]:
                     if i in self._gathers:
                         self._gathers[i].wait()
@@ -436,10 +427,7 @@ class ShardedStorage(FlatStorage):
 
     def _count(self, whole: Array) -> None:
         if self.ranks.size > 1 and whole.size:
-            self._traffic = self._traffic.plus(Traffic(0.0, 0.0, int(whole.nbytes), 1, nan))
-
-    def _add_seconds(self, begin: float) -> None:
-        self._traffic = self._traffic.plus(Traffic(clock.now() - begin))
+            self._traffic = self._traffic.plus(Traffic(0.0, int(whole.nbytes), 1, nan))
 
     def take_traffic(self) -> Traffic:
         """Return what was exchanged since the last call: the bytes of whole arrays, of which (N - 1) / N are sent."""
