@@ -145,7 +145,7 @@ def missing_fit(ranks: int, nodes: int = 1) -> UsageError:
     """Return what says that there is no fit of so many ranks, and what to do."""
     return UsageError(
         f"there is no fit of {counted(ranks, 'rank')} on {counted(nodes, 'node')}; make one with mpirun -n {ranks} "
-        f"python -m nnmpi.comm fit, or say what messages cost: --network {NETWORK}"
+        f"python -m nnmpi.comm fit, or say what messages cost, such as {NETWORK}"
     )
 
 

@@ -21,7 +21,8 @@ LAYERS: tuple[frozenset[str], ...] = (
         }
     ),
     frozenset({"backend"}),
-    frozenset({"tensor", "comm", "schedule", "synchrony", "optim", "data"}),
+    frozenset({"tensor", "comm", "synchrony", "optim", "data"}),
+    frozenset({"schedule"}),  # whose command prices messages as comm's do
     frozenset({"ops", "mesh"}),
     frozenset({"nn"}),
     frozenset({"models"}),
