@@ -127,7 +127,10 @@ function chart(width, lines, { x, y, logX = false, logY = false, marks = [], at 
     picture.append(draw("line", { x1: left, x2: width - right, y1: py(value), y2: py(value), stroke: "var(--line)" }),
       draw("text", { x: left - 6, y: py(value) + 4, "text-anchor": "end", class: "soft" }, y(value)));
   }
+  let last = -Infinity;
   for (const value of ticksX || ticks(x0, x1, logX)) {
+    if (px(value) - last < 60) continue;
+    last = px(value);
     picture.append(draw("text", { x: px(value), y: height - 14, "text-anchor": px(value) > width - 40 ? "end" : "middle", class: "soft" },
       x(value)));
   }

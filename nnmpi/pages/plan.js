@@ -16,7 +16,7 @@ const lineColour = (name) => colour(names.indexOf(name), names.length);
 // A row for each layer, a column for each action; `at` of them are done.
 function grid(width, { actions }, at) {
   const left = Math.min(130, 14 + 7 * Math.max(...titles.map((name) => name.length))), high = 22;
-  const wide = Math.max(12, Math.min(28, (width - left) / actions.length));
+  const wide = Math.max(6, Math.min(28, (width - left) / actions.length));
   const picture = draw("svg", { width: left + wide * actions.length, height: high * DATA.layers.length + 4, role: "img",
     "aria-label": "layers and actions" });
   titles.forEach((name, i) => picture.append(draw("text", { x: 0, y: high * i + 15 },
@@ -26,7 +26,7 @@ function grid(width, { actions }, at) {
     if (sign !== " ") picture.append(draw("rect", { x, y: high * i + 2, width: wide - 1, height: high - 4, rx: 2, fill: FILLS[letter],
       opacity: column < at ? 1 : .3, stroke: column === at - 1 && i === layer ? "var(--ink)" : "none", "stroke-width": 2 },
       draw("title", {}, i === layer ? `${act}${layer}: ${WORDS[act]}` : titles[i])));
-    if (/[A-Za-z]/.test(sign)) picture.append(draw("text", { x: x + wide / 2 - .5, y: high * i + 15, "text-anchor": "middle",
+    if (wide > 9 && /[A-Za-z]/.test(sign)) picture.append(draw("text", { x: x + wide / 2 - .5, y: high * i + 15, "text-anchor": "middle",
       style: `font-size:11px${"DA".includes(letter) ? "" : ";fill:var(--on)"}` }, sign));
   }));
   return picture;

@@ -133,14 +133,19 @@ def test_sliders_change_costs_and_crossings(ring: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("width", "dark"), [("desk", True), ("phone", False)])
 def test_a_pipeline_is_stepped_through(pipeline: str, tmp_path: Path, width: str, dark: bool) -> None:
     script = """
-        const told = [texts(".figures")[0], texts(".clock")[0]];
+        const told = [texts(".figures")[0], texts(".clock")[0]], theme = () => document.documentElement.dataset.theme;
+        const ask = (name) => dispatchEvent(new MessageEvent("message", { data: { theme: name } }));
+        const own = theme();
+        ask("light"); const light = theme(); ask("dark"); const dark = theme(); ask("");
+        told.push([light, dark, theme() === own]);
         press("Home"); press("ArrowRight"); press("ArrowRight"); press("ArrowRight");
         told.push(texts(".clock")[0], texts("text.kept").slice(0, 3));
         take(0, "gpipe"); move("microbatches", 2);
         told.push(texts(".figures")[0]);
         return { told };
     """
-    figures, over, early, kept, gpipe = look(pipeline, script, tmp_path, width, dark)["told"]
+    figures, over, themes, early, kept, gpipe = look(pipeline, script, tmp_path, width, dark)["told"]
+    assert themes == ["light", "dark", True]  # of the page around it; with none of its own that of the system
     assert figures == "18 ms, bubble 33.3 %, keeps at most 3 2 1 activations" and over.endswith("ms")
     assert early.endswith("ms") and len(kept) == 3 and all(text.startswith("keeps") for text in kept)
     assert gpipe == "30 ms, bubble 20.0 %, keeps at most 8 8 8 activations"
