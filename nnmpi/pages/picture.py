@@ -128,25 +128,9 @@ class Picture:
             at = (begin + to) / 2 if inside else to + 0.006 * end
             axes.text(at, y, text, va="center", size=8, clip_on=inside, **where)
         for row, begin, other, to, kind, text in self.arrows:
-            how = {
-                "arrowstyle": "-|>",
-                "color": colours[kind] if kind else INK,
-                "shrinkA": 0,
-                "shrinkB": 0,
-                "zorder": 3,
-            }
-            y, down = rows.index(row), rows.index(other)
-            axes.annotate("", (to, down), (begin, y), arrowprops=how)
-            near = {
-                "va": "center",
-                "ha": "center",
-                "size": 7,
-                "color": INK,
-                "zorder": 4,
-                "bbox": {"fc": "white", "ec": "none", "pad": 0.8},
-            }
-            part = 0.35 / max(1, abs(down - y))
-            axes.text(begin + part * (to - begin), y + part * (down - y), text, **near)
+            look = {"arrowstyle": "-|>", "color": colours[kind] if kind else INK, "shrinkA": 1, "shrinkB": 0}
+            ends = (to, rows.index(other)), (begin + 0.01 * end, rows.index(row))
+            axes.annotate(text, *ends, arrowprops=look, va="center", size=8)
         axes.set_yticks(range(len(rows)), rows, size=9)
         axes.set(xlabel=self.along, xlim=(0, end), ylim=(len(rows) - 0.5, -0.5))
         axes.xaxis.get_major_locator().set_params(integer=end >= 3)
@@ -154,9 +138,9 @@ class Picture:
         axes.spines[["top", "right", "left"]].set_visible(False)
         axes.tick_params(axis="y", length=0)
         figure.suptitle(self.title, x=0.01, ha="left", size=10.5)
-        marks = [axes.barh(0, 0, color=colours[kind], label=kind) for kind in kinds]
-        if marks:
-            figure.legend(loc="outside lower left", ncols=6, frameon=False, fontsize=8)
+        for kind in kinds:
+            axes.barh(0, 0, color=colours[kind], label=kind)
+        figure.legend(loc="outside lower left", ncols=6, frameon=False, fontsize=8)
 
 
 def new_figure(width: float, height: float) -> Any:
