@@ -234,14 +234,14 @@ def _pair_gradient(group: Ranks, function: Function, arrays: Arrays) -> tuple[An
 
 
 def _gradient_mean(group: Ranks, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    (gradients,), rows = arrays((group.size, WEIGHTS)), [3, 0, 5, 1][: group.size]
+    (gradients,), rows = arrays((group.size, WEIGHTS)), np.resize([3, 0, 5, 1], group.size)
     gradients *= np.sign(rows)[:, None]
-    found = call(function, group, gradients[group.rank].copy(), rows[group.rank])
+    found = call(function, group, gradients[group.rank].copy(), int(rows[group.rank]))
     return found, gradients.sum(0) / sum(rows)
 
 
 def _shards(size: int) -> int:
-    return {4: 2, 6: 3}.get(size, size)
+    return next((tp for tp in (3, 2) if size > tp and size % tp == 0), size)
 
 
 def _grid_split(group: Ranks, function: Function, arrays: Arrays) -> tuple[Any, Any]:
@@ -557,7 +557,7 @@ SHARED = (
         "backward",
         _overlap,
         _BACKWARD,
-        most_s=lambda size: 1.05 * BEST_S[size],
+        most_s=lambda size: 1.05 * BEST_S.get(size, BEST_S[4]),
         machine=NETWORK,
     ),
 )

@@ -119,6 +119,19 @@ RIGHT = {
         request = comm.issend(rank, left)
         print(rank, MPI.Request.waitall([comm.irecv(source=right), request]))
         """,
+    "arguments by their names": """\
+        right, left, status, request = (rank + 1) % size, (rank - 1) % size, MPI.Status(), MPI.Request()
+        request.Wait(); print(request.Test(), request == MPI.REQUEST_NULL)
+        request = comm.isend(obj=None, dest=right, tag=3)
+        print(rank, comm.recv(source=left, tag=3, status=status), MPI.SUCCESS)
+        request.wait()
+        request = comm.irecv(source=left); comm.Barrier(); comm.send(dest=right, obj=rank); print(rank, request.wait())
+        data = np.zeros(1, int); request = comm.Irecv(data, left); comm.Barrier()
+        comm.Rsend(np.full(1, rank), dest=right); request.Wait(); print(rank, data)
+        print(rank, comm.sendrecv(sendobj=rank, dest=right, source=left), comm.bcast(obj=rank, root=1))
+        print(rank, comm.scatter(sendobj=[*range(size)]), comm.gather(sendobj=rank, root=1), comm.allgather(sendobj=1))
+        print(rank, comm.alltoall(sendobj=[rank] * size), comm.reduce(sendobj=1, op=MPI.SUM), comm.allreduce(sendobj=2))
+        """,
     "collectives": """\
         x, whole, mine = np.arange(2) + 10 * rank, np.zeros((size, 2), int), np.zeros(2, int)
         comm.Allgather(x, whole); print(rank, whole.tolist())

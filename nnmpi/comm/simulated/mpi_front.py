@@ -209,7 +209,7 @@ class Request:
     __getattr__ = refuse
     __hash__ = object.__hash__
 
-    def __init__(self, wire, started, loads=False):
+    def __init__(self, wire=None, started=(), loads=False):
         self._wire, self._started, self._loads = wire, started, loads
 
     def __bool__(self):
@@ -220,7 +220,7 @@ class Request:
 
     def Test(self, status=None):
         """Return whether it is complete."""
-        return self._wire.test_all(self._started) and self.Wait(status)
+        return (not self._started or self._wire.test_all(self._started)) and self.Wait(status)
 
     def test(self, status=None):
         """Return whether it is complete, and what was received."""
@@ -229,7 +229,8 @@ class Request:
     def Wait(self, status=None):
         """Return when it is complete."""
         started, self._started = self._started, []
-        self._wire.wait_all(started)
+        if started:
+            self._wire.wait_all(started)
         if status is not None:
             source, tag, got = started[0].envelope if started else (PROC_NULL, ANY, b"")
             status.source, status.tag, status.count = source, tag, len(got)
@@ -286,8 +287,8 @@ class Intracomm:
 
     # ---- messages ----
 
-    def _send(self, name, buf, dest, tag=0):
-        data = _pack(buf) if name.islower() else _read(buf)
+    def _send(self, name, buf=None, dest=PROC_NULL, tag=0, obj=None):
+        data = _pack(obj if buf is None else buf) if name.islower() else _read(buf)
         synchronous = "ss" in name.lower()
         started = [] if dest == PROC_NULL else [self._wire.isend(data, self._among(dest), tag, synchronous)]
         request = Request(self._wire, started)
@@ -301,9 +302,20 @@ class Intracomm:
         request = Request(self._wire, started, name.islower())
         return request if name[0] in "Ii" else request.wait(status)
 
-    def _both(self, name, sendbuf, dest, sendtag=0, recvbuf=None, source=ANY, recvtag=ANY, status=None):
+    def _both(
+        self,
+        name,
+        sendbuf=None,
+        dest=PROC_NULL,
+        sendtag=0,
+        recvbuf=None,
+        source=ANY,
+        recvtag=ANY,
+        status=None,
+        sendobj=None,
+    ):
         start, receive = ("isend", "recv") if name.islower() else ("Isend", "Recv")
-        sent = self._send(start, sendbuf, dest, sendtag)
+        sent = self._send(start, sendbuf, dest, sendtag, sendobj)
         found = self._receive(receive, recvbuf, source, recvtag, status)
         sent.Wait()
         return found
@@ -350,7 +362,9 @@ class Intracomm:
         """Replace the elements by root's."""
         self._buffers("Bcast", buf, buf, root)
 
-    def _objects(self, name, value=None, root=0, *words):
+    def _objects(self, name, sendobj=None, root=0, *words, obj=None):
+        value = obj if sendobj is None else sendobj
+
         def give(parts):
             if parts > 1 and len(value) != parts:
                 raise ValueError(f"{name} has {len(value)} objects for {parts} ranks; give one for each")
@@ -359,8 +373,8 @@ class Intracomm:
         found = [pickle.loads(data) for data, _ in self._meet(name, root, give, *words)]
         return found[0] if MOVES[name][0] == ROOT else found or None
 
-    def _combine(self, name, value, op="SUM", root=0):
-        found = self._objects(name, value, root, getattr(op, "__name__", op))  # a function of the program's, too
+    def _combine(self, name, sendobj, op="SUM", root=0):
+        found = self._objects(name, sendobj, root, getattr(op, "__name__", op))  # a function of the program's, too
         return found and _fold(name, op if callable(op) else OPS[op][0], found, self.rank)
 
     def _total(self, name, sendbuf, recvbuf, op, root=0):
@@ -476,7 +490,7 @@ def make_modules(wire: Any) -> dict[str, ModuleType]:
         UNDEFINED=UNDEFINED,
         SUCCESS=0,
         IN_PLACE=IN_PLACE,
-        REQUEST_NULL=Request(wire, []),
+        REQUEST_NULL=Request(),
         Wtime=wtime,
         Get_processor_name=platform.node,
         Finalize=wire.barrier,
