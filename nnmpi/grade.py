@@ -1,5 +1,6 @@
 """`python -m nnmpi.grade`: grade solutions of exercises by an assignment, one of them or a class.
 
+python -m nnmpi.grade assignment.toml work/ --starter        # the files to begin with
 python -m nnmpi.grade assignment.toml my_ring.py
 python -m nnmpi.grade assignment.toml submissions/ --json grades.json
 python -m nnmpi.grade assignment.toml /autograder/submission --format gradescope
@@ -314,6 +315,22 @@ def find_submissions(assignment: Assignment, path: Path) -> list[Path]:
     return found if len(found) > 1 or any(each.is_dir() for each in found) else []
 
 
+def write_starter(assignment: Assignment, folder: Path) -> list[str]:
+    """Write the files that an assignment begins with, and return which; what is there stays.
+
+    Raises:
+        UsageError: where one cannot be written.
+    """
+    written = []
+    with raised_as(UsageError, f"{folder} cannot be written"):
+        folder.mkdir(parents=True, exist_ok=True)
+        for file, exercise in {one.file: one.exercise for one in assignment.criteria}.items():
+            if not (folder / file).exists():
+                (folder / file).write_text(EXERCISES[exercise].starter())
+                written.append(f"{folder / file}")
+    return written or [f"nothing is missing in {folder}"]
+
+
 # ---- what is said of it ----
 
 
@@ -444,6 +461,8 @@ def main(words: Sequence[str]) -> str:
     """
     given = _parser().parse_args(words)
     assignment = read_assignment(given.assignment)
+    if given.starter:
+        return "\n".join(write_starter(assignment, given.submission))
     submissions = find_submissions(assignment, given.submission)
     if submissions:
         grades = grade_class(assignment, given.assignment, submissions, given.jobs)
@@ -460,6 +479,7 @@ def _parser() -> Parser:
     parser = Parser("python -m nnmpi.grade", description=(__doc__ or "").split("An assignment is")[0])
     parser.add_argument("assignment", type=Path, metavar="ASSIGNMENT.toml", help="what is asked for")
     parser.add_argument("submission", type=Path, metavar="DIR_OR_FILE", help="a submission, or a folder of some")
+    parser.add_argument("--starter", action="store_true", help="write the files to begin with into DIR")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it there, sentences and drawings")
     parser.add_argument("--format", choices=FORMATS, default="table", help="what is printed (default: table)")
     parser.add_argument("--jobs", type=positive_count, default=2, help="submissions at once (default: 2)")

@@ -180,4 +180,6 @@ def compare(what: str, found: Any, wanted: Any) -> None:
     if len(differs):
         place = tuple(map(int, differs[0]))
         at = f"{what}: element {place if len(place) > 1 else place[0]} " if place else f"{what} "
-        raise WrongAnswer(f"{at}is {given[place]:.6g}, and must be {wanted[place]:.6g}")
+        short, exact = ([f"{each[place]:.{digits}g}" for each in (given, wanted)] for digits in (6, 17))
+        is_, must = short if short[0] != short[1] else exact
+        raise WrongAnswer(f"{at}is {is_}, and must be {must}")

@@ -263,6 +263,13 @@ _COLLECTIVES = (
         near=True,
     ),
     _collective(
+        "my-all-reduce",
+        "Everybody gets the sum of all buffers, in any way.\n\nNo slower than a parameter server: 2 (size - 1) rounds, "
+        "and no rank sends more than the server.",
+        ALL_REDUCE,
+        star,
+    ),
+    _collective(
         "all-to-all",
         "Each rank has a chunk for every rank, and gets one from each.\n\nsize - 1 rounds, and a rank sends size - 1 "
         "chunks.",

@@ -27,7 +27,7 @@ from nnmpi.shard import split
 SIZES = (1, 2, 3, 4)
 BATCH, IN, MIDDLE, OUT = 3, 7, 6, 5
 WEIGHTS = 211
-TOKENS, EXPERTS, WIDTH = 20, 5, 8
+TOKENS, EXPERTS, WIDTH = 20, 5, 16
 ITEM_BYTES = 8
 UNITS = [(23, 17), (17, 9)]  # layers of ZeRO-3
 NUMBERS, SECONDS = (6_000, 20_000, 12_000, 30_000), (0.002, 0.004, 0.003, 0.005)  # of layers that go back
@@ -389,9 +389,9 @@ def _halves(*numbers: int) -> Most:
 
 
 def _gridded(size: int) -> float:
-    """Return what a sum over a replica and a gather over the others send, and half as much more."""
+    """Return what a sum over a replica and a gather over the others send, and two fifths more."""
     tp = _shards(size)
-    return 1.5 * ITEM_BYTES * WEIGHTS * (2 * (tp - 1) / tp + size // tp - 1)
+    return 1.4 * ITEM_BYTES * WEIGHTS * (2 * (tp - 1) / tp + size // tp - 1)
 
 
 def _routed(size: int) -> float:
@@ -434,9 +434,7 @@ SHARED = (
         "group, tp, x",
         _grid_split,
         _SMALLER,
-        most=lambda size: (
-            1.5 * ITEM_BYTES * WEIGHTS * (2 * (size - 1) / size if size not in (4, 6) else {4: 2, 6: 7 / 3}[size])
-        ),
+        most=_gridded,
         sizes=(1, 2, 3, 4, 6),
     ),
     _shared(

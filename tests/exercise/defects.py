@@ -97,7 +97,9 @@ def adam(group, weights, gradient, m, v, mine, step, scatter=None, correct=True,
 def experts_everywhere(group, x, chosen, experts, owner):
     """All tokens go to all ranks."""
     tokens = group.all_to_all([np.column_stack([x, chosen])] * group.size)
-    made = [np.array([row[:-1] @ experts.get(int(row[-1]), np.zeros((8, 8))) for row in part]) for part in tokens]
+    made = [
+        np.array([row[:-1] @ experts.get(int(row[-1]), np.zeros((x.shape[1],) * 2)) for row in part]) for part in tokens
+    ]
     return np.sum(group.all_to_all(made), axis=0)
 
 
