@@ -1,4 +1,4 @@
-"""The assignments of examples/: right solutions earn all, an untouched starter nothing, slow ones lose numbers alone."""
+"""The assignments: right solutions earn all, an untouched starter nothing, slow ones lose the numbers alone."""
 
 import re
 from pathlib import Path
