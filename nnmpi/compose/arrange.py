@@ -3,6 +3,7 @@
 model (no values yet)
   1 mesh        world = dp x pp x tp x sp, this rank's place in it
   2 tensor      layers give way to their shards                    parallel.tensor
+    experts     each rank keeps some of a mixture's                parallel.experts
   3 pipeline    the chain is cut, this rank keeps its stages       nn.chain, schedule.partition
   4 limits      what does not fit is refused, with what would
 then the caller initializes `arrangement.model` in `arrangement.storage` and makes an optimizer, and a Worker attaches
@@ -38,6 +39,7 @@ from nnmpi.nn.mode import training
 from nnmpi.nn.module import Buffer, Module
 from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES
 from nnmpi.nn.transformer import CausalSelfAttention
+from nnmpi.parallel.experts import share_experts
 from nnmpi.parallel.sequence.attention import check_heads
 from nnmpi.parallel.sequence.group import SequenceGroup
 from nnmpi.parallel.tensor import shard
@@ -131,7 +133,7 @@ class Arrangement:
     @property
     def is_plain(self) -> bool:
         """Whether every rank has all of the model, and sums are taken as they come."""
-        return self.mesh.model.size == 1 and not self.layout.fixed and not self.layout.zero
+        return self.mesh.model.size == 1 and not (self.layout.fixed or self.layout.zero or self.layout.expert_parallel)
 
     @property
     def data_rank(self) -> int:
@@ -158,7 +160,7 @@ class Arrangement:
 
     def writes(self, name: str, entry: Parameter | Buffer) -> bool:
         """Whether this rank, of all that have an array (or this part of it), writes it into checkpoints."""
-        return self.mesh.replicas.rank == 0 and self.counts(name, entry)
+        return (self.mesh.replicas.rank == 0 or getattr(entry, "apart", False)) and self.counts(name, entry)
 
 
 def replicate(model: Module, group: Group, backend: Backend) -> Arrangement:
@@ -198,6 +200,8 @@ def arrange(
                     check_heads(module.heads // mesh.tp, mesh.sp, mesh.tp)
         shape = None if sample is None else tuple(sample.shape[1:])
         result = shard(model, bound.tp, layout.table, shape, classes_apart=True) if mesh.tp > 1 else REPLICATED
+        if layout.expert_parallel:
+            share_experts(model, bound.replicas)
     # `result` is where the logits lie. If they are cut, it is by classes, and units are classes; 0 if they are whole.
     arrangement = replace(arrangement, classes=result.units)
     if mesh.pp > 1:

@@ -357,13 +357,15 @@ def gradient_norm(storage: FlatStorage, arrangement: Arrangement) -> float:
     """Return the Euclidean length of the global gradient; collective over the replica's ranks."""
     if arrangement.is_plain:
         return global_norm(storage.grads)
+    apart = arrangement.layout.expert_parallel  # then replicas have other parts, and all add what they would write
+    counts = arrangement.writes if apart else arrangement.counts
     squares = [
         sum_of_squares([grad])
         for span, _, grad in storage.held()
-        if grad is not None and arrangement.counts(span.parameter.name, span.parameter)
+        if grad is not None and counts(span.parameter.name, span.parameter)
     ]
     total = math.fsum(squares) if all(map(math.isfinite, squares)) else sum(squares)  # rounded once
     mesh = arrangement.mesh
-    group = mesh.world if arrangement.layout.zero else mesh.model
+    group = mesh.world if arrangement.layout.zero or apart else mesh.model
     with group.meeting("norm"):
         return math.sqrt(group.sum_floats([total])[0])

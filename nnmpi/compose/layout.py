@@ -50,6 +50,7 @@ class Layout:
         sp_attention: how attention sees the positions of other ranks: "ulysses" or "ring" (see `parallel.sequence`).
         zero: what the replicas share out (see `parallel.zero`): 0: nothing; 1: the optimizer's state; 2: gradients,
             too; 3: parameters, too.
+        expert_parallel: whether the replicas share out the experts of a mixture (see `parallel.experts`).
         unit_bytes: what they gather and sum at once, see `parallel.zero.storage`; None to choose.
 
     Raises:
@@ -69,6 +70,7 @@ class Layout:
     sp: int = 1
     sp_attention: str = ULYSSES
     zero: int = 0
+    expert_parallel: bool = False
     unit_bytes: int | None = None
     activation_memory: int | Literal["least"] | None = None
     offload: str | None = None
@@ -123,6 +125,7 @@ class Layout:
         for name, given, words in (
             (refusals.PIPEDREAM, self.asynchronous and self.pp != 1, "the pipeline schedule pipedream"),
             (refusals.FIXED, self.fixed, f"reduction {FIXED}"),
+            (refusals.EXPERTS, self.expert_parallel, "expert_parallel"),
             (refusals.ZERO, self.zero > 0, zero),
             (refusals.ZERO_2, self.zero > 1, zero),
             (refusals.LEAST, self.recomputes, memory),

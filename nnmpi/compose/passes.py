@@ -271,7 +271,11 @@ class Passes(Caller):
 
     def explain(self, batch: Batch, step: int, value: float) -> Exception:
         """Return the error that says where a loss or gradient that is not finite came from."""
-        if self.is_cut or (self.exchange is not None and not self.exchange.keeps_own):
+        if (
+            self.is_cut
+            or self._where.layout.expert_parallel
+            or (self.exchange is not None and not self.exchange.keeps_own)
+        ):
             return explain_gradients(self.world, self.model, step + 1, value, "microbatches and replicas")
         x, again = self.suspect(batch, step, lambda loss: all(map(isfinite, self.world.sum_floats([loss]))))
         return explain(self.world, self.model, x, again, step + 1, value)
@@ -346,11 +350,12 @@ class Passes(Caller):
 
         The division is that of `DataParallel.backward`; with pipedream an update is of one microbatch.
         """
+        return [self._seed_of(self._weight(now, cut)) for cut in now.cuts]
+
+    def _weight(self, now: Running, cut: Cut) -> float:
+        """Return the loss scale / the labels that a microbatch's sum of losses is divided by."""
         batch = now.batch
-        return [
-            self._seed_of(now.scale / max(batch.targets[cut.number] if self.updates else batch.global_targets, 1))
-            for cut in now.cuts
-        ]
+        return now.scale / max(batch.targets[cut.number] if self.updates else batch.global_targets, 1)
 
     def _seed_of(self, value: float) -> Array:
         """Return a number as (), float64, where the model lives; `backward` converts it to the loss's dtype."""
@@ -373,7 +378,8 @@ class Passes(Caller):
         if self.updates and not again:
             now.versions[microbatch] = self._optimizer.steps
         step = now.step + (microbatch if self.updates else 0)
-        return {"training": True, "seed": self._seed, "step": step, "first_row": cut.first_row, "again": again}
+        own = {"seed": self._seed, "step": step, "first_row": cut.first_row, "weight": self._weight(now, cut)}
+        return {"training": True, "again": again, **own}
 
     def head(self, logits: Tensor, microbatch: int) -> Tensor:
         """Return the loss of a microbatch, and note it and its score."""

@@ -9,13 +9,14 @@ from nnmpi.command import say
 from nnmpi.errors import LayoutError
 
 PIPELINE, TENSOR, SEQUENCE, PIPEDREAM = "pp", "tp", "sp", "pipedream"
-FIXED, ZERO, ZERO_2, LIMIT, LEAST = "fixed", "zero", "zero 2", "limit", "least"
+FIXED, ZERO, ZERO_2, LIMIT, LEAST, EXPERTS = "fixed", "zero", "zero 2", "limit", "least", "experts"
 ACTIVATIONS_OUT, STATE_OUT = "activations out", "state out"
 FUSED, DEVICE, FP16, CLIP, MATRICES = "fused update", "device", "fp16", "clip", "muon"
 
 _PARTS = "ranks that have parts of the model add in parts, whose rounding depends on how many they are"
 _WHOLE = "the fused update is for replicas of a whole model, summed as they come"
 _VERSIONS = "a microbatch's forward and backward see different versions of the weights"
+_MEET = "replicas meet in each mixture of experts of every pass, which is to be the whole model's, once"
 _OWN_TIME = "each stage updates when its own gradient is there, and no rank waits for the others"
 
 REFUSED: dict[tuple[str, str], str] = {
@@ -33,6 +34,15 @@ REFUSED: dict[tuple[str, str], str] = {
     ): "its stages keep everything, or their inputs alone: activation_memory least goes with it",
     (ACTIVATIONS_OUT, PIPELINE): "a pipeline's activations do not leave memory",
     (STATE_OUT, PIPEDREAM): "its state is used after every microbatch",
+    (EXPERTS, PIPELINE): _MEET,
+    (EXPERTS, TENSOR): _MEET,
+    (EXPERTS, SEQUENCE): _MEET,
+    (EXPERTS, LIMIT): _MEET,
+    (EXPERTS, LEAST): _MEET,
+    (EXPERTS, FIXED): "an expert adds up the rows of all replicas at once, and no microbatch is one replica's",
+    (EXPERTS, ZERO): "each rank has weights and state of its own experts alone already",
+    (EXPERTS, STATE_OUT): "each rank has weights and state of its own experts alone already",
+    (FUSED, EXPERTS): "the fused update keeps the same parameters once per node",
     (FUSED, STATE_OUT): "the fused update shares out the optimizer's state among a node's ranks",
     (FUSED, ZERO): "the fused update keeps the parameters once per node by itself",
     (FUSED, PIPELINE): _WHOLE,

@@ -11,6 +11,7 @@ from nnmpi.backend.recording import perform
 from nnmpi.errors import ShapeError, UsageError, whole
 from nnmpi.nn.activation import Dropout
 from nnmpi.nn.container import Sequential
+from nnmpi.nn.experts import MixtureOfExperts
 from nnmpi.nn.linear import Embedding, TiedLinear
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Constant, Module, Normal
@@ -70,7 +71,15 @@ class GPTEmbedding(Module):
 
 
 def gpt(
-    vocabulary: int, context: int, features: int = 768, layers: int = 12, heads: int = 12, dropout: float = 0.0
+    vocabulary: int,
+    context: int,
+    features: int = 768,
+    layers: int = 12,
+    heads: int = 12,
+    dropout: float = 0.0,
+    experts: int = 0,
+    top_k: int = 2,
+    capacity: float | None = None,
 ) -> Sequential:
     """Return GPT-2, as logits of the next token for tokens (batch, time); with the defaults GPT-2's 124M parameters.
 
@@ -91,6 +100,7 @@ def gpt(
         layers: how many blocks.
         heads: of each attention.
         dropout: the probability with which an element is dropped in training.
+        experts: where above 0, each mlp is a mixture of so many; `top_k` and `capacity` are `nn.MixtureOfExperts`'s.
 
     Raises:
         UsageError: for sizes that do not work.
@@ -104,17 +114,18 @@ def gpt(
     if features % heads:
         raise UsageError(f"gpt of {features} features and {heads} heads does not work; take a multiple of the heads")
     embedding = GPTEmbedding(vocabulary, context, features, Normal(STD))
-    blocks = [TransformerBlock(features, heads, dropout=dropout) for _ in range(layers)]
+    mixtures = [MixtureOfExperts(features, experts, top_k, None, capacity) if experts else None for _ in range(layers)]
+    blocks = [TransformerBlock(features, heads, dropout=dropout, experts=each) for each in mixtures]
     for name, parameter in (found for block in blocks for found in block.named_parameters()):
-        if name.endswith(".bias") and not name.startswith("norm"):
+        if name.endswith((".bias", ".b1", ".b2")) and not name.startswith("norm"):
             parameter.init = Constant(0.0)
         elif not name.startswith("norm"):
-            is_last = name in ("attention.proj.weight", "mlp.2.weight")
+            is_last = name in ("attention.proj.weight", "mlp.2.weight", "mlp.w2")
             parameter.init = Normal(STD / sqrt(2 * layers) if is_last else STD)
     model = Sequential(embedding, Dropout(dropout), *blocks, LayerNorm(features), TiedLinear(embedding.tokens))
     model.sharding = {
         "0.tokens": Sharding.VOCAB,
-        **{f"*.{name}": sharding for name, sharding in TransformerBlock.sharding.items()},
+        **{f"*.{name}": sharding for name, sharding in blocks[0].sharding.items()},
         str(layers + 3): Sharding.VOCAB,
     }
     return model

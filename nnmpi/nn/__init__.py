@@ -36,6 +36,7 @@ from nnmpi.nn.conv import (
     MaxPool2d,
     Upsample,
 )
+from nnmpi.nn.experts import MixtureOfExperts
 from nnmpi.nn.gru import GRU
 from nnmpi.nn.linear import Embedding, Linear, TiedLinear
 from nnmpi.nn.lstm import LSTM
@@ -85,6 +86,7 @@ __all__ = [
     "LeakyReLU",
     "Linear",
     "MaxPool2d",
+    "MixtureOfExperts",
     "Module",
     "Normal",
     "Pop",

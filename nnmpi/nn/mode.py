@@ -29,6 +29,7 @@ class Mode(NamedTuple):
             (running statistics) is left alone then.
         observe: called as observe(module, result) after every module's forward, or None.
         fused: whether layers that can be computed as one operation are (see `nn.container.fuse`).
+        weight: what the gradient of a sum of losses is multiplied by; None where nobody has said so.
         memory: what layers keep of the tokens that came in earlier passes, by their full names; None where each pass
             is for itself.
     """
@@ -40,6 +41,7 @@ class Mode(NamedTuple):
     again: bool = False
     observe: Callable[[Any, Any], None] | None = None
     fused: bool = True
+    weight: float | None = None
     memory: dict[str, Any] | None = None
 
     @property
@@ -95,7 +97,9 @@ def warn_later(x: Tensor) -> None:
         )
 
 
-def training(seed: int = 0, step: int = 0, first_row: int = 0, again: bool = False) -> AbstractContextManager[None]:
+def training(
+    seed: int = 0, step: int = 0, first_row: int = 0, again: bool = False, weight: float | None = None
+) -> AbstractContextManager[None]:
     """Run models in training mode: dropout drops, batch normalization uses the batch and updates its statistics.
 
     Args:
@@ -103,8 +107,10 @@ def training(seed: int = 0, step: int = 0, first_row: int = 0, again: bool = Fal
         step: the number of the update; with the seed and a layer's name it keys dropout masks.
         first_row: the place of this rank's first sample in the global batch.
         again: whether this pass repeats one whose results were not kept; running statistics are then left alone.
+        weight: what the gradient of a sum of losses is multiplied by, such as 1 / batch.global_targets, for layers that
+            have a loss of their own (`nn.MixtureOfExperts`); None for a mean over a pass.
     """
-    return _within(training=True, seed=seed, step=step, first_row=first_row, again=again)
+    return _within(training=True, seed=seed, step=step, first_row=first_row, again=again, weight=weight)
 
 
 def evaluation() -> AbstractContextManager[None]:

@@ -6,11 +6,12 @@ from types import MappingProxyType
 from nnmpi.errors import UsageError
 from nnmpi.nn.activation import GELU, Dropout, mask_place
 from nnmpi.nn.container import Sequential
+from nnmpi.nn.experts import MixtureOfExperts
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module
 from nnmpi.nn.norm import LayerNorm
-from nnmpi.nn.sharding import Sharding, Units
+from nnmpi.nn.sharding import Sharding, Table, Units
 from nnmpi.ops.attention import KeyValues, attention
 from nnmpi.tensor.tensor import Tensor
 
@@ -94,10 +95,11 @@ class TransformerBlock(Module):
         eps: of the normalizations.
         dropout: the probability with which an element of what a branch adds is dropped in training, and one of the
             attention's probabilities.
+        experts: a mixture of experts in the place of the perceptron; then `hidden` says nothing.
     """
 
     links = (("attention", "attend", ("norm1", "attention", "drops.0")), ("mlp", "feed", ("norm2", "mlp", "drops.1")))
-    sharding = MappingProxyType(
+    sharding: Table = MappingProxyType(
         {
             **{f"attention.{name}": sharding for name, sharding in CausalSelfAttention.sharding.items()},
             "mlp.0": Sharding.COLUMN,
@@ -113,6 +115,7 @@ class TransformerBlock(Module):
         bias: bool = True,
         eps: float = 1e-5,
         dropout: float = 0.0,
+        experts: MixtureOfExperts | None = None,
     ) -> None:
         hidden = 4 * features if hidden is None else hidden
         if hidden < 1:
@@ -120,11 +123,13 @@ class TransformerBlock(Module):
         self.norm1 = LayerNorm(features, eps)
         self.attention = CausalSelfAttention(features, heads, bias, dropout)
         self.norm2 = LayerNorm(features, eps)
-        self.mlp = Sequential(
+        self.mlp: Module = experts or Sequential(
             Linear(features, hidden, bias),
             GELU("tanh"),
             Linear(hidden, features, bias),
         )
+        if experts is not None:
+            self.sharding = {name: each for name, each in self.sharding.items() if not name.startswith("mlp.")}
         self.drops: list[Module] = [Dropout(dropout), Dropout(dropout)]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -155,7 +155,7 @@ class Gelu(Elementwise):
         y: Array = xp.empty(x.shape, x.dtype)
         xp.copyto(y, x)
         rows = y.reshape(x.size // max(width, 1), width)
-        self.saved = (_gelu_in_place(xp, rows, None, self.tanh, self.needs[0]),)
+        self.saved = (gelu_in_place(xp, rows, None, self.tanh, self.needs[0]),)
         return y
 
     def backward(self, grad: Array) -> Grads:
@@ -180,10 +180,10 @@ class LinearGeluFunction(LinearFunction):
 
     def activate(self, y: Array, bias: Array | None) -> Array | None:
         """Turn x W into GELU(x W + b), in place; return its derivative."""
-        return _gelu_in_place(self.xp, y, bias, self.tanh, True in self.needs)
+        return gelu_in_place(self.xp, y, bias, self.tanh, True in self.needs)
 
 
-def _gelu_in_place(xp: Any, y: Array, bias: Array | None, tanh: bool, keep: bool) -> Array | None:
+def gelu_in_place(xp: Any, y: Array, bias: Array | None, tanh: bool, keep: bool) -> Array | None:
     """Turn y, (rows, n), into GELU of y + bias; return its derivative, where it is to be kept."""
     kernels = kernels_for(y, "bias_gelu")
     slope: Array | None = xp.empty(y.shape, y.dtype) if kernels is not None or keep else None

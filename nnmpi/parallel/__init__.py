@@ -10,6 +10,7 @@
     pipeline parallelism           pipeline/            the layers one after the other; activations and their gradients
     tensor parallelism             tensor, sharded/     each layer; activations before or after it
     sequence parallelism           sequence/            the positions of each sequence; keys and values, or heads
+    expert parallelism             experts              a batch, and the experts of a mixture; rows and results
 
     replication     for all strategies with replicas: is it the same model, give all ranks the same values
     divergence      where the first value that is not finite comes from

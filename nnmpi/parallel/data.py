@@ -103,7 +103,8 @@ class DataParallel:
         self._shared: list[Array] = self._share_gradients(allreduce) if sums_gradients else []
         # If nothing is summed here, an exchange of no buffers does nothing: nobody has to ask whether there is one.
         buffers = self.storage.grads if sums_gradients else []
-        spans = [(span.buffer, span.start, span.stop) for span in self.storage.spans] if sums_gradients else []
+        apart = self.storage.apart  # gradients that are no sums stand in no bucket
+        spans = [(-1 if apart[s.buffer] else s.buffer, s.start, s.stop) for s in self.storage.spans if sums_gradients]
         try:
             self.exchange = BucketExchange(group, buffers, spans, allreduce, bucket_bytes, overlap)
         except NnmpiError:  # on all ranks
@@ -168,8 +169,10 @@ class DataParallel:
         """
         self.check_not_released()
         for number in numbers:
-            self.storage.spans[number].parameter.finish_gradient()
-            self.exchange.ready(number)
+            parameter = self.storage.spans[number].parameter
+            parameter.finish_gradient()  # in its place, if somebody has set another array
+            if not parameter.apart:
+                self.exchange.ready(number)
 
     def finish(self) -> None:
         """End a step: return when all gradients are summed; collective.
@@ -225,7 +228,8 @@ class DataParallel:
             CommError: on all ranks, naming a parameter that differs and the ranks.
         """
         if self.storage.is_whole:
-            weights = {span.parameter.name: span.parameter.data for span in self.storage.spans}
+            parameters = (span.parameter for span in self.storage.spans if not span.parameter.apart)
+            weights = {each.name: each.data for each in parameters}
             check_equal(self.group, weights, "the weights of {} differ between the ranks")
 
     def release(self) -> None:
@@ -244,11 +248,10 @@ class DataParallel:
         self.exchange.free()
         self._unshare_gradients()
 
-    def _final(self, number: int, parameter: Parameter) -> None:
+    def _final(self, number: int, _: Parameter) -> None:
         if self._last:
-            parameter.finish_gradient()  # in its place, if somebody has set another array
             self.before_sum(number)
-            self.exchange.ready(number)
+            self.reduce([number])
 
     def _check_pass(self) -> None:
         """Refuse a backward pass that was not begun by `backward`: its gradients would not be summed."""
@@ -268,7 +271,7 @@ class DataParallel:
         long = any(grad.nbytes >= SHARED_BYTES for grad in self.storage.grads)
         if any(is_device(grad) for grad in self.storage.grads):  # staging takes buffers in shared memory by itself
             return []
-        if self.group.size == 1 or not (SHARED in names or (AUTO in names and long)):
+        if any(self.storage.apart) or self.group.size == 1 or not (SHARED in names or (AUTO in names and long)):
             return []
         arrays: list[Array] = []
         try:

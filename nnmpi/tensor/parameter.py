@@ -46,6 +46,7 @@ class Parameter(Tensor):
         declared: the shape that it will have.
         init: draws its initial values: init(generator, shape) -> array.
         region: which part of a larger parameter this one is, when its ranks share that out; None for a whole one.
+        apart: whether ranks that share batches have other parts each, whose gradients are complete where they are.
         guard: called before a backward pass writes to its gradient; it raises where that must not be. Or None.
 
     Args:
@@ -58,7 +59,7 @@ class Parameter(Tensor):
         ShapeError: when the region has another shape.
     """
 
-    __slots__ = ("declared", "guard", "init", "name", "region", "writes")
+    __slots__ = ("apart", "declared", "guard", "init", "name", "region", "writes")
 
     is_table: ClassVar[bool] = False
     guard: Callable[[], None] | None
@@ -74,7 +75,7 @@ class Parameter(Tensor):
             raise ShapeError(f"a parameter of shape {shape} is not a region of shape {region.local_shape}")
         self.declared: Shape = shape
         self.init: Initializer = init or _zeros
-        self.name, self.region = "", region
+        self.name, self.region, self.apart = "", region, False
         self.requires_grad = True
         self.grad = self.node = self.tape = self.buffer = self.hook = self.guard = self.cut = self.writes = None
 
@@ -85,7 +86,7 @@ class Parameter(Tensor):
                 "a model that a Worker or a strategy works on is not copied or pickled; call its release() first, or "
                 "build the model again and use load_state"
             )
-        kept = ("declared", "init", "name", "region", "requires_grad", "data")
+        kept = ("apart", "declared", "init", "name", "region", "requires_grad", "data")
         return {name: getattr(self, name) for name in kept if hasattr(self, name)}
 
     def __setstate__(self, state: Mapping[str, Any]) -> None:
@@ -162,6 +163,7 @@ class FlatStorage:
     Attributes:
         data, grads: the flat arrays, one per group, in order of first appearance.
         groups: the group name of each.
+        apart: of each, whether its parameters are (see `Parameter`).
         known_groups: these, and those that only other parts of the model have.
         spans: where each parameter lies, in registration order.
         moves: how often the arrays were replaced by others.
@@ -189,16 +191,19 @@ class FlatStorage:
         self.state_store: Any = None
         self.writes = Writes()
         self._views: list[tuple[Parameter, Array, Array]] = []  # with data and buffer as they were bound
+        self.apart: list[bool] = []
         lengths: list[int] = []
         if dtype is None and values:
             dtype = next(iter(values.values())).dtype
         step = ALIGNMENT_BYTES // dtype.itemsize if dtype is not None else 1
         for name, parameter in parameters.items():
             label = group(name, parameter) if group is not None else "default"
-            if label not in self.groups:
+            kind = label, parameter.apart
+            if kind not in zip(self.groups, self.apart, strict=True):
                 self.groups.append(label)
+                self.apart.append(parameter.apart)
                 lengths.append(0)
-            buffer = self.groups.index(label)
+            buffer = list(zip(self.groups, self.apart, strict=True)).index(kind)
             start = lengths[buffer]
             self.spans.append(Span(parameter, buffer, start, start + parameter.size))
             lengths[buffer] = -(-(start + parameter.size) // step) * step  # rounded up to the alignment

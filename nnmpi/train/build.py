@@ -59,7 +59,7 @@ from nnmpi.train.signature import ModelSignature
 # it is.
 VERIFIED_EPS = 1e-3
 # Options that a layout has, too, by the same names.
-SAME = "virtual_stages split reduction memory_limit sp zero activation_memory offload offload_state"
+SAME = "virtual_stages split reduction memory_limit sp zero activation_memory offload offload_state expert_parallel"
 TOO_LARGE = "the model does not fit into memory ({}); make it smaller"
 
 
@@ -101,7 +101,8 @@ def _build_sequence_model(config: ModelConfig, sample_shape: tuple[int, ...], to
     if config.model == "lstm":
         return lstm(tokens, features, layers, dropout_of(config))
     if config.pretrained is None:
-        return gpt(tokens, sample_shape[0], features, layers, heads, dropout_of(config))
+        mixture = config.experts or 0, config.experts_top, config.experts_capacity
+        return gpt(tokens, sample_shape[0], features, layers, heads, dropout_of(config), *mixture)
     size = read_size(config.pretrained)
     for name in ("layers", "features", "heads"):
         given, has = getattr(config, name), getattr(size, name)

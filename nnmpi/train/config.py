@@ -72,7 +72,7 @@ ONLY_WITH: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "activation": ("mlp",),
         "dropout": ("mlp", "cnn", "lstm", "gpt"),
         **dict.fromkeys(("layers", "features", "context"), SEQUENCE_MODELS),
-        **dict.fromkeys(("heads", "pretrained"), ("gpt",)),
+        **dict.fromkeys(("heads", "experts", "experts_top", "experts_capacity", "pretrained"), ("gpt",)),
     },
     "sync": {"staleness": ("ssp",), "local_steps": ("local",), "outer_lr": ("local",), "outer_momentum": ("local",)},
     "optimizer": {"momentum": ("sgd", "rmsprop", "muon")},
@@ -125,6 +125,8 @@ class ParallelConfig:
     zero: int = 0
     """What the replicas share out (ZeRO), each keeping a part: 1: the optimizer's state; 2: gradients, too; 3: the
     weights, too, which are gathered block by block when they are needed. With --pp 1 alone."""
+    expert_parallel: bool = False
+    """Share out the experts of --experts among the replicas: tokens go to where their experts are, and results back."""
     memory_limit: Bytes | None = None
     """Bytes that a rank may use for parameters, gradients and optimizer state, such as 512MiB; on a CUDA device, for
     everything there."""
@@ -231,7 +233,7 @@ class SyncConfig:
             return
         for name, value in given(parallel).items():
             what = f"{flag_of(name)} does not go with --sync {self.sync}"
-            fits = name in ("dp", "microbatches", "layout") or value == 1
+            fits = name in ("dp", "microbatches", "layout") or (name in ("pp", "tp", "sp") and value == 1)
             require(fits, f"{what}, whose workers have the whole model each and sum no gradients; leave it out")
 
 
@@ -256,6 +258,14 @@ class ModelConfig:
     """Width of lstm and gpt (default: 128; with --pretrained, what that has)."""
     heads: int | None = None
     """Heads of each attention of gpt; they divide --features (default: 4; with --pretrained, what that has)."""
+    experts: int | None = None
+    """In each block of gpt, in the place of its perceptron, a mixture of so many: each token takes the few that a gate
+    gives it (default: one perceptron)."""
+    experts_top: int = 2
+    """With --experts: how many each token takes."""
+    experts_capacity: float | None = None
+    """With --experts: how many tokens of a sequence an expert takes at most, beside an even share, such as 1.25
+    (default: any number)."""
     context: int | None = None
     """Tokens that lstm and gpt are trained on at once, and the most that gpt can see (default: 64; with --pretrained,
     what that has)."""
@@ -271,7 +281,16 @@ class ModelConfig:
             require(1 <= width <= LONG, f"--hidden has a layer of width {width}; give whole numbers from 1 to {LONG:g}")
         check_numbers(self, "dropout", 0, 1)
         check_idle(self, "model")
-        check_numbers(self, "layers features heads context", 1)
+        check_numbers(self, "layers features heads context experts experts_top", 1)
+        check_numbers(self, "experts_capacity", 0, above=True)
+        top = f"--experts-top {self.experts_top}"
+        alone = self.experts_top == 2 and self.experts_capacity is None
+        require(self.experts is not None or alone, "--experts-top and --experts-capacity need --experts, too")
+        require(
+            self.experts is None or self.experts >= self.experts_top, f"{top} is more than --experts {self.experts}"
+        )
+        both = self.experts is not None and self.pretrained is not None
+        require(not both, "--pretrained has no experts; leave --experts out")
         if self.model == "gpt" and self.pretrained is None:
             _, features, heads = self.sizes
             require(features % heads == 0, f"--features {features} is not a multiple of --heads {heads}; choose others")
@@ -500,7 +519,7 @@ class Config:
             require(self.run.resume is None, new)
             for name in given(self.parallel):
                 left = name in ("layout", "memory_limit", "offload")
-                require(left, f"--layout auto chooses {flag_of(name)} itself; leave one of them out")
+                require(left, f"--layout auto decides about {flag_of(name)} itself; leave one of them out")
         check_positions(self.model.model, self.parallel.sp)
         fixed = self.parallel.reduction == "fixed" and self.data.partition != "none"
         require(

@@ -77,7 +77,8 @@ def _layout(where: Arrangement) -> str:
     shape = f"dp {mesh.dp}" if mesh.size == mesh.dp else str(mesh)
     attention = f" ({where.layout.sp_attention})" if where.sequence is not None else ""
     zero = f", ZeRO {where.layout.zero}" if where.layout.zero else ""
-    return f"{shape}{attention}{zero}{', sums in a fixed order' if where.layout.fixed else ''}"
+    experts = ", experts shared out" if where.layout.expert_parallel else ""
+    return f"{shape}{attention}{zero}{experts}{', sums in a fixed order' if where.layout.fixed else ''}"
 
 
 def _world(run: TrainingRun, slow: Slow) -> str:

@@ -464,7 +464,7 @@ def _finish(run: TrainingRun, state: RunState, report: Totals, console: Console,
     A launcher may tell of success where a rank has left early: MPICH's does, if that rank's own status was 0.
     """
     folder, options, tokenizer, group = run.folder, run.config.model, run.tokenizer, run.group
-    gpt = options.model == "gpt"
+    gpt = options.model == "gpt" and options.experts is None  # those files know no experts
     weights = run.trainer.state()[0].to_dict() if gpt else {}
     last_steps, measures = group.gather(state.step), reporter.measures(report)
     loss, quality = describe_result(report, measures, run.inputs.train.is_tokens)

@@ -74,9 +74,9 @@ def numbers() -> Dataset:
     return replace(digits(), y=y.astype(np.float32), classes=0)
 
 
-def gpt(*_: Any, heads: int = 5, features: int = 10) -> Module:
+def gpt(*_: Any, heads: int = 5, features: int = 10, **more: Any) -> Module:
     """Return a small language model of attention."""
-    return models.gpt(TOKENS, TIME + 2, features=features, layers=2, heads=heads, dropout=0.1)
+    return models.gpt(TOKENS, TIME + 2, features=features, layers=2, heads=heads, dropout=0.1, **more)
 
 
 def lstm(*_: Any, tied: bool = True) -> Module:
@@ -125,6 +125,11 @@ def single_layers(ranks: int, setup: Setup) -> list[Layout | None]:
 def parts_at_cuts(ranks: int, setup: Setup) -> list[Layout | None]:
     """Return a stage that begins with a layer which marks what comes to it as the rank's part: a dropout."""
     return [Layout(dp=1, pp=2, tp=ranks // 2, split=(4, layers(setup) - 4))] if ranks % 2 == 0 else []
+
+
+def experts(ranks: int, _: Setup) -> list[Layout | None]:
+    """Return replicas that have all experts, share out what they have, and share out the experts."""
+    return [Layout(dp=ranks), Layout(dp=ranks, zero=3, unit_bytes=1), Layout(dp=ranks, expert_parallel=True)]
 
 
 def stages_of_zero(ranks: int, _: Setup) -> list[Layout | None]:
@@ -189,6 +194,7 @@ HALVES = Setup(own.halves, microbatches=3)
 CLIPPED = {"width": 2}, "sgd", {"weight_decay": 0.1, "momentum": 0.9}
 MLP, CNN = Setup(models.mlp), Setup(models.cnn)
 GPT, LSTM = (Setup(model, data=sentences, **TEXT) for model in (gpt, lstm))
+EXPERTS = replace(GPT, model_options={"experts": 5, "top_k": 2})  # of which 3 ranks and more have uneven ones, or none
 WAYS = ("native", "shared", "ring", "tree", "ps", "halving-doubling", "hierarchical")
 ZERO = {
     "mlp": Setup(models.mlp, {"hidden": (37, 7, 41), "dropout": 0.2}, microbatches=2, worker={"clip": 0.5}, **MOMENTUM),
@@ -237,6 +243,8 @@ ROWS = {
         f"{way}": Row((MLP, CNN, SETUPS["resnet"])[i % 3], replicas, BUCKETS | {"allreduce": way})
         for i, way in enumerate(WAYS)
     },
+    "experts": Row(EXPERTS, experts),
+    "experts with capacity": Row(replace(EXPERTS, model_options=dict(EXPERTS.model_options, capacity=0.7)), experts),
     "muon": Row(replace(GPT, **MUON), replicas),
     "muon in a fixed order": Row(Setup(models.mlp, dtype="float32", microbatches=5, **MUON), fixed, serial=FIXED),
     "muon, zero": Row(replace(GPT, **MUON), stages_of_zero),
@@ -278,6 +286,8 @@ SINGLE: list[tuple[Setup, Layout]] = [
     (ZERO["nested"], Layout(dp=2, pp=2, zero=1)),
     (replace(GPT, **MUON), Layout(dp=2, pp=2, split=(4, 4), zero=1)),
     (replace(GPT, **MUON), Layout(dp=2, sp=2)),
+    (EXPERTS, Layout(dp=2, pp=2, split=(4, 4))),
+    (EXPERTS, Layout(dp=2, tp=2)),
 ]
 REST: list[tuple[Setup, Layout]] = [
     (TOWERS, Layout(tp=2, dp=2, pp=2)),

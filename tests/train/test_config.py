@@ -1,5 +1,6 @@
 """Every section refuses wrong values with a sentence that names the option, the value and what would work."""
 
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
@@ -39,6 +40,10 @@ WRONG: list[tuple[type, dict[str, Any], str]] = [
     (ModelConfig, {"heads": 3, "model": "gpt"}, "--features 128 is not a multiple of --heads 3"),
     (ModelConfig, {"context": 0, "model": "gpt"}, "--context is 0; give a whole number, 1 or more"),
     (ModelConfig, {"dropout": 0.5, "model": "resnet"}, "--dropout is for --model mlp or cnn or lstm or gpt, not"),
+    (ModelConfig, {"experts": 4}, "--experts is for --model gpt, not"),
+    (ModelConfig, {"model": "gpt", "experts_top": 3}, "--experts-top and --experts-capacity need --experts"),
+    (ModelConfig, {"model": "gpt", "experts": 2, "experts_top": 3}, "--experts-top 3 is more than --experts 2"),
+    (ModelConfig, {"model": "gpt", "experts": 2, "pretrained": Path("x")}, "--pretrained has no experts"),
     (DataConfig, {"dataset": ""}, "--dataset is empty"),
     (DataConfig, {"test_fraction": 0.0}, "--test-fraction is 0.0"),
     (DataConfig, {"test_fraction": 1.0}, "--test-fraction is 1.0"),

@@ -12,11 +12,11 @@ from nnmpi.train.config import Config, OptimizationConfig, RunConfig, all_option
 
 # Scripts and notes of other people depend on these: removing or renaming one is a breaking change.
 NAMES = """
-model hidden activation dropout layers features heads context pretrained dataset tokenizer
-text_columns text_samples target data_dir test_fraction augment partition normalize epochs
+model hidden activation dropout layers features heads experts experts_top experts_capacity context pretrained
+dataset tokenizer text_columns text_samples target data_dir test_fraction augment partition normalize epochs
 max_steps stop_after batch_size optimizer loss lr momentum weight_decay lr_schedule warmup_epochs clip
 label_smoothing layout dp pp tp sp pipeline virtual_stages microbatches split
-reduction zero memory_limit activation_memory offload offload_state allreduce
+reduction zero expert_parallel memory_limit activation_memory offload offload_state allreduce
 sync staleness local_steps outer_lr outer_momentum slow network simulate backend dtype
 precision jit seed out resume trust config log_every callback quiet verbose eval_every save_every trace keep_best
 stall_limit
@@ -54,7 +54,8 @@ def test_names_may_be_written_with_dashes() -> None:
         ({"normalize": "yes"}, "x: normalize is 'yes'; it must be true or false"),
         (
             {"optimizer": "sgdd"},
-            "x: optimizer is 'sgdd'; it must be one of sgd, adam, adamw, rmsprop, adagrad, adadelta or FILE.py:NAME",
+            "x: optimizer is 'sgdd'; it must be one of "
+            "sgd, adam, adamw, rmsprop, adagrad, adadelta, muon or FILE.py:NAME",
         ),
         ({"batch_size": "all"}, "x: batch_size is 'all'; it must be a whole number or \"full\""),
         ({"out": True}, "x: out is True; it must be a path"),

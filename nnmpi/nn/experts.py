@@ -1,0 +1,95 @@
+"""A mixture of experts: a gate gives each position a few of many multilayer perceptrons."""
+
+from functools import partial
+from typing import Any
+
+from nnmpi.errors import ShapeError, UsageError, whole
+from nnmpi.nn.linear import Linear
+from nnmpi.nn.mode import current
+from nnmpi.nn.module import Module, fan_in
+from nnmpi.ops.activation import softmax
+from nnmpi.ops.experts import Experts, Gate, Owners
+from nnmpi.tensor.operand import in_float32
+from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.tensor import Tensor
+
+
+class MixtureOfExperts(Module):
+    """Each position takes its `top_k` experts, which are MLPs: (batch, positions, features) -> the same.
+
+    The result is the sum of the experts' results, each times the probability that the gate, a linear layer and
+    softmax, gives it (Fedus et al., "Switch transformers", 2021). See `ops.experts`, also for how ranks share experts.
+
+    >>> import numpy as np
+    >>> from nnmpi import nn
+    >>> layer = nn.MixtureOfExperts(8, experts=3, top_k=2).initialize(seed=0)
+    >>> layer(np.ones((2, 5, 8), "float32")).shape
+    (2, 5, 8)
+
+    Args:
+        features: of x.
+        experts: how many there are.
+        top_k: how many each position takes.
+        hidden: the width inside an expert; by default 4 * features.
+        capacity: an expert takes at most ceil(capacity * top_k * positions / experts) positions of a sample, the first
+            ones; what is turned away adds nothing. None for all. It is each sample's own, so that no layout changes it.
+        balance: the weight of the balancing loss in training: the mean over positions of experts / top_k times the sum
+            over experts of f P, the share of choices and the mean probability of an expert in the position's sample
+            (DeepSeek-V3). It enters gradients, not the loss that is reported. 0 for none.
+
+    Raises:
+        UsageError: for sizes that do not work.
+    """
+
+    all_reduce: Any = None  # set by a strategy whose ranks share batches: then a mean needs what it is over
+    owners: Owners | None = None  # of experts that ranks share out, see `parallel.experts`
+
+    def __init__(
+        self,
+        features: int,
+        experts: int,
+        top_k: int = 2,
+        hidden: int | None = None,
+        capacity: float | None = None,
+        balance: float = 0.01,
+    ) -> None:
+        features, experts = whole("MixtureOfExperts' features", features), whole("MixtureOfExperts' experts", experts)
+        hidden = 4 * features if hidden is None else whole("MixtureOfExperts' hidden", hidden)
+        top_k = whole("MixtureOfExperts' top_k", top_k)
+        if top_k > experts or (capacity is not None and not capacity > 0) or not balance >= 0:
+            raise UsageError(
+                f"a mixture of {experts} experts, top_k {top_k}, capacity {capacity} and balance {balance} does not "
+                "work; give a top_k of at most the experts, a capacity above 0 or None, and a balance of at least 0"
+            )
+        self.chooses = Gate(top_k, capacity, balance)
+        self.gate = Linear(features, experts, bias=False)
+        self.w1 = Parameter((experts, features, hidden), fan_in(features))
+        self.b1 = Parameter((experts, hidden), fan_in(features))
+        self.w2 = Parameter((experts, hidden, features), fan_in(hidden))
+        self.b2 = Parameter((experts, features), fan_in(hidden))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the experts' results, of the shape of x.
+
+        Raises:
+            ShapeError: for x without positions.
+            UsageError: when ranks share the batch and nobody has said what the loss is divided by.
+        """
+        if x.ndim != 3:
+            raise ShapeError(f"a mixture of experts needs (batch, positions, features), not {x.shape}")
+        function = Experts(self.chooses, self.owners, partial(_weight, self.all_reduce is not None))
+        result: Tensor = in_float32(function, x, softmax(self.gate(x)), self.w1, self.b1, self.w2, self.b2)
+        return result
+
+
+def _weight(shared: bool) -> float | None:
+    """Return what the gradient of a sum over positions is multiplied by; 0 where nothing is trained."""
+    mode = current()
+    if not mode.training:
+        return 0.0
+    if mode.weight is None and shared:
+        raise UsageError(
+            "the balancing loss is a mean over the global batch, and this rank has a part of it; say what sums are "
+            "multiplied by: with nn.training(weight=1 / batch.global_targets), or give balance=0"
+        )
+    return mode.weight

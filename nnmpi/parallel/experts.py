@@ -1,0 +1,41 @@
+"""Expert parallelism: ranks that share batches share out the experts of a mixture, too.
+
+                   rank 0           rank 1
+    samples        0 1 2            3 4              as under data parallelism
+    experts        0 1 2            3 4              each on one rank, which gets their rows from all: `ops.experts`
+    the rest       all              all              gradients are summed
+
+An expert's gradient is complete where it is: its rows came from all ranks. So its weights, gradient and state are on
+one rank alone (Lepikhin et al., "GShard", 2021).
+"""
+
+from functools import partial
+
+from nnmpi.comm.group import Group
+from nnmpi.errors import LayoutError
+from nnmpi.nn.experts import MixtureOfExperts
+from nnmpi.nn.module import Module
+from nnmpi.ops.collectives import CATEGORY
+from nnmpi.ops.experts import Owners
+from nnmpi.shard import Region, split
+from nnmpi.tensor.parameter import Parameter
+
+
+def share_experts(model: Module, group: Group) -> None:
+    """Let each rank have some experts of each mixture in a model that is not initialized yet; not collective.
+
+    Raises:
+        LayoutError: for a model without a mixture.
+    """
+    found = [module for _, module in model.named_modules() if isinstance(module, MixtureOfExperts)]
+    if not found:
+        raise LayoutError("expert_parallel shares out the experts of nn.MixtureOfExperts, which this model has not")
+    for module in found if group.size > 1 else ():
+        ranges = split(module.b1.shape[0], group.size)
+        module.owners = Owners(ranges, group.rank, partial(group.all_to_all_v, category=CATEGORY))
+        for name in ("w1", "b1", "w2", "b2"):
+            whole, own = getattr(module, name), ranges[group.rank]
+            region = Region(whole.shape, 0, own.start, own.stop)
+            part = Parameter(region.local_shape, whole.init, region)
+            part.requires_grad, part.apart = whole.requires_grad, True
+            module.set_child(name, part)
