@@ -69,7 +69,8 @@ def main(words: Sequence[str]) -> str:
         from bokeh.resources import Resources
 
         library, hint = "\n".join(Resources(mode="inline", components=["bokeh"]).js_raw), ""
-        found["charts"] = draw(found)
+        with foreign(RunFolder(given.run).metrics, UsageError, "the numbers of the run cannot be drawn"):
+            found["charts"] = draw(found)
     write_page(file, "run", f"run {given.run.resolve().name}", found, library)
     return f"{file} shows the run in a browser{hint}"
 
@@ -171,14 +172,15 @@ def draw(found: Mapping[str, Any]) -> dict[str, Any]:
         plots["Where a step's time went, over the steps"] = stack("step", ends, 0, columns, "steps", "ms")
     for chart in found["charts"]:
         points = [value for line in chart["lines"] for _, value in line["points"]]
-        made = plot([("$name", "@y{0.[00000]}"), (chart["along"], "@x{0.[0]}")], x_axis_label=chart["along"])
-        made.yaxis.formatter.power_limit_low = -5
         least = min((1 - value for value in points if value < 1), default=1.0)
+        how = {"y_axis_type": "log", "y_range": DataRange1d(flipped=True)} if chart["accuracy"] else {}
+        tips = [("$name", "@y{0.[00000]}"), (chart["along"], "@x{0.[0]}")]
+        made = plot(tips, x_axis_label=chart["along"], **how)
         if chart["accuracy"]:  # by the errors that are left, in powers of ten: so 97 and 99 % are far apart
-            made = plot(made.hover.tooltips, x_axis_label=chart["along"], y_axis_type="log")
-            made.y_range = DataRange1d(flipped=True)
             made.yaxis.ticker = [base * 10.0**-power for power in range(1, 6) for base in (5, 2, 1)]
             made.yaxis.formatter = CustomJSTickFormatter(code="return `${+(100 * (1 - tick)).toPrecision(5)} %`")
+        else:
+            made.yaxis.formatter.power_limit_low = -5  # 0.0005, and not 5.000e-4
         for colour, line in zip(COLOURS, chart["lines"], strict=False):
             x, y = zip(*line["points"], strict=True)
             drawn = [max(1 - each, least / 2) for each in y] if chart["accuracy"] else y

@@ -123,6 +123,13 @@ def test_the_page_shows_them(run: Path, tmp_path: Path, width: str, dark: bool) 
     assert charts == 4 and fills == 4
 
 
+def test_an_evaluation_that_is_none_is_refused(run: Path) -> None:
+    pytest.importorskip("bokeh")
+    (run / "evaluation.json").write_text('{"confusion": 5}')
+    with pytest.raises(UsageError, match="the numbers of the run cannot be drawn"):
+        main([str(run)])
+
+
 def test_without_bokeh_the_page_says_what_draws_its_curves(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nnmpi.report.find_spec", lambda name: None)
     assert main([str(run)]).endswith("shows the run in a browser; for its curves: pip install 'nnmpi[plot]'")
