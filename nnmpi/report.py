@@ -64,7 +64,7 @@ def main(words: Sequence[str]) -> str:
     if given.tensorboard is not None:
         read_run(given.run, str(given.run))
         write_events(given.tensorboard, read_metrics(RunFolder(given.run).metrics))
-    found, library, hint = gather(given.run), "", "; for its curves: pip install 'nnmpi[plot]'"
+    found, library, hint = gather(given.run), "", "; for its curves: pip install matplotlib"
     if find_spec("bokeh"):
         from bokeh.resources import Resources
 
@@ -82,7 +82,7 @@ def write_events(folder: Path, records: Sequence[Mapping[str, Any]]) -> None:
         UsageError: without tensorboardX, and for a folder that cannot be written.
     """
     if find_spec("tensorboardX") is None:
-        raise UsageError("TensorBoard's files are written by tensorboardX; pip install 'nnmpi[tensorboard]'")
+        raise UsageError("TensorBoard's files are written by tensorboardX; pip install tensorboardX")
     from tensorboardX import SummaryWriter
 
     with raised_as(UsageError, f"{folder} cannot be written"), SummaryWriter(str(folder)) as writer:

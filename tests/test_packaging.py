@@ -1,6 +1,7 @@
 """What setup.cfg promises is what the checkout holds."""
 
 import os
+import re
 import subprocess
 import sys
 from configparser import ConfigParser
@@ -59,3 +60,12 @@ def test_a_program_beside_the_checkout_finds_the_package(tmp_path: Path) -> None
 def test_the_extras_are_those_that_are_promised(settings: ConfigParser) -> None:
     promised = "openmpi mpich cuda12 cuda13 bf16 plot tensorboard jit mkl text image dev compiler docs oracle"
     assert set(settings["options.extras_require"]) == set(promised.split())
+
+
+def test_what_is_to_be_installed_can_be_had_from_a_checkout() -> None:
+    """Hints name libraries, which stand in setup.cfg, and no extra of a package that is on no index."""
+    files = [*(ROOT / "nnmpi").rglob("*.py"), *(ROOT / "docs").rglob("*.md")]
+    assert [path for path in files if re.search(r"nnmpi\[[a-z]", path.read_text())] == []
+    extras = (ROOT / "setup.cfg").read_text()
+    hints = [hint for path in files for hint in re.findall(r"pip install '?([A-Za-z][-\w]+)", path.read_text())]
+    assert len(hints) > 8 and [hint for hint in hints if hint not in extras] == []

@@ -22,7 +22,7 @@ def check_can_draw(option: str) -> None:
         UsageError: when it is not installed.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise UsageError(f"{option} needs matplotlib; install it (pip install 'nnmpi[plot]') or leave {option} out")
+        raise UsageError(f"{option} needs matplotlib; install it (pip install matplotlib) or leave {option} out")
 
 
 def new_figure(width: float, height: float) -> Any:

@@ -4,7 +4,7 @@ OpenBLAS has code for many processors and chooses by itself, unless OPENBLAS_COR
 all their users. Code for AVX2 leaves half of an AVX-512 processor idle: on a Zen 5 core a product of matrices ran at
 123 GF/s instead of 215 to 245. On Zen 4, whose AVX-512 is no wider inside, it costs nothing.
 
-On Intel's processors MKL, where it is installed (`pip install 'nnmpi[mkl]'`), multiplies large float32 matrices 1.12 to
+On Intel's processors MKL, where it is installed (`pip install mkl`), multiplies large float32 matrices 1.12 to
 1.2 times as fast as the OpenBLAS inside NumPy (one core of a Xeon with AVX-512). A call by ctypes costs a microsecond
 more than NumPy's, so small products stay with NumPy, by their sizes alone: nothing is timed, and a repeated command has
 the same bits. Stacks of matrices, and arrays that lie neither in rows nor in columns, stay with NumPy too.

@@ -224,7 +224,8 @@ def explain_import(error: Exception, wheels: Callable[[], list[str]] = installed
         return f"cupy cannot be imported ({_short(error)}): {both} are both installed; uninstall both, then install one"
     if _misses_library(error):
         return f"{_short(error)}; install CUDA's libraries with `pip install '{(*installed, 'cupy')[0]}[ctk]'`"
-    return f"cupy cannot be imported ({_short(error)}); install nnmpi[cuda12] or nnmpi[cuda13], as the driver needs it"
+    which = "'cupy-cuda12x[ctk]' or 'cupy-cuda13x[ctk]'"
+    return f"cupy cannot be imported ({_short(error)}); pip install {which}, as the driver needs it"
 
 
 def explain_start(error: Exception | None, driver: int, runtime: int) -> str:

@@ -103,6 +103,6 @@ def load() -> ModuleType:
         import nnmpi.backend.jit.kernels as kernels
     except ImportError as error:
         raise UsageError(
-            f"compiled kernels need numba, which cannot be imported ({error}); install nnmpi[jit], or leave jit out"
+            f"compiled kernels need numba, which cannot be imported ({error}); pip install numba, or leave jit out"
         ) from error
     return kernels

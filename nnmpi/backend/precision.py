@@ -72,7 +72,7 @@ def bfloat16() -> Dtype:
         import ml_dtypes
     except ImportError as error:
         raise UsageError(
-            f"bfloat16 needs ml_dtypes, which cannot be imported ({error}); install nnmpi[bf16], or use float32"
+            f"bfloat16 needs ml_dtypes, which cannot be imported ({error}); pip install ml_dtypes, or use float32"
         ) from error
     return np.dtype(ml_dtypes.bfloat16)
 

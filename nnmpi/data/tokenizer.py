@@ -112,7 +112,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         library: Any = importlib.import_module("tokenizers")
     except ImportError:
         raise UsageError(
-            f"tokenizer {found} is read by the library tokenizers, which is not installed; pip install 'nnmpi[text]', "
+            f"tokenizer {found} is read by the library tokenizers, which is not installed; pip install tokenizers, "
             f"or take {BYTES} or {CHARACTERS}"
         ) from None
     with foreign(found, DataError, "not a tokenizer"):

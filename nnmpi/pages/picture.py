@@ -150,7 +150,7 @@ def new_figure(width: float, height: float) -> Any:
         UsageError: without matplotlib.
     """
     if find_spec("matplotlib") is None:
-        raise UsageError("pictures in files are drawn by matplotlib; pip install 'nnmpi[plot]'")
+        raise UsageError("pictures in files are drawn by matplotlib; pip install matplotlib")
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained")

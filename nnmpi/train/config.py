@@ -319,7 +319,7 @@ class DataConfig:
     () of your own, FILE.py:NAME, that returns a training and a test Dataset."""
     tokenizer: str | None = None
     """Of a text: characters, bytes, or the folder or file where one was saved: a tokenizer.json, or GPT-2's vocab.json
-    and merges.txt, which need pip install nnmpi[text] (default: characters; with --pretrained, what lies there)."""
+    and merges.txt, which need pip install tokenizers (default: characters; with --pretrained, what lies there)."""
     text_columns: str = ""
     """Of a .csv or .jsonl: the columns that make up a text, one under the other, such as problem,solution."""
     text_samples: Literal["blocks", "sentences"] = "blocks"
@@ -449,7 +449,7 @@ class RunConfig:
     """What products of matrices and convolutions read; all but float32 need a CUDA device. tf32: float32 with 10 bits
     of the fraction; bf16 and fp16: half precision, also of activations (weights and gradients stay float32)."""
     jit: Switch = "auto"
-    """Compute with compiled kernels, float32 on the CPU only; needs numba (pip install nnmpi[jit]); auto: where that is
+    """Compute with compiled kernels, float32 on the CPU only; needs numba (pip install numba); auto: where that is
     installed and the whole run multiplies so much that they save more time than they take to load."""
     seed: int = 0
     """Seed of everything random: split, initial weights, order, augmentation, dropout."""

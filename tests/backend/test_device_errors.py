@@ -38,7 +38,7 @@ def cuda(status: int) -> Exception:
 @pytest.mark.parametrize(
     ("installed", "error", "words"),
     [
-        ([], ModuleNotFoundError("No module named 'cupy'"), "install nnmpi[cuda12] or nnmpi[cuda13]"),
+        ([], ModuleNotFoundError("No module named 'cupy'"), "pip install 'cupy-cuda12x[ctk]' or"),
         (["cupy-cuda12x", "cupy-cuda13x"], ImportError("failed"), "both installed"),
         (["cupy-cuda13x"], ImportError(LOST), "pip install 'cupy-cuda13x[ctk]'"),
         (["cupy-cuda13x"], ImportError(""), "(ImportError)"),

@@ -1,4 +1,4 @@
-"""Products by MKL, where it is installed (`pip install 'nnmpi[mkl]'`): what MKL computes, and what stays with NumPy."""
+"""Products by MKL, where it is installed (`pip install mkl`): what MKL computes, and what stays with NumPy."""
 
 import numpy as np
 import pytest

