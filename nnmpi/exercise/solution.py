@@ -30,6 +30,7 @@ there is `resource`, to processor time, memory, no further processes and no file
 defended against stands in docs/grading.md.
 """
 
+import compileall
 import os
 import re
 import secrets
@@ -79,6 +80,7 @@ class Surroundings:
                 (package / "__init__.py").touch()
             target.write_bytes((PACKAGE / file).read_bytes())
             given += {*IMPORT.findall(target.read_text("utf-8"))} - {*given}
+        compileall.compile_dir(self.folder, quiet=2)  # once for all processes
         site = Path(np.__file__).resolve().parents[1]
         self.roots = [self.folder]
         for library in (site / "numpy", site / "numpy.libs"):
