@@ -12,6 +12,7 @@ from nnmpi.exercise.exercise import WrongAnswer
 PACKAGE = Path(__file__).resolve().parents[1]
 ANSWERS = ("comm/algorithms", "schedule", "synchrony", "parallel", "exercise", "comm/group.py", "shard.py")
 LEAST = 65  # nodes of a function's tree: what is shorter, as GPipe is, anybody may write so
+MOST_BYTES = 1 << 20
 
 
 def refuse_own_text(file: Path) -> None:
@@ -21,11 +22,13 @@ def refuse_own_text(file: Path) -> None:
         UsageError: for a file that cannot be read.
         WrongAnswer: naming both functions.
     """
-    with raised_as(UsageError, f"{file} cannot be read"):
-        text = file.read_bytes()
+    with raised_as(UsageError, f"{file} cannot be read"), file.open("rb") as stream:
+        text = stream.read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES:
+        raise WrongAnswer(f"{file.name} has more than {MOST_BYTES:,} bytes; hand in what you wrote")
     try:
         found = dict(_functions(text))
-    except (SyntaxError, ValueError, RecursionError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return  # as its import will say
     for shape, name in found.items():
         if shape in _own():

@@ -106,6 +106,8 @@ def _hostile() -> Iterator[Cheat]:
     yield Cheat("a million million chunks", RING, many, "more than 1048576 numbers")
     yield Cheat("steps without end", RING, f"{step}while True:\n    yield Step()", "longer than 3 s|Memory|limit", "*")
     yield Cheat("a hundred million bytes", RING, "return 'x' * 10**8", "hands over|limit")
+    yield Cheat("a large file", RING, f"return {'0' * 2**20}", "has more than 1,048,576 bytes")
+    yield Cheat("text that no parser can take", RING, f"return {'(' * 10**5}", "line 6: ")
     yield Cheat("lists in lists", RING, "x = []\nfor _ in range(10**5):\n    x = [x]\nreturn x", "RecursionError")
     yield Cheat("a list in itself", RING, "x = []\nx.append(x)\nreturn x", "RecursionError")
     yield Cheat("a number of ten thousand digits", RULE, "return 10**10000", "ValueError")
