@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from nnmpi.command import Parser, say
-from nnmpi.compose.stats import PARTS
+from nnmpi.compose.stats import PARTS, ROUNDING
 from nnmpi.errors import UsageError, raised_as
 from nnmpi.files import foreign, read_json
 from nnmpi.pages.page import write_page
@@ -107,11 +107,13 @@ def gather(run: Path) -> dict[str, Any]:
         tests = [each for each in records if each["kind"] in ("eval", "test")]
         stale = sum_staleness(records)
         heights = [[each.get(n, 0) for n in range(stale.largest() + 1)] for each in stale.histograms if stale.count()]
+        times = {label: mean for key, label in PARTS.items() if (mean := _mean(trained, key))}
+        other_s = _mean(trained, "step_s") - sum(times.values())
         return {
             "head": began[-1].get("facts", []) if began else [],
             "results": [{key: each.get(key) for key in RESULT} for each in tests[-2:]],
             "charts": [chart for panel in PANELS if (chart := _chart(*panel, records))["lines"]],
-            "times": {label: mean for key, label in PARTS.items() if (mean := _mean(trained, key))},
+            "times": times | ({"other": other_s} if other_s > ROUNDING * sum(times.values()) else {}),
             "parts": [
                 [part[-1]["global_step"], *(_mean(part, key) for key in PARTS)] for part in _cut(trained, MOST_BARS)
             ],

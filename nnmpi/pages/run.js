@@ -21,7 +21,7 @@ function show() {
     [`loss ${number(each.loss)}`, each.accuracy === null ? "" : `accuracy ${(100 * each.accuracy).toFixed(2)} %`,
       each.perplexity === null ? "" : `perplexity ${number(each.perplexity)}`, seconds(each.elapsed_s)].filter(Boolean).join(", ")]);
   PAGE.replaceChildren(card("What it was", el("div", { class: "wide" }, rows(DATA.head.concat(results)))), grid);
-  if (all) grid.append(card("Where a step's time went", barsOf(DATA.times,
+  if (all) grid.append(card("Where a step's time went on rank 0", barsOf(DATA.times,
     (value) => `${seconds(value)}, ${(100 * value / all).toFixed(0)} %`)));
   if (peak) grid.append(card(`Memory of rank 0: at most ${bytes(peak)}`, barsOf(memory, (value) => value ? bytes(value) : "0 B")));
   const { heights, mean, max } = DATA.staleness, { part, data, step, samples } = DATA.evaluation;

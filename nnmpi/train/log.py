@@ -89,6 +89,7 @@ class Reporter:
                 "grad_norm": norm if isfinite(norm) else None,
                 "elapsed_s": state.elapsed_s,
                 "samples_per_second": window.samples_per_second,
+                "step_s": window.per_step(window.wall_s),
                 **{part: window.per_step(getattr(window, part)) for part in (*PARTS, "hidden_s", *TRAFFIC)},
                 "predicted_sync_s": window.predicted_step_s,
                 **self._of_tokens(window.perplexity, window.targets_per_second),

@@ -1,8 +1,8 @@
 """metrics.jsonl: one JSON object per line, flushed at once, so that a killed run leaves whole lines.
 
     {"kind": "train", "global_step": 10, "epoch": 0.45, "loss": ..., "accuracy": ..., "learning_rate": ...,
-     "grad_norm": ..., "elapsed_s": ..., "samples_per_second": ..., "compute_s": ..., "wait_s": ..., "sync_s": ...,
-     "input_s": ..., "hidden_s": ..., "comm_bytes": ..., "comm_calls": ..., "predicted_sync_s": ...,
+     "grad_norm": ..., "elapsed_s": ..., "samples_per_second": ..., "step_s": ..., "compute_s": ..., "wait_s": ...,
+     "sync_s": ..., "input_s": ..., "hidden_s": ..., "comm_bytes": ..., "comm_calls": ..., "predicted_sync_s": ...,
      "memory_parameters": ..., "memory_gradients": ..., "memory_optimizer": ..., "memory_activations": ...,
      "memory_communication": ..., "memory_batches": ..., "memory_peak": ...}
     {"kind": "eval", "global_step": 22, "epoch": 1.0, "loss": ..., "accuracy": ..., "elapsed_s": ...,
@@ -14,7 +14,8 @@
      "workers": [{"worker": 0, "steps": 22, "mean": ..., "max": ..., "histogram": [[staleness, count], ...]}, ...]}
     {"kind": "staleness_run", ...}     mean, max, histogram and workers over all of these, once, at the end
 
-Times are in seconds and per step, `comm_bytes` and `comm_calls` per step as well: what was summed over the ranks. While
+Times are rank 0's, in seconds and per step; `step_s` lasts from the end of the step before to a step's own. `comm_bytes`
+and `comm_calls` are per step as well: what was summed over the ranks. While
 messages were under way the rank computed for `hidden_s` and waited for `sync_s`; the fitted model gives them
 `predicted_sync_s` (null without a fit). `wait_s` is the pipeline's bubble: waiting for other stages. `epoch` counts
 passes over the data, with its fraction.

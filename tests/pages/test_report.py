@@ -28,7 +28,15 @@ def run(tmp_path: Path) -> Path:
     memory = {"memory_parameters": 1024, "memory_optimizer": 3072, "memory_peak": 4096}
     records = [
         {"kind": "train", "global_step": step, "epoch": step / 2, "loss": 4 / step, "accuracy": None, "elapsed_s": step}
-        | {"compute_s": 0.003, "sync_s": 0.001, "wait_s": 0.0, "input_s": 0.0, "learning_rate": 0.25, **memory}
+        | {
+            "step_s": 0.005,
+            "compute_s": 0.003,
+            "sync_s": 0.001,
+            "wait_s": 0.0,
+            "input_s": 0.0,
+            "learning_rate": 0.25,
+            **memory,
+        }
         for step in (1, 2, 3, 4)
     ]
     records += [
@@ -51,7 +59,7 @@ def test_the_numbers_are_the_runs(run: Path) -> None:
     assert titles == ["Loss", "Loss over time"]  # a rate that stays, a straight line, is none
     assert [line["name"] for line in found["charts"][0]["lines"]] == ["training", "test data"]
     assert found["charts"][0]["lines"][0]["points"] == [[1, 4.0], [2, 2.0], [3, 4 / 3], [4, 1.0]]
-    assert found["times"] == pytest.approx({"compute": 0.003, "synchronization": 0.001})
+    assert found["times"] == pytest.approx({"compute": 0.003, "synchronization": 0.001, "other": 0.001})
     assert found["parts"] == [[step, 0.003, 0.0, 0.001, 0.0] for step in (1, 2, 3, 4)]
     assert found["memory"] == {"parameters": 1024, "optimizer": 3072, "peak": 4096}
     assert found["staleness"] == {"heights": [[1, 1, 1]], "mean": 1.0, "max": 2}
@@ -116,7 +124,9 @@ def test_the_page_shows_them(run: Path, tmp_path: Path, width: str, dark: bool) 
         "told"
     ]
     assert title == ["run my-run"]
-    assert {"What it was", "Where a step's time went", "Memory of rank 0: at most 4 KB", "Loss"} <= set(headings)
+    assert {"What it was", "Where a step's time went on rank 0", "Memory of rank 0: at most 4 KB", "Loss"} <= set(
+        headings
+    )
     assert {"Staleness: 1 on average, at most 2", "Options that are no defaults"} <= {*headings}
     assert "layoutdp 2, 2 ranks on 1 node (here)" in rows and "at the endloss 0.5, accuracy 75.00 %, 4 s" in rows
     assert "compute3 ms, 75 %" in rows and "optimizer3 KB" in rows and "--lr0.25" in rows

@@ -28,6 +28,7 @@ Train: TypeAlias = Callable[[str], Path]
 TRAIN_KEYS = ["kind", "global_step", "epoch", "loss", "accuracy", "learning_rate", "grad_norm", "elapsed_s"]
 TRAIN_KEYS += [
     "samples_per_second",
+    "step_s",
     "compute_s",
     "wait_s",
     "sync_s",

@@ -132,6 +132,27 @@ def test_a_network_makes_steps_longer(tmp_path: Path) -> None:
     assert steps[-1]["sync_s"] == pytest.approx(ring_s + numbers_s, rel=0.01)
 
 
+@pytest.mark.parametrize(("schedule", "network"), [("1f1b", ""), ("gpipe", ""), ("gpipe", "alpha_us=500,gbit=1")])
+def test_a_paced_pipeline_takes_what_its_schedule_says(
+    schedule: str, network: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """(M + S - 1) / M of what a rank computes, and with links what the simulation with their messages says."""
+    words = f"--pp 4 --microbatches 4 --pipeline {schedule} --slow ms=40 --epochs 1 --batch-size 96 --eval-every 0"
+    machine = parse_network(network, 4) if network else None
+    more = ["--verbose", "--backend", "numpy", "--out", str(tmp_path / "run")]
+    simulate(partial(main, [*words.split(), *more]), 4, machine, cpu_factor=0)
+    told = capsys.readouterr().out
+    found = re.search(
+        r"pass ([\d.]+) ms, simulated ([\d.]+) ms; bubble (\d+)%, simulated (\d+)%; ms .*: ([\d., ]+);", told
+    )
+    assert found and found[5] == "10.00, 10.00, 10.00, 10.00"
+    pass_ms, simulated_ms, bubble, simulated_bubble = map(float, found.groups()[:4])
+    assert pass_ms == pytest.approx(simulated_ms, rel=0.01) and bubble == pytest.approx(simulated_bubble, abs=1)
+    assert network or (pass_ms, bubble) == (70.0, 43.0)
+    assert not network or pass_ms > 70.0 + 6 * 0.5  # six messages' latencies on the way there and back
+    assert told.count("% of parameters and activations") == 4 and "% of the time" not in told
+
+
 TRACED = {  # ranks, words, and whether messages take time
     "ring": (3, "--allreduce ring", True),
     "halving-doubling": (4, "--allreduce halving-doubling", True),
