@@ -14,7 +14,7 @@
      "workers": [{"worker": 0, "steps": 22, "mean": ..., "max": ..., "histogram": [[staleness, count], ...]}, ...]}
     {"kind": "staleness_run", ...}     mean, max, histogram and workers over all of these, once, at the end
 
-Times are rank 0's, in seconds and per step; `step_s` lasts from the end of the step before to a step's own. `comm_bytes`
+Times are rank 0's, in seconds and per step; `step_s` lasts from the end of the step before to its own. `comm_bytes`
 and `comm_calls` are per step as well: what was summed over the ranks. While
 messages were under way the rank computed for `hidden_s` and waited for `sync_s`; the fitted model gives them
 `predicted_sync_s` (null without a fit). `wait_s` is the pipeline's bubble: waiting for other stages. `epoch` counts
