@@ -176,19 +176,20 @@ def draw(found: Mapping[str, Any]) -> dict[str, Any]:
         points = [value for line in chart["lines"] for _, value in line["points"]]
         least = min((1 - value for value in points if value < 1), default=1.0)
         how = {"y_axis_type": "log", "y_range": DataRange1d(flipped=True)} if chart["accuracy"] else {}
-        tips = [("$name", "@y{0.[00000]}"), (chart["along"], "@x{0.[0]}")]
-        made = plot(tips, x_axis_label=chart["along"], **how)
+        made = plot(f"$name: @y{{0.[00000]}}<br>@x{{0.[0]}} {chart['along']}", x_axis_label=chart["along"], **how)
         if chart["accuracy"]:  # by the errors that are left, in powers of ten: so 97 and 99 % are far apart
             made.yaxis.ticker = [base * 10.0**-power for power in range(1, 6) for base in (5, 2, 1)]
             made.yaxis.formatter = CustomJSTickFormatter(code="return `${+(100 * (1 - tick)).toPrecision(5)} %`")
         else:
             made.yaxis.formatter.power_limit_low = -5  # 0.0005, and not 5.000e-4
+        lines: list[Any] = []
         for colour, line in zip(COLOURS, chart["lines"], strict=False):
             x, y = zip(*line["points"], strict=True)
             drawn = [max(1 - each, least / 2) for each in y] if chart["accuracy"] else y
             named = {"source": {"x": x, "y": y, "drawn": drawn}, "name": line["name"], "color": colour}
-            made.line("x", "drawn", line_width=2, legend_label=line["name"], **named)
+            lines.append(made.line("x", "drawn", line_width=2, legend_label=line["name"], **named))
             made.scatter("x", "drawn", size=3 if len(x) > 20 else 6, **named)
+        made.hover.renderers = lines
         plots[chart["title"]] = made
     if heights := found["staleness"]["heights"]:
         workers = {f"worker {worker}": own for worker, own in enumerate(heights)}

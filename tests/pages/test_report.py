@@ -81,7 +81,7 @@ def test_what_is_drawn_is_what_a_person_reads(run: Path) -> None:
     assert '["compute", ' in times and '["synchronization", ' in times and '"input"' not in times
     left = [float(each) for each in re.findall(r'"drawn", \[([^]]*)', text["Accuracy"])[0].split(", ")]
     assert left == pytest.approx([0.5, 0.03, 0.01, 0.005]) and '"LogScale"' in text["Accuracy"]
-    assert '"flipped": true' in text["Accuracy"]
+    assert '"flipped": true' in text["Accuracy"] and '"$name: @y{0.[00000]}<br>' in text["Accuracy"]
     assert '["n", [3, 1, 2]]' in text["Confusion"] and '["a", ["cat", "cat", "dog"]]' in text["Confusion"]
 
 
