@@ -18,6 +18,7 @@ from nnmpi.compose.trainer import SegmentReport
 from nnmpi.train.checkpoint import RunState
 from nnmpi.train.metrics import RUN_STALENESS, MetricsRecorder, sum_staleness
 from nnmpi.train.run import TrainingRun
+from nnmpi.units import format_seconds
 
 TRAFFIC = ("comm_bytes", "comm_calls")
 PRINT_EVERY_S = 5.0  # between two printed lines of progress inside an epoch
@@ -48,6 +49,24 @@ def describe_result(found: Totals, measures: Mapping[str, float], tokens: bool) 
     return f"loss {found.loss:.4f}{unsure}", describe_measures(measures)
 
 
+def compare_hosts(window: Totals, hosts: int) -> str:
+    """Return what several hosts gain over one, by the model of the links, or as measured where there is none.
+
+    One host would have the rows of all, and sum gradients in its memory, for which nothing is counted.
+    """
+    compute_s, sync_s, hidden_s = map(window.per_step, (window.compute_s, window.sync_s, window.hidden_s))
+    sums_s = window.predicted_step_s
+    source = "as measured" if sums_s is None else "by the fitted model"
+    exposed_s = sync_s if sums_s is None else max(sums_s - hidden_s, 0.0)
+    one_s = hosts * compute_s
+    ratio = (compute_s + exposed_s) / max(one_s, 1e-12)
+    gain = f"take {ratio:.2g} times as long as one" if ratio >= 1 else f"are {1 / ratio:.2g} times as fast as one"
+    return (
+        f"on these links {hosts} hosts {gain}: a step computes for {format_seconds(compute_s)} and waits for sums for "
+        f"{format_seconds(exposed_s)} ({source}); one host would compute for {format_seconds(one_s)}"
+    )
+
+
 class Reporter:
     """Prints lines and writes records.
 
@@ -68,6 +87,9 @@ class Reporter:
         self._inputs, self._verbose = run.inputs, run.config.run.verbose
         self._due_s = clock.now() + PRINT_EVERY_S  # when the next line of progress may come
         self._below: Sequence[str] = ()
+        replicas = run.trainer.arrangement.mesh.model.size == 1 and run.trainer.in_step
+        self._hosts = len(set(run.group.nodes())) if replicas else 1
+        self._windows = 0
 
     def steps(self, state: RunState, norm: float, lr: float, more: Mapping[str, Any]) -> None:
         """Report the steps in the state's window.
@@ -79,6 +101,9 @@ class Reporter:
             more: what else stands in the record, or stands there in the place of a mean over the window.
         """
         window = state.window
+        self._windows += 1
+        if self._windows == 2 and self._hosts > 1:  # the first one has the first steps' slowness
+            self._console.say(f"  {compare_hosts(window, self._hosts)}")
         self._write(
             "train",
             state,

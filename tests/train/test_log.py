@@ -1,13 +1,15 @@
 """Lines are printed on one rank, also of a reader that goes away; and what the header says of the machine."""
 
 import io
+import re
 import subprocess
 import sys
 
 import pytest
 
 from nnmpi.command import Console
-from nnmpi.train.log import percent
+from nnmpi.compose.stats import Totals
+from nnmpi.train.log import compare_hosts, percent
 
 
 def test_a_quiet_console_prints_nothing() -> None:
@@ -66,3 +68,27 @@ def test_what_could_not_be_written_is_an_error_for_those_who_ask(command: str) -
     status, said = shell(command, "c.check()")
     assert status == int("full" in command)
     assert ("could not be written: No space left on device" in said) == bool(status)
+
+
+TIMES = {"steps": 2, "compute_s": 0.02}  # each computes for 10 ms
+
+
+@pytest.mark.parametrize(
+    ("times", "hosts", "words"),
+    [
+        ({"sync_s": 0.08}, 2, "2 hosts take 2.5 times as long as one: .* 40 ms .as measured"),
+        (
+            {"sync_s": 0.02, "predicted_s": 0.01, "predicted_steps": 2},
+            4,
+            "are 2.7 times as fast .* 5 ms .by the",
+        ),
+        (
+            {"hidden_s": 0.02, "predicted_s": 0.02, "predicted_steps": 2},
+            4,
+            "are 4 times as fast as one: ",
+        ),
+    ],
+)
+def test_hosts_are_compared_with_one(times: dict[str, float], hosts: int, words: str) -> None:
+    said = compare_hosts(Totals(**TIMES, **times), hosts)
+    assert re.search(words, said), said
