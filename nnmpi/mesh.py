@@ -64,7 +64,7 @@ class Coordinates(NamedTuple):
 
     Attributes:
         d: the replica of the model.
-        p: the place in the pipeline; with virtual stages it holds the stages s with s % pp == p.
+        p: the place in the pipeline; which of the stages it has, the schedule says.
         t: the shard of each of its layers.
         s: the part of each sequence.
     """

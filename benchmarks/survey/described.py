@@ -14,6 +14,7 @@ from typing import Any
 from nnmpi.memory.plan import LayerCost
 from nnmpi.parallel.zero.storage import StateBytes
 from nnmpi.schedule.partition import partition
+from nnmpi.schedule.schedule import Home, around, stages_of
 from nnmpi.train.planner.price import Profile, ShareCost, StepCost
 
 BACKWARD = 2  # times the operations of a forward: one product for the weights, one for what came in
@@ -122,11 +123,14 @@ class DescribedShapes:
     ) -> None:
         self.layers, self.bytes_each, self._split = layers, bytes_each, tuple(split)
 
-    def states(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> tuple[StateBytes, ...]:
+    def states(
+        self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool, home: Home = around
+    ) -> tuple[StateBytes, ...]:
         """Return what each of a pipeline's ranks holds; that of all layers without one."""
         cuts = self.cuts(pp, virtual)
         return tuple(
-            self._held([self.layers[i] for cut in cuts[r::pp] for i in cut], tp, zero, replicas) for r in range(pp)
+            self._held([self.layers[i] for s in stages_of(r, pp, len(cuts), home) for i in cuts[s]], tp, zero, replicas)
+            for r in range(pp)
         )
 
     def _held(self, layers: Sequence[DescribedLayer], tp: int, zero: int, replicas: int) -> StateBytes:
@@ -142,7 +146,7 @@ class DescribedShapes:
             (round(whole * parameters / count),) * count,
         )
 
-    def tied_bytes(self, tp: int, pp: int, virtual: int) -> int:
+    def tied_bytes(self, tp: int, pp: int, virtual: int, home: Home = around) -> int:
         """Return that no stages share parameters."""
         return 0
 

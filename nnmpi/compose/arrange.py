@@ -45,6 +45,7 @@ from nnmpi.parallel.sequence.group import SequenceGroup
 from nnmpi.parallel.tensor import shard
 from nnmpi.parallel.zero.storage import predict_bytes, sharded
 from nnmpi.schedule.partition import partition
+from nnmpi.schedule.schedule import stages_of
 from nnmpi.tensor.parameter import FlatStorage, Parameter
 from nnmpi.tensor.placement import REPLICATED
 from nnmpi.tensor.tensor import Tensor
@@ -104,7 +105,7 @@ class Arrangement:
     @cached_property
     def stages(self) -> dict[int, tuple[ChainLayer, ...]]:
         """This rank's stages, by number; empty where there is no pipeline."""
-        own = range(self.mesh.pp.rank, len(self.cuts), self.mesh.pp.size)
+        own = stages_of(self.mesh.pp.rank, self.mesh.pp.size, len(self.cuts), self.layout.home)
         return {number: self.layers[self.cuts[number].start : self.cuts[number].stop] for number in own}
 
     def free(self) -> None:
@@ -245,8 +246,9 @@ def _cut(whole: Arrangement, sample: Array | None, dtype: str) -> Arrangement:
             )
     costs, cuts = _choose(whole, layers, count, sample, dtype)
     stages = cut_chain(layers, cuts)
-    part = ModelPart(model, [layer for mine in stages[mesh.pp.rank :: ranks] for layer in mine])
-    ties = _tie(mesh, part, _shared_parameters(layout, model, stages))
+    own = stages_of(mesh.pp.rank, ranks, count, layout.home)
+    part = ModelPart(model, [layer for number in own for layer in stages[number]])
+    ties = _tie(whole, part, _shared_parameters(layout, model, stages))
     return replace(whole, model=part, layers=layers, cuts=cuts, costs=costs, ties=ties)
 
 
@@ -270,7 +272,7 @@ def _choose(
     copies = (2 + layout.state_arrays) * np.dtype(dtype).itemsize
     with agreed(mesh.world):
         bytes_ = [cost.elements * copies for cost in costs]
-        # the ranks of "interleaved" hold several stages each, so each may take its share of the limit
+        # where ranks hold several stages each, each stage may take its share of the limit
         limit = None if layout.memory_limit is None else layout.memory_limit // layout.virtual_stages
         return tuple(costs), partition([cost.seconds for cost in costs], count, bytes_, limit)
 
@@ -325,13 +327,14 @@ def _shared_parameters(
     return shared
 
 
-def _tie(mesh: BoundMesh, part: ModelPart, stages_of: Mapping[str, Sequence[int]]) -> tuple[Tie, ...]:
+def _tie(whole: Arrangement, part: ModelPart, shared: Mapping[str, Sequence[int]]) -> tuple[Tie, ...]:
     """Return this rank's ties. Collective over the pipeline."""
+    mesh, home = whole.mesh, whole.layout.home
     own = dict(part.named_parameters())
     ties: list[Tie] = []
     groups: dict[tuple[int, ...], Group] = {}
-    for name, stages in stages_of.items():
-        ranks = tuple(sorted({number % mesh.pp.size for number in stages}))
+    for name, stages in shared.items():
+        ranks = tuple(sorted({home(number, mesh.pp.size) for number in stages}))
         if len(ranks) < 2:
             continue
         if ranks not in groups:
@@ -391,5 +394,6 @@ def describe_stages(arrangement: Arrangement) -> list[str]:
         layers = f"layer {first}" if len(cut) == 1 else f"layers {first} to {last} ({len(cut)})"
         share = sum(arrangement.costs[i].seconds for i in cut) / total if total else 0.0
         measured = f", {share:.0%} of {what}" if arrangement.costs else ""
-        lines.append(f"stage {number}: pipeline rank {number % arrangement.mesh.pp.size}, {layers}{measured}")
+        rank = arrangement.layout.home(number, arrangement.mesh.pp.size)
+        lines.append(f"stage {number}: pipeline rank {rank}, {layers}{measured}")
     return lines

@@ -32,7 +32,7 @@ from nnmpi.parallel.pipeline.boundary import BoundaryArrays, InputKey, StageBoun
 from nnmpi.parallel.pipeline.stage import Run, Stage, run_chain
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
-from nnmpi.schedule.schedule import COMPUTE, RECEIVES, SENDS, Instruction, Kind, Schedule, parts
+from nnmpi.schedule.schedule import COMPUTE, RECEIVES, SENDS, Home, Instruction, Kind, Schedule, parts
 from nnmpi.schedule.schedules import Generator, make
 from nnmpi.synchrony.slow import NOT_SLOW, Slow
 from nnmpi.tensor.cut import whole
@@ -42,8 +42,8 @@ INFERENCE, WHOLE = "inference", "1f1b"  # on one rank: a microbatch forward, and
 
 
 @lru_cache(maxsize=64)  # all simulated ranks, and all replicas there, have the same one
-def _executable(name: Generator, ranks: int, microbatches: int, virtual: int) -> Schedule:
-    schedule = lower(make(name, ranks, microbatches, virtual))
+def _executable(name: Generator, ranks: int, microbatches: int, virtual: int, home: Home) -> Schedule:
+    schedule = lower(make(name, ranks, microbatches, virtual, home))
     check(schedule)
     return schedule
 
@@ -61,8 +61,8 @@ class Program(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def _program(name: Generator, ranks: int, microbatches: int, virtual: int, rank: int) -> Program:
-    schedule = _executable(name, ranks, microbatches, virtual)
+def _program(rank: int, *shape: Any) -> Program:
+    schedule = _executable(*shape)
     left_out = {Kind.STEP} if schedule.stages > 1 else {Kind.STEP, Kind.REDUCE}
     found = (parts(item) for item in schedule.programs[rank])
     items = tuple(item for item in found if any(one.microbatch is not None or one.kind not in left_out for one in item))
@@ -138,7 +138,7 @@ class Executor:
 
     Attributes:
         stages: this rank's, by number.
-        count: the number of stages altogether; stage s is on rank s % ranks.
+        count: the number of stages altogether.
     """
 
     def __init__(
@@ -153,6 +153,7 @@ class Executor:
         self._replay, self._cuts_classes = replay, where.classes > 0
         self._label, self._passes, self._messages = "", 0, None
         self._boundaries: dict[int, StageBoundary] = {}
+        self._home = where.layout.home
         if not where.stages:
             self.rank, self.ranks, self.count = 0, 1, 1
             self._schedule: Generator = WHOLE
@@ -167,10 +168,9 @@ class Executor:
             self._label = f"d{place.d}t{place.t}" + (f"s{place.s}" if where.mesh.sp.size > 1 else "")
             self._messages = Messages(group, synchronous_sends)
             ends = {s for stage in self.stages for s in (stage - 1, stage) if 0 <= s < self.count - 1}
-            for s in sorted(ends) if self.ranks > 1 else ():
-                before, after = s % self.ranks, (s + 1) % self.ranks
-                peer = after if before == self.rank else before
-                self._boundaries[s] = StageBoundary(self._messages, peer, s, backend)
+            for s in sorted(ends):
+                for peer in {self._home(s, self.ranks), self._home(s + 1, self.ranks)} - {self.rank}:
+                    self._boundaries[s] = StageBoundary(self._messages, peer, s, backend)
         # By microbatch and the stage that takes them, which may be of another rank: then they wait to be sent.
         self._values: dict[tuple[int, int], BoundaryArrays] = {}
         self._grads: dict[tuple[int, int], Sequence[Array]] = {}
@@ -225,7 +225,10 @@ class Executor:
         Raises:
             UsageError, ScheduleError: when the schedule cannot have so many, or is wrong.
         """
-        return _executable(name or self._schedule, self.ranks, microbatches, self.count // self.ranks)
+        return _executable(*self._shape(name or self._schedule, microbatches))
+
+    def _shape(self, name: Generator, microbatches: int) -> tuple[Generator, int, int, int, Home]:
+        return name, self.ranks, microbatches, self.count // self.ranks, self._home
 
     def run(
         self, inputs: Sequence[Array], seeds: Sequence[Array] = (), kind: tuple[Any, ...] = (), refusal: str = ""
@@ -240,7 +243,7 @@ class Executor:
         begin = clock.now()
         self._passes += 1
         name = self._schedule if seeds else INFERENCE
-        self._now = _program(name, self.ranks, len(inputs), self.count // self.ranks, self.rank)
+        self._now = _program(self.rank, *self._shape(name, len(inputs)))
         self._inputs, self._seeds, self._report = inputs, seeds, PassReport(len(inputs))
         self._timeline = timeline.current()
         try:

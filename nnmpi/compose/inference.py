@@ -100,7 +100,7 @@ class Inference(Caller):
         if pp.size == 1:
             assert outputs is not None
             return outputs
-        root = (len(self._where.cuts) - 1) % pp.size
+        root = self._where.layout.home(len(self._where.cuts) - 1, pp.size)
         if shape not in self._looks:
             self._looks[shape] = pp.gather(None if outputs is None else [str(outputs.dtype), *outputs.shape])[root]
         dtype, *look = self._looks[shape]

@@ -13,7 +13,8 @@ from nnmpi.compose.refusals import refuse
 from nnmpi.custom import name_of
 from nnmpi.errors import UsageError
 from nnmpi.nn.sharding import ALL, OPTIMIZER, STAGES, ULYSSES, WAYS, Table
-from nnmpi.schedule.schedules import SCHEDULES, Generator
+from nnmpi.schedule.schedule import Home
+from nnmpi.schedule.schedules import INTERLEAVED, SCHEDULES, TURNING, Generator, home_of, usual_stages
 
 FAST, FIXED = "fast", "fixed"
 LEAST = "least"
@@ -29,9 +30,10 @@ class Layout:
 
     Attributes:
         dp, pp, tp: replicas, pipeline ranks, ranks that share each layer; one that is None is derived from the world.
-        schedule: of the pipeline: "naive", "gpipe", "1f1b", "interleaved", "zero-bubble" or "pipedream"; or a function
-            of one's own, (rank, ranks, microbatches) -> what the rank computes, which is checked before it runs.
-        virtual_stages: stages per rank, for "interleaved".
+        schedule: of the pipeline: "naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v", "v-half", "v-min" or
+            "pipedream"; or a function of one's own, (rank, ranks, microbatches) -> what the rank computes, which is
+            checked before it runs.
+        virtual_stages: stages per rank, for "interleaved"; "zb-v", "v-half" and "v-min" have 2.
         split: "auto" balances measured times; or the number of layers (see `nn.chain`) in each stage.
         reduction: "fast", or "fixed" for sums in an order that does not depend on dp (see
             `parallel.fixed_reduction`).
@@ -86,10 +88,12 @@ class Layout:
         _one_of("sp attention", self.sp_attention, WAYS)
         if self.virtual_stages < 1:
             raise UsageError(f"{self.virtual_stages} virtual stages are not possible; give 1 or more")
-        if self.virtual_stages > 1 and self.schedule != "interleaved":
+        if self.virtual_stages == 1 and self.schedule in TURNING:
+            object.__setattr__(self, "virtual_stages", usual_stages(self.schedule))
+        if self.schedule != INTERLEAVED and self.virtual_stages not in (1, usual_stages(self.schedule)):
             raise UsageError(
                 f"{self.virtual_stages} virtual stages belong to the pipeline schedule interleaved; "
-                f"{name_of(self.schedule)} has one per rank"
+                f"{name_of(self.schedule)} has {'two' if self.schedule in TURNING else 'one'} per rank"
             )
         if self.split != AUTO and (isinstance(self.split, str) or any(int(each) != each for each in self.split)):
             raise UsageError(f"split {self.split!r} is unknown; give auto, or numbers of layers such as (5, 4, 3)")
@@ -151,6 +155,11 @@ class Layout:
     def asynchronous(self) -> bool:
         """Whether weights are updated after every microbatch, without a flush."""
         return self.schedule == PIPEDREAM
+
+    @property
+    def home(self) -> Home:
+        """Which rank of the pipeline has which stage."""
+        return home_of(self.schedule)
 
     @property
     def recomputes(self) -> bool:

@@ -21,7 +21,7 @@ from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.render import compare, picture, render
 from nnmpi.schedule.schedule import Schedule
-from nnmpi.schedule.schedules import INTERLEAVED, SCHEDULES, make
+from nnmpi.schedule.schedules import SCHEDULES, make, usual_stages
 from nnmpi.schedule.simulate import Costs, Simulation, even_costs, simulate_schedule
 from nnmpi.units import format_seconds, parse_bytes, parse_seconds
 
@@ -33,7 +33,7 @@ def main(words: Sequence[str]) -> str:
         UsageError: for words that make no schedule, or a file that cannot be written.
     """
     given = _parser().parse_args(words)
-    virtual = given.virtual_stages or _usual(given.pipeline)
+    virtual = given.virtual_stages or usual_stages(given.pipeline)
     name = load_custom(given.pipeline, "--pipeline", "(rank, ranks, microbatches)")
     what = f"a schedule of {given.stages} x {virtual} stages and {given.microbatches} microbatches"
     foretell(what, 2.5e-4 * given.stages * virtual * given.microbatches)
@@ -44,7 +44,7 @@ def main(words: Sequence[str]) -> str:
     if given.svg:
         picture(schedule, found).save(given.svg)
     if given.html:
-        beside = {each: (each, _usual(each)) for each in SCHEDULES}
+        beside = {each: (each, usual_stages(each)) for each in SCHEDULES}
         animations = compare(
             beside | {schedule.name: (name, virtual)},
             schedule.name,
@@ -55,11 +55,6 @@ def main(words: Sequence[str]) -> str:
         write_page(given.html, "schedule", f"pipeline schedule {schedule.name}", animations)
         lines.append(f"{given.html} runs it in a browser")
     return "\n".join(lines)
-
-
-def _usual(name: str) -> int:
-    """Return how many stages a rank has in this schedule where nothing is said."""
-    return 2 if name == INTERLEAVED else 1
 
 
 def _costs(given: argparse.Namespace, schedule: Schedule) -> Costs:

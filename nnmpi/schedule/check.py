@@ -23,7 +23,6 @@ from nnmpi.schedule.schedule import (
     Instruction,
     Kind,
     Schedule,
-    channel_of,
     other_end,
     parts,
 )
@@ -166,8 +165,8 @@ def _needs(schedule: Schedule, one: Instruction) -> Iterator[Instruction]:
     """Yield what must be done on the same rank before an instruction, as far as it is there."""
     summed = range(schedule.microbatches) if one.kind is Kind.REDUCE and one.microbatch is None else (one.microbatch,)
     yield from (kind.at(one.stage, m) for kind in _NEEDED[one.kind] for m in summed)
-    if schedule.ranks == 1:  # then the neighbouring stages are here, and no message orders them
-        kinds, further = _NEEDED_NEXT.get(one.kind, ((), 0))
+    kinds, further = _NEEDED_NEXT.get(one.kind, ((), 0))
+    if not schedule.is_cut(min(one.stage, one.stage + further)):  # the next stage is here: no message orders them
         yield from (kind.at(one.stage + further, one.microbatch) for kind in kinds)
 
 
@@ -194,7 +193,7 @@ def _check_channels(schedule: Schedule, positions: Positions) -> None:
     for rank in range(schedule.ranks):
         for one in schedule.instructions(rank):
             if one.kind in TRANSFERS:
-                ends[one.kind in SENDS].setdefault(channel_of(one, schedule.ranks), []).append(one)
+                ends[one.kind in SENDS].setdefault(schedule.channel_of(one), []).append(one)
     received, sent = ends
     for channel, sends in sent.items():
         for number, (out, into) in enumerate(zip(sends, received[channel], strict=True)):
@@ -217,7 +216,7 @@ def _check_progress(schedule: Schedule, positions: Positions) -> None:
     while progress not in circle:
         circle.append(progress)
         waiting = run.waiting(progress)[0]
-        sender, receiver, _ = channel_of(waiting, schedule.ranks)
+        sender, receiver, _ = schedule.channel_of(waiting)
         progress = run.ranks[receiver if waiting.kind in SENDS else sender]
     circle = circle[circle.index(progress) :]
     told = [f"rank {each.rank} in {run.waiting(each)[0]}" for each in circle]

@@ -4,10 +4,13 @@
     3RECV_GRAD1     stage 3 gets the gradient of its output of microbatch 1
     0REDUCE         stage 0, gradients of the whole step
 
-An instruction's stage is the stage, on the rank that executes it, that it is done for. Stage s lives on rank s % ranks.
-With as many stages as ranks each rank has one; with more, virtual ones:
+An instruction's stage is the stage, on the rank that executes it, that it is done for. Which rank has which stage is a
+part of the schedule: `home`. With as many stages as ranks each rank has one; with more, virtual ones:
 
-    2 ranks, 4 stages       rank 0: stages 0, 2      rank 1: stages 1, 3      0 -> 1 -> 2 -> 3 goes 0, 1, 0, 1
+    2 ranks, 4 stages, around            rank 0: stages 0, 2      rank 1: stages 1, 3      0, 1, 2, 3 are on 0, 1, 0, 1
+    2 ranks, 4 stages, there and back    rank 0: stages 0, 3      rank 1: stages 1, 2      0, 1, 2, 3 are on 0, 1, 1, 0
+
+At the turn, from 1 to 2, nothing is sent: both are on rank 1.
 
 A message between two stages has two transfers as its ends:
 
@@ -137,10 +140,26 @@ def send_of(transfer: Instruction) -> Instruction:
     return transfer if transfer.kind in SENDS else other_end(transfer)
 
 
-def channel_of(transfer: Instruction, ranks: int) -> Channel:
-    """Return the channel that keeps a transfer's message in order with others."""
-    send = send_of(transfer)
-    return send.stage % ranks, other_end(send).stage % ranks, send.kind
+# ---- which rank has which stage ----
+
+Home: TypeAlias = Callable[[int, int], int]
+"""(stage, ranks) -> the rank that has it."""
+
+
+def around(stage: int, ranks: int) -> int:
+    """Return the rank of a stage where stages go round the ranks: 0 1 2 0 1 2."""
+    return stage % ranks
+
+
+def there_and_back(stage: int, ranks: int) -> int:
+    """Return the rank of a stage where stages turn at the last rank, and at the first: 0 1 2 2 1 0."""
+    turns, place = divmod(stage, ranks)
+    return ranks - 1 - place if turns % 2 else place
+
+
+def stages_of(rank: int, ranks: int, stages: int, home: Home) -> tuple[int, ...]:
+    """Return the stages that a rank has, of so many altogether."""
+    return tuple(stage for stage in range(stages) if home(stage, ranks) == rank)
 
 
 # ---- all ranks ----
@@ -156,6 +175,7 @@ class Schedule:
         stages: number of stages, a multiple of `ranks`.
         microbatches: number of microbatches, at least 1.
         programs: one per rank. Whether they are right is told by `check`.
+        home: which rank has which stage.
     """
 
     name: str
@@ -163,6 +183,7 @@ class Schedule:
     stages: int
     microbatches: int
     programs: tuple[Program, ...]
+    home: Home = around
 
     def _repr_html_(self) -> str:  # a notebook draws it
         from nnmpi.schedule.render import render
@@ -186,15 +207,20 @@ class Schedule:
 
     def rank_of(self, stage: int) -> int:
         """Return the rank that a stage lives on."""
-        return stage % self.ranks
+        return self.home(stage, self.ranks)
 
-    def stages_of(self, rank: int) -> range:
+    def stages_of(self, rank: int) -> tuple[int, ...]:
         """Return the stages that live on a rank."""
-        return range(rank, self.stages, self.ranks)
+        return stages_of(rank, self.ranks, self.stages, self.home)
+
+    def channel_of(self, transfer: Instruction) -> Channel:
+        """Return the channel that keeps a transfer's message in order with others."""
+        send = send_of(transfer)
+        return self.rank_of(send.stage), self.rank_of(other_end(send).stage), send.kind
 
     def is_cut(self, stage: int) -> bool:
         """Whether `stage` and `stage + 1` both exist and live on different ranks: only then there are messages."""
-        return 0 <= stage < self.stages - 1 and self.ranks > 1
+        return 0 <= stage < self.stages - 1 and self.rank_of(stage) != self.rank_of(stage + 1)
 
     def instructions(self, rank: int) -> Iterator[Instruction]:
         """Yield a rank's instructions in order, those that are posted together one after the other."""

@@ -11,7 +11,8 @@ from typing import TypeAlias, cast
 
 from nnmpi.custom import ask, name_of
 from nnmpi.errors import ScheduleError, UsageError
-from nnmpi.schedule.schedule import Instruction, Kind, Schedule
+from nnmpi.schedule.schedule import Home, Instruction, Kind, Schedule, around, stages_of, there_and_back
+from nnmpi.schedule.there_and_back import quickest
 from nnmpi.shard import split
 
 
@@ -48,7 +49,9 @@ def gpipe(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
     return forwards + tuple(Kind.B.at(rank, m) for m in reversed(range(microbatches)))
 
 
-def inference(rank: int, ranks: int, microbatches: int, virtual: int = 1) -> tuple[Instruction, ...]:
+def inference(
+    rank: int, ranks: int, microbatches: int, virtual: int = 1, home: Home = around
+) -> tuple[Instruction, ...]:
     """Inference: forwards only, one microbatch behind the other.
 
         python -m nnmpi.schedule --pipeline inference --stages 4 --microbatches 6
@@ -62,7 +65,7 @@ def inference(rank: int, ranks: int, microbatches: int, virtual: int = 1) -> tup
     Bubble (S-1)/(M+S-1); one activation is kept per stage. With several stages on a rank microbatches go in rounds of
     as many as there are ranks, or a few more, and a rank does a round stage after stage.
     """
-    stages = range(rank, ranks * virtual, ranks)
+    stages = stages_of(rank, ranks, ranks * virtual, home)
     rounds = split(microbatches, max(1, microbatches // ranks))
     return tuple(Kind.F.at(stage, m) for round_ in rounds for stage in stages for m in round_)
 
@@ -172,7 +175,56 @@ def zero_bubble(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, 
     return (*program, *(Kind.W.at(rank, m) for m in range(microbatches - behind, microbatches)))
 
 
+def zb_v(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
+    """ZB-V: stages there and back, and as many activations as 1F1B keeps are enough to be busy all the time.
+
+        python -m nnmpi.schedule --pipeline zb-v --stages 3 --microbatches 4
+
+        time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20  21  22  23  24  25
+        rank 0  0F0 0F1 0F2 .   .   5F0 5I0 0F3 5F1 5I1 5W0 5F2 5I2 0I0 5W1 5F3 5I3 0I1 5W2 0I2 0W0 0I3 5W3+0W1 0W2 0W3|
+        rank 1  .   1F0 1F1 .   4F0 1F2 4F1 4I0 1F3 4W0 4F2 4I1 1I0 4W1 4F3 4I2 1I1 4I3 1I2 1W0 1I3 4W2 1W1 4W3+1W2 1W3|
+        rank 2  .   .   2F0 3F0 2F1 3F1 2F2 3F2 3I0 2I0 3W0 2F3 2W0 3F3 3I1 2I1 3I2 2I2 3I3 2I3 3W1 2W1 3W2 2W2 3W3+2W3|
+
+    With M >= R microbatches on R ranks, and F, I and W equally long, a rank waits for R - 1 forwards of a stage in all:
+    as long as it takes until the last rank has something to do, a sixth of 1F1B's bubble. 2 R activations of half a
+    rank's layers are kept (until their W), as the first rank of 1F1B keeps R of all of them.
+    Source: Qi et al., Pipeline Parallelism with Controllable Memory, 2024; for all three see `there_and_back`.
+    """
+    return tuple(quickest(ranks, microbatches, 2 * ranks)[rank])
+
+
+def v_half(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
+    """V-Half: as ZB-V, with half of 1F1B's activations, and at most half of its bubble.
+
+        python -m nnmpi.schedule --pipeline v-half --stages 3 --microbatches 3
+
+        time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20  21
+        rank 0  0F0 0F1 .   .   .   5F0 5I0 0F2 5W0 .   5F1 5I1 0I0 5W1 5F2 5I2 0I1 0W0 5W2+0W1 0I2 0W2|
+        rank 1  .   1F0 1F1 .   4F0 .   .   4I0 1F2 4F1 1I0 4W0 4I1 4F2 1W0 1I1 4I2 4W1 1W1 1I2 4W2+1W2|
+        rank 2  .   .   2F0 3F0 2F1 3F1 .   .   3I0 2I0 2F2 3W0 3F2 3I1 2I1 2W0 3W1 3I2 2I2 2W1 3W2+2W2|
+
+    R + 2 activations of half a rank's layers are kept.
+    """
+    return tuple(quickest(ranks, microbatches, min(ranks + 2, 2 * ranks))[rank])
+
+
+def v_min(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:
+    """V-Min: as ZB-V, with a third of 1F1B's activations, and at most two thirds of its bubble.
+
+        python -m nnmpi.schedule --pipeline v-min --stages 3 --microbatches 3
+
+        time    0   1   2   3   4   5   6   7   8   9   10  11  12  13  14  15  16  17  18  19  20  21  22
+        rank 0  0F0 0F1 .   .   .   5F0 5I0 0F2 5W0 .   .   5F1 5I1 0I0 5W1 5F2 5I2 0I1 0W0 5W2+0W1 0I2 0W2|
+        rank 1  .   1F0 1F1 .   4F0 .   .   4I0 1F2 4W0 4F1 1I0 1W0 4I1 4F2 4W1 1I1 4I2 1W1 4W2+1I2 1W2|.
+        rank 2  .   .   2F0 3F0 2F1 3F1 .   .   3I0 2I0 3W0 2F2 2W0 3F2 3I1 2I1 3W1 2W1 3I2 2I2 3W2+2W2|.
+
+    2 (R + 4) / 3 activations of half a rank's layers are kept, (R + 4) / 3 being rounded down.
+    """
+    return tuple(quickest(ranks, microbatches, 2 * ((ranks + 4) // 3))[rank])
+
+
 INTERLEAVED, INFERENCE = "interleaved", "inference"  # that can have several stages on a rank, and take their number
+TURNING = ("zb-v", "v-half", "v-min")  # that have two, there and back
 
 SCHEDULES: Mapping[str, Callable[..., tuple[Instruction, ...]]] = MappingProxyType(
     {
@@ -181,6 +233,9 @@ SCHEDULES: Mapping[str, Callable[..., tuple[Instruction, ...]]] = MappingProxyTy
         "1f1b": one_f_one_b,
         INTERLEAVED: interleaved,
         "zero-bubble": zero_bubble,
+        "zb-v": zb_v,
+        "v-half": v_half,
+        "v-min": v_min,
         INFERENCE: inference,
         "pipedream": pipedream,
     }
@@ -192,14 +247,25 @@ Generator: TypeAlias = str | Callable[[int, int, int], Sequence[Instruction]]
 """A schedule: a name, or a function (rank, ranks, microbatches) -> what the rank computes, that a user wrote."""
 
 
-def make(name: Generator, ranks: int, microbatches: int, virtual: int = 1) -> Schedule:
+def usual_stages(name: Generator) -> int:
+    """Return how many stages a rank has in this schedule where nothing is said."""
+    return 2 if name in (INTERLEAVED, *TURNING) else 1
+
+
+def home_of(name: Generator) -> Home:
+    """Return which rank has which stage in this schedule."""
+    return there_and_back if name in TURNING else around
+
+
+def make(name: Generator, ranks: int, microbatches: int, virtual: int = 1, home: Home | None = None) -> Schedule:
     """Return the schedule of this name, computation only; `lower` adds messages, reductions and updates.
 
     Args:
         name: one of `SCHEDULES`, or a function of one's own, for one stage on each rank.
         ranks: number of ranks.
         microbatches: number of microbatches in a step.
-        virtual: stages per rank; only "interleaved" and "inference" can have more than one.
+        virtual: stages per rank; "interleaved" and "inference" can have any number, `TURNING` have 2, the others 1.
+        home: which rank has which stage in "inference"; the others have their own.
 
     Raises:
         UsageError: for another name, or numbers that the schedule cannot have.
@@ -209,9 +275,11 @@ def make(name: Generator, ranks: int, microbatches: int, virtual: int = 1) -> Sc
     for what, number in (("ranks", ranks), ("microbatches", microbatches), ("virtual stages per rank", virtual)):
         if number < 1:
             raise UsageError(f"a schedule cannot have {number} {what}; give at least 1")
-    more = (virtual,) if name in (INTERLEAVED, INFERENCE) else ()
-    if virtual > 1 and not more:
-        raise UsageError(f"{name_of(name)} has one stage on each rank, not {virtual}; for several choose {INTERLEAVED}")
+    home = home or home_of(name)
+    more = {INTERLEAVED: (virtual,), INFERENCE: (virtual, home)}.get(name, ()) if isinstance(name, str) else ()
+    if not more and virtual != usual_stages(name):
+        own = "two stages" if usual_stages(name) > 1 else "one stage"
+        raise UsageError(f"{name_of(name)} has {own} on each rank, not {virtual}; for several choose {INTERLEAVED}")
     rule = SCHEDULES[name] if isinstance(name, str) else name
     programs = tuple(ask(rule, Instruction, rank, ranks, microbatches, *more) for rank in range(ranks))
     known = (range(ranks * virtual), {None, *range(microbatches)})
@@ -221,4 +289,4 @@ def make(name: Generator, ranks: int, microbatches: int, virtual: int = 1) -> Sc
             raise ScheduleError(
                 f"{name_of(name)}: {one} has no place in {ranks} stages and {microbatches} microbatches"
             )
-    return Schedule(name_of(name), ranks, ranks * virtual, microbatches, programs)
+    return Schedule(name_of(name), ranks, ranks * virtual, microbatches, programs, home)

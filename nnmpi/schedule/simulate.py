@@ -29,7 +29,6 @@ from nnmpi.schedule.schedule import (
     Kind,
     Program,
     Schedule,
-    channel_of,
     parts,
     peak_activations,
     send_of,
@@ -131,7 +130,7 @@ class ScheduleRun:
         """
         self.ranks = [RankProgress(rank, program) for rank, program in enumerate(schedule.programs)]
         self.spans: list[TimedInstruction] = []
-        self._costs, self._rendezvous = costs, rendezvous
+        self._costs, self._rendezvous, self._channel_of = costs, rendezvous, schedule.channel_of
         self._posts: defaultdict[tuple[Channel, bool], list[_Post]] = defaultdict(list)  # the two ends of channels
         self._free_s: defaultdict[Channel, float] = defaultdict(float)  # when a channel's last message is over
         self._todo = deque(self.ranks)
@@ -175,7 +174,7 @@ class ScheduleRun:
 
     def _post(self, progress: RankProgress, transfer: Instruction) -> _Post:
         """Come to a transfer, and wake the rank at its other end if it is there."""
-        channel, is_send = channel_of(transfer, len(self.ranks)), transfer.kind in SENDS
+        channel, is_send = self._channel_of(transfer), transfer.kind in SENDS
         post = _Post(transfer, is_send, progress.clock_s)
         mine, theirs = self._posts[channel, is_send], self._posts[channel, not is_send]
         mine.append(post)

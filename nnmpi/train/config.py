@@ -109,9 +109,12 @@ class ParallelConfig:
     """Ranks that share the positions of each sequence, for models such as gpt whose layers, but for attention, take
     each position by itself. Attention gives each rank all positions of some heads (Ulysses); with fewer heads than
     ranks keys and values go round (ring attention)."""
-    pipeline: Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "pipedream"] | Custom = "1f1b"
-    """Schedule of the pipeline; pipedream updates after every microbatch, with weights that are out of date; or a
-    function (rank, ranks, microbatches) of your own, FILE.py:NAME."""
+    pipeline: (
+        Literal["naive", "gpipe", "1f1b", "interleaved", "zero-bubble", "zb-v", "v-half", "v-min", "pipedream"] | Custom
+    ) = "1f1b"
+    """Schedule of the pipeline; zb-v, v-half and v-min have two stages on each rank; pipedream updates after every
+    microbatch, with weights that are out of date; or a function (rank, ranks, microbatches) of your own,
+    FILE.py:NAME."""
     virtual_stages: int = 1
     """For --pipeline interleaved: stages on each rank."""
     microbatches: int | None = None

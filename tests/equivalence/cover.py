@@ -21,6 +21,7 @@ from typing import Any
 from nnmpi import models
 from nnmpi.compose.layout import Layout
 from nnmpi.nn.chain import open_chain
+from nnmpi.schedule.schedules import usual_stages
 from tests.equivalence.reference import Setup, digits
 
 WORLDS = (1, 2, 3, 4, 6, 8)
@@ -95,7 +96,9 @@ def spread(setup: Setup, mesh: tuple[int, int, int], schedule: str, **options: A
     Ranks have two stages each under the interleaved schedule, or three where there are two ranks; where the model is
     too short for that, the schedule is 1F1B.
     """
-    virtual = 1 if schedule != "interleaved" or mesh[1] == 1 else 3 if mesh[1] == 2 else 2
+    virtual = usual_stages(schedule) if mesh[1] > 1 else 1
+    if schedule == "interleaved" and mesh[1] == 2:
+        virtual = 3
     if mesh[1] * virtual > layers(setup):
         virtual, schedule = 1, "1f1b"
     split = uneven(setup, mesh[1] * virtual) if mesh[1] > 1 else "auto"

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.schedule import Schedule
-from nnmpi.schedule.schedules import INFERENCE, INTERLEAVED, SCHEDULES, make
+from nnmpi.schedule.schedules import INFERENCE, INTERLEAVED, SCHEDULES, make, usual_stages
 
 RANKS, MICROBATCHES, VIRTUAL = range(1, 9), range(1, 17), range(1, 4)
 SEVERAL = (INTERLEAVED, INFERENCE)  # that can have several stages on a rank
-KINDS = [(name, virtual) for name in SCHEDULES for virtual in (VIRTUAL if name in SEVERAL else (1,))]
+KINDS = [(name, v) for name in SCHEDULES for v in (VIRTUAL if name in SEVERAL else (usual_stages(name),))]
 
 numbers = st.tuples(st.sampled_from(RANKS), st.sampled_from(MICROBATCHES))
 schedules = st.tuples(st.sampled_from(KINDS), numbers)

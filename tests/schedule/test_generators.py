@@ -46,7 +46,9 @@ PEAKS: dict[str, Callable[[int, int, int, int], int]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "virtual"), [kind for kind in KINDS if kind != ("interleaved", 1)])
+@pytest.mark.parametrize(
+    ("name", "virtual"), [(name, v) for name, v in KINDS if name in PEAKS and (name, v) != ("interleaved", 1)]
+)
 @some
 @given(numbers)
 def test_bubbles_activations_and_messages(name: str, virtual: int, number: tuple[int, int]) -> None:
@@ -59,6 +61,29 @@ def test_bubbles_activations_and_messages(name: str, virtual: int, number: tuple
     assert simulation.peak_activations == tuple(PEAKS[name](*number, virtual, rank) for rank in range(ranks))
     ways = 1 if name == "inference" else 2
     assert simulation.messages == (ways * (virtual * ranks - 1) * microbatches if ranks > 1 else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "most", "bubble"),
+    [
+        ("zb-v", lambda r: 2 * r, lambda r: (r - 1, r - 1)),
+        ("v-half", lambda r: min(r + 2, 2 * r), lambda r: (r - 1, 3 * (r - 1))),
+        ("v-min", lambda r: 2 * ((r + 4) // 3), lambda r: (r - 1, 4 * (r - 1))),
+    ],
+)
+def test_stages_there_and_back_keep_under_the_cap_and_wait_no_longer_than_promised(
+    name: str, most: Callable[[int], int], bubble: Callable[[int], tuple[int, int]]
+) -> None:
+    """In forwards of a stage; 1F1B keeps 2 r activations on its first rank, and waits for 6 (r - 1) of them."""
+    for ranks in RANKS:
+        for microbatches in (ranks, ranks + 1, 3 * ranks + 1):
+            schedule = lowered(name, ranks, microbatches, 2)
+            simulation = simulate_schedule(schedule, even_costs(2 * ranks))
+            least, longest = bubble(ranks)
+            assert least <= simulation.makespan_s - 6 * microbatches <= longest, (ranks, microbatches)
+            assert max(simulation.peak_activations) <= most(ranks)
+            assert simulation.messages == 2 * (2 * ranks - 2) * microbatches
+            assert [schedule.rank_of(stage) for stage in range(2 * ranks)] == [*range(ranks), *reversed(range(ranks))]
 
 
 def test_interleaved_with_one_stage_a_rank_is_1f1b() -> None:

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from nnmpi.errors import UsageError
 from nnmpi.schedule.lower import add_transfers, fuse, lower, place_reductions
-from nnmpi.schedule.schedule import TRANSFERS, Instruction, Schedule, channel_of, other_end, send_of
+from nnmpi.schedule.schedule import TRANSFERS, Instruction, Schedule, around, other_end, send_of, there_and_back
 from nnmpi.schedule.schedules import make
 
 
@@ -41,7 +41,10 @@ def test_fusing_can_be_repeated() -> None:
 def test_both_ends_of_a_message_name_it(one: Instruction) -> None:
     other = other_end(one)
     assert other_end(other) == one and abs(one.stage - other.stage) == 1
-    assert send_of(one) == send_of(other) in (one, other) and channel_of(one, 7) == channel_of(other, 7)
+    assert send_of(one) == send_of(other) in (one, other)
+    for home in (around, there_and_back):
+        schedule = Schedule("", 7, 14, 1, (), home)
+        assert schedule.channel_of(one) == schedule.channel_of(other)
 
 
 # The schedule as a value: what lives where, and numbers that make none.
@@ -53,6 +56,9 @@ def test_stages_live_on_ranks_in_turn() -> None:
     assert [schedule.rank_of(stage) for stage in range(6)] == [0, 1, 2, 0, 1, 2]
     assert schedule.virtual == 2 and schedule.stages == 6
     assert [schedule.is_cut(stage) for stage in range(-1, 6)] == [False, *[True] * 5, False]
+    there = Schedule("", 3, 9, 1, (), there_and_back)
+    assert [there.stages_of(rank) for rank in range(3)] == [(0, 5, 6), (1, 4, 7), (2, 3, 8)]
+    assert [there.is_cut(stage) for stage in range(8)] == [stage not in (2, 5) for stage in range(8)]
     assert not any(make("interleaved", 1, 2, 3).is_cut(stage) for stage in range(-1, 3))
 
 

@@ -85,10 +85,11 @@ def test_a_file_that_one_layout_wrote_is_read_by_any_other(group: Group, tmp_pat
 
 @pytest.mark.simulated(min_size=4, max_size=4)
 def test_sharded_heads_and_interleaved_stages_are_read_by_any_layout_and_serially(group: Group, tmp_path: Path) -> None:
-    """A trained GPT's weights and Adam's state, bit for bit: 3 heads over 4 ranks and over 2, stages in turn."""
+    """A trained GPT's weights and Adam's state, bit for bit: 3 heads over 4 ranks and over 2, stages dealt out."""
     folder, alone = RunFolder(shared(group, tmp_path)), group.split(group.rank)
     stages = {"schedule": "interleaved", "virtual_stages": 2}
-    layouts = (Layout(tp=4), Layout(pp=2, tp=2, **stages), Layout(dp=2, pp=2, **stages))
+    turning = Layout(dp=2, pp=2, schedule="v-half")
+    layouts = (Layout(tp=4), Layout(pp=2, tp=2, **stages), turning, Layout(dp=2, pp=2, **stages))
 
     def worker_of(layout: Layout, ranks: Group, seed: int) -> Worker:
         model = gpt(TOKENS, TIME, features=12, layers=2, heads=3)

@@ -24,7 +24,7 @@ from nnmpi.memory.plan import LayerCost
 from nnmpi.nn.chain import ModelPart, open_chain
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.schedule import Kind
-from nnmpi.schedule.schedules import make
+from nnmpi.schedule.schedules import TURNING, make
 from nnmpi.schedule.simulate import simulate_schedule
 from nnmpi.train import computing
 from nnmpi.train.cli import main, parse
@@ -152,7 +152,8 @@ def test_a_bubble_shrinks_with_microbatches_and_links_cost_what_they_take() -> N
 
 @pytest.mark.parametrize(
     ("name", "virtual", "off"),
-    [("gpipe", 1, 0.1), ("1f1b", 1, 0.1), ("zero-bubble", 1, 0.15), ("interleaved", 2, 0.15)],
+    [("gpipe", 1, 0.1), ("1f1b", 1, 0.1), ("zero-bubble", 1, 0.15), ("interleaved", 2, 0.15)]
+    + [(name, 2, 0.15) for name in TURNING],
 )
 def test_a_pipeline_takes_about_what_its_simulation_takes(
     name: str, virtual: int, off: float, monkeypatch: pytest.MonkeyPatch

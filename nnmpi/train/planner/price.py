@@ -5,7 +5,8 @@
          + update                  measured, of a rank's part
 
     bubble        of stages whose ranks compute a, b, c (b the longest) for a microbatch: a + c, divided by the virtual
-                  stages of a rank; halves of backwards fill it but for the forwards; and the messages there and back
+                  stages of a rank; halves of backwards fill it but for the forwards, with V-Half and V-Min half and two
+                  thirds of it; and the messages there and back
 
 Messages take the time of fitted links. A price that is 10 % off must not choose: see `auto_layout`. Priced is every
 layout of so many ranks that may be looked at; what cannot be falls out, with the reason:
@@ -43,8 +44,8 @@ from nnmpi.nn.module import Module
 from nnmpi.nn.sharding import STAGES
 from nnmpi.parallel.zero.storage import StateBytes, predict_bytes
 from nnmpi.schedule.partition import partition
-from nnmpi.schedule.schedule import most_kept
-from nnmpi.schedule.schedules import make
+from nnmpi.schedule.schedule import Home, around, most_kept, stages_of
+from nnmpi.schedule.schedules import TURNING, home_of, make
 from nnmpi.shard import split
 from nnmpi.train.planner.network import PlannedNetwork
 
@@ -53,7 +54,10 @@ END_S = 25e-6  # of the processor, which a pipeline's message takes at each end
 KEPT = 10
 Memory = Mapping[str, int]
 """Bytes by the ledger's kinds."""
-PIPELINES = (("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 4))
+PIPELINES = (
+    *(("gpipe", 1), ("1f1b", 1), ("zero-bubble", 1), ("interleaved", 2), ("interleaved", 4)),
+    *((name, 2) for name in TURNING),
+)
 MICROBATCHES = (1, 2, 4, 8)  # for each rank of a pipeline
 Refusals: TypeAlias = Counter[str]
 """How many layouts fall out for which reason."""
@@ -89,6 +93,11 @@ class Candidate:
     def ranks(self) -> int:
         """How many it takes."""
         return self.dp * self.pp * self.tp * self.sp
+
+    @property
+    def home(self) -> Home:
+        """Which rank of the pipeline has which stage."""
+        return home_of(self.schedule)
 
     @property
     def replicas(self) -> int:
@@ -301,23 +310,30 @@ class ModelShapes:
         self._seconds, self._backend = seconds, backend
         self.cuts, self.states, self._model = cache(self._cuts), cache(self._states), cache(self._spread)
 
-    def tied_bytes(self, tp: int, pp: int, virtual: int) -> int:
+    def tied_bytes(self, tp: int, pp: int, virtual: int, home: Home = around) -> int:
         """Return the bytes of the parameters that stand on several ranks of a pipeline."""
-        layers, cuts = self._model(tp)[1], self.cuts(pp, virtual)
+        layers = self._model(tp)[1]
         sizes = [{id(p): p.size for _, module in layer.members for p in module.parameters()} for layer in layers]
-        held = [{key: size for cut in cuts[r::pp] for i in cut for key, size in sizes[i].items()} for r in range(pp)]
+        own = self.layers_of(pp, virtual, home)
+        held = [{key: size for i in mine for key, size in sizes[i].items()} for mine in own]
         count = Counter(key for each in held for key in each)
         tied = sum(size for key, size in {k: s for each in held for k, s in each.items()}.items() if count[key] > 1)
         return tied * np.dtype(self._dtype).itemsize
 
-    def _states(self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool) -> tuple[StateBytes, ...]:
+    def layers_of(self, pp: int, virtual: int, home: Home) -> list[list[int]]:
+        """Return the layers of each of a pipeline's ranks."""
+        cuts = self.cuts(pp, virtual)
+        return [[i for s in stages_of(rank, pp, len(cuts), home) for i in cuts[s]] for rank in range(pp)]
+
+    def _states(
+        self, tp: int, pp: int, virtual: int, zero: int, replicas: int, once: bool, home: Home = around
+    ) -> tuple[StateBytes, ...]:
         """Return what each of a pipeline's ranks holds."""
         itemsize, arrays = np.dtype(self._dtype).itemsize, self._state_arrays
         model, layers = self._model(tp)
         parts = [model]
         if pp > 1:
-            cuts = self.cuts(pp, virtual)
-            parts = [ModelPart(model, [layers[i] for cut in cuts[rank::pp] for i in cut]) for rank in range(pp)]
+            parts = [ModelPart(model, [layers[i] for i in own]) for own in self.layers_of(pp, virtual, home)]
         return tuple(predict_bytes(each, zero, 0, replicas, itemsize, arrays, None, once) for each in parts)
 
     def _spread(self, tp: int) -> tuple[Module, tuple[ChainLayer, ...]]:
@@ -382,10 +398,11 @@ class Pricer:
         sent_s = self._sent(one) / len(cuts)
         work = []
         for stage, cut in enumerate(cuts):
-            ends = 2 * END_S * ((stage > 0) + (stage < len(cuts) - 1))
+            near = {one.home(other, one.pp) for other in (stage - 1, stage + 1) if 0 <= other < len(cuts)}
+            ends = 2 * END_S * len(near - {one.home(stage, one.pp)})
             share = sum(layers[i].seconds for i in cut) / whole_s
             work.append(share * self._computing(one) + sent_s + ends)
-        busy = [sum(work[rank :: one.pp]) for rank in range(one.pp)]
+        busy = [sum(work[s] for s in stages_of(rank, one.pp, len(cuts), one.home)) for rank in range(one.pp)]
         longest, links_s = max(busy), 0.0
         mesh = self._mesh(one.axes)
         for rank in range(one.pp - 1):
@@ -393,14 +410,15 @@ class Pricer:
             sender, receiver = mesh.rank_at(0, rank, 0), mesh.rank_at(0, rank + 1, 0)
             links_s += 2 * self.network.message(sender, receiver, nbytes)
         fill_s = (sum(busy) - longest) / one.virtual_stages
-        if one.schedule == "zero-bubble":
+        if one.schedule in ("zero-bubble", "zb-v"):
             fill_s *= self._forward_part()
+        fill_s *= {"v-min": 4 / 3}.get(one.schedule, 1)  # of half of 1F1B's, as of two stages
         return one.microbatches * longest, fill_s + links_s
 
     def _update_s(self, one: Candidate) -> float:
         """Return the seconds of the update: in proportion to what a rank updates."""
         (whole,) = self.shapes.states(1, 1, 1, 0, 1, False)
-        states = self.shapes.states(one.tp, one.pp, one.virtual_stages, 0, 1, False)
+        states = self.shapes.states(one.tp, one.pp, one.virtual_stages, 0, 1, False, one.home)
         part = max(each.parameters for each in states) / max(whole.parameters, 1)
         shared = one.replicas if one.zero or self._fused(one) else 1
         return min(cost.update_s for cost in self.profile.steps.values()) * part / shared
@@ -421,7 +439,8 @@ class Pricer:
         if one.pp > 1:
             mesh = self._mesh(one.axes)
             ends = mesh.rank_at(0, 0, 0), mesh.rank_at(0, one.pp - 1, 0)
-            found += network.exchange("all-reduce", ends, self.shapes.tied_bytes(one.tp, one.pp, one.virtual_stages))
+            tied = self.shapes.tied_bytes(one.tp, one.pp, one.virtual_stages, one.home)
+            found += network.exchange("all-reduce", ends, tied)
         return found + (self._sums(one, busy_s) if one.replicas > 1 else 0.0)
 
     def _sent(self, one: Candidate) -> float:
@@ -445,7 +464,7 @@ class Pricer:
         sharing = 1  # groups of replicas that use a node's link at once
         if len({nodes[rank] for rank in ranks}) > 1:
             sharing = max(1, nodes.count(nodes[0]) // sum(nodes[rank] == nodes[0] for rank in ranks))
-        states = self.shapes.states(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, False)
+        states = self.shapes.states(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, False, one.home)
         if one.zero:
             gathers, found = (2 if one.zero == 3 else 1), 0.0
             for nbytes in max(states, key=lambda each: each.total).lengths:
@@ -475,7 +494,7 @@ class Pricer:
     def everyones_memory(self, one: Candidate) -> list[Memory]:
         """Return the bytes of each of a pipeline's ranks, by kind."""
         once = one.zero > 0 and self._through_memory(one)
-        states = self.shapes.states(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once)
+        states = self.shapes.states(one.tp, one.pp, one.virtual_stages, one.zero, one.replicas, once, one.home)
         return [self._held(one, *each) for each in zip(states, self._activations(one), strict=True)]
 
     def _held(self, one: Candidate, state: StateBytes, activations: int) -> Memory:

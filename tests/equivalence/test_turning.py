@@ -1,0 +1,29 @@
+"""Stages there and back are the serial run's: first and last on one rank, two on the rank of the turn, uneven."""
+
+from dataclasses import replace
+
+import pytest
+
+from nnmpi.comm.group import Group
+from nnmpi.schedule.schedules import TURNING
+from tests.equivalence import own
+from tests.equivalence.cover import SETUPS, spread
+from tests.equivalence.reference import Setup, assert_same, run, serial_run
+
+CASES = {
+    "mlp": SETUPS["mlp"],
+    "tied": Setup(own.tied, microbatches=5),
+    "words": replace(Setup(own.words, microbatches=4), prepare=own.integers),
+}
+
+
+@pytest.mark.both_worlds(min_size=2, max_size=4)
+@pytest.mark.parametrize("name", CASES)
+def test_stages_there_and_back_give_the_serial_run(group: Group, alone: Group, name: str) -> None:
+    setup = CASES[name]
+    serial = serial_run(setup, alone) if group.is_root else None
+    for number, schedule in enumerate(TURNING):
+        mesh = (2, 2, 1) if group.size == 4 and number == 1 else (1, group.size, 1)
+        layout = spread(setup, mesh, schedule, activation_memory="least" if number == 1 else None)
+        assert layout.schedule == schedule
+        assert_same(group, run(setup, group, layout, synchronous_sends=True), serial, setup, f"{name} {layout}")
