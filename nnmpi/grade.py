@@ -68,7 +68,7 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from nnmpi.command import Parser, convert, options_of, positive_count, say, suggest
 from nnmpi.errors import NnmpiError, UsageError, raised_as, shortened
-from nnmpi.exercise.exercise import Setting, WrongAnswer
+from nnmpi.exercise.exercise import Setting
 from nnmpi.exercise.exercises import EXERCISES
 from nnmpi.exercise.own_text import refuse_own_text
 from nnmpi.exercise.solution import Solution, Surroundings, TimedOut
@@ -259,10 +259,8 @@ def _judge(assignment: Assignment, one: Criterion, file: Path, submission: Path,
             numbers, drawing = exercise.measure(function, setting)
     except TimedOut as error:
         return outcome(TIMEOUT, str(error))
-    except WrongAnswer as error:
-        return outcome(FAILED, str(error), drawing=error.drawing)
     except NnmpiError as error:
-        return outcome(FAILED, str(error))
+        return outcome(FAILED, str(error), drawing=getattr(error, "drawing", ""))
     except Exception as error:  # what the checks had not foreseen is no success, and no fault of the solution's
         return outcome(BLOCKED, f"the checker cannot judge it: {type(error).__name__}: {error}")
     if one.measure not in numbers:

@@ -11,6 +11,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,15 +65,9 @@ def main() -> None:
 
 
 def _limit(seconds: int, nbytes: int) -> None:
-    if resource is None:
-        return
     for name, most in (("CPU", seconds), ("AS", nbytes), ("FSIZE", 0), ("CORE", 0), ("NPROC", 0)):
-        number = getattr(resource, f"RLIMIT_{name}", None)
-        if number is not None:
-            try:
-                resource.setrlimit(number, (most, most))
-            except (ValueError, OSError):  # already lower
-                continue
+        with suppress(AttributeError, ValueError, OSError):  # no such limit here, or a lower one
+            resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (most, most))
 
 
 def _guard(roots: Sequence[str], hidden: str) -> Callable[[str, tuple[Any, ...]], None]:

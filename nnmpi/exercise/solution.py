@@ -40,7 +40,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from subprocess import DEVNULL, PIPE, Popen
+from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from threading import Timer
 from typing import Any, Self
 
@@ -256,10 +256,11 @@ class Solution:
 
     def _ended(self, process: Popen[bytes], error: Exception) -> WrongAnswer:
         """Return what is to be said of a process that hands over no value."""
-        if self._expired or (process.poll() or 0) in (-24,):  # SIGXCPU
+        if self._expired:
             return TimedOut(f"{self.__name__} takes longer than {self._limit_s:g} s, and is ended")
-        status = process.poll()
-        if isinstance(error, WireError) and status is None and "ended" not in str(error):
+        if not isinstance(error, OSError) and "ended" not in str(error):
             return WrongAnswer(f"{self.__name__} hands over what is no value: {error}")
-        status = process.wait(5) if status is None else status
-        return WrongAnswer(f"{self.__name__} ends its process (status {status}) and hands over no value")
+        with suppress(TimeoutExpired):
+            process.wait(5)
+        self._kill()  # it may have closed its streams, and live
+        return WrongAnswer(f"{self.__name__} ends its process (status {process.wait()}) and hands over no value")

@@ -56,10 +56,6 @@ class WireError(NnmpiError):
     """What came is no message: the process has ended, or somebody else wrote."""
 
 
-class Unknown:
-    """In the place of a value that cannot be handed over; its type has the name of that one's."""
-
-
 def pack(value: Any, arrays: list[Any], lend: Callable[[Any], Any] = lambda value: None) -> Any:
     """Return a value as JSON has it.
 
@@ -116,7 +112,7 @@ def unpack(value: Any, arrays: list[Any], borrow: Callable[..., Any] | None = No
             return _array(arrays, *given)
         if name == "lent" and borrow is not None:
             return borrow(*parts(given))
-        return type(str(value["other"]), (Unknown,), {})()
+        return type(str(value["other"]), (), {})()
     except (TypeError, ValueError, KeyError, OverflowError, RecursionError) as error:
         raise WireError(f"{type(error).__name__}: {error}") from None
 

@@ -57,6 +57,8 @@ def _ending() -> Iterator[Cheat]:
     yield Cheat("SystemExit while it is imported", RING, "raise SystemExit(0)\ndef f(): ...", "ends the program")
     yield Cheat("KeyboardInterrupt", RING, "raise KeyboardInterrupt", "raised KeyboardInterrupt")
     yield Cheat("a fault of memory", RING, "import faulthandler\nfaulthandler._sigsegv()", NO_VALUE)
+    closed = "import time\nos.closerange(3, 99)\ntime.sleep(100)"
+    yield Cheat("closes its streams and sleeps", RING, closed, NO_VALUE)
     yield Cheat("rank 1 ends, the others wait", ROW, f"if group.rank:\n    os._exit(0)\n{SUM}", NO_VALUE)
     loop = "while True:\n    try:\n        while True:\n            pass\n    except BaseException:\n        pass"
     for what, text in (
