@@ -112,7 +112,7 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Al
                 return CompiledWinograd(spec)
         small = image_bytes(h, w, c, o, x.dtype.itemsize) <= LARGE_BYTES
         if n > 0 and min(c, o) >= FEW_CHANNELS and x.dtype.kind == "f" and small:
-            return WinogradNumpy(spec)
+            return WinogradNumpy(spec, 2 if h % 4 or w % 4 else 4)
     if not spec.relu:
         return Im2col(spec)
     return Im2colReluPool(spec) if spec.groups == 1 and spec.reversible else None

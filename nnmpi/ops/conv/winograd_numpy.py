@@ -30,23 +30,56 @@ the pooling takes the largest (see `planes`), and the convolution's result is ne
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from nnmpi.backend.array import Array, Shape, ones
 from nnmpi.backend.windows import corners
-from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, Gradients
+from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.im2col import ProductSum
 from nnmpi.ops.planes import Planes, repeated
 
+POINTS = (0.0, 1.0, -1.0, 0.5, -2.0)
 TILES_BYTES = 5 << 18  # of a block of images: about a usual second-level cache
 
-_B = np.array([[1, 0, -1, 0], [0, 1, 1, 0], [0, -1, 1, 0], [0, -1, 0, 1]])  # B^T, (places, pixels)
-_G = np.array([[1, 0, 0], [0.5, 0.5, 0.5], [0.5, -0.5, 0.5], [0, 0, 1]])
-_A = np.array([[1, 1, 1, 0], [0, 1, -1, 1]])  # A^T, (results, places)
-_GG, _AA = np.kron(_G, _G), np.kron(_A, _A)  # both ways: (16, 9) and (4, 16)
-_OWN = _B.T[1:3]  # of a patch's four pixels, those that no other tile's are
+class Transforms(NamedTuple):
+    """The matrices of one size of tiles, (side + 2) places each way, in float64.
+
+    Attributes:
+        side: pixels of a tile's result, each way.
+        b: B^T, (places, pixels). The first pixel is the first place's alone, and the last one the last one's.
+        g: of a kernel, both ways: (places places, 9).
+        a: of a result, both ways: (side side, places places). Rows are by pixels' places in windows of 2 x 2 first.
+    """
+
+    side: int
+    b: Array
+    g: Array
+    a: Array
+
+    @property
+    def places(self) -> int:
+        """How many there are."""
+        return (self.side + 2) ** 2
+
+
+@cache
+def transforms(side: int) -> Transforms:
+    """Return the matrices for tiles of 2 x 2 or 4 x 4 results, after Toom and Cook: polynomials by their values."""
+    points = POINTS[: side + 1]
+    b, g = np.zeros((side + 2, side + 2)), np.zeros((side + 2, 3))
+    for i, point in enumerate(points):
+        others = [each for each in points if each != point]
+        b[i, :-1] = np.poly(others)[::-1]
+        g[i] = point ** np.arange(3) / np.prod(np.subtract(point, others))
+    b[-1], g[-1, 2] = np.poly(points)[::-1], 1
+    g[0], b[0] = g[0] * b[0, 0], b[0] / b[0, 0]
+    a = np.vander([*points, 0], side, increasing=True).T
+    a[:, -1] = np.arange(side) == side - 1  # the value at infinity
+    by_window = np.arange(side * side).reshape(side // 2, 2, side // 2, 2).transpose(1, 3, 0, 2)
+    return Transforms(side, b, np.kron(g, g), np.kron(a, a)[by_window.reshape(side * side)])
 
 
 class WinogradNumpy(Algorithm):
@@ -54,16 +87,24 @@ class WinogradNumpy(Algorithm):
 
     Alone, with ReLU, or with ReLU and a max-pooling over 2 x 2 pixels. What is kept for backward is, per image and in
     the order of the tiles, with ReLU where it passed (bool), with pooling the winners (uint8).
+
+    Args:
+        spec: what is computed.
+        side: of a tile, 2 or 4 pixels.
     """
+
+    def __init__(self, spec: ConvSpec, side: int) -> None:
+        super().__init__(spec)
+        self._transforms = transforms(side)
 
     def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> Array | None:
         n, o, spec = len(x), weight.shape[3], self.spec
         kept: Array | None = None
         if keep and spec.relu:
             kept = xp.empty((n, y[:1].size), bool if spec.pool == NO_POOL else np.uint8)
-        kernel = kernel_places(xp, weight)  # (16, c, o)
+        kernel = self.places(xp, weight)  # (16, c, o)
         biases: Array | None = None  # once per pixel, for the largest block
-        for images, tiles in _blocks(xp, x, o):
+        for images, tiles in self._blocks(xp, x, o):
             tiles.load(x[images])
             tiles.multiply(kernel)
             if bias is not None and biases is None:
@@ -73,7 +114,7 @@ class WinogradNumpy(Algorithm):
                 pooled = _flat(tiles.pooled)
                 tiles.planes.largest(flat.reshape(4, flat.size // 4), pooled, part)
                 tiles.planes.bias_relu(biases, pooled, part)
-                xp.copyto(y[images].transpose(1, 2, 0, 3), tiles.pooled)
+                xp.copyto(tiles.windows(y[images]), tiles.pooled)
                 continue
             if biases is not None:
                 xp.add(flat, biases[: len(flat)], out=flat)
@@ -81,24 +122,24 @@ class WinogradNumpy(Algorithm):
                 xp.maximum(flat, 0, out=flat)
                 if part is not None:
                     xp.greater(flat, 0, out=part)
-            xp.copyto(_in_places(y[images]), tiles.results)
+            xp.copyto(tiles.pixels(y[images]), tiles.results)
         return kept
 
     def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: Array | None, out: Gradients) -> None:
         o = weight.shape[3]
         kernel = (
-            xp.ascontiguousarray(kernel_places(xp, weight).swapaxes(1, 2)) if out.x is not None else None
+            self.places(xp, xp.ascontiguousarray(weight.swapaxes(2, 3))) if out.x is not None else None
         )  # (16, o, c)
-        to_kernel = ProductSum(xp, xp.empty((16, *weight.shape[2:]), weight.dtype))
+        to_kernel = ProductSum(xp, xp.empty((self._transforms.places, *weight.shape[2:]), weight.dtype))
         to_bias = ProductSum(xp, out.bias) if out.bias is not None else None
-        for images, tiles in _blocks(xp, x, o):
+        for images, tiles in self._blocks(xp, x, o):
             if kept is None:
-                xp.copyto(tiles.results, _in_places(grad[images]))
+                xp.copyto(tiles.results, tiles.pixels(grad[images]))
             elif self.spec.pool == NO_POOL:
                 xp.copyto(tiles.results, kept[images].reshape(tiles.results.shape))
-                xp.multiply(tiles.results, _in_places(grad[images]), out=tiles.results)
+                xp.multiply(tiles.results, tiles.pixels(grad[images]), out=tiles.results)
             else:
-                xp.copyto(tiles.pooled, grad[images].transpose(1, 2, 0, 3))
+                xp.copyto(tiles.pooled, tiles.windows(grad[images]))
                 planes = tiles.results.reshape(4, tiles.results.size // 4)
                 tiles.planes.gradient(_flat(tiles.pooled), _flat(kept[images]), planes)
             sums = tiles.spread()
@@ -110,39 +151,35 @@ class WinogradNumpy(Algorithm):
             if out.x is not None and kernel is not None:
                 tiles.input_gradient(kernel, out.x[images])
         if out.weight is not None:
-            places = to_kernel.finish().reshape(16, out.weight[0, 0].size)
-            xp.matmul(_GG.T.astype(places.dtype), places, out=out.weight.reshape(9, places.shape[1]))
+            places = to_kernel.finish().reshape(self._transforms.places, out.weight[0, 0].size)
+            g = self._transforms.g.T.astype(places.dtype)
+            xp.matmul(g, places, out=out.weight.reshape(9, places.shape[1]))
         if to_bias is not None:
             to_bias.finish()
 
 
-def _blocks(xp: Any, x: Array, o: int) -> Iterator[tuple[slice, Tiles]]:
-    """Yield a few images at a time, with the memory for their tiles."""
-    n, h, w, c = x.shape
-    count = max(1, min(n, TILES_BYTES // image_bytes(h, w, c, o, x.dtype.itemsize)))
-    tiles = Tiles(xp, (count, h, w, c), o, x.dtype)
-    for start in range(0, n, count):
-        stop = min(start + count, n)
-        if stop - start < count:
-            tiles = Tiles(xp, (stop - start, h, w, c), o, x.dtype)
-        yield slice(start, stop), tiles
+    def places(self, xp: Any, weight: Array) -> Array:
+        """Return G g G^T for the kernels g of a weight (3, 3, c, o): (places, c, o)."""
+        (_, _, c, o), g = weight.shape, self._transforms.g.astype(weight.dtype)
+        places: Array = xp.empty((len(g), c, o), weight.dtype)
+        xp.matmul(g, xp.reshape(weight, (9, c * o)), out=places.reshape(len(g), c * o))
+        return places
 
-
-def _in_places(images: Array) -> Array:
-    """Return images (count, h, w, o) as a view (2, 2, h / 2, w / 2, count, o)."""
-    return corners(images, (2, 2)).transpose(0, 1, 3, 4, 2, 5)
+    def _blocks(self, xp: Any, x: Array, o: int) -> Iterator[tuple[slice, Tiles]]:
+        """Yield a few images at a time, with the memory for their tiles."""
+        n, h, w, c = x.shape
+        room = max(TILES_BYTES, self._transforms.places * c * o * x.dtype.itemsize)
+        count = max(1, min(n, room // (image_bytes(h, w, c, o, x.dtype.itemsize) * self._transforms.places // (4 * self._transforms.side**2))))
+        tiles = Tiles(xp, self._transforms, (count, h, w, c), o, x.dtype)
+        for start in range(0, n, count):
+            stop = min(start + count, n)
+            if stop - start < count:
+                tiles = Tiles(xp, self._transforms, (stop - start, h, w, c), o, x.dtype)
+            yield slice(start, stop), tiles
 
 
 def _flat(array: Array) -> Array:
     return array.reshape(array.size)
-
-
-def kernel_places(xp: Any, weight: Array) -> Array:
-    """Return G g G^T for the kernels g of a weight (3, 3, c, o): (16, c, o)."""
-    _, _, c, o = weight.shape
-    places: Array = xp.empty((16, c, o), weight.dtype)
-    xp.matmul(_GG.astype(weight.dtype), xp.reshape(weight, (9, c * o)), out=places.reshape(16, c * o))
-    return places
 
 
 def image_bytes(h: int, w: int, c: int, o: int, itemsize: int) -> int:
@@ -167,24 +204,38 @@ class Tiles:
         planes: pools the results' places.
     """
 
-    def __init__(self, xp: Any, shape: Shape, o: int, dtype: Any) -> None:
-        count, h, w, c = shape
-        rows, columns, run = h // 2, w // 2, count * c
-        self._xp = xp
-        self._matrices = [each.astype(dtype) for each in (_B, _AA, _AA.T.copy(), _OWN)]
+    def __init__(self, xp: Any, matrices: Transforms, shape: Shape, o: int, dtype: Any) -> None:
+        (count, h, w, c), side = shape, matrices.side
+        rows, columns, run, four = h // side, w // side, count * c, side + 2
+        self._xp, self._side = xp, side
+        b, a = matrices.b.astype(dtype), matrices.a.astype(dtype)
+        # the last: of a patch's pixels, those that no other tile's are
+        self._matrices = [b, a, a.T.copy(), b.T[1:-1]]
         spread: Array = xp.zeros((h + 2, w + 2, count, c), dtype)
-        seen: Array = xp.empty((4, rows, w + 2, count, c), dtype)
+        seen: Array = xp.empty((four, rows, w + 2, count, c), dtype)
         self._inner = spread[1:-1, 1:-1]
         # four rows of pixels for each row of tiles, and then four of each for each tile; they overlap by two
-        self._rows = _overlapping(spread.reshape(h + 2, (w + 2) * run))
-        self._seen = seen.reshape(4, rows, (w + 2) * run).swapaxes(0, 1)
-        self._tiles = _overlapping(seen.reshape(4, rows, w + 2, run))
-        self._patches: Array = xp.empty((4, 4, rows, columns, count, c), dtype)
-        self._back = seen.reshape(seen.size)[: 8 * rows * columns * run].reshape(4, 2, rows, columns, count, c)
-        self._places: Array = xp.empty((4, 4, rows, columns, count, o), dtype)
-        self.results: Array = xp.empty((2, 2, rows, columns, count, o), dtype)
-        self.pooled: Array = xp.empty((rows, columns, count, o), dtype)
+        self._rows = _overlapping(spread.reshape(h + 2, (w + 2) * run), side)
+        self._seen = seen.reshape(four, rows, (w + 2) * run).swapaxes(0, 1)
+        self._tiles = _overlapping(seen.reshape(four, rows, w + 2, run), side)
+        self._patches: Array = xp.empty((four, four, rows, columns, count, c), dtype)
+        back = seen.reshape(seen.size)[: four * side * rows * columns * run]
+        self._back = back.reshape(four, side, rows, columns, count, c)
+        self._places: Array = xp.empty((four, four, rows, columns, count, o), dtype)
+        half = side // 2
+        self.results: Array = xp.empty((2, 2, half, half, rows, columns, count, o), dtype)
+        self.pooled: Array = xp.empty((half, half, rows, columns, count, o), dtype)
+        self._flat_results = self.results.reshape(side, side, rows, columns, count, o)
         self.planes = Planes(xp, 4, self.pooled.size)
+
+    def pixels(self, images: Array) -> Array:
+        """Return images of results (count, h, w, o) as a view like `results`."""
+        half, parts = self._side // 2, corners(images, (self._side, self._side))
+        return parts.reshape(half, 2, half, 2, *parts.shape[2:]).transpose(1, 3, 0, 2, 5, 6, 4, 7)
+
+    def windows(self, images: Array) -> Array:
+        """Return pooled images (count, h / 2, w / 2, o) as a view like `pooled`."""
+        return corners(images, (self._side // 2, self._side // 2)).transpose(0, 1, 3, 4, 2, 5)
 
     def load(self, images: Array) -> None:
         """Transform the patches of images: B^T d B."""
@@ -192,19 +243,19 @@ class Tiles:
         xp.copyto(self._inner, images.transpose(1, 2, 0, 3))  # (h, w, count, c)
         xp.matmul(self._matrices[0], self._rows, out=self._seen)  # rows first, B^T d, and then columns
         four, _, rows, columns, count, c = patches.shape
-        patches = patches.reshape(four, 4, rows, columns, count * c).transpose(0, 2, 3, 1, 4)
+        patches = patches.reshape(four, four, rows, columns, count * c).transpose(0, 2, 3, 1, 4)
         xp.matmul(self._matrices[0], self._tiles, out=patches)
 
     def multiply(self, kernel: Array) -> None:
         """Compute the results of the loaded images."""
         xp = self._xp
         xp.matmul(_stacked(self._patches), kernel, out=_stacked(self._places))
-        xp.matmul(self._matrices[1], _by_rows(self._places), out=_by_rows(self.results))
+        xp.matmul(self._matrices[1], _by_rows(self._places), out=_by_rows(self._flat_results))
 
     def spread(self) -> Array:
         """Transform the results' gradient: A dy A^T. Return its sum over each tile, (h / 2 w / 2 count, o)."""
-        self._xp.matmul(self._matrices[2], _by_rows(self.results), out=_by_rows(self._places))
-        return _stacked(self._places)[5]  # places (1, 1)
+        self._xp.matmul(self._matrices[2], _by_rows(self._flat_results), out=_by_rows(self._places))
+        return _stacked(self._places)[self._side + 3]  # place (1, 1), where all of a tile are added up
 
     def kernel_gradient(self) -> tuple[Array, Array]:
         """Return two arrays whose product is the loaded images' part of the gradient of the kernel's places."""
@@ -216,24 +267,24 @@ class Tiles:
         Args:
             kernel: (16, o, c), the transposed places.
         """
-        xp, v, back = self._xp, self._patches, self._back
-        _, _, rows, columns, count, c = v.shape
+        xp, v, back, side = self._xp, self._patches, self._back, self._side
+        four, _, rows, columns, count, c = v.shape
         xp.matmul(_stacked(self._places), kernel, out=_stacked(v))
         size = rows * columns * count * c
-        xp.matmul(self._matrices[3], v.reshape(4, 4, size), out=back.reshape(4, 2, size))
-        xp.add(back[:, 0, :, 1:], v[:, 3, :, :-1], out=back[:, 0, :, 1:])  # the last pixel of the tile before
-        xp.add(back[:, 1, :, :-1], v[:, 0, :, 1:], out=back[:, 1, :, :-1])  # the first pixel of the tile after
-        own = v[0].reshape(2, 2, rows, columns, count, c)  # its memory is free by now
-        xp.matmul(self._matrices[3], back.reshape(4, 2 * size), out=own.reshape(2, 2 * size))
-        xp.add(own[0, :, 1:], back[3, :, :-1], out=own[0, :, 1:])  # the same for rows
-        xp.add(own[1, :, :-1], back[0, :, 1:], out=own[1, :, :-1])
-        xp.copyto(out.reshape(count, rows, 2, columns, 2, c).transpose(2, 4, 1, 3, 0, 5), own)
+        xp.matmul(self._matrices[3], v.reshape(four, four, size), out=back.reshape(four, side, size))
+        xp.add(back[:, 0, :, 1:], v[:, -1, :, :-1], out=back[:, 0, :, 1:])  # the last pixel of the tile before
+        xp.add(back[:, -1, :, :-1], v[:, 0, :, 1:], out=back[:, -1, :, :-1])  # the first pixel of the tile after
+        own = v.reshape(v.size)[: side * side * size].reshape(side, side, rows, columns, count, c)  # it is free by now
+        xp.matmul(self._matrices[3], back.reshape(four, side * size), out=own.reshape(side, side * size))
+        xp.add(own[0, :, 1:], back[-1, :, :-1], out=own[0, :, 1:])  # the same for rows
+        xp.add(own[-1, :, :-1], back[0, :, 1:], out=own[-1, :, :-1])
+        xp.copyto(out.reshape(count, rows, side, columns, side, c).transpose(2, 4, 1, 3, 0, 5), own)
 
 
 def _stacked(places: Array) -> Array:
     """Return places (4, 4, rows, columns, count, c) as matrices (16, rows columns count, c)."""
-    _, _, rows, columns, count, c = places.shape
-    return places.reshape(16, rows * columns * count, c)
+    four, _, rows, columns, count, c = places.shape
+    return places.reshape(four * four, rows * columns * count, c)
 
 
 def _by_rows(places: Array) -> Array:
@@ -242,10 +293,10 @@ def _by_rows(places: Array) -> Array:
     return places.reshape(a * b, rows, columns * count * c).swapaxes(0, 1)
 
 
-def _overlapping(pixels: Array) -> Array:
-    """Return of pixels (..., n, run) a view (..., n / 2 - 1, 4, run): each four, of which two are the next one's."""
+def _overlapping(pixels: Array, side: int) -> Array:
+    """Return of pixels (..., n, run) a view (..., n // side, side + 2, run): two of each are the next one's."""
     *lead, n, run = pixels.shape
     *steps, step, item = pixels.strides
     return np.lib.stride_tricks.as_strided(
-        pixels, (*lead, n // 2 - 1, 4, run), (*steps, 2 * step, step, item), writeable=False
+        pixels, (*lead, (n - 2) // side, side + 2, run), (*steps, side * step, step, item), writeable=False
     )
