@@ -7,7 +7,7 @@
     Im2col           any library          columns (pixels, kh kw c) @ kernels (kh kw c, o), any stride and groups
     Im2colReluPool   NumPy                the same, and ReLU and pooling while a block's result is in the cache
     Depthwise        any library          nothing: shifted images times numbers, for a group of each channel
-    WinogradNumpy    NumPy                16 places (16, tiles, c) @ (16, c, o) for 3 x 3 kernels
+    WinogradNumpy    NumPy                16 or 36 places (.., tiles, c) @ (.., c, o) for 3 x 3 kernels
     CompiledWinograd NumPy, by numba      the same in one compiled pass (see `nnmpi.jit`)
     CompiledDirect   NumPy, by numba      no matrices: few input channels, with ReLU and pooling
 

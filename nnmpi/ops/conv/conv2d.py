@@ -6,10 +6,12 @@
            (n, out_h, out_w, o), after ReLU and max-pooling where they are asked for
 
 arrays                                                              algorithm
+NumPy                             3 x 3, many channels, no ReLU,    WinogradNumpy, by tiles of 4 x 4
+                                  size a multiple of 4
 NumPy, float32, `jit` on          3 x 3, ReLU and pooling, few      CompiledDirect
                                   channels, x needs no gradient
                                   3 x 3, no or 2 x 2 pooling        CompiledWinograd
-NumPy                             3 x 3, many channels, even size   WinogradNumpy
+NumPy                             3 x 3, many channels, even size   WinogradNumpy, by tiles of 2 x 2
                                   ReLU, one group, stride 1         Im2colReluPool
 any library                       a group for each channel          Depthwise
                                   no ReLU                           Im2col
@@ -104,15 +106,18 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Al
     plain = spec[:5] == ((3, 3), (1, 1), (1, 1), (1, 1), 1) and spec.pool in (NO_POOL, (2, 2))
     if plain and not h % 2 and not w % 2 and min(h, w, c) > 0:
         single = all(each is None or each.dtype == FLOAT32 for each in (x, weight, bias))
-        if compiled is not None and single and o >= FEWEST_OUTPUTS:
+        # of tiles of 4 x 4 a ReLU might let through what should be 0
+        side = 2 if h % 4 or w % 4 or spec.relu else 4
+        small = image_bytes(h, w, c, o, x.dtype.itemsize, side) <= LARGE_BYTES
+        tiled = n > 0 and min(c, o) >= FEW_CHANNELS and x.dtype.kind == "f" and small
+        if compiled is not None and single and o >= FEWEST_OUTPUTS and not (tiled and side == 4):
             # the direct kernel gives no gradient of the images
             if c <= DIRECT_CHANNELS and spec.pool != NO_POOL and not (x.requires_grad and recording()):
                 return CompiledDirect(spec)
             if compiled.has_products():
                 return CompiledWinograd(spec)
-        small = image_bytes(h, w, c, o, x.dtype.itemsize) <= LARGE_BYTES
-        if n > 0 and min(c, o) >= FEW_CHANNELS and x.dtype.kind == "f" and small:
-            return WinogradNumpy(spec, 2 if h % 4 or w % 4 else 4)
+        if tiled:
+            return WinogradNumpy(spec, side)
     if not spec.relu:
         return Im2col(spec)
     return Im2colReluPool(spec) if spec.groups == 1 and spec.reversible else None
