@@ -24,6 +24,7 @@ import numpy as np
 from nnmpi.backend.array import Array, ones
 
 ROWS = 512  # in a block
+WIDE = 512  # elements of a row, from which on NumPy computes as fast as it can
 
 
 def row_sum(xp: Any, rows: Array, out: Array | None = None) -> Array:

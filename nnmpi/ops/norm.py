@@ -16,7 +16,7 @@ import numpy as np
 from nnmpi.backend.array import Array, Residuals, Shape, namespace
 from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.recording import perform
-from nnmpi.backend.sums import row_blocks, row_sum
+from nnmpi.backend.sums import WIDE, row_blocks, row_sum
 from nnmpi.errors import ShapeError
 from nnmpi.ops.linear import place_for, with_kernels
 from nnmpi.ops.planes import repeated
@@ -28,8 +28,6 @@ from nnmpi.tensor.tensor import Tensor
 AllReduce: TypeAlias = Callable[[Array], Array]
 Count: TypeAlias = "float | Array"  # on a device, and over ranks, an array () that nobody waits for
 Observe: TypeAlias = Callable[[Array, Array, Count], None]
-
-WIDE = 512  # elements of a row, from which on NumPy computes as fast as it can
 
 
 def at_least_one(count: Count) -> Count:

@@ -97,13 +97,15 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Al
         bias: (o,), or None.
         spec: what is computed.
     """
-    if 1 < spec.groups == x.shape[3] == weight.shape[3] and x.dtype.kind == "f":
-        return None if spec.relu else Depthwise(spec)
-    if type(x.data) is not np.ndarray:
-        return None if spec.relu else Im2col(spec)
     (n, h, w, c), o, compiled = x.shape, weight.shape[3], compiled_kernels()
     # Winograd's tiles are 2 x 2 pixels of the result, and so are the pooling's windows.
-    plain = spec[:5] == ((3, 3), (1, 1), (1, 1), (1, 1), 1) and spec.pool in (NO_POOL, (2, 2))
+    plain = spec[:4] == ((3, 3), (1, 1), (1, 1), (1, 1)) and spec.pool in (NO_POOL, (2, 2))
+    if 1 < spec.groups == c == o and x.dtype.kind == "f":
+        tiled = plain and not h % 4 and not w % 4 and min(n, h, w) > 0 and type(x.data) is np.ndarray
+        return None if spec.relu else WinogradNumpy(spec, 4) if tiled and c >= FEW_CHANNELS else Depthwise(spec)
+    if type(x.data) is not np.ndarray:
+        return None if spec.relu else Im2col(spec)
+    plain = plain and spec.groups == 1
     if plain and not h % 2 and not w % 2 and min(h, w, c) > 0:
         single = all(each is None or each.dtype == FLOAT32 for each in (x, weight, bias))
         # of tiles of 4 x 4 a ReLU might let through what should be 0

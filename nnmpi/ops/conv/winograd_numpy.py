@@ -40,6 +40,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from nnmpi.backend.array import Array, Shape, ones
+from nnmpi.backend.sums import WIDE
 from nnmpi.backend.windows import corners
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.conv.im2col import ProductSum
@@ -87,7 +88,8 @@ class WinogradNumpy(Algorithm):
     """A convolution of images (n, h, w, c), to be cut into tiles, with kernels (3, 3, c, o) and a border of 1.
 
     Alone, with ReLU, or with ReLU and a max-pooling over 2 x 2 pixels. What is kept for backward is, per image and in
-    the order of the tiles, with ReLU where it passed (bool), with pooling the winners (uint8).
+    the order of the tiles, with ReLU where it passed (bool), with pooling the winners (uint8). In as many groups as
+    channels, weight (3, 3, 1, c), places are multiplied number by number.
 
     Args:
         spec: what is computed.
@@ -105,7 +107,7 @@ class WinogradNumpy(Algorithm):
             kept = xp.empty((n, y[:1].size), bool if spec.pool == NO_POOL else np.uint8)
         kernel = self._kernel(xp, weight)  # (places, c, o)
         biases: Array | None = None  # once per pixel, for the largest block
-        for images, tiles in self._blocks(xp, x, o):
+        for images, tiles in self._blocks(xp, x, weight):
             tiles.load(x[images])
             tiles.multiply(kernel)
             if bias is not None and biases is None:
@@ -127,12 +129,12 @@ class WinogradNumpy(Algorithm):
         return kept
 
     def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: Array | None, out: Gradients) -> None:
-        o = weight.shape[3]
         grad = xp.ascontiguousarray(grad)
-        kernel = None if out.x is None else self._kernel(xp, xp.ascontiguousarray(weight.swapaxes(2, 3)))
+        turned = weight if self.spec.groups > 1 else xp.ascontiguousarray(weight.swapaxes(2, 3))
+        kernel = None if out.x is None else self._kernel(xp, turned)
         to_kernel = ProductSum(xp, xp.empty((len(self._transforms.g), *weight.shape[2:]), weight.dtype))
         to_bias = ProductSum(xp, out.bias) if out.bias is not None else None
-        for images, tiles in self._blocks(xp, x, o):
+        for images, tiles in self._blocks(xp, x, weight):
             if kept is None:
                 xp.copyto(whole_pixels(tiles.results), tiles.pixels(whole_pixels(grad[images])))
             elif self.spec.pool == NO_POOL:
@@ -147,7 +149,7 @@ class WinogradNumpy(Algorithm):
                 to_bias.add(ones(xp, len(sums), sums.dtype), sums)
             if out.weight is not None:
                 tiles.load(x[images])
-                to_kernel.add(*tiles.kernel_gradient())
+                to_kernel.add(*tiles.kernel_gradient(self.spec.groups > 1))
             if out.x is not None and kernel is not None:
                 tiles.input_gradient(kernel, out.x[images])
         if out.weight is not None:
@@ -164,11 +166,10 @@ class WinogradNumpy(Algorithm):
         xp.matmul(g, xp.reshape(weight, (9, c * o)), out=places.reshape(len(g), c * o))
         return places
 
-    def _blocks(self, xp: Any, x: Array, o: int) -> Iterator[tuple[slice, Tiles]]:
+    def _blocks(self, xp: Any, x: Array, weight: Array) -> Iterator[tuple[slice, Tiles]]:
         """Yield a few images at a time, with the memory for their tiles."""
-        n, h, w, c = x.shape
-        side, places = self._transforms.side, len(self._transforms.g)
-        room = max(TILES_BYTES, places * c * o * x.dtype.itemsize)
+        (n, h, w, c), o, side = x.shape, weight.shape[3], self._transforms.side
+        room = max(TILES_BYTES, len(self._transforms.g) * weight[0, 0].size * x.dtype.itemsize)
         count = max(1, min(n, room // image_bytes(h, w, c, o, x.dtype.itemsize, side)))
         tiles = Tiles(xp, self._transforms, (count, h, w, c), o, x.dtype)
         for start in range(0, n, count):
@@ -253,8 +254,7 @@ class Tiles:
 
     def multiply(self, kernel: Array) -> None:
         """Compute the results of the loaded images."""
-        xp = self._xp
-        xp.matmul(_stacked(self._patches), kernel, out=_stacked(self._places))
+        self._products(self._patches, kernel, self._places)
         self._both_ways(self._matrices[1], self._places, self.results)
 
     def spread(self) -> Array:
@@ -270,19 +270,41 @@ class Tiles:
         xp.matmul(matrix, x.reshape(k, k * size), out=half.reshape(n, k * size))
         xp.matmul(matrix, half, out=out.reshape(n, n, size))
 
-    def kernel_gradient(self) -> tuple[Array, Array]:
-        """Return two arrays whose product is the loaded images' part of the gradient of the kernel's places."""
-        return _stacked(self._patches).swapaxes(1, 2), _stacked(self._places)
+    def _products(self, x: Array, kernel: Array, out: Array) -> None:
+        """Write the products of places with the kernel's: of matrices, or of numbers where it has one for a channel."""
+        xp, pixels, c = self._xp, _in_rows(out), out.shape[-1]
+        if kernel.shape[1:] != (1, c):
+            xp.matmul(_stacked(x), kernel, out=_stacked(out))
+            return
+        wide: Array = xp.empty((len(pixels), 1, pixels.shape[2]), out.dtype)
+        xp.copyto(wide.reshape(len(wide), pixels.shape[2] // c, c), kernel)
+        xp.multiply(_in_rows(x), wide, out=pixels)
+
+    def kernel_gradient(self, alone: bool) -> tuple[Array, Array]:
+        """Return two arrays whose product is the loaded images' part of the gradient of the kernel's places.
+
+        Where channels do not mix, the images are lost.
+
+        Args:
+            alone: whether channels do not mix.
+        """
+        if not alone:
+            return _stacked(self._patches).swapaxes(1, 2), _stacked(self._places)
+        xp, v, c = self._xp, _in_rows(self._patches), self._patches.shape[-1]
+        xp.multiply(v, _in_rows(self._places), out=v)
+        sums = xp.matmul(ones(xp, v.shape[1], v.dtype)[None], v)
+        sums = sums.reshape(len(v), v.shape[2] // c, c)
+        return ones(xp, sums.shape[1], v.dtype)[None, None], sums
 
     def input_gradient(self, kernel: Array, out: Array) -> None:
         """Write the images' gradient, B dv B^T, to out (count, h, w, c); what was loaded is lost.
 
         Args:
-            kernel: (places, o, c), of the transposed kernels.
+            kernel: (places, o, c), of the transposed kernels; or (places, 1, c).
         """
         xp, v, back, side = self._xp, self._patches, self._back, self._side
         four, _, rows, columns, count, c = v.shape
-        xp.matmul(_stacked(self._places), kernel, out=_stacked(v))
+        self._products(self._places, kernel, v)
         size = rows * columns * count * c
         xp.matmul(self._matrices[3], v.reshape(four, four, size), out=back.reshape(four, side, size))
         xp.add(back[:, 0, :, 1:], v[:, -1, :, :-1], out=back[:, 0, :, 1:])  # the last pixel of the tile before
@@ -298,6 +320,13 @@ def _stacked(places: Array) -> Array:
     """Return places (four, four, rows, columns, count, c) as matrices (four four, rows columns count, c)."""
     four, _, rows, columns, count, c = places.shape
     return places.reshape(four * four, rows * columns * count, c)
+
+
+def _in_rows(places: Array) -> Array:
+    """Return places as (four four, rows, some channels of theirs after others): NumPy wants long rows."""
+    four, _, rows, columns, count, c = places.shape
+    width = count * c if count * c >= WIDE else columns * count * c
+    return places.reshape(four * four, places[0, 0].size // width, width)
 
 
 def whole_pixels(images: Array) -> Array:
