@@ -63,7 +63,10 @@ class BatchNormFunction(Function):
         wide, repeats = _widened(xp, rows)
         y = xp.empty(wide.shape, x.dtype)
         means, factors, shifts = (repeated(xp, each, repeats) for each in (mean, xp.multiply(inverse, scale), shift))
-        for part in row_blocks(wide):
+        kernels = kernels_for(wide, "norm")
+        if kernels is not None:
+            perform(kernels.norm, xp.ascontiguousarray(wide), means, factors, shifts, y)
+        for part in row_blocks(wide) if kernels is None else ():
             block = xp.subtract(wide[part], means, out=y[part])
             xp.add(xp.multiply(block, factors, out=block), shifts, out=block)
         self.saved = (wide, mean, inverse, scale, n)
@@ -86,8 +89,11 @@ class BatchNormFunction(Function):
             slopes = xp.multiply(sums[channels:], inverse)
             factors = xp.multiply(scale, inverse)
             slopes, means_grad, factors = (repeated(xp, each, repeats) for each in (slopes, sums[:channels], factors))
-            to_x = xp.empty(x.shape, x.dtype)
-            for part in blocks:
+            to_x, kernels = xp.empty(x.shape, x.dtype), kernels_for(x, "norm_grad")
+            if kernels is not None:
+                x, rows = xp.ascontiguousarray(x), xp.ascontiguousarray(rows)
+                perform(kernels.norm_grad, x, means, rows, slopes, means_grad, factors, to_x)
+            for part in blocks if kernels is None else ():
                 block = xp.subtract(x[part], means, out=to_x[part])
                 xp.subtract(rows[part], xp.multiply(block, slopes, out=block), out=block)
                 xp.multiply(xp.subtract(block, means_grad, out=block), factors, out=block)
@@ -141,7 +147,13 @@ def _sum_rows(xp: Any, wide: Array, out: Array) -> None:
 
 def _sum_products(xp: Any, wide: Array, means: Array, factors: Array | None, out: Array) -> None:
     """Write the sum of each channel's (wide - means) * factors; without factors that of the squares."""
-    blocks = row_blocks(wide)
+    blocks, kernels = row_blocks(wide), kernels_for(wide, "norm_products")
+    if kernels is not None:
+        parts = xp.empty((1, wide.shape[1]), wide.dtype)
+        wide, g = (xp.ascontiguousarray(each) for each in (wide, wide if factors is None else factors))
+        perform(kernels.norm_products, wide, means, g, means if factors is None else xp.zeros_like(means), parts[0])
+        _fold(xp, parts, out)
+        return
     scratch, parts = (xp.empty((rows, wide.shape[1]), wide.dtype) for rows in (blocks[0].stop, len(blocks)))
     for i, part in enumerate(blocks):
         block = xp.subtract(wide[part], means, out=scratch[: part.stop - part.start])

@@ -17,7 +17,20 @@ from nnmpi.backend.jit.build import build, read, write
 from nnmpi.backend.jit.conv3x3 import has_products, sizes
 from nnmpi.backend.recording import perform
 
-__all__ = ["adam", "bias_relu", "direct", "has_products", "lstm_step", "lstm_step_grad", "sizes", "winograd"]
+__all__ = [
+    "adam",
+    "bias_relu",
+    "direct",
+    "has_products",
+    "lstm_step",
+    "lstm_step_grad",
+    "norm",
+    "norm_grad",
+    "norm_products",
+    "relu_grad",
+    "sizes",
+    "winograd",
+]
 
 Kernel: TypeAlias = Callable[..., None]
 CORNER = types.uint8  # which pixel of a window was the largest
@@ -25,6 +38,10 @@ CORNER = types.uint8  # which pixel of a window was the largest
 LOOPS = {
     "bias_relu": (write(2), read(1)),
     "relu_grad_bias": (read(2), read(2), write(2), write(1)),
+    "relu_grad": (read(1), read(1), write(1)),
+    "norm": (read(2), *(read(1),) * 3, write(2)),
+    "norm_products": (read(2), read(1), read(2), read(1), write(1)),
+    "norm_grad": (read(2), read(1), read(2), *(read(1),) * 3, write(2)),
     "softmax_loss": (read(2), read(1, types.int64), write(1), write(2)),
     "lstm_step": (write(2), read(2), read(2), write(2), write(2)),
     "adam": (write(1), read(1), write(1), write(1), *(float64,) * 6),
@@ -86,6 +103,9 @@ def _call(name: str, *args: Any) -> None:
 
 # Adam's update of a block, see `optim.updates`; what stands around the product of a step, see `ops.lstm`.
 adam, lstm_step, lstm_step_grad = (partial(_call, name) for name in ("adam", "lstm_step", "lstm_step_grad"))
+relu_grad, norm, norm_products, norm_grad = (
+    partial(_call, name) for name in ("relu_grad", "norm", "norm_products", "norm_grad")
+)
 
 
 def bias_relu(xp: Any, y: Array, bias: Array | None) -> None:

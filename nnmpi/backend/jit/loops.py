@@ -132,6 +132,43 @@ def relu_grad_bias(grad, y, out, to_bias):
             empty_into(part, to_bias)
 
 
+def relu_grad(grad, y, out):
+    """out = grad where y > 0, else 0."""
+    for i in range(out.size):
+        out[i] = grad[i] if y[i] > _ZERO else _ZERO
+
+
+# Batch normalization, see `ops.norm`: rows (count, n), and n numbers for each.
+
+
+def norm(x, means, factors, shifts, y):
+    """y = (x - means) * factors + shifts."""
+    for r in range(x.shape[0]):
+        row, out = x[r], y[r]
+        for i in range(row.size):
+            out[i] = (row[i] - means[i]) * factors[i] + shifts[i]
+
+
+def norm_products(x, means, g, less, total):
+    """total = the sum of (x - means) * (g - less) over the rows."""
+    total[:] = _ZERO
+    part = np.zeros(total.size, np.float32)
+    for r in range(x.shape[0]):
+        row, other = x[r], g[r]
+        for i in range(row.size):
+            part[i] += (row[i] - means[i]) * (other[i] - less[i])
+        if r % ROWS == ROWS - 1 or r == x.shape[0] - 1:
+            empty_into(part, total)
+
+
+def norm_grad(x, means, grad, slopes, shifts, factors, out):
+    """out = (grad - (x - means) * slopes - shifts) * factors."""
+    for r in range(x.shape[0]):
+        row, above, result = x[r], grad[r], out[r]
+        for i in range(row.size):
+            result[i] = (above[i] - (row[i] - means[i]) * slopes[i] - shifts[i]) * factors[i]
+
+
 def softmax_loss(logits, labels, losses, gradient):
     """losses[r] = -log softmax(logits[r])[labels[r]]; gradient[r] = softmax(logits[r]), less 1 at the label."""
     for r in range(logits.shape[0]):
