@@ -11,7 +11,6 @@ from typing import Any
 
 from nnmpi.backend.array import Array, Dtype, zero
 from nnmpi.backend.kernels import kernels_for
-from nnmpi.backend.recording import perform
 from nnmpi.backend.sums import row_blocks
 from nnmpi.errors import ShapeError, UsageError
 from nnmpi.ops.linear import LinearFunction, check_linear, multiply, with_kernels
@@ -36,7 +35,7 @@ class Relu(Elementwise):
         values, grads, to_x = xp.reshape(y, (y.size,)), xp.reshape(grad, (y.size,)), xp.empty((y.size,), y.dtype)
         kernels, least = kernels_for(y, "relu_grad"), zero(xp, y.dtype)
         if kernels is not None:
-            perform(kernels.relu_grad, xp.ascontiguousarray(grads), values, to_x)
+            kernels.relu_grad(xp.ascontiguousarray(grads), values, to_x)
             return (to_x.reshape(y.shape),)
         for part in row_blocks(values):
             # 0 and 1 in the gradient's dtype: a product with booleans would convert them

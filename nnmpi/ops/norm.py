@@ -65,7 +65,7 @@ class BatchNormFunction(Function):
         means, factors, shifts = (repeated(xp, each, repeats) for each in (mean, xp.multiply(inverse, scale), shift))
         kernels = kernels_for(wide, "norm")
         if kernels is not None:
-            perform(kernels.norm, xp.ascontiguousarray(wide), means, factors, shifts, y)
+            kernels.norm(xp.ascontiguousarray(wide), means, factors, shifts, y)
         for part in row_blocks(wide) if kernels is None else ():
             block = xp.subtract(wide[part], means, out=y[part])
             xp.add(xp.multiply(block, factors, out=block), shifts, out=block)
@@ -92,7 +92,7 @@ class BatchNormFunction(Function):
             to_x, kernels = xp.empty(x.shape, x.dtype), kernels_for(x, "norm_grad")
             if kernels is not None:
                 x, rows = xp.ascontiguousarray(x), xp.ascontiguousarray(rows)
-                perform(kernels.norm_grad, x, means, rows, slopes, means_grad, factors, to_x)
+                kernels.norm_grad(x, means, rows, slopes, means_grad, factors, to_x)
             for part in blocks if kernels is None else ():
                 block = xp.subtract(x[part], means, out=to_x[part])
                 xp.subtract(rows[part], xp.multiply(block, slopes, out=block), out=block)
@@ -151,7 +151,7 @@ def _sum_products(xp: Any, wide: Array, means: Array, factors: Array | None, out
     if kernels is not None:
         parts = xp.empty((1, wide.shape[1]), wide.dtype)
         wide, g = (xp.ascontiguousarray(each) for each in (wide, wide if factors is None else factors))
-        perform(kernels.norm_products, wide, means, g, means if factors is None else xp.zeros_like(means), parts[0])
+        kernels.norm_products(wide, means, g, means if factors is None else xp.zeros_like(means), parts[0])
         _fold(xp, parts, out)
         return
     scratch, parts = (xp.empty((rows, wide.shape[1]), wide.dtype) for rows in (blocks[0].stop, len(blocks)))

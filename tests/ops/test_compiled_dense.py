@@ -1,4 +1,4 @@
-"""Linear layers, losses and LSTM by compiled kernels: the plain ones in float64, and what is left to these."""
+"""Linear layers, losses, LSTM, normalization, depthwise convolution by kernels: the plain ones in float64, and the rest."""
 
 import numpy as np
 import pytest
@@ -6,9 +6,12 @@ import pytest
 import nnmpi
 from nnmpi.backend.kernels import jit, kernels_for
 from nnmpi.errors import ShapeError
+from nnmpi.ops.activation import relu
+from nnmpi.ops.conv.conv2d import conv2d
 from nnmpi.ops.linear import linear_relu
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.ops.lstm import lstm
+from nnmpi.ops.norm import batch_norm
 from nnmpi.tensor.tensor import Tensor
 
 pytest.importorskip("numba")
@@ -110,3 +113,24 @@ def test_tanh():
     with jit():
         kernels_for(x, "lstm_step").lstm_step(gates, np.zeros_like(gates), zeros, zeros.copy(), zeros.copy())
     np.testing.assert_allclose(gates[0, -x.size :], np.tanh(x.astype("float64")), rtol=4e-7)
+
+
+@pytest.mark.parametrize("shape", [(5, 3), (70, 2, 3), (700, 48), (3, 9, 7, 513)])
+def test_batch_normalization_and_relu(shape, compiled_calls):
+    """Channels side by side, or as they are where nothing divides their number; far from 0."""
+    rng = np.random.default_rng(0)
+    arrays = [5 + rng.standard_normal(shape, dtype=np.float32), *rng.standard_normal((2, shape[-1]), dtype=np.float32)]
+    compare(lambda *args: relu(batch_norm(*args)[0]), arrays, 1e-5)
+    assert compiled_calls == ["norm_products", "norm", "relu_grad", "norm_products", "norm_grad"]
+
+
+@pytest.mark.parametrize("stride", [1, (2, 3)])
+@pytest.mark.parametrize("padding", [0, 1, (0, 2)])
+@pytest.mark.parametrize("sizes", [(5, 8, 12, 16), (3, 9, 7, 5), (2, 4, 3, 33)])
+def test_depthwise_convolution(sizes, padding, stride, compiled_calls):
+    """Of images whose last rows and columns no window sees, too."""
+    rng = np.random.default_rng(0)
+    shapes = sizes, (3, 3, 1, sizes[3]), sizes[3]
+    arrays = [rng.standard_normal(shape, dtype=np.float32) for shape in shapes]
+    compare(lambda *args: conv2d(*args, stride, padding, groups=sizes[3]), arrays)
+    assert compiled_calls == ["depthwise", "depthwise", "depthwise_products"]

@@ -34,6 +34,7 @@ __all__ = [
 
 Kernel: TypeAlias = Callable[..., None]
 CORNER = types.uint8  # which pixel of a window was the largest
+SIZES = types.UniTuple(types.int64, 12)  # type: ignore[no-untyped-call]
 
 LOOPS = {
     "bias_relu": (write(2), read(1)),
@@ -42,6 +43,8 @@ LOOPS = {
     "norm": (read(2), *(read(1),) * 3, write(2)),
     "norm_products": (read(2), read(1), read(2), read(1), write(1)),
     "norm_grad": (read(2), read(1), read(2), *(read(1),) * 3, write(2)),
+    "depthwise": (read(1), read(1), write(1), write(1), SIZES),
+    "depthwise_products": (read(1), read(1), write(1), write(1), SIZES),
     "softmax_loss": (read(2), read(1, types.int64), write(1), write(2)),
     "lstm_step": (write(2), read(2), read(2), write(2), write(2)),
     "adam": (write(1), read(1), write(1), write(1), *(float64,) * 6),
@@ -103,8 +106,15 @@ def _call(name: str, *args: Any) -> None:
 
 # Adam's update of a block, see `optim.updates`; what stands around the product of a step, see `ops.lstm`.
 adam, lstm_step, lstm_step_grad = (partial(_call, name) for name in ("adam", "lstm_step", "lstm_step_grad"))
-relu_grad, norm, norm_products, norm_grad = (
-    partial(_call, name) for name in ("relu_grad", "norm", "norm_products", "norm_grad")
+
+
+def _perform(name: str, *args: Any) -> None:
+    perform(loop(name), *args)
+
+
+relu_grad, norm, norm_products, norm_grad, depthwise, depthwise_products = (
+    partial(_perform, name)
+    for name in ("relu_grad", "norm", "norm_products", "norm_grad", "depthwise", "depthwise_products")
 )
 
 

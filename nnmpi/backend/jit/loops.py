@@ -169,6 +169,62 @@ def norm_grad(x, means, grad, slopes, shifts, factors, out):
             result[i] = (above[i] - (row[i] - means[i]) * slopes[i] - shifts[i]) * factors[i]
 
 
+# Depthwise convolution with 3 x 3 kernels, see `ops.conv.depthwise`. All arrays are flat; the weight is (9, c).
+
+
+@inlined
+def _spread(x, b, border, sizes):
+    """Copy image b into the border of zeros, its pixels so far apart."""
+    h, w, c, columns, top, left, down, across = sizes[:8]
+    for i in range(h):
+        for j in range(w):
+            pixel, place = (
+                x[((b * h + i) * w + j) * c :],
+                border[((top + i * down) * columns + left + j * across) * c :],
+            )
+            for k in range(c):
+                place[k] = pixel[k]
+
+
+def depthwise(x, weight, y, border, sizes):
+    """y = the convolution of images, spread in a border of zeros."""
+    h, w, c, columns = sizes[:4]
+    out_h, out_w, step_h, step_w = sizes[8:]
+    border[:] = _ZERO
+    for b in range(x.size // (h * w * c)):
+        _spread(x, b, border, sizes)
+        for i in range(out_h):
+            for j in range(out_w):
+                p = border[(i * step_h * columns + j * step_w) * c :]
+                q, r = p[columns * c :], p[2 * columns * c :]
+                out = y[((b * out_h + i) * out_w + j) * c :]
+                for k in range(c):
+                    first = p[k] * weight[k] + p[k + c] * weight[k + c] + p[k + 2 * c] * weight[k + 2 * c]
+                    second = q[k] * weight[k + 3 * c] + q[k + c] * weight[k + 4 * c] + q[k + 2 * c] * weight[k + 5 * c]
+                    third = r[k] * weight[k + 6 * c] + r[k + c] * weight[k + 7 * c] + r[k + 2 * c] * weight[k + 8 * c]
+                    out[k] = first + second + third
+
+
+def depthwise_products(x, grad, to_weight, border, sizes):
+    """The gradient of the weight."""
+    h, w, c, columns = sizes[:4]
+    out_h, out_w, step_h, step_w = sizes[8:]
+    border[:] = _ZERO
+    to_weight[:] = _ZERO
+    part = np.zeros(to_weight.size, np.float32)  # one image's: a single sum would round worse
+    for b in range(x.size // (h * w * c)):
+        _spread(x, b, border, sizes)
+        for i in range(out_h):
+            for j in range(out_w):
+                above = grad[((b * out_h + i) * out_w + j) * c :]
+                for tap in range(9):
+                    total = part[tap * c :]
+                    pixel = border[((i * step_h + tap // 3) * columns + j * step_w + tap % 3) * c :]
+                    for k in range(c):
+                        total[k] += above[k] * pixel[k]
+        empty_into(part, to_weight)
+
+
 def softmax_loss(logits, labels, losses, gradient):
     """losses[r] = -log softmax(logits[r])[labels[r]]; gradient[r] = softmax(logits[r]), less 1 at the label."""
     for r in range(logits.shape[0]):

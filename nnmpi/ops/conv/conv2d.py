@@ -13,7 +13,7 @@ NumPy, float32, `jit` on          3 x 3, ReLU and pooling, few      CompiledDire
                                   3 x 3, no or 2 x 2 pooling        CompiledWinograd
 NumPy                             3 x 3, many channels, even size   WinogradNumpy, by tiles of 2 x 2
                                   ReLU, one group, stride 1         Im2colReluPool
-any library                       a group for each channel          Depthwise
+any library                       a group for each channel          Depthwise (or WinogradNumpy, without `jit`)
                                   no ReLU                           Im2col
                                   otherwise                         None: conv2d, max_pool2d and relu one by one
 
@@ -102,7 +102,8 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Al
     plain = spec[:4] == ((3, 3), (1, 1), (1, 1), (1, 1)) and spec.pool in (NO_POOL, (2, 2))
     if 1 < spec.groups == c == o and x.dtype.kind == "f":
         tiled = plain and not h % 4 and not w % 4 and min(n, h, w) > 0 and type(x.data) is np.ndarray
-        return None if spec.relu else WinogradNumpy(spec, 4) if tiled and c >= FEW_CHANNELS else Depthwise(spec)
+        tiled = tiled and c >= FEW_CHANNELS and (compiled is None or x.dtype != FLOAT32)
+        return None if spec.relu else WinogradNumpy(spec, 4) if tiled else Depthwise(spec)
     if type(x.data) is not np.ndarray:
         return None if spec.relu else Im2col(spec)
     plain = plain and spec.groups == 1

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.backend.kernels import bias_grad
+from nnmpi.backend.kernels import bias_grad, kernels_for
 from nnmpi.backend.precision import cast
 from nnmpi.backend.sums import ELEMENTS
-from nnmpi.backend.windows import windows
+from nnmpi.backend.windows import Pair, windows
 from nnmpi.ops.conv.algorithm import Algorithm, Gradients
 
 
@@ -25,6 +25,12 @@ class Depthwise(Algorithm):
     """A convolution in as many groups as there are channels, before it and after it; no ReLU, no pooling."""
 
     def forward(self, xp: Any, x: Array, weight: Array, bias: Array | None, y: Array, keep: bool) -> None:
+        if (kernels := self._compiled(x, weight)) is not None:
+            arrays, (padding, stride) = (x, weight, y), (self.spec.padding, self.spec.stride)
+            self._call(xp, kernels.depthwise, arrays, y.shape[1:3], padding, (1, 1), stride)
+            if bias is not None:
+                xp.add(y, bias, out=y)
+            return
         kernels = self._kernels(xp, weight, x.dtype, y.shape[2])
         for block, strips in self._blocks(xp, y):
             seen = windows(self._bordered(xp, x[block]), *self.spec[:2], self.spec.dilation)
@@ -39,6 +45,17 @@ class Depthwise(Algorithm):
 
     def backward(self, xp: Any, grad: Array, x: Array, weight: Array, kept: None, out: Gradients) -> None:
         (top, left), (h, w, c) = self.spec.padding, x.shape[1:]
+        if out.bias is not None:
+            bias_grad(xp, xp.reshape(grad, (grad.size // c, c)), out.bias)
+        if (compiled := self._compiled(x, weight)) is not None:
+            grad, turned = xp.ascontiguousarray(grad), xp.ascontiguousarray(weight[::-1, ::-1])
+            sizes, stride = grad.shape[1:3], self.spec.stride
+            if out.x is not None:  # a convolution of the gradient, its pixels as far apart as the windows were
+                self._call(xp, compiled.depthwise, (grad, turned, out.x), (h, w), (2 - top, 2 - left), stride, (1, 1))
+            if out.weight is not None:
+                arrays = x, grad, out.weight
+                self._call(xp, compiled.depthwise_products, arrays, sizes, (top, left), (1, 1), stride)
+            return
         kernels, sums = self._kernels(xp, weight, x.dtype, grad.shape[2]), []
         for block, strips in self._blocks(xp, grad):
             images = self._bordered(xp, x[block])
@@ -59,8 +76,30 @@ class Depthwise(Algorithm):
         if out.weight is not None:
             parts = xp.concatenate([part.reshape(1, part.size) for part in sums])
             xp.add.reduce(parts, axis=0, dtype=np.float64, out=out.weight.reshape(out.weight.size))
-        if out.bias is not None:
-            bias_grad(xp, xp.reshape(grad, (grad.size // c, c)), out.bias)
+
+    def _compiled(self, x: Array, weight: Array) -> Any:
+        """Return numba's kernels, where they compute this."""
+        (kernel, _, padding, dilation, *_), single = self.spec, weight.dtype == x.dtype
+        fits = kernel == (3, 3) and dilation == (1, 1) and max(padding) <= 2 and single and x.size > 0
+        return kernels_for(x, "depthwise") if fits else None
+
+    def _call(
+        self, xp: Any, kernel: Any, arrays: tuple[Array, ...], out: Any, padding: Pair, apart: Pair, stride: Pair
+    ) -> None:
+        """Call a kernel for images, which are spread in a border of zeros, and other arrays.
+
+        Args:
+            xp: the array library.
+            kernel: see `backend.jit.loops`.
+            arrays: the images (n, h, w, c), what is read besides, and what is written.
+            out: rows and columns of windows.
+            padding, apart, stride: of the images, of their pixels, of windows.
+        """
+        h, w, c = arrays[0].shape[1:]
+        axes = zip(out, stride, (h, w), apart, padding, strict=True)
+        rows, columns = (max((n - 1) * step + 3, (m - 1) * far + edge + 1) for n, step, m, far, edge in axes)
+        border, sizes = xp.empty((rows * columns * c,), arrays[0].dtype), (h, w, c, columns, *padding, *apart)
+        kernel(*(each.reshape(each.size) for each in arrays), border, (*sizes, *out, *stride))
 
     def _kernels(self, xp: Any, weight: Array, dtype: Any, columns: int) -> Array:
         """Return each element's numbers, once for every column of an image: (kh, kw, columns, c)."""
