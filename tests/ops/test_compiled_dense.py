@@ -1,4 +1,4 @@
-"""Linear layers, losses, LSTM, normalization, depthwise convolution by kernels: the plain ones in float64, and the rest."""
+"""Compiled kernels besides those of 3 x 3 convolutions: the plain operations in float64, and what is left to these."""
 
 import numpy as np
 import pytest

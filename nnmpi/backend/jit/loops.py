@@ -173,56 +173,46 @@ def norm_grad(x, means, grad, slopes, shifts, factors, out):
 
 
 @inlined
-def _spread(x, b, border, sizes):
-    """Copy image b into the border of zeros, its pixels so far apart."""
-    h, w, c, columns, top, left, down, across = sizes[:8]
-    for i in range(h):
-        for j in range(w):
-            pixel, place = (
-                x[((b * h + i) * w + j) * c :],
-                border[((top + i * down) * columns + left + j * across) * c :],
-            )
-            for k in range(c):
-                place[k] = pixel[k]
+def _each_window(x, weight, y, border, sizes, forward):
+    """Write y, or add to the weight's gradient, image by image: one sum over all would round worse."""
+    h, w, c, columns, top, left, down, across, out_h, out_w, step_h, step_w = sizes
+    border[:] = _ZERO
+    part = np.zeros(weight.size, np.float32)
+    for b in range(x.size // (h * w * c)):
+        for i in range(h):
+            for j in range(w):
+                pixel = x[((b * h + i) * w + j) * c :]
+                place = border[((top + i * down) * columns + left + j * across) * c :]
+                for k in range(c):
+                    place[k] = pixel[k]
+        for i in range(out_h):
+            for j in range(out_w):
+                out = y[((b * out_h + i) * out_w + j) * c :]
+                if forward:
+                    out[:c] = _ZERO
+                for r in range(3):
+                    pixel = border[((i * step_h + r) * columns + j * step_w) * c :]
+                    row = weight[3 * r * c :] if forward else part[3 * r * c :]
+                    if forward:
+                        for k in range(c):
+                            out[k] += pixel[k] * row[k] + pixel[k + c] * row[k + c] + pixel[k + 2 * c] * row[k + 2 * c]
+                    else:
+                        for s in range(3):
+                            for k in range(c):
+                                row[s * c + k] += pixel[s * c + k] * out[k]
+        if not forward:
+            empty_into(part, weight)
 
 
 def depthwise(x, weight, y, border, sizes):
     """y = the convolution of images, spread in a border of zeros."""
-    h, w, c, columns = sizes[:4]
-    out_h, out_w, step_h, step_w = sizes[8:]
-    border[:] = _ZERO
-    for b in range(x.size // (h * w * c)):
-        _spread(x, b, border, sizes)
-        for i in range(out_h):
-            for j in range(out_w):
-                p = border[(i * step_h * columns + j * step_w) * c :]
-                q, r = p[columns * c :], p[2 * columns * c :]
-                out = y[((b * out_h + i) * out_w + j) * c :]
-                for k in range(c):
-                    first = p[k] * weight[k] + p[k + c] * weight[k + c] + p[k + 2 * c] * weight[k + 2 * c]
-                    second = q[k] * weight[k + 3 * c] + q[k + c] * weight[k + 4 * c] + q[k + 2 * c] * weight[k + 5 * c]
-                    third = r[k] * weight[k + 6 * c] + r[k + c] * weight[k + 7 * c] + r[k + 2 * c] * weight[k + 8 * c]
-                    out[k] = first + second + third
+    _each_window(x, weight, y, border, sizes, True)
 
 
-def depthwise_products(x, grad, to_weight, border, sizes):
-    """The gradient of the weight."""
-    h, w, c, columns = sizes[:4]
-    out_h, out_w, step_h, step_w = sizes[8:]
-    border[:] = _ZERO
-    to_weight[:] = _ZERO
-    part = np.zeros(to_weight.size, np.float32)  # one image's: a single sum would round worse
-    for b in range(x.size // (h * w * c)):
-        _spread(x, b, border, sizes)
-        for i in range(out_h):
-            for j in range(out_w):
-                above = grad[((b * out_h + i) * out_w + j) * c :]
-                for tap in range(9):
-                    total = part[tap * c :]
-                    pixel = border[((i * step_h + tap // 3) * columns + j * step_w + tap % 3) * c :]
-                    for k in range(c):
-                        total[k] += above[k] * pixel[k]
-        empty_into(part, to_weight)
+def depthwise_products(x, y, weight, border, sizes):
+    """The weight's gradient, y being that of the result."""
+    weight[:] = _ZERO
+    _each_window(x, weight, y, border, sizes, False)
 
 
 def softmax_loss(logits, labels, losses, gradient):
