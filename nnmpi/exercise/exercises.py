@@ -97,7 +97,7 @@ def _proved(contract: Contract, function: Function, size: int) -> tuple[list[tup
 
 
 def _drawing(steps: Sequence[Sequence[Step]]) -> str:
-    return render_steps([own[: 2 * MOST_DRAWN] for own in steps]) if len(steps) <= MOST_DRAWN else ""
+    return render_steps([own[: 2 * MOST_DRAWN] for own in steps]) if 0 < len(steps) <= MOST_DRAWN else ""
 
 
 def measure_collective(contract: Contract, function: Function, setting: Setting) -> Measures:
