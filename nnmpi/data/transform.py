@@ -5,13 +5,15 @@ A transform is called with (x, indices, epoch, seed) and returns new rows. What 
 Augment before normalizing: what is filled with 0 is black only in images that are not centred yet.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
+from numpy.lib.stride_tricks import sliding_window_view
 
 from nnmpi.backend.array import Array, Integers
 from nnmpi.backend.random import key_pair, random_bits
@@ -35,12 +37,8 @@ def integers(seed: int, epoch: int, indices: Integers, what: str, high: int) -> 
     return ((bits.astype(np.uint64) * np.uint64(high)) >> np.uint64(32)).astype(np.int64)
 
 
-def _uniform(seed: int, epoch: int, indices: Integers, what: str, most: float) -> Array:
-    """Return a number from -most to most for each sample: (rows, 1, 1, 1), float64."""
-    return most * (integers(seed, epoch, indices, what, 2**31 - 1) / 2**30 - 1).reshape(-1, 1, 1, 1)
-
-
 FIT_ROWS = 4096
+Draw: TypeAlias = Callable[[str, int], Integers]
 
 
 class Transform(Protocol):
@@ -115,8 +113,28 @@ class Normalize:
         return result.reshape(x.shape)
 
 
+class Augmentation(ABC):
+    """A random change of images (rows, height, width, channels): a `Transform` that says how."""
+
+    def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
+        """Return the changed images.
+
+        Raises:
+            ShapeError: when x is not images.
+        """
+        if x.ndim != 4:
+            raise ShapeError(
+                f"samples of shape {x.shape[1:]} are not images (height, width, channels); leave this augmentation out"
+            )
+        return self.change(x, partial(integers, seed, epoch, indices))
+
+    @abstractmethod
+    def change(self, x: Array, draw: Draw) -> Array:
+        """Return the changed images; `draw` gives what `integers` gives of its last two arguments."""
+
+
 @dataclass(frozen=True)
-class Shift:
+class Shift(Augmentation):
     """Moves each image by up to `pixels` in both directions, filling with 0: a random crop with padding.
 
     Attributes:
@@ -129,59 +147,39 @@ class Shift:
         if self.pixels < 0:
             raise UsageError(f"a shift by {self.pixels} pixels is not possible; give 0 or more")
 
-    def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
-        """Return the shifted images (rows, height, width, channels).
-
-        Raises:
-            ShapeError: when x is not images.
-        """
-        _check_images(x)
+    def change(self, x: Array, draw: Draw) -> Array:
+        """Return the shifted images."""
         rows, height, width, channels = x.shape
-        p, windows = self.pixels, 2 * self.pixels + 1
-        down = integers(seed, epoch, indices, "shift down", windows)
-        across = integers(seed, epoch, indices, "shift across", windows)
-        padded = np.zeros((rows, height + 2 * p, width + 2 * p, channels), x.dtype)
-        padded[:, p : p + height, p : p + width] = x
-        image, row, pixel, value = padded.strides
-        # Every crop as a view: [image, window down, window across] -> (height, width * channels), rows in one piece.
-        crops = as_strided(
-            padded, (rows, windows, windows, height, width * channels), (image, row, pixel, row, value), writeable=False
-        )
-        return crops[np.arange(rows), down, across].reshape(x.shape)
+        p = self.pixels
+        down, across = (draw(f"shift {axis}", 2 * p + 1) for axis in ("down", "across"))
+        lines = np.zeros((rows, height + 2 * p, (width + 2 * p) * channels), x.dtype)
+        lines[:, p : p + height, p * channels : (p + width) * channels] = x.reshape(rows, height, width * channels)
+        # Every crop as a view, its rows in one piece: (rows, windows down, windows across, height, width * channels).
+        crops = sliding_window_view(lines, (height, width * channels), (1, 2))
+        return crops[np.arange(rows), down, across * channels].reshape(x.shape)
 
 
 @dataclass(frozen=True)
-class Flip:
+class Flip(Augmentation):
     """Mirrors every second image left to right, on average. Not for digits or text."""
 
-    def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
-        """Return the images (rows, height, width, channels), some of them mirrored.
-
-        Raises:
-            ShapeError: when x is not images.
-        """
-        _check_images(x)
-        chosen = integers(seed, epoch, indices, "flip", 2).astype(bool)
-        result = x.copy()
+    def change(self, x: Array, draw: Draw) -> Array:
+        """Return the images, some of them mirrored."""
+        chosen, result = draw("flip", 2).astype(bool), x.copy()
         result[chosen] = x[chosen, :, ::-1]
         return result
 
 
 @dataclass(frozen=True)
-class Rotate:
+class Rotate(Augmentation):
     """Turns each image about its middle by up to `degrees` either way, by bilinear interpolation, filling with 0."""
 
     degrees: float = 10.0
 
-    def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
-        """Return the turned images (rows, height, width, channels).
-
-        Raises:
-            ShapeError: when x is not images.
-        """
-        _check_images(x)
+    def change(self, x: Array, draw: Draw) -> Array:
+        """Return the turned images."""
         height, width = x.shape[1:3]
-        angle = np.deg2rad(_uniform(seed, epoch, indices, "rotate", self.degrees))[..., 0]
+        angle = np.deg2rad(_uniform(draw, "rotate", self.degrees))[..., 0]
         down, across = (np.arange(n) - (n - 1) / 2 for n in (height, width))
         cos, sin, down = np.cos(angle), np.sin(angle), down[:, None]
         # Where each pixel comes from, in an image with one black row before and two behind it.
@@ -190,14 +188,14 @@ class Rotate:
         padded = np.pad(x, ((0, 0), (1, 2), (1, 2), (0, 0)))
         top, left = rows.astype(np.int64), columns.astype(np.int64)
         image, result = np.arange(len(x))[:, None, None], np.zeros(x.shape)
-        for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        for i, j in np.ndindex(2, 2):
             weight = abs(1 - i - (rows - top)) * abs(1 - j - (columns - left))
             result += weight[..., None] * padded[image, top + i, left + j]
         return result.astype(x.dtype)
 
 
 @dataclass(frozen=True)
-class ColorJitter:
+class ColorJitter(Augmentation):
     """Changes brightness, contrast and saturation of each image, from 0 to 1, by factors of 1 - value to 1 + value.
 
     Contrast is around the image's mean, saturation around each pixel's mean over the channels.
@@ -207,38 +205,33 @@ class ColorJitter:
     contrast: float = 0.2
     saturation: float = 0.2
 
-    def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
-        """Return the changed images (rows, height, width, channels), from 0 to 1.
-
-        Raises:
-            ShapeError: when x is not images.
-        """
-        _check_images(x)
-        around: tuple[tuple[int, ...], ...] = ((), (1, 2, 3), (3,))
-        for axes, (what, most) in zip(around, vars(self).items(), strict=True):
-            middle = x.mean(axes, keepdims=True) if axes else 0
-            x = middle + (x - middle) * (1 + _uniform(seed, epoch, indices, what, most)).astype(x.dtype)
+    def change(self, x: Array, draw: Draw) -> Array:
+        """Return the changed images, from 0 to 1."""
+        # A factor moves values away from 0, or from the mean over some of the last axes.
+        for axes, (what, most) in zip((0, 3, 1), vars(self).items(), strict=True):
+            middle = x.mean((1, 2, 3)[-axes:], keepdims=True) if axes else 0
+            x = middle + (x - middle) * (1 + _uniform(draw, what, most)).astype(x.dtype)
         return np.clip(x, 0, 1)
 
 
 @dataclass(frozen=True)
-class Cutout:
+class Cutout(Augmentation):
     """Blackens a square of each image, whose middle may be any pixel (DeVries and Taylor, "Cutout", 2017)."""
 
     pixels: int = 8
 
-    def __call__(self, x: Array, indices: Integers, epoch: int, seed: int) -> Array:
-        """Return the images (rows, height, width, channels), each with a hole.
+    def change(self, x: Array, draw: Draw) -> Array:
+        """Return the images, each with a hole."""
+        down, across = (
+            abs(2 * (np.arange(size) - draw(f"cutout {axis}", size)[:, None]) + 1 - self.pixels % 2) < self.pixels
+            for axis, size in zip(("down", "across"), x.shape[1:3], strict=True)
+        )
+        return np.where((down[:, :, None] & across[:, None])[..., None], x.dtype.type(0), x)
 
-        Raises:
-            ShapeError: when x is not images.
-        """
-        _check_images(x)
-        inside = []
-        for axis, size in zip(("down", "across"), x.shape[1:3], strict=True):
-            place = np.arange(size) - integers(seed, epoch, indices, f"cutout {axis}", size)[:, None]
-            inside.append((place >= -(self.pixels // 2)) & (place < self.pixels - self.pixels // 2))
-        return np.where((inside[0][:, :, None] & inside[1][:, None, :])[..., None], x.dtype.type(0), x)
+
+def _uniform(draw: Draw, what: str, most: float) -> Array:
+    """Return a number from -most to most for each sample: (rows, 1, 1, 1), float64."""
+    return most * (draw(what, 2**31 - 1) / 2**30 - 1).reshape(-1, 1, 1, 1)
 
 
 AUGMENTATIONS: Mapping[str, Callable[[int], Transform]] = MappingProxyType(  # by an image's shorter side
@@ -255,10 +248,3 @@ AUGMENTATIONS: Mapping[str, Callable[[int], Transform]] = MappingProxyType(  # b
 def steps_of(transform: Transform) -> list[Transform]:
     """Return the transforms that one is composed of."""
     return list(transform.transforms) if isinstance(transform, Compose) else [transform]
-
-
-def _check_images(x: Array) -> None:
-    if x.ndim != 4:
-        raise ShapeError(
-            f"samples of shape {x.shape[1:]} are not images (height, width, channels); leave this augmentation out"
-        )

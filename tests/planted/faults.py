@@ -213,14 +213,14 @@ FAULTS = (
     ),
     Fault(
         "Adam: bias correction",
-        "nnmpi/optim/updates.py",
+        "nnmpi/optim/adaptive.py",
         "rate = lr * root / (1 - beta1**self.steps)",
         "rate = lr * root",
         "tests/optim",
     ),
     Fault(
         "AdamW: decay in the gradient",
-        "nnmpi/optim/updates.py",
+        "nnmpi/optim/adaptive.py",
         "decay, kept = (0.0, 1 - lr * block.decay)",
         "decay, kept = (0.0, 1 - block.decay)",
         "tests/optim",
