@@ -4,16 +4,12 @@ All with the same numbers as torch.optim's; weight decay is added to the gradien
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import ClassVar, Final
 
 from nnmpi.backend.array import Array
 from nnmpi.errors import UsageError, shortened
-from nnmpi.optim.optimizer import BufferBlock, Optimizer, Storage, compiled_update, decayed_gradient, number
-
-
-def _gradient(block: BufferBlock) -> Array:
-    return decayed_gradient(block, block.decay) if block.decay else block.grad
+from nnmpi.optim.optimizer import BufferBlock, ByGroup, Optimizer, Storage, compiled_update, decayed_gradient, number
 
 
 def _average(block: BufferBlock, kept: Array, value: Array, share: float, own: float, square: Array) -> None:
@@ -21,6 +17,12 @@ def _average(block: BufferBlock, kept: Array, value: Array, share: float, own: f
     xp = block.xp
     xp.multiply(xp.multiply(value, value, out=square), own, out=square)
     xp.add(xp.multiply(kept, share, out=kept), square, out=kept)
+
+
+def _divide(block: BufferBlock, value: Array, squares: Array, eps: float, out: Array) -> None:
+    """Let out become value / (sqrt(squares) + eps)."""
+    xp = block.xp
+    xp.divide(value, xp.add(xp.sqrt(squares, out=out), eps, out=out), out=out)
 
 
 class Adam(Optimizer):
@@ -49,10 +51,10 @@ class Adam(Optimizer):
     def __init__(
         self,
         storage: Storage,
-        lr: float | Mapping[str, float] = 1e-3,
+        lr: ByGroup = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float | Mapping[str, float] = 0.0,
+        weight_decay: ByGroup = 0.0,
     ) -> None:
         try:
             beta1, beta2 = betas
@@ -77,18 +79,12 @@ class Adam(Optimizer):
                 continue
             if kept != 1:
                 xp.multiply(data, kept, out=data)
-            gradient: Array = decayed_gradient(block, decay) if decay else block.grad
-            change = block.scratch[1]
+            gradient, change = decayed_gradient(block, decay), block.scratch[1]
             xp.subtract(gradient, m, out=change)  # m + (1 - beta1) (g - m): rounds less than the sum of two products
             xp.multiply(change, 1 - beta1, out=change)
             xp.add(m, change, out=m)
-            xp.multiply(gradient, gradient, out=change)
-            xp.multiply(change, 1 - beta2, out=change)
-            xp.multiply(v, beta2, out=v)
-            xp.add(v, change, out=v)
-            xp.sqrt(v, out=change)
-            xp.add(change, eps, out=change)
-            xp.divide(m, change, out=change)
+            _average(block, v, gradient, beta2, 1 - beta2, change)
+            _divide(block, m, v, eps, change)
             xp.multiply(change, rate, out=change)
             xp.subtract(data, change, out=data)
 
@@ -110,10 +106,10 @@ class AdamW(Adam):
     def __init__(
         self,
         storage: Storage,
-        lr: float | Mapping[str, float] = 1e-3,
+        lr: ByGroup = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float | Mapping[str, float] = 1e-2,
+        weight_decay: ByGroup = 1e-2,
     ) -> None:
         super().__init__(storage, lr, betas, eps, weight_decay)
 
@@ -138,32 +134,35 @@ class RMSprop(Optimizer):
         UsageError: for values out of range or an unknown group.
     """
 
+    square: ClassVar[str] = "v"  # the slot's name
+
     def __init__(
         self,
         storage: Storage,
-        lr: float | Mapping[str, float] = 0.01,
+        lr: ByGroup = 0.01,
         alpha: float = 0.99,
         eps: float = 1e-8,
         momentum: float = 0.0,
-        weight_decay: float | Mapping[str, float] = 0.0,
+        weight_decay: ByGroup = 0.0,
     ) -> None:
-        self.alpha: Final = number("alpha", alpha, 1)
+        share = number("alpha", alpha, 1)
+        self.shares = (share, 1 - share)
         self.eps: Final = number("eps", eps)
         self.momentum: Final = number("momentum", momentum, 1)
-        super().__init__(storage, lr, weight_decay, slots=("v", "momentum") if self.momentum else ("v",))
+        super().__init__(storage, lr, weight_decay, slots=(self.square, "momentum")[: 1 + (self.momentum > 0)])
 
     def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
         for block in blocks:
-            xp, gradient, change = block.xp, _gradient(block), block.scratch[1]
+            xp, gradient, change = block.xp, decayed_gradient(block, block.decay), block.scratch[1]
             v, *kept = block.slots
-            _average(block, v, gradient, self.alpha, 1 - self.alpha, change)
-            xp.divide(gradient, xp.add(xp.sqrt(v, out=change), self.eps, out=change), out=change)
+            _average(block, v, gradient, *self.shares, change)
+            _divide(block, gradient, v, self.eps, change)
             for momentum in kept:
                 change = xp.add(xp.multiply(momentum, self.momentum, out=momentum), change, out=momentum)
             xp.subtract(block.data, xp.multiply(change, lr, out=block.scratch[1]), out=block.data)
 
 
-class Adagrad(Optimizer):
+class Adagrad(RMSprop):
     """Adagrad (Duchi, Hazan and Singer, "Adaptive subgradient methods", 2011).
 
         s = s + g * g                                           the slot "s", zeros at first
@@ -173,22 +172,17 @@ class Adagrad(Optimizer):
         storage, lr, eps, weight_decay: see `RMSprop`; errors are its own, too.
     """
 
+    square = "s"
+
     def __init__(
         self,
         storage: Storage,
-        lr: float | Mapping[str, float] = 0.01,
+        lr: ByGroup = 0.01,
         eps: float = 1e-10,
-        weight_decay: float | Mapping[str, float] = 0.0,
+        weight_decay: ByGroup = 0.0,
     ) -> None:
-        self.eps: Final = number("eps", eps)
-        super().__init__(storage, lr, weight_decay, slots=("s",))
-
-    def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
-        for block in blocks:
-            xp, gradient, change, (s,) = block.xp, _gradient(block), block.scratch[1], block.slots
-            _average(block, s, gradient, 1, 1, change)
-            xp.divide(gradient, xp.add(xp.sqrt(s, out=change), self.eps, out=change), out=change)
-            xp.subtract(block.data, xp.multiply(change, lr, out=change), out=block.data)
+        super().__init__(storage, lr, eps=eps, weight_decay=weight_decay)
+        self.shares = (1.0, 1.0)
 
 
 class Adadelta(Optimizer):
@@ -209,10 +203,10 @@ class Adadelta(Optimizer):
     def __init__(
         self,
         storage: Storage,
-        lr: float | Mapping[str, float] = 1.0,
+        lr: ByGroup = 1.0,
         rho: float = 0.9,
         eps: float = 1e-6,
-        weight_decay: float | Mapping[str, float] = 0.0,
+        weight_decay: ByGroup = 0.0,
     ) -> None:
         self.rho: Final = number("rho", rho, 1)
         self.eps: Final = number("eps", eps)
@@ -222,7 +216,12 @@ class Adadelta(Optimizer):
 
     def _update(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
         for block in blocks:
-            xp, gradient, (v, u), (other, change) = block.xp, _gradient(block), block.slots, block.scratch
+            xp, gradient, (v, u), (other, change) = (
+                block.xp,
+                decayed_gradient(block, block.decay),
+                block.slots,
+                block.scratch,
+            )
             _average(block, v, gradient, self.rho, 1 - self.rho, change)
             xp.divide(gradient, xp.sqrt(xp.add(v, self.eps, out=change), out=change), out=change)
             # the gradient, which may stand in `other`, is used up

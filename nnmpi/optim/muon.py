@@ -20,7 +20,7 @@ the owner multiplies the serial run's matrices: the update is its own to the bit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from math import sqrt
@@ -29,7 +29,7 @@ from typing import Any, Final
 from nnmpi.backend.array import Array, namespace
 from nnmpi.errors import LayoutError, UsageError
 from nnmpi.optim.adaptive import AdamW
-from nnmpi.optim.optimizer import BufferBlock, Storage, number
+from nnmpi.optim.optimizer import BufferBlock, ByGroup, Storage, number
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # Jordan's: they bring singular values into 0.7..1.2 the soonest
 LEAST_NORM = 1e-7
@@ -106,13 +106,13 @@ class Muon(AdamW):
     def __init__(
         self,
         storage: Storage,
-        lr: float | Mapping[str, float] = 1e-3,
+        lr: ByGroup = 1e-3,
         momentum: float = 0.95,
         nesterov: bool = True,
         adjust: str = "match_rms_adamw",
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
-        weight_decay: float | Mapping[str, float] = 1e-2,
+        weight_decay: ByGroup = 1e-2,
     ) -> None:
         self.momentum: Final = number("momentum", momentum, 1)
         if adjust not in ("match_rms_adamw", "original"):
@@ -175,11 +175,11 @@ def deal(works: Sequence[tuple[int, int]], size: int) -> list[list[int]]:
     [[0], [1, 2, 3]]
     """
     owned: list[list[int]] = [[] for _ in range(size)]
-    loads = [(0, 0)] * size
-    for i in sorted(range(len(works)), key=lambda i: works[i], reverse=True):
-        rank = loads.index(min(loads))
+    loads = [(0, 0, rank) for rank in range(size)]
+    for i in sorted(range(len(works)), key=works.__getitem__, reverse=True):
+        operations, elements, rank = min(loads)
         owned[rank].append(i)
-        loads[rank] = (loads[rank][0] + works[i][0], loads[rank][1] + works[i][1])
+        loads[rank] = (operations + works[i][0], elements + works[i][1], rank)
     return owned
 
 

@@ -32,6 +32,9 @@ from nnmpi.backend.recording import perform
 from nnmpi.errors import DtypeError, ShapeError, UsageError, shortened
 from nnmpi.launcher import read_launch
 
+ByGroup: TypeAlias = float | Mapping[str, float]
+"""A number; or one for each group of a storage, by its name."""
+
 Part: TypeAlias = tuple[int, slice]
 """Some elements of a buffer, which is called by its number."""
 
@@ -155,8 +158,8 @@ class Optimizer(ABC):
     def __init__(
         self,
         storage: Storage,
-        lr: float | Mapping[str, float],
-        weight_decay: float | Mapping[str, float],
+        lr: ByGroup,
+        weight_decay: ByGroup,
         slots: Sequence[str],
     ) -> None:
         """Allocate the state, and cut everything into blocks.
@@ -365,14 +368,16 @@ class Optimizer(ABC):
 
 
 def decayed_gradient(block: BufferBlock, decay: float) -> Array:
-    """Return gradient + decay * data (L2 regularization), in the block's first scratch array."""
+    """Return gradient + decay * data (L2 regularization), in the block's first scratch array if there is a decay."""
+    if not decay:
+        return block.grad
     result = block.scratch[0]
     block.xp.multiply(block.data, decay, out=result)
     block.xp.add(result, block.grad, out=result)
     return result
 
 
-def _by_buffer(what: str, given: float | Mapping[str, float], storage: Storage) -> tuple[float, ...]:
+def _by_buffer(what: str, given: ByGroup, storage: Storage) -> tuple[float, ...]:
     """Return a number for each buffer, by its group; 0 for groups that are left out."""
     if not isinstance(given, Mapping):
         return (number(what, given),) * len(storage.groups)
@@ -442,8 +447,7 @@ class BufferBlock:
 
 def compiled_update(block: BufferBlock, name: str) -> Any:
     """Return the update of this name that works on this block in one pass, or None."""
-    kernels = kernels_for(block.data, name)
-    return None if kernels is None else getattr(kernels, name)
+    return getattr(kernels_for(block.data, name), name, None)
 
 
 def block_elements(array: Array) -> int:

@@ -10,7 +10,7 @@ import numpy as np
 from nnmpi.errors import UsageError
 from nnmpi.optim.adaptive import Adadelta, Adagrad, Adam, AdamW, RMSprop
 from nnmpi.optim.muon import Muon
-from nnmpi.optim.optimizer import BufferBlock, Optimizer, Storage, compiled_update, decayed_gradient, number
+from nnmpi.optim.optimizer import BufferBlock, ByGroup, Optimizer, Storage, compiled_update, decayed_gradient, number
 
 
 class SGD(Optimizer):
@@ -38,11 +38,11 @@ class SGD(Optimizer):
     def __init__(
         self,
         storage: Storage,
-        lr: float | Mapping[str, float],
+        lr: ByGroup,
         momentum: float = 0.0,
         *,
         nesterov: bool = False,
-        weight_decay: float | Mapping[str, float] = 0.0,
+        weight_decay: ByGroup = 0.0,
     ) -> None:
         self.momentum: Final = number("momentum", momentum, 1)
         if nesterov and self.momentum == 0:
@@ -58,7 +58,7 @@ class SGD(Optimizer):
             if compiled is not None:
                 compiled(data, grad, *block.slots, lr, *settings[:1], block.decay, *settings[1:])
                 continue
-            direction = grad if block.decay == 0 else decayed_gradient(block, block.decay)
+            direction = decayed_gradient(block, block.decay)
             for kept in block.slots:
                 xp.multiply(kept, self.momentum, out=kept)
                 xp.add(kept, direction, out=kept)
