@@ -64,7 +64,7 @@ def main(words: Sequence[str]) -> str:
     if given.tensorboard is not None:
         read_run(given.run, str(given.run))
         write_events(given.tensorboard, read_metrics(RunFolder(given.run).metrics))
-    found, library, hint = gather(given.run), "", "; for its curves: pip install matplotlib"
+    found, library, hint = gather(given.run), "", "; for its curves: pip install bokeh"
     if find_spec("bokeh"):
         from bokeh.resources import Resources
 

@@ -19,10 +19,11 @@ import gzip
 import json
 import math
 from bisect import bisect_left
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
+from itertools import chain
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,8 +49,8 @@ class TraceEvent(NamedTuple):
         args: JSON values that are shown when the event is clicked; None for none.
         sends: the name of the message that leaves in this event; "" for none. Unique in the whole trace.
         takes: the name of the message that arrives in it.
-        meeting, ranks: of a collective: its name, the same on all ranks that take part, and who they are.
-        came_s: when this rank joined it, where that was before it began to stand there.
+        meeting: of a collective: its name, the same on all ranks that take part, and no others'.
+        came_s: when this rank joined it, which may be before it began to stand there.
     """
 
     name: str
@@ -61,8 +62,7 @@ class TraceEvent(NamedTuple):
     sends: str = ""
     takes: str = ""
     meeting: str = ""
-    ranks: Sequence[int] = ()
-    came_s: float | None = None
+    came_s: float = 0.0
 
 
 class Timeline:
@@ -141,34 +141,31 @@ def part_waits(everyones: Sequence[Sequence[TraceEvent]], ahead_s: Sequence[floa
         everyones: the events of each rank.
         ahead_s: by how much each rank's clock is ahead of the common one.
     """
-    processes = {
-        rank: [_moved(event, ahead) for event in events]
-        for rank, (events, ahead) in enumerate(zip(everyones, ahead_s, strict=True))
-    }
-    came: dict[tuple[int, str], list[float]] = defaultdict(list)
-    sent = {event.sends: event.begin_s for events in processes.values() for event in events if event.sends}
-    for rank, events in processes.items():
-        for event in events:
-            if event.meeting:
-                came[rank, event.meeting].append(event.begin_s if event.came_s is None else event.came_s)
-    return {rank: list(_parted(rank, events, came, sent)) for rank, events in processes.items()}
+    processes = [[*_moved(events, ahead)] for events, ahead in zip(everyones, ahead_s, strict=True)]
+    since = {event.sends: event.begin_s for events in processes for event in events if event.sends}
+    for event in chain.from_iterable(processes):
+        if event.meeting:
+            since[event.meeting] = max(event.came_s, since.get(event.meeting, event.came_s))
+    return {rank: [*_parted(events, since)] for rank, events in enumerate(processes)}
 
 
-def _parted(
-    rank: int, events: Sequence[TraceEvent], came: Mapping[tuple[int, str], list[float]], sent: Mapping[str, float]
-) -> Iterator[TraceEvent]:
-    """Yield a rank's events: waits first, and what is computed in pieces."""
-    stands: list[tuple[float, float]] = []
+def _moved(events: Iterable[TraceEvent], ahead_s: float) -> Iterator[TraceEvent]:
+    """Yield events by a clock that the rank's is ahead of; what meets more than once under a name is numbered."""
     met = Counter[str]()
     for event in events:
-        since_s = sent.get(event.takes, event.begin_s)
-        if event.meeting:
-            number = met[event.meeting]
-            met[event.meeting] += 1
-            others = [came.get((other, event.meeting), []) for other in event.ranks]
-            since_s = max(times[number] for times in others if len(times) > number)
+        begin_s, end_s, came_s = (at - ahead_s for at in (event.begin_s, event.end_s, event.came_s))
+        met[event.meeting] += 1
+        meeting = event.meeting and f"{event.meeting} {met[event.meeting]}"
+        yield event._replace(begin_s=begin_s, end_s=end_s, came_s=came_s, meeting=meeting)
+
+
+def _parted(events: Sequence[TraceEvent], since: Mapping[str, float]) -> Iterator[TraceEvent]:
+    """Yield a rank's events: waits first, and what is computed in pieces."""
+    stands: list[tuple[float, float]] = []
+    for event in events:
+        since_s = since.get(event.meeting or event.takes, event.begin_s)
         since_s = min(max(since_s, event.begin_s), event.end_s)
-        if event.track in (SEND, RECEIVE, REDUCE, WAITING) and event.begin_s < event.end_s:
+        if event.track in TRACKS[1:] and event.begin_s < event.end_s:
             stands.append((event.begin_s, event.end_s))
         if since_s - event.begin_s > _NOTICED_S:
             yield TraceEvent(event.name, "waiting", WAITING, event.begin_s, since_s)
@@ -239,12 +236,6 @@ class _Placed(NamedTuple):
     begin_ns: int
     end_ns: int
     event: TraceEvent
-
-
-def _moved(event: TraceEvent, ahead_s: float) -> TraceEvent:
-    """Return the event by a clock that the rank's is ahead of."""
-    came_s = None if event.came_s is None else event.came_s - ahead_s
-    return event._replace(begin_s=event.begin_s - ahead_s, end_s=event.end_s - ahead_s, came_s=came_s)
 
 
 def _place(event: TraceEvent, zero_s: float) -> _Placed:

@@ -93,11 +93,11 @@ def test_an_example() -> None:
 def test_a_rank_waits_for_the_last_one_and_computes_no_more() -> None:
     """Sums in the order in which each rank does them; a sum that was begun before is waited for since then."""
 
-    def met(begin_s: float, end_s: float, *came_s: float) -> TraceEvent:
-        return TraceEvent("sum", "collective", "reduce", begin_s, end_s, None, "", "", "sum of 0, 1", (0, 1), *came_s)
+    def met(came_s: float, begin_s: float, end_s: float) -> TraceEvent:
+        return TraceEvent("sum", "collective", "reduce", begin_s, end_s, None, "", "", "sum of 0, 1", came_s)
 
-    early = [event("B0", 0.0, 9.0), met(1.0, 4.0), met(5.0, 7.0)]
-    late = [event("B0", 0.0, 9.0), met(3.0, 4.0), met(6.5, 7.0, 2.0)]
+    early = [event("B0", 0.0, 9.0), met(1.0, 1.0, 4.0), met(5.0, 5.0, 7.0)]
+    late = [event("B0", 0.0, 9.0), met(3.0, 3.0, 4.0), met(2.0, 6.5, 7.0)]
     found = {
         rank: [(each.track, each.begin_s, each.end_s) for each in events]
         for rank, events in part_waits([early, late], [0.0, 0.0]).items()

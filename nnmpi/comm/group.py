@@ -231,7 +231,7 @@ class Group(Communicator):
             end = clock.now()
             world.met_s = before_s + end - begin  # a collective within another one counts once
             if trace is not None:
-                meeting = f"{name} of {self.comm.members}", self.comm.members, came_s
+                meeting = f"{name} of {self.comm.members}", begin if came_s is None else came_s
                 trace.add(name, category, timeline.REDUCE, begin, end, args, "", "", *meeting)
 
     def _run(self, array: Buffer, algorithm: How, operation: str, check: bool) -> None:

@@ -27,7 +27,7 @@ function show() {
   const { heights, mean, max } = DATA.staleness, { part, data, step, samples } = DATA.evaluation;
   const words = { Staleness: heights.length ? `Staleness: ${number(mean)} on average, at most ${max}` : "",
     Confusion: data ? `Confusion: ${samples} ${part} samples of ${data}, after step ${step}` : "" };
-  if (!window.Bokeh) grid.append(card("Curves", el("p", {}, "are drawn by bokeh: pip install 'nnmpi[plot]'")));
+  if (!window.Bokeh) grid.append(card("Curves", el("p", {}, "are drawn by bokeh: pip install bokeh")));
   else for (const [title, chart] of Object.entries(DATA.charts)) {
     const place = el("div", { class: "chart" });
     grid.append(card(words[title] || title, place));

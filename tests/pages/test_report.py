@@ -142,7 +142,7 @@ def test_an_evaluation_that_is_none_is_refused(run: Path) -> None:
 
 def test_without_bokeh_the_page_says_what_draws_its_curves(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("nnmpi.report.find_spec", lambda name: None)
-    assert main([str(run)]).endswith("shows the run in a browser; for its curves: pip install matplotlib")
+    assert main([str(run)]).endswith("shows the run in a browser; for its curves: pip install bokeh")
     found = look((run / "report.html").read_text(), 'return { told: texts("h2") };', run)
     assert "Curves" in found["told"] and "Loss" not in found["told"]
 
