@@ -24,7 +24,6 @@ from nnmpi.data.images import (
     IDX_FILES,
     IDX_WANTED,
     find,
-    find_classes,
     has_idx,
     load_cifar,
     load_classes,
@@ -323,8 +322,8 @@ def _load_folder(folder: Path, wanted: Wanted, target: str) -> tuple[Dataset, Da
         return load_idx(folder, name)
     if place := locate_cifar(folder):
         return load_cifar(place, name)
-    if find_classes(folder / "train" if (folder / "train").is_dir() else folder):
-        return load_classes(folder, name)
+    if found := load_classes(folder, name):
+        return found
     raise UsageError(
         f"data set {folder}: the folder has neither {IDX_WANTED}, nor {CIFAR_WANTED}, nor train.csv and "
         "test.csv (plain or .gz), nor a folder of images for each class"

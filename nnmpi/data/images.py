@@ -18,6 +18,7 @@ import math
 import re
 import tarfile
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -174,20 +175,24 @@ def find_classes(folder: Path) -> dict[str, list[Path]]:
     return {name: files for name, files in found.items() if files}
 
 
-def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None]:
+def load_classes(folder: Path, name: str) -> tuple[Dataset, Dataset | None] | None:
     """Return the parts of a folder CLASS/*.png, or train/CLASS/*.png with test or val beside it: x uint8, scale 1/255.
 
-    Images of several sizes are resized to the median height and width of the training images.
+    None for a folder of other files. Images of several sizes are resized to the median height and width of the
+    training images.
     """
-    own = folder / "train" if (folder / "train").is_dir() else folder
-    train = find_classes(own)
+    own = folder / "train"
+    train = find_classes(own if own.is_dir() else folder)
     test = next((find_classes(folder / part) for part in ("test", "val") if (folder / part).is_dir()), None)
-    heads: list[tuple[tuple[int, int], str]] = []
-    for file in (file for files in train.values() for file in files):
+    if not train:
+        return None
+    sizes, modes = [], set()
+    for file in chain.from_iterable(train.values()):
         with foreign(file, DataError, "cannot be read as an image"), open_image(file) as image:
-            heads.append((image.size, image.mode))
-    width, height = np.median([size for size, _ in heads], axis=0).astype(int).tolist()
-    shape = height, width, 1 if all(mode in ("1", "L") for _, mode in heads) else 3
+            sizes.append(image.size)
+            modes.add(image.mode)
+    width, height = np.median(sizes, axis=0).astype(int).tolist()
+    shape = height, width, 1 if modes <= {"1", "L"} else 3
 
     def part(classes: Mapping[str, Sequence[Path]]) -> Dataset:
         if strange := classes.keys() - train.keys():

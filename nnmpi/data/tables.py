@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnmpi.backend.array import Array
-from nnmpi.data.dataset import Dataset, Wanted, as_float32, no_number
+from nnmpi.data.dataset import TOKEN_TYPES, Dataset, Wanted, as_float32, no_number
 from nnmpi.errors import DataError, UsageError, shortened
 from nnmpi.files import check_unpacked, foreign, opened
 
@@ -85,22 +85,23 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
     """
     values, labels, lines, names, place, width = array("d"), list[str](), list[int](), list[str](), -1, 0
     for line, cells in read_cells(path):
-        if not width:
-            width = len(cells)
+        is_first, width = not width, len(cells)
+        if is_first:
             if features not in (None, width, width - 1):
                 raise DataError(f"{path}, line {line}: {width} cells; needs {features} features, and maybe a label")
             place = width if width == features else _target_column(path, cells, target)
-            if all(_number(cell) is None for column, cell in enumerate(cells) if column != place):
-                names = [cell.strip() for column, cell in enumerate(cells) if column != place]
-                if not names[0]:
-                    raise DataError(
-                        f"{path}: the first column has no name, as where pandas writes its index; write the table by "
-                        "to_csv(path, index=False), or give the column a name if it is a feature"
-                    )
-                continue  # a header
-        labels.append(cells.pop(place).strip() if place < width else "")
-        lines.append(line)
+        label = cells.pop(place).strip() if place < width else ""
         numbers = [*map(_number, cells)]
+        if is_first and {*numbers} == {None}:
+            names = [cell.strip() for cell in cells]
+            if not names[0]:
+                raise DataError(
+                    f"{path}: the first column has no name, as where pandas writes its index; write the table by "
+                    "to_csv(path, index=False), or give the column a name if it is a feature"
+                )
+            continue
+        labels.append(label)
+        lines.append(line)
         if None in numbers:
             raise _wrong_cell(path, line, numbers.index(None), place, cells[numbers.index(None)])
         values.extend(cast(list[float], numbers))
@@ -172,11 +173,10 @@ def to_dataset(table: Table, name: str, class_names: tuple[str, ...] = (), wante
         label: label if number is None or not is_numeric else str(int(number)) for label, number in numbers.items()
     }
     names = class_names or tuple(sorted(set(spelled.values()), key=int if is_numeric else str))
-    place = {label: names.index(each) if each in names else -1 for label, each in spelled.items()}
-    if -1 in place.values():
-        unknown = next(label for label, number in place.items() if number < 0)
-        raise DataError(f"{table.path}: label {shortened(unknown)!r} is not among the training labels {list(names)}")
-    y = np.array([place[label] for label in table.labels], np.int64)
+    place = {each: number for number, each in enumerate(names)}
+    if unknown := [label for label in table.labels if spelled[label] not in place]:
+        raise DataError(f"{table.path}: label {shortened(unknown[0])!r} is not among the training labels {list(names)}")
+    y = np.array([place[spelled[label]] for label in table.labels])
     return Dataset(name, table.features, y, len(names), 1.0, names, table.columns)
 
 
@@ -246,31 +246,28 @@ def _part(
         )
     y = y.reshape(-1) if y.size == len(x) else y
     if wanted == "quantities" or (wanted == "any" and y.dtype.kind == "f"):
-        samples = _samples(path, x_name, x)
-        return Dataset(name, samples, _finite(path, y_name, y), 0, _scale(samples))
-    largest = int(y.max()) if y.dtype.kind in "iu" else 0
-    if y.dtype.kind not in "iu":
+        y = _finite(path, y_name, y)
+    elif y.dtype.kind not in "iu":
         raise DataError(f"{path}: {y_name} is {y.dtype}; save labels as whole numbers (an integer dtype); {HINT}")
-    if largest >= max(y.size, SURE_CLASSES, classes):
+    elif (largest := int(y.max())) >= max(y.size, SURE_CLASSES, classes):
         raise DataError(
             f"{path}: {y_name} has {y.size} labels, and one of them is {largest}; number the classes from 0 on"
         )
-    if x.dtype in (np.uint16, np.uint32) or (x.dtype.kind in "iu" and x.ndim == 2 and y.ndim > 1):
-        if x.min() < 0:
-            raise DataError(f"{path}: {x_name} has the token {x.min()}; tokens are whole numbers from 0 on")
-        samples = np.ascontiguousarray(x.astype(np.uint16) if x.dtype == np.uint8 else x)
     else:
-        samples = _samples(path, x_name, x)
-    return Dataset(name, samples, y.astype(np.int64), classes or largest + 1, _scale(samples))
-
-
-def _scale(samples: Array) -> float:
-    return 1 / 255 if samples.dtype == np.uint8 else 1.0
+        classes = classes or largest + 1
+    is_tokens = x.dtype in TOKEN_TYPES or (x.dtype.kind in "iu" and x.ndim == 2 and y.ndim > 1)
+    if y.dtype.kind == "f" or not is_tokens:
+        x = _samples(path, x_name, x)
+    elif x.min() < 0:
+        raise DataError(f"{path}: {x_name} has the token {x.min()}; tokens are whole numbers from 0 on")
+    elif x.dtype == np.uint8:
+        x = x.astype(np.uint16)
+    return Dataset(name, np.ascontiguousarray(x), y, classes, 1 / 255 if x.dtype == np.uint8 else 1.0)
 
 
 def _samples(path: Path, name: str, x: Array) -> Array:
     found = x if x.dtype == np.uint8 else _finite(path, name, x)
-    return np.ascontiguousarray(found[..., np.newaxis] if x.ndim == 3 else found)
+    return found[..., np.newaxis] if x.ndim == 3 else found
 
 
 def _finite(path: Path, name: str, values: Array) -> NDArray[np.float32]:
