@@ -136,7 +136,34 @@ class TrainingSegment:
         return self.step + batch - self.batches.start
 
 
-class Trainer(ABC):
+@dataclass(eq=False, repr=False)
+class Training:
+    """What a checkpoint holds of a training: a model and its optimizer, as they lie on the ranks of a group."""
+
+    model: Module
+    optimizer: Optimizer
+    group: Group
+    arrangement: Arrangement
+
+    def state(self) -> tuple[ModelState, ModelState]:
+        """Return the model's and the optimizer's arrays as those of the whole model, over all ranks.
+
+        The optimizer's are called "slot/parameter"; for its numbers, see `scalars`.
+        """
+        return model_state(self.model, self.group, self.arrangement), optimizer_state(
+            self.model, self.optimizer, self.group, self.arrangement
+        )
+
+    def scalars(self) -> dict[str, Any]:
+        """Return what a checkpoint needs besides the arrays, as JSON values; among them the optimizer's "steps"."""
+        return {"steps": self.optimizer.steps}
+
+    def load_scalars(self, values: Mapping[str, Any]) -> None:
+        """Put back what `scalars` gave, of this trainer or of another kind."""
+        self.optimizer.steps = index(values["steps"])
+
+
+class Trainer(Training, ABC):
     """Trains and evaluates a model on the ranks of a group. All ranks make the same calls.
 
     Attributes:
@@ -225,23 +252,6 @@ class Trainer(ABC):
     @abstractmethod
     def evaluate(self, batches: Iterable[Batch]) -> Totals:
         """Return loss and score over this rank's parts of all batches, put together over the ranks; collective."""
-
-    def state(self) -> tuple[ModelState, ModelState]:
-        """Return the model's and the optimizer's arrays as those of the whole model, over all ranks.
-
-        The optimizer's are called "slot/parameter"; for its numbers, see `scalars`.
-        """
-        return model_state(self.model, self.group, self.arrangement), optimizer_state(
-            self.model, self.optimizer, self.group, self.arrangement
-        )
-
-    def scalars(self) -> dict[str, Any]:
-        """Return what a checkpoint needs besides the arrays, as JSON values; among them the optimizer's "steps"."""
-        return {"steps": self.optimizer.steps}
-
-    def load_scalars(self, values: Mapping[str, Any]) -> None:
-        """Put back what `scalars` gave, of this trainer or of another kind."""
-        self.optimizer.steps = index(values["steps"])
 
     def details(self, report: Totals) -> dict[str, Any]:
         """Return what else than sums is to be recorded of the step that was done last, by name."""

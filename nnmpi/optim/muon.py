@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, chain
 from math import sqrt
 from typing import Any, Final
 
@@ -152,19 +152,19 @@ class Muon(AdamW):
         size, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
         owned, shared = deal([each.work for each in matrices], size), any(each.counts for each in matrices)
         counts = [each.counts or [each.work[1]] * size for each in matrices]  # that each rank wants back
-        whole = [own[i] for i in owned[rank]]
-        if ranks is not None and shared:
+        mine = owned[rank]
+        whole = [own[i] for i in mine]
+        if shared:
             out = [[own[i] for i in theirs] for theirs in owned]
-            came = _swap(ranks, out, [[counts[i][r] for i in owned[rank]] for r in range(size)], own[0])
-            whole = [namespace(own[i]).concatenate(pieces) for i, *pieces in zip(owned[rank], *came, strict=True)]
-        done = [
-            orthogonalize(d.reshape(matrices[i].shape)).reshape(-1) for i, d in zip(owned[rank], whole, strict=True)
-        ]
-        cut = [_apart(d, counts[i]) if shared else [d] * size for i, d in zip(owned[rank], done, strict=True)]
-        back = [[pieces[r] for pieces in cut] for r in range(size)]
+            came = _swap(ranks, out, [[counts[i][r] for i in mine] for r in range(size)], own[0])
+            whole = [namespace(own[0]).concatenate(parts) for parts in zip(*came, strict=True)]
+        done = [orthogonalize(d.reshape(matrices[i].shape)).reshape(-1) for i, d in zip(mine, whole, strict=True)]
+        back = [done]
         if ranks is not None and matrices:
-            back = _swap(ranks, back, [[counts[i][rank] for i in theirs] for theirs in owned], own[0])
-        found = {i: d for theirs, each in zip(owned, back, strict=True) for i, d in zip(theirs, each, strict=True)}
+            cut = [_apart(d, counts[i]) if shared else [d] * size for i, d in zip(mine, done, strict=True)]
+            out = [[parts[r] for parts in cut] for r in range(size)]
+            back = _swap(ranks, out, [[counts[i][rank] for i in theirs] for theirs in owned], own[0])
+        found = dict(zip(chain(*owned), chain(*back), strict=True))
         return [found[i] for i in range(len(matrices))]
 
 

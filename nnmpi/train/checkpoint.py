@@ -45,9 +45,8 @@ from nnmpi.comm.buffers import as_bytes
 from nnmpi.comm.group import Group
 from nnmpi.comm.world import BackgroundWork
 from nnmpi.compose.arrange import replicate
-from nnmpi.compose.state import model_state, optimizer_state
 from nnmpi.compose.stats import Totals
-from nnmpi.compose.trainer import Trainer
+from nnmpi.compose.trainer import Trainer, Training
 from nnmpi.errors import CheckpointError, DataError, UsageError, counted, raised_as
 from nnmpi.files import foreign, read_json, read_text, rebuilt, sha256, sync_folder, write_atomically, write_synced
 from nnmpi.mesh import AXES, Mesh
@@ -390,13 +389,13 @@ def save(folder: str | Path, loop: Loop, keep: int = KEEP, **place: Any) -> None
     except (TypeError, ValueError) as error:
         raise UsageError(f"the place is numbers and texts of Python's, such as int(epoch): {error}") from None
     explained = raised_as(CheckpointError, f"no checkpoint can be written into {folder}", "older ones are intact")
-    with _arrays(loop) as (arrays, optimizer, group):
-        writer = CheckpointWriter(Path(folder), optimizer.steps)
-        values = {"optimizer": loop.scalars() if isinstance(loop, Trainer) else {"steps": optimizer.steps}}
+    with _training(loop) as training:
+        writer, group = CheckpointWriter(Path(folder), training.optimizer.steps), training.group
+        values = {"optimizer": training.scalars(), "place": place}
         try:
             on_root(group, explained(writer.begin))
-            _write(writer, arrays, group, explained)
-            on_root(group, partial(explained(writer.finish), {**values, "place": place}, keep))
+            _write(writer, training.state(), group, explained)
+            on_root(group, partial(explained(writer.finish), values, keep))
         finally:
             if group.is_root:
                 writer.discard()
@@ -434,26 +433,23 @@ def resume(folder: str | Path, loop: Loop) -> dict[str, Any]:
         found.append(last)
         return dict(last.values)
 
-    with _arrays(loop) as (arrays, optimizer, group):
-        values = on_root(group, read)
+    with _training(loop) as training:
+        values = on_root(training.group, read)
         if values is None:
             return {}
-        _read(found[0] if found else Checkpoint(values, Path(folder)), arrays)
-        if isinstance(loop, Trainer):
-            loop.load_scalars(values["optimizer"])
-        else:
-            optimizer.steps = int(values["optimizer"]["steps"])
+        _read(found[0] if found else Checkpoint(values, Path(folder)), training.state())
+        training.load_scalars(values["optimizer"])
         return dict(values["place"])
 
 
 @contextmanager
-def _arrays(loop: Loop) -> Iterator[tuple[Arrays, Optimizer, Group]]:
+def _training(loop: Loop) -> Iterator[Training]:
     if isinstance(loop, Trainer):
-        yield loop.state(), loop.optimizer, loop.group
+        yield loop
         return
     model, optimizer, group = loop
     where = replicate(model, group, numpy_backend())
-    yield (model_state(model, group, where), optimizer_state(model, optimizer, group, where)), optimizer, group
+    yield Training(model, optimizer, group, where)
     where.free()
 
 
