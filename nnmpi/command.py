@@ -85,7 +85,8 @@ class _Help(argparse.HelpFormatter):
         super().__init__(prog, width=HELP_WIDTH)
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
-        return folded(text)
+        text = re.sub(r"^`[^`]*`: ", "", text.strip())  # of a module's docstring: the usage names the command
+        return folded(text[:1].upper() + text[1:])
 
 
 class Parser(argparse.ArgumentParser):
