@@ -61,7 +61,7 @@ def test_a_lesson_is_equal_to_the_serial_run(lesson: Path, ranks: int) -> None:
 
 def test_the_lesson_on_death_goes_on_behind_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A rank is killed, the others are ended; the second start begins where the file says, and not anew."""
-    runpy.run_path(str(LESSONS[-1]))["start_twice"](3, f"{tmp_path}/saved.npz")
+    runpy.run_path(str(FOLDER / "lessons" / "10_a_rank_dies.py"))["start_twice"](3, f"{tmp_path}/saved.npz")
     first, *told = capsys.readouterr().out.splitlines()
     assert first == "rank 2 was killed in its call 60"
     assert "begun with step 4, equal to the serial run after 12 steps, ranks: 3" in told

@@ -52,7 +52,7 @@ def test_cupy_that_is_not_installed(monkeypatch):
     """One sentence that says what to install; auto takes NumPy."""
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(
-        DeviceError, match=r"backend cupy cannot be used: cupy cannot be imported .* install nnmpi\[cuda12\]"
+        DeviceError, match=r"backend cupy cannot be used: cupy cannot be imported .* install 'cupy-cuda12x\[ctk\]'"
     ):
         select("cupy")
     assert select("auto").name == select().name == "numpy"

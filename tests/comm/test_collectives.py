@@ -222,7 +222,7 @@ def test_what_there_is_not_is_refused_with_the_names(group: Group) -> None:
         (lambda: group.all_reduce(array, "rabbit"), "'rabbit'"),
         (lambda: group.bind(array, "ring", 16385), "tag 16385"),
         (lambda: group.all_gather(array, "ps"), "no all-gather by 'ps'; the names are ring, tree"),
-        (lambda: group.bind(array, "ring", 0, "all-to-all"), "no collective 'all-to-all'"),
+        (lambda: group.bind(array, "ring", 0, "to-nobody"), "no collective 'to-nobody'"),
         (lambda: group.bind(array, NATIVE, 0, NEIGHBOUR_AVERAGE.name), "no neighbour-average of its own"),
     ):
         assert words in told(UsageError, call)

@@ -51,7 +51,7 @@ from nnmpi.exercise.__main__ import main as exercise; print(exercise(["ring-all-
 from nnmpi.schedule.__main__ import main as schedule
 from nnmpi.comm.simulated.simulated_world import simulate
 print(comm(["render", "ring", "--ranks", "3"]))
-print(schedule(["--schedule", "gpipe", "--stages", "2", "--microbatches", "3"]))
+print(schedule(["--pipeline", "gpipe", "--stages", "2", "--microbatches", "3"]))
 print(simulate(lambda group: group.sum_floats([1.0])[0], ranks=3))
 """
     done = imported_without_mpi([], program)

@@ -365,5 +365,5 @@ def test_what_is_no_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_without_the_library_there_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(UsageError, match=r"not installed; pip install 'nnmpi\[text\]', or take bytes or characters"):
+    with pytest.raises(UsageError, match=r"not installed; pip install tokenizers, or take bytes or characters"):
         load_tokenizer(tmp_path)

@@ -12,6 +12,7 @@ from nnmpi.errors import NnmpiError, ShapeError
 from nnmpi.nn.container import fuse
 from nnmpi.nn.mode import Mode, current
 from nnmpi.tensor.tensor import Tensor, stack
+from tests.nn.test_experts import by_hand
 
 IMAGES = np.random.default_rng(0).standard_normal((2, 6, 6, 4)).astype("float32")
 ROWS = np.random.default_rng(1).standard_normal((5, 4)).astype("float32")
@@ -59,6 +60,11 @@ def grouped(x):
 
 
 LAYERS = {
+    "MixtureOfExperts": (
+        lambda: nn.MixtureOfExperts(4, 5, 2, 3),
+        np.arange(48, dtype="float32").reshape(2, 6, 4) % 7 - 3,
+        lambda m, x: Tensor(by_hand(m, x.data, 2, None)),
+    ),
     "Linear": (lambda: nn.Linear(4, 3), ROWS, lambda m, x: ops.linear(x, m.weight, m.bias)),
     "Conv2d": (
         lambda: nn.Conv2d(4, 6, (3, 2), 2, (1, 0), 1, 2),

@@ -130,7 +130,7 @@ def test_the_page_shows_them(run: Path, tmp_path: Path, width: str, dark: bool) 
     assert {"Staleness: 1 on average, at most 2", "Options that are no defaults"} <= {*headings}
     assert "layoutdp 2, 2 ranks on 1 node (here)" in rows and "at the endloss 0.5, accuracy 75.00 %, 4 s" in rows
     assert "compute3 ms, 60 %" in rows and "optimizer3 KB" in rows and "--lr0.25" in rows
-    assert charts == 4 and fills == 4
+    assert charts == 4 and fills == 5
 
 
 def test_an_evaluation_that_is_none_is_refused(run: Path) -> None:
