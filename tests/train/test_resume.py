@@ -21,7 +21,17 @@ from tests.train.jobs import lines, once, send, train
 # Several jobs one after the other, on a machine that may be busy with others.
 pytestmark = pytest.mark.timeout(300)
 
-TIMES = ("samples_per_second", "steps_per_second", "runtime", "compute_s", "sync_s", "input_s", "hidden_s", "step_s", "elapsed_s")
+TIMES = (
+    "samples_per_second",
+    "steps_per_second",
+    "runtime",
+    "compute_s",
+    "sync_s",
+    "input_s",
+    "hidden_s",
+    "step_s",
+    "elapsed_s",
+)
 OF_THE_PROCESS = (*TIMES, "time")  # not of what was computed
 
 
