@@ -44,6 +44,9 @@ from nnmpi.tensor.tensor import Tensor
 # WinogradNumpy, measured against im2col
 FEW_CHANNELS = 16  # below, the transforms cost more than the products that they save
 LARGE_BYTES = 1 << 23  # of one image's transforms: above, they would come from memory and not from a cache
+# Where so many channels (input times output) see so few pixels, the kernels' places are what takes time and memory:
+# tiles of 2 x 2 are as fast then, and what is compiled, in smaller blocks, is slower.
+LARGE_KERNELS, FEW_PIXELS = 1 << 14, 1024
 
 # compiled kernels
 DIRECT_CHANNELS = 4  # input channels, up to which the direct kernel is taken where it can be
@@ -110,10 +113,11 @@ def choose(x: Tensor, weight: Tensor, bias: Tensor | None, spec: ConvSpec) -> Al
     if plain and not h % 2 and not w % 2 and min(h, w, c) > 0:
         single = all(each is None or each.dtype == FLOAT32 for each in (x, weight, bias))
         # of tiles of 4 x 4 a ReLU might let through what should be 0
-        side = 2 if h % 4 or w % 4 or spec.relu else 4
+        few = n * h * w < FEW_PIXELS and c * o >= LARGE_KERNELS and not spec.relu
+        side = 2 if h % 4 or w % 4 or spec.relu or few else 4
         small = image_bytes(h, w, c, o, x.dtype.itemsize, side) <= LARGE_BYTES
         tiled = n > 0 and min(c, o) >= FEW_CHANNELS and x.dtype.kind == "f" and small
-        if compiled is not None and single and o >= FEWEST_OUTPUTS and not (tiled and side == 4):
+        if compiled is not None and single and o >= FEWEST_OUTPUTS and not (tiled and (side == 4 or few)):
             # the direct kernel gives no gradient of the images
             if c <= DIRECT_CHANNELS and spec.pool != NO_POOL and not (x.requires_grad and recording()):
                 return CompiledDirect(spec)

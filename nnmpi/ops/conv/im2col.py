@@ -45,7 +45,7 @@ from nnmpi.backend.windows import corners, windows
 from nnmpi.ops.conv.algorithm import NO_POOL, Algorithm, ConvSpec, Gradients
 from nnmpi.ops.planes import Planes, repeated
 
-COLUMNS_BYTES = 3 << 18  # of one block of columns and its result: half of a usual second-level cache
+COLUMNS_BYTES = 3 << 18  # of one block of columns and its result: half of a usual second-level cache; or as the kernels
 DEVICE_BYTES = 1 << 28  # of the same on a device, which has more to do at a time
 SHORT_RUN = 24  # elements
 
@@ -73,7 +73,7 @@ class Columns:
         self.out = spec.pooled_size(h, w)
         row = self.out[1] * prod(spec.pool)  # pixels of the convolution for a row of the result
         terms = prod(spec.kernel) * c
-        room = COLUMNS_BYTES if xp.__name__ == "numpy" else DEVICE_BYTES
+        room = max(COLUMNS_BYTES, terms * outputs * x.dtype.itemsize) if xp.__name__ == "numpy" else DEVICE_BYTES
         most = room // (max(1, row * (terms + outputs)) * x.dtype.itemsize)  # rows of the result
         self.count = max(1, min(n, most // max(1, self.out[0])))
         self._strip_rows = max(1, min(self.out[0], most))
