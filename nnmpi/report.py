@@ -151,8 +151,8 @@ def draw(found: Mapping[str, Any]) -> dict[str, Any]:
     from bokeh.plotting import figure
 
     def plot(tips: Any, **how: Any) -> Any:
-        how = {"height": 260, "sizing_mode": "stretch_width", "toolbar_location": None, "tools": ""} | how
-        made = figure(**how)
+        usual = {"height": 260, "sizing_mode": "stretch_width", "toolbar_location": None, "tools": ""}
+        made = figure(**usual | how)
         made.add_tools(HoverTool(tooltips=tips, mode="vline"))
         return made
 
@@ -162,9 +162,8 @@ def draw(found: Mapping[str, Any]) -> dict[str, Any]:
         middles = {"x": [(a + b) / 2 for a, b in sides], "wide": [b - a for a, b in sides]}
         source = {what: ends, **middles, **columns}
         made = plot([(name, f"@{{{name}}}{{0.[00]}}") for name in (what, *columns)], x_axis_label=x, y_axis_label=y)
-        colours = [COLOURS[i % len(COLOURS)] for i in range(len(columns))]
-        how = {"width": "wide", "source": source, "color": colours, "legend_label": [*columns]}
-        made.hover.renderers = made.vbar_stack([*columns], x="x", **how)[-1:]
+        named = {"color": (COLOURS * len(columns))[: len(columns)], "legend_label": [*columns]}
+        made.hover.renderers = made.vbar_stack([*columns], x="x", width="wide", source=source, **named)[-1:]
         return made
 
     plots: dict[str, Any] = {}
@@ -173,8 +172,7 @@ def draw(found: Mapping[str, Any]) -> dict[str, Any]:
         columns = {n: [1e3 * s for s in part] for n, part in zip(PARTS.values(), parts, strict=True) if any(part)}
         plots["Where a step's time went, over the steps"] = stack("step", ends, 0, columns, "steps", "ms")
     for chart in found["charts"]:
-        points = [value for line in chart["lines"] for _, value in line["points"]]
-        least = min((1 - value for value in points if value < 1), default=1.0)
+        least = min((1 - y for line in chart["lines"] for _, y in line["points"] if y < 1), default=1.0)
         how = {"y_axis_type": "log", "y_range": DataRange1d(flipped=True)} if chart["accuracy"] else {}
         made = plot(f"$name: @y{{0.[00000]}}<br>@x{{0.[0]}} {chart['along']}", x_axis_label=chart["along"], **how)
         if chart["accuracy"]:  # by the errors that are left, in powers of ten: so 97 and 99 % are far apart
@@ -182,14 +180,13 @@ def draw(found: Mapping[str, Any]) -> dict[str, Any]:
             made.yaxis.formatter = CustomJSTickFormatter(code="return `${+(100 * (1 - tick)).toPrecision(5)} %`")
         else:
             made.yaxis.formatter.power_limit_low = -5  # 0.0005, and not 5.000e-4
-        lines: list[Any] = []
+        made.hover.renderers = []
         for colour, line in zip(COLOURS, chart["lines"], strict=False):
             x, y = zip(*line["points"], strict=True)
             drawn = [max(1 - each, least / 2) for each in y] if chart["accuracy"] else y
             named = {"source": {"x": x, "y": y, "drawn": drawn}, "name": line["name"], "color": colour}
-            lines.append(made.line("x", "drawn", line_width=2, legend_label=line["name"], **named))
+            made.hover.renderers.append(made.line("x", "drawn", line_width=2, legend_label=line["name"], **named))
             made.scatter("x", "drawn", size=3 if len(x) > 20 else 6, **named)
-        made.hover.renderers = lines
         plots[chart["title"]] = made
     if heights := found["staleness"]["heights"]:
         workers = {f"worker {worker}": own for worker, own in enumerate(heights)}
@@ -213,8 +210,8 @@ def draw(found: Mapping[str, Any]) -> dict[str, Any]:
     for made in plots.values():
         for legend in made.legend:
             legend.update(orientation="horizontal", background_fill_alpha=0, border_line_alpha=0, margin=0, padding=2)
-            legend.label_text_color = "#808890"  # on light and dark
-            legend.update(visible=len(legend.items) > 1, location="top_left")
+            ink = "#808890"  # on light and dark
+            legend.update(visible=len(legend.items) > 1, location="top_left", label_text_color=ink)
             made.add_layout(legend, "above")
     return {title: json_item(made) for title, made in plots.items()}
 

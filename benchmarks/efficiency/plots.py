@@ -8,8 +8,9 @@ from typing import Any
 
 from benchmarks.efficiency.runs import GOAL, RULES, confidence, reached
 from benchmarks.harness.parts import Content
-from benchmarks.harness.plots import colours, new_figure, save
+from benchmarks.harness.plots import colours
 from benchmarks.synchrony.curve import read
+from nnmpi.pages.picture import new_figure, save_figure
 
 _WORDS = MappingProxyType({"rate": "learning rate", "batch": "batch size"})
 FLOOR, CEILING = 0.04, 4.0  # of the loss's axis: what leaves the picture above diverges
@@ -56,7 +57,7 @@ def draw_descent(folder: Path, content: Content) -> None:
             if line:
                 axes.set_xscale("log")
         panels[line][0].set_ylabel("test loss, mean and 95 % interval")
-    save(figure, folder / "descent.png")
+    save_figure(figure, folder / "descent.png")
 
 
 def draw_scaling(folder: Path, content: Content) -> None:
@@ -76,7 +77,7 @@ def draw_scaling(folder: Path, content: Content) -> None:
     axes.minorticks_off()
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
-    save(figure, folder / "scaling.png")
+    save_figure(figure, folder / "scaling.png")
 
 
 def _draw_steps(axes: Any, rows: dict[int, Sequence[dict[str, Any]]], label: str, colour: Any) -> None:

@@ -82,12 +82,21 @@ class Picture:
             if kind
         ]
 
+    @property
+    def rows(self) -> list[str]:
+        """The rows in the order of their first bars."""
+        return [*dict.fromkeys(bar.row for bar in self.bars)]
+
+    @property
+    def end(self) -> float:
+        """Where the axis ends."""
+        return max(bar.end for bar in self.bars)
+
     def __str__(self) -> str:
         """Draw it as text."""
-        end, rows = max(bar.end for bar in self.bars), dict.fromkeys(bar.row for bar in self.bars)
-        marks = {"": ".", "waiting": "."} | dict(
-            zip((k for k in self.kinds if k != "waiting"), cycle(MARKS), strict=False)
-        )
+        end, rows = self.end, self.rows
+        kinds = [kind for kind in self.kinds if kind != "waiting"]
+        marks = {"": ".", "waiting": "."} | dict(zip(kinds, cycle(MARKS), strict=False))
         edge = max(map(len, rows)) + 2
         lines = [self.title, ""]
         for row in rows:
@@ -105,7 +114,7 @@ class Picture:
 
     def save(self, file: Path) -> None:
         """Write it into a file; see `new_figure` and `save_figure`."""
-        figure = new_figure(7, 1.3 + 0.32 * len({bar.row for bar in self.bars}))
+        figure = new_figure(7, 1.3 + 0.32 * len(self.rows))
         from matplotlib import rc_context
 
         inked = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), INK)
@@ -114,19 +123,15 @@ class Picture:
             save_figure(figure, file)
 
     def _draw(self, figure: Any) -> None:
-        rows = list(dict.fromkeys(bar.row for bar in self.bars))
-        axes, kinds = figure.subplots(), self.kinds
+        axes, rows, kinds, end = figure.subplots(), self.rows, self.kinds, self.end
         free = cycle(each for each in OTHERS if each not in map(USUAL.get, kinds))
         colours = dict(zip((kind for kind in kinds if kind not in USUAL), free, strict=False)) | USUAL
-        end = max(bar.end for bar in self.bars)
         for row, begin, to, kind, text in self.bars:
             y, inside = rows.index(row), 0.013 * len(text) * end < to - begin
-            edge = {"edgecolor": "white", "linewidth": 0.5 * (to > begin)}
-            axes.barh(y, to - begin, 0.8, begin, color=colours[kind], **edge)
-            where: dict[str, Any] = {"ha": "center", "color": INK if kind == "" else "white"}
-            where = where if inside else {"ha": "left", "color": INK}
-            at = (begin + to) / 2 if inside else to + 0.006 * end
-            axes.text(at, y, text, va="center", size=8, clip_on=inside, **where)
+            axes.barh(y, to - begin, 0.8, begin, color=colours[kind], edgecolor="white", linewidth=0.5 * (to > begin))
+            at, side = ((begin + to) / 2, "center") if inside else (to + 0.006 * end, "left")
+            ink = "white" if inside and kind else INK
+            axes.text(at, y, text, va="center", ha=side, color=ink, size=8, clip_on=inside)
         for row, begin, other, to, kind, text in self.arrows:
             look = {"arrowstyle": "-|>", "color": colours[kind] if kind else INK, "shrinkA": 1, "shrinkB": 0}
             ends = (to, rows.index(other)), (begin + 0.01 * end, rows.index(row))
