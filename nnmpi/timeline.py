@@ -247,22 +247,21 @@ def _lanes(spans: Sequence[_Placed]) -> Iterator[tuple[str, list[_Placed]]]:
     """Yield the rows of a rank with their names; in each, any two events are apart or one lies within the other."""
     tracks = dict.fromkeys(TRACKS) | dict.fromkeys(each.event.track for each in spans)
     for track in tracks:
-        lanes: list[list[_Placed]] = []
-        open_ends: list[list[int]] = []  # of each lane: the ends of the events in which the next one would lie
+        lanes: list[tuple[list[int], list[_Placed]]] = []  # the ends of the events in which the next one would lie
         own = (each for each in spans if each.event.track == track)
         for each in sorted(own, key=lambda each: (each.begin_ns, -each.end_ns)):
-            for lane in range(len(lanes) + 1):
-                if lane == len(lanes):
-                    lanes.append([])
-                    open_ends.append([])
-                ends = open_ends[lane]
+            for lane in lanes:
+                ends = lane[0]
                 while ends and ends[-1] <= each.begin_ns:
                     ends.pop()
                 if not ends or each.end_ns <= ends[-1]:
-                    ends.append(each.end_ns)
-                    lanes[lane].append(each)
                     break
-        for number, lane_events in enumerate(lanes, start=1):
+            else:
+                lane = [], []
+                lanes.append(lane)
+            lane[0].append(each.end_ns)
+            lane[1].append(each)
+        for number, (_, lane_events) in enumerate(lanes, start=1):
             yield track if number == 1 else f"{track} {number}", lane_events
 
 

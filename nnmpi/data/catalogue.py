@@ -136,7 +136,9 @@ def load(
     if target and name in NAMES:
         raise UsageError(f"data set {name!r} knows its labels itself; leave the target out")
     if name in DOWNLOADED:
-        return check_pair(*_load_images(_place(name, data_dir), name))
+        place = _place(name, data_dir)
+        pair = load_cifar(place, name) if name == "cifar10" else load_idx(place, name, CLASS_NAMES[name])
+        return check_pair(*pair)
     _refuse_data_dir(name, data_dir)
     if find_text(name) is not None:
         raise UsageError(f"data set {name!r} is a text: see nnmpi.data.load_text")
@@ -284,10 +286,6 @@ def _look(name: str, folder: Path, what: str) -> Path | None:
 
 def _allowed(what: str) -> AbstractContextManager[None]:
     return raised_as(UsageError, f"{what} cannot be read", "make it readable, or give another")
-
-
-def _load_images(place: Path, name: str) -> Pair:
-    return load_cifar(place, name) if name == "cifar10" else load_idx(place, name, CLASS_NAMES[name])
 
 
 def _existing(text: str) -> Path:

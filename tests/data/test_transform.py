@@ -117,6 +117,8 @@ def test_colors_and_holes() -> None:
     flat = ColorJitter(0, 0.9, 0)(gray, np.arange(60), 0, 0)
     assert np.corrcoef(flat.std((1, 2, 3)), gray.std((1, 2, 3)))[0, 1] < 0.9
     np.testing.assert_allclose(ColorJitter(0, 0, 0.9)(gray, np.arange(60), 0, 0), gray, rtol=1e-5)
+    wild = ColorJitter(0.9, 0.9, 0.9)(images(rows=60), np.arange(60), 0, 0)
+    assert (wild.min(), wild.max()) == (0, 1)  # not beyond
     holes = (Cutout(3)(gray, np.arange(60), 0, 0) == 0)[..., 0]
     assert {int(hole.sum()) for hole in holes} == {4, 6, 9}
     assert all(hole.sum() == hole.any(0).sum() * hole.any(1).sum() for hole in holes)
