@@ -12,8 +12,8 @@ The options of a large command are the fields of dataclasses, one dataclass for 
         jit: Switch = "auto"                                  --jit, --no-jit, --jit auto
         clip: float | None = None                             --clip 0.5, --clip None
 
-`options_of` lists them, `read_words` reads a command line, `convert` checks a value that comes from a file. argparse
-finds which words belong to which option; what the words of one option mean is decided here, for all commands alike.
+`options_of` lists them, `read_words` reads a command line, `convert` checks a value that comes from a file. Smaller
+commands have a `Parser`: argparse, with the package's errors and the width of its help.
 """
 
 import argparse

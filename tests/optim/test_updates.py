@@ -71,15 +71,19 @@ def adaptive_by_hand(kind, weight, grads, lr, decay, momentum):
     return weight
 
 
-@pytest.mark.parametrize(("kind", "momentum"), [(RMSprop, 0.0), (RMSprop, 0.9), (Adagrad, 0.0), (Adadelta, 0.0)])
+@pytest.mark.parametrize(
+    ("kind", "momentum", "slots"),  # which are called so in checkpoints
+    [(RMSprop, 0.0, "v"), (RMSprop, 0.9, "v momentum"), (Adagrad, 0.0, "s"), (Adadelta, 0.0, "v u")],
+)
 @given(weights=WEIGHTS, grads=GRADS, lr=st.floats(0, 0.1), decay=st.sampled_from([0.0, 0.5]))
-def test_divided_gradients_follow_the_formulas(kind, momentum, weights, grads, lr, decay):
+def test_divided_gradients_follow_the_formulas(kind, momentum, slots, weights, grads, lr, decay):
     data, grad = np.array(weights), np.zeros(len(weights))
     more = {"momentum": momentum} if momentum else {}
     optimizer = kind(Arrays([data], [grad]), lr, eps=1e-2, weight_decay=decay, **more)
     for value in grads:
         grad[...] = value
         optimizer.step()
+    assert " ".join(optimizer.slots()) == slots
     expected = [adaptive_by_hand(kind, w, grads, lr, decay, momentum) for w in weights]
     np.testing.assert_allclose(data, expected, rtol=1e-11, atol=1e-12)
 

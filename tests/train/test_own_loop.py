@@ -19,7 +19,7 @@ from nnmpi.nn.norm import BatchNorm
 from nnmpi.ops.loss import cross_entropy
 from nnmpi.optim.updates import Adam
 from nnmpi.parallel.data import DataParallel
-from nnmpi.train.checkpoint import resume, save
+from nnmpi.train.checkpoint import MODEL_FILE, OPTIMIZER_FILE, CheckpointWriter, resume, save, steps
 
 BATCHES, STOP = 8, 3  # batches of an epoch; where the first part ends, in the second one
 
@@ -76,7 +76,17 @@ def test_what_does_not_fit_is_refused(group: Group, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no checkpoint can be written into .*/not/there"):
         save(f"{folder}/not/there", loop)
     assert resume(folder, loop) == {}
-    save(folder, loop, keep=1)
+    for optimizer.steps in (1, 2, 3):
+        save(folder, loop, keep=2)
+    assert group.share([each.name for each in steps(Path(folder))]) == ["step-00000003", "step-00000002"]
     other = Sequential(Linear(4, 3)).initialize()
     with pytest.raises(CheckpointError, match="has 0.weight with shape"):
         resume(folder, (other, Adam(other.storage), group))
+    if group.is_root:  # as the train command does, with no place
+        writer = CheckpointWriter(Path(folder), 4)
+        writer.begin()
+        writer.open(MODEL_FILE, {})
+        writer.open(OPTIMIZER_FILE, {})
+        writer.finish({}, 1)
+    with pytest.raises(CheckpointError, match="is of the train command, which goes on by --resume"):
+        resume(folder, loop)
