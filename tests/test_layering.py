@@ -6,6 +6,7 @@ import pytest
 
 from tests.layering import layers
 from tests.layering.rules import violations
+from tests.planted.faults import FAULTS
 
 ROOT = Path(__file__).parents[1]
 
@@ -160,6 +161,10 @@ def write(root: Path, files: dict[str, str]) -> None:
 def test_the_package_keeps_the_rules() -> None:
     found = violations(ROOT)
     assert not found, "\n" + "\n".join(found)
+
+
+def test_faults_can_be_planted_in_the_lines_that_are_there() -> None:
+    assert [each.name for each in FAULTS if (ROOT / each.file).read_text().count(each.before) != 1] == []
 
 
 def test_the_small_package_keeps_them_too(tmp_path: Path) -> None:

@@ -236,7 +236,7 @@ FAULTS = (
     Fault(
         "gradient's length: replicas count, too",
         "nnmpi/compose/exchange.py",
-        "group = mesh.world if arrangement.layout.zero else mesh.model",
+        "group = mesh.world if arrangement.layout.zero or apart else mesh.model",
         "group = mesh.world",
         "tests/equivalence/test_rows.py",
     ),
