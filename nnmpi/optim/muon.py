@@ -1,7 +1,7 @@
 """Muon: matrices move along the nearest orthogonal one of their momentum, everything else by AdamW.
 
     m = m + (1 - momentum) * (g - m)                        the slot "m", zeros at first
-    d = m + (1 - momentum) * (g - m)                        Nesterov's; m itself without
+    d = m + (1 - momentum) * (g - m)                        Nesterov's
     O = orthogonalized(d)                                   all its singular values near 1
     w = w * (1 - lr * weight_decay) - lr * 0.2 * sqrt(max(rows, columns)) * O
 
@@ -20,9 +20,8 @@ the owner multiplies the serial run's matrices: the update is its own to the bit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, chain
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import sqrt
 from typing import Any, Final
 
@@ -55,29 +54,6 @@ def orthogonalize(matrix: Array, steps: int = 5) -> Array:
     return x if x.shape == matrix.shape else x.T
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A parameter with an owner.
-
-    Attributes:
-        shape: (rows, columns).
-        buffer: the number of the flat array that has it.
-        place: where this rank's part lies in that.
-        counts: how many of its elements each rank has, one behind the other; empty where each has them all.
-    """
-
-    shape: tuple[int, ...]
-    buffer: int
-    place: slice
-    counts: Sequence[int]
-
-    @property
-    def work(self) -> tuple[int, int]:
-        """The multiplications of an iteration, and the elements."""
-        short, long = sorted(self.shape)
-        return short * short * (2 * long + short), short * long
-
-
 class Muon(AdamW):
     """Muon for matrices (parameters of two axes that are no embedding's table), AdamW for the rest.
 
@@ -91,9 +67,6 @@ class Muon(AdamW):
         storage: a model's, with whole parameters.
         lr: the learning rate, at least 0.
         momentum: what m keeps of its past in one update, in [0, 1).
-        nesterov: look ahead along the momentum.
-        adjust: "match_rms_adamw", as above; "original": in place of 0.2 sqrt(max(rows, columns)), max(1,
-            sqrt(columns / rows)), for layers whose weights are (in, out).
         betas, eps, weight_decay: see `AdamW`; the decay is of matrices, too.
 
     Raises:
@@ -108,98 +81,72 @@ class Muon(AdamW):
         storage: Storage,
         lr: ByGroup = 1e-3,
         momentum: float = 0.95,
-        nesterov: bool = True,
-        adjust: str = "match_rms_adamw",
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: ByGroup = 1e-2,
     ) -> None:
         self.momentum: Final = number("momentum", momentum, 1)
-        if adjust not in ("match_rms_adamw", "original"):
-            raise UsageError(f"adjust is {adjust!r}; give match_rms_adamw or original")
-        self.nesterov, self.adjust = nesterov, adjust
         super().__init__(storage, lr, betas, eps, weight_decay)
 
     def _runs(self, buffer: int) -> Iterator[slice]:
         """Yield what AdamW does of a buffer: all between matrices, which lie in order."""
-        self._matrices = _matrices(self.storage)
-        start = 0
-        for matrix in self._matrices:
-            if matrix.buffer == buffer:
-                yield slice(start, matrix.place.start)
-                start = matrix.place.stop
+        self._matrices, start = _matrices(self.storage), 0
+        for span, place, _ in self._matrices:
+            if span.buffer == buffer:
+                yield slice(start, place.start)
+                start = place.stop
         yield slice(start, None)
 
     def _update_groups(self, lr: float, blocks: Iterable[BufferBlock]) -> None:
         super()._update_groups(lr, blocks)
-        found = self._orthogonal([self._direct(matrix) for matrix in self._matrices])
-        for matrix, change in zip(self._matrices, found, strict=True):
-            data, (rows, columns) = self._data[matrix.buffer][matrix.place], matrix.shape
-            ratio = max(1, sqrt(columns / rows)) if self.adjust == "original" else 0.2 * sqrt(max(rows, columns))
-            rate = lr * self.rates[matrix.buffer]
-            data *= 1 - rate * self.weight_decay[matrix.buffer]
-            data -= change * (rate * ratio)
-
-    def _direct(self, matrix: Matrix) -> Array:
-        """Go on with the momentum of this rank's part of a matrix; return its direction there."""
-        grad, m = (arrays[matrix.buffer][matrix.place] for arrays in (self._grads, self._slots["m"]))
-        m += (grad - m) * (1 - self.momentum)
-        return m + (grad - m) * (1 - self.momentum) if self.nesterov else m
-
-    def _orthogonal(self, own: Sequence[Array]) -> list[Array]:
-        """Return this rank's parts of the orthogonalized matrices, of whose directions it has these."""
-        ranks, matrices = self.ranks or getattr(self.storage, "ranks", None), self._matrices
+        ranks = self.ranks or getattr(self.storage, "ranks", None)
         size, rank = (1, 0) if ranks is None else (ranks.size, ranks.rank)
-        owned, shared = deal([each.work for each in matrices], size), any(each.counts for each in matrices)
-        counts = [each.counts or [each.work[1]] * size for each in matrices]  # that each rank wants back
-        mine = owned[rank]
-        whole = [own[i] for i in mine]
-        if shared:
-            out = [[own[i] for i in theirs] for theirs in owned]
-            came = _swap(ranks, out, [[counts[i][r] for i in mine] for r in range(size)], own[0])
-            whole = [namespace(own[0]).concatenate(parts) for parts in zip(*came, strict=True)]
-        done = [orthogonalize(d.reshape(matrices[i].shape)).reshape(-1) for i, d in zip(mine, whole, strict=True)]
-        back = [done]
-        if ranks is not None and matrices:
-            cut = [_apart(d, counts[i]) if shared else [d] * size for i, d in zip(mine, done, strict=True)]
-            out = [[parts[r] for parts in cut] for r in range(size)]
-            back = _swap(ranks, out, [[counts[i][rank] for i in theirs] for theirs in owned], own[0])
-        found = dict(zip(chain(*owned), chain(*back), strict=True))
-        return [found[i] for i in range(len(matrices))]
+        owners = deal([span.parameter.declared for span, *_ in self._matrices], size)
+        owned: list[Array] = []
+        for (span, place, counts), owner in zip(self._matrices, owners, strict=True):
+            grad, m = (arrays[span.buffer][place] for arrays in (self._grads, self._slots["m"]))
+            m += (grad - m) * (1 - self.momentum)
+            d = m + (grad - m) * (1 - self.momentum)
+            if counts:
+                d = _exchange(ranks, {owner: d}, [each * (owner == rank) for each in counts], d)
+            owned.append(d)
+        for i, (span, *_) in enumerate(self._matrices):
+            if owners[i] == rank:  # all of these before anybody waits for one
+                owned[i] = orthogonalize(owned[i].reshape(span.parameter.declared)).reshape(-1)
+        for (span, place, counts), owner, d in zip(self._matrices, owners, owned, strict=True):
+            data, rate = self._data[span.buffer][place], lr * self.rates[span.buffer]
+            if size > 1:
+                pieces = namespace(d).split(d, [*accumulate(counts[:-1])]) if counts else [d] * size
+                parts = dict(enumerate(pieces)) if owner == rank else {}
+                d = _exchange(ranks, parts, [data.size * (owner == r) for r in range(size)], d)
+            data *= 1 - rate * self.weight_decay[span.buffer]
+            data -= d * (rate * 0.2 * sqrt(max(span.parameter.declared)))
 
 
-def deal(works: Sequence[tuple[int, int]], size: int) -> list[list[int]]:
-    """Return the numbers of what each rank does: the largest first, to the rank that has the least to do.
+def deal(shapes: Sequence[Sequence[int]], size: int) -> list[int]:
+    """Return each matrix's owner: the largest first, to the rank that has the least to do.
 
-    >>> deal([(9, 1), (4, 1), (3, 1), (3, 1)], 2)
-    [[0], [1, 2, 3]]
+    Work is the multiplications of an iteration, and then the elements.
+
+    >>> deal([(9, 9), (5, 9), (5, 8), (5, 8)], 2)
+    [0, 1, 1, 0]
     """
-    owned: list[list[int]] = [[] for _ in range(size)]
-    loads = [(0, 0, rank) for rank in range(size)]
+    works = [(s * s * (2 * n + s), s * n) for s, n in map(sorted, shapes)]
+    owners, loads = [0] * len(works), [(0, 0)] * size
     for i in sorted(range(len(works)), key=works.__getitem__, reverse=True):
-        operations, elements, rank = min(loads)
-        owned[rank].append(i)
-        loads[rank] = (operations + works[i][0], elements + works[i][1], rank)
-    return owned
+        owners[i] = rank = loads.index(min(loads))
+        loads[rank] = loads[rank][0] + works[i][0], loads[rank][1] + works[i][1]
+    return owners
 
 
-def _swap(
-    ranks: Any, send: Sequence[Sequence[Array]], counts: Sequence[Sequence[int]], like: Array
-) -> list[list[Array]]:
-    """Send each rank some arrays; return those that come from each, of so many elements. All are like one."""
-    flat = [namespace(like).concatenate([like[:0], *some]) for some in send]
-    came = ranks.all_to_all_v(flat, [(sum(each),) for each in counts], "muon")
-    return [_apart(array, each) for array, each in zip(came, counts, strict=True)]
+def _exchange(ranks: Any, parts: Mapping[int, Array], counts: Sequence[int], like: Array) -> Array:
+    """Send parts, by rank; return what comes, so many elements from each rank, as one array."""
+    sent = [parts.get(rank, like[:0]) for rank in range(ranks.size)]
+    return namespace(like).concatenate(ranks.all_to_all_v(sent, [(count,) for count in counts], "muon"))
 
 
-def _apart(array: Array, counts: Sequence[int]) -> list[Array]:
-    """Return views of so many elements each, one behind the other."""
-    stops = accumulate(counts)
-    return [array[stop - count : stop] for stop, count in zip(stops, counts, strict=True)]
-
-
-def _matrices(storage: Any) -> list[Matrix]:
-    """Return the matrices of a model's storage, in its order.
+def _matrices(storage: Any) -> list[tuple[Any, slice, Sequence[int]]]:
+    """Return a storage's matrices: span, this rank's place, and how many elements each rank has, none if each has all.
 
     Raises:
         LayoutError, UsageError: see `Muon`.
@@ -208,16 +155,11 @@ def _matrices(storage: Any) -> list[Matrix]:
         raise UsageError(
             "Muon works on the matrices of a model, and plain arrays do not say which these are; give model.storage"
         )
-    found = []
-    for span in storage.spans:
-        each = span.parameter
-        if len(each.declared) != 2 or each.is_table:
-            continue
+    spans = [s for s in storage.spans if len(s.parameter.declared) == 2 and not s.parameter.is_table]
+    for each in (span.parameter for span in spans):
         if each.region is not None:
             raise LayoutError(
                 f"Muon works on whole matrices, and this rank has a part of {each.name}; leave tp at 1, as dp, pp, sp "
                 "and zero leave matrices whole, or take adamw"
             )
-        counts = getattr(storage.view(span, storage.data), "counts", ())
-        found.append(Matrix(each.declared, span.buffer, storage.place(span), counts))
-    return found
+    return [(span, storage.place(span), getattr(storage.view(span, storage.data), "counts", ())) for span in spans]
