@@ -26,7 +26,8 @@ from nnmpi.comm.simulated.scheduler import Abandoned, describe_lines, find_lines
 from nnmpi.comm.simulated.simulated_comm import MessageQueue, SimulatedComm, SimulatedMessage
 from nnmpi.errors import CommError
 
-ANY, PROC_NULL, UNDEFINED = -1, -2, -32766  # as Open MPI has them
+ANY_SOURCE = ANY_TAG = ANY = -1  # as Open MPI has them
+PROC_NULL, UNDEFINED, SUCCESS = -2, -32766, 0
 ROOM_BYTES = 1 << 15  # of what mpi4py's irecv receives
 TICK_S = 1e-7  # what asking for the time takes: no two answers are the same
 BYTE, PICKLED = np.dtype("u1"), np.dtype([("pickle", "u1")])
@@ -54,19 +55,8 @@ OPS = {
     "BOR": (operator.or_, np.bitwise_or),
 }
 
-# Who gives to whom in a collective.
-ROOT, ALL, EACH = "root", "all", "each its own"
-MOVES = {
-    "bcast": (ROOT, ALL),
-    "scatter": (ROOT, EACH),
-    "gather": (ALL, ROOT),
-    "allgather": (ALL, ALL),
-    "alltoall": (ALL, EACH),
-    "reduce": (ALL, ROOT),
-    "allreduce": (ALL, ALL),
-    "reduce_scatter": (ALL, ALL),
-    "scan": (ALL, ALL),
-}
+# In which collectives root alone gives, or takes; in which each rank gets what is its own. In the others, all.
+GIVES, TAKES, DEALT = ("bcast", "scatter"), ("gather", "reduce"), ("scatter", "alltoall")
 
 
 def refuse(self, name):
@@ -245,7 +235,8 @@ class Request:
     @staticmethod
     def Waitall(requests, statuses=None):
         """Return when all are complete."""
-        return all(each.Wait(status) for each, status in zip_longest(requests, statuses or ()))
+        Request.waitall(requests, statuses)
+        return True
 
     @staticmethod
     def waitall(requests, statuses=None):
@@ -329,17 +320,14 @@ class Intracomm:
             give: returns arrays, one for all ranks or one for each; called with how many.
             words: what all must bring alike.
         """
-        givers, takers = MOVES[name.lower().removesuffix("v").removesuffix("_block")]
-        is_root, dealt = self.rank == self._among(root), takers == EACH
-        rooted = [] if givers == ALL and takers != ROOT else [f"root {root}"]
-        mine = [each.copy() for each in give(self.size if dealt else 1)] if is_root or givers == ALL else []
-        nbytes = sum(each.nbytes for each in mine) * (1 if words or dealt or givers == ROOT else self.size)
+        gives, takes, dealt = (name.lower().removesuffix("v") in each for each in (GIVES, TAKES, DEALT))
+        is_root = self.rank == self._among(root)
+        mine = [each.copy() for each in give(self.size if dealt else 1)] if is_root or not gives else []
+        nbytes = sum(each.nbytes for each in mine) * (1 if words or dealt or gives else self.size)
+        rooted = [f"root {root}"] if gives or takes else []
         everyones = self._wire.share(name, (mine, find_lines()), *rooted, *words, nbytes=nbytes)
-        return [
-            (parts[self.rank if dealt else 0], lines)
-            for parts, lines in everyones
-            if parts and (is_root or takers != ROOT)
-        ]
+        found = [(parts[self.rank * dealt], lines) for parts, lines in everyones if parts]
+        return found if is_root or not takes else []
 
     def _buffers(self, name, sendbuf, recvbuf, root=0):
         def give(parts):
@@ -368,39 +356,27 @@ class Intracomm:
         def give(parts):
             if parts > 1 and len(value) != parts:
                 raise ValueError(f"{name} has {len(value)} objects for {parts} ranks; give one for each")
-            return map(_pack, value if MOVES[name][1] == EACH else [value])
+            return map(_pack, value if name in DEALT else [value])
 
         found = [pickle.loads(data) for data, _ in self._meet(name, root, give, *words)]
-        return found[0] if MOVES[name][0] == ROOT else found or None
+        return found[0] if name in GIVES else found or None
 
     def _combine(self, name, sendobj, op="SUM", root=0):
         found = self._objects(name, sendobj, root, getattr(op, "__name__", op))  # a function of the program's, too
         return found and _fold(name, op if callable(op) else OPS[op][0], found, self.rank)
 
-    def _total(self, name, sendbuf, recvbuf, op, root=0):
+    def _reduce(self, name, sendbuf, recvbuf, op="SUM", root=0, recvcounts=None):
         data = _read(recvbuf if sendbuf is IN_PLACE else sendbuf)
-
-        def combine(x, y):
-            return OPS[op][1](x, y).astype(x.dtype)
-
         found = [each for each, _ in self._meet(name, root, lambda parts: [data], op, data.size, data.dtype)]
-        return _fold(name, combine, found, self.rank) if found else None
-
-    def _reduce(self, name, sendbuf, recvbuf, op="SUM", root=0):
-        total = self._total(name, sendbuf, recvbuf, op, root)
-        if total is not None:
+        if found:
+            total = _fold(name, OPS[op][1], found, self.rank).astype(data.dtype)
+            if "scatter" in name:
+                total = np.split(total, self.size if recvcounts is None else np.cumsum(recvcounts))[self.rank]
             np.copyto(_read(recvbuf)[: total.size], total, "equiv")
 
     def Reduce_scatter(self, sendbuf, recvbuf, recvcounts=None, op="SUM"):
         """Combine all arrays, each rank a part of so many elements; without counts, of the same length."""
-        total = self._total("Reduce_scatter", sendbuf, recvbuf, op)
-        ends = np.cumsum(recvcounts) if recvcounts is not None else self.size
-        part = np.split(total, ends)[self.rank]
-        np.copyto(_read(recvbuf)[: part.size], part, "equiv")
-
-    def Reduce_scatter_block(self, sendbuf, recvbuf, op="SUM"):
-        """Combine all arrays, each rank a part of the same length."""
-        self.Reduce_scatter(sendbuf, recvbuf, None, op)
+        self._reduce("Reduce_scatter", sendbuf, recvbuf, op, 0, recvcounts)
 
     # ---- other communicators ----
 
@@ -430,7 +406,7 @@ CALLS = (
     (Intracomm._objects, "bcast scatter gather allgather alltoall"),
     (Intracomm._buffers, "Scatter Scatterv Gather Gatherv Allgather Allgatherv Alltoall Alltoallv"),
     (Intracomm._combine, "reduce allreduce scan"),
-    (Intracomm._reduce, "Reduce Allreduce Scan"),
+    (Intracomm._reduce, "Reduce Allreduce Reduce_scatter_block Scan"),
 )
 for function, names in CALLS:
     for name in names.split():
@@ -461,6 +437,9 @@ class Cartcomm(Intracomm):
         return self.Get_cart_rank(self.coords - step), self.Get_cart_rank(self.coords + step)
 
 
+_SAME = "Intracomm Cartcomm Request Status COMM_NULL ANY_SOURCE ANY_TAG PROC_NULL UNDEFINED SUCCESS IN_PLACE"
+
+
 def make_modules(wire: Any) -> dict[str, ModuleType]:
     """Return what stands for mpi4py on a rank, by name."""
 
@@ -475,21 +454,11 @@ def make_modules(wire: Any) -> dict[str, ModuleType]:
     vars(mpi).update(
         {name: name for name in OPS},
         **DATATYPES,
+        **{name: globals()[name] for name in _SAME.split()},
         Comm=Intracomm,
-        Intracomm=Intracomm,
-        Cartcomm=Cartcomm,
-        Request=Request,
-        Status=Status,
         Exception=CommError,
         COMM_WORLD=Intracomm(wire),
         COMM_SELF=Intracomm(alone),
-        COMM_NULL=COMM_NULL,
-        ANY_SOURCE=ANY,
-        ANY_TAG=ANY,
-        PROC_NULL=PROC_NULL,
-        UNDEFINED=UNDEFINED,
-        SUCCESS=0,
-        IN_PLACE=IN_PLACE,
         REQUEST_NULL=Request(),
         Wtime=wtime,
         Get_processor_name=platform.node,
