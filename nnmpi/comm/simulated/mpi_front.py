@@ -10,10 +10,10 @@ A message finds its receive as MPI has it: from any rank, with any tag, shorter 
 whose message is taken, the clocks decide, or else the seed. What programs hand over has no types; setup.cfg says so.
 """
 
-import operator
 import pickle
 import platform
 import re
+from contextlib import suppress
 from functools import partial, partialmethod
 from itertools import accumulate, zip_longest
 from types import ModuleType, SimpleNamespace
@@ -25,6 +25,7 @@ from nnmpi.comm.buffers import as_bytes
 from nnmpi.comm.simulated.scheduler import Abandoned, describe_lines, find_lines
 from nnmpi.comm.simulated.simulated_comm import MessageQueue, SimulatedComm, SimulatedMessage
 from nnmpi.errors import CommError
+from nnmpi.shard import split
 
 ANY_SOURCE = ANY_TAG = ANY = -1  # as Open MPI has them
 PROC_NULL, UNDEFINED, SUCCESS = -2, -32766, 0
@@ -43,17 +44,12 @@ _TYPES = """
 """
 DATATYPES = {name: np.dtype(code) for name, code in re.findall(r"(\w+) (\S+)", _TYPES)}
 
-# What makes one of two objects, and of two arrays.
-OPS = {
-    "SUM": (operator.add, np.add),
-    "PROD": (operator.mul, np.multiply),
-    "MAX": (max, np.maximum),
-    "MIN": (min, np.minimum),
-    "LAND": (lambda x, y: bool(x) & bool(y), np.logical_and),
-    "LOR": (lambda x, y: bool(x) | bool(y), np.logical_or),
-    "BAND": (operator.and_, np.bitwise_and),
-    "BOR": (operator.or_, np.bitwise_or),
-}
+# What makes one of two arrays, and of two objects, each in an array of its own.
+_OPS = """
+    SUM add  PROD multiply  MAX maximum  MIN minimum
+    LAND logical_and  LOR logical_or  BAND bitwise_and  BOR bitwise_or
+"""
+OPS = dict(re.findall(r"(\w+) (\S+)", _OPS))
 
 # In which collectives root alone gives, or takes; in which each rank gets what is its own. In the others, all.
 GIVES, TAKES, DEALT = ("bcast", "scatter"), ("gather", "reduce"), ("scatter", "alltoall")
@@ -62,8 +58,8 @@ GIVES, TAKES, DEALT = ("bcast", "scatter"), ("gather", "reduce"), ("scatter", "a
 def refuse(self, name):
     """Refuse a name that is not there, of MPI's or of an object's."""
     whose = self.__name__ if isinstance(self, ModuleType) else type(self).__name__
-    there = ", ".join(each for each in dir(self) if not each.startswith("_"))
-    raise AttributeError(f"simulated ranks have no {whose}.{name}; of {whose} they have {there}")
+    there = [each for each in dir(self) if each[0] != "_"]
+    raise AttributeError(f"simulated ranks have no {whose}.{name}; of {whose} they have {', '.join(there)}")
 
 
 class Status:
@@ -104,11 +100,11 @@ def read_parts(spec, ranks):
     array = np.asarray(memoryview(buffer))
     if not array.flags.c_contiguous:
         raise ValueError(f"an array with strides {array.strides} is no buffer; copy it: ascontiguousarray")
-    flat = array.reshape(-1) if dtype is None else as_bytes(array).view(dtype)
+    flat = as_bytes(array).view(array.dtype if dtype is None else dtype)
     if counts is None:
-        counts = [flat.size // ranks + (flat.size % ranks > rank) for rank in range(ranks)]
+        counts = [*map(len, split(flat.size, ranks))]
     counts = np.broadcast_to(counts, ranks).tolist()
-    begins = np.cumsum([0, *counts]) if begins is None else np.broadcast_to(begins, ranks)
+    begins = np.cumsum([0, *counts]) if begins is None else begins
     parts = [flat[begin:][:count] for begin, count in zip(begins, counts, strict=False)]
     if [part.size for part in parts] != counts:
         raise ValueError(f"a buffer of {flat.size} elements is too short for counts of {counts}")
@@ -144,8 +140,8 @@ class Mailbox(MessageQueue):
 
 
 def _fits(message, receive):
-    (source, tag, _), wanted = message.request.envelope, receive.envelope
-    return wanted[0] in (ANY, source) and wanted[1] in (ANY, tag)
+    pairs = zip(receive.envelope[:2], message.request.envelope, strict=False)
+    return all(wanted in (ANY, found) for wanted, found in pairs)
 
 
 class Wire(SimulatedComm):
@@ -157,10 +153,10 @@ class Wire(SimulatedComm):
     def _pair(self, message, receive, queue):
         (source, tag, sent), wanted = message.request.envelope, receive.envelope[2]
         if sent != wanted and BYTE not in (sent, wanted):
-            sender, *lines = message.request, *map(describe_lines, (message.request.lines, receive.lines))
             raise CommError(
-                f"rank {sender.owner.number} sends {sent} ({lines[0]}), which rank {receive.owner.number} receives as "
-                f"{wanted} ({lines[1]}); send and recv are for objects, Send and Recv for arrays"
+                f"rank {message.request.owner.number} sends {sent} ({describe_lines(message.request.lines)}), which "
+                f"rank {receive.owner.number} receives as {wanted} ({describe_lines(receive.lines)}); send and recv "
+                "are for objects, Send and Recv for arrays"
             )
         if receive.memory is None:
             receive.memory = np.empty(message.nbytes, BYTE)
@@ -177,10 +173,6 @@ class Wire(SimulatedComm):
         )
         memory, kind = (None, PICKLED) if into is None else (as_bytes(into), into.dtype)
         return self._receive(words, memory, (source, tag, kind), *partners)
-
-    def share(self, name, value, *words, nbytes):
-        """Return what each rank brings to a collective."""
-        return self._exchange(name, value, lambda everyones: [everyones] * self.size, *words, nbytes=nbytes)
 
 
 def _fold(name, combine, values, rank):
@@ -325,7 +317,9 @@ class Intracomm:
         mine = [each.copy() for each in give(self.size if dealt else 1)] if is_root or not gives else []
         nbytes = sum(each.nbytes for each in mine) * (1 if words or dealt or gives else self.size)
         rooted = [f"root {root}"] if gives or takes else []
-        everyones = self._wire.share(name, (mine, find_lines()), *rooted, *words, nbytes=nbytes)
+        everyones = self._wire._exchange(
+            name, (mine, find_lines()), lambda all_: [all_] * self.size, *rooted, *words, nbytes=nbytes
+        )
         found = [(parts[self.rank * dealt], lines) for parts, lines in everyones if parts]
         return found if is_root or not takes else []
 
@@ -362,14 +356,17 @@ class Intracomm:
         return found[0] if name in GIVES else found or None
 
     def _combine(self, name, sendobj, op="SUM", root=0):
-        found = self._objects(name, sendobj, root, getattr(op, "__name__", op))  # a function of the program's, too
-        return found and _fold(name, op if callable(op) else OPS[op][0], found, self.rank)
+        found = self._objects(name, sendobj, root, getattr(op, "__name__", op))
+        if not found or callable(op):  # a function of the program's
+            return found and _fold(name, op, found, self.rank)
+        (total,) = _fold(name, getattr(np, OPS[op]), [np.array([each, None], object)[:1] for each in found], self.rank)
+        return bool(total) if op[0] == "L" else total
 
     def _reduce(self, name, sendbuf, recvbuf, op="SUM", root=0, recvcounts=None):
         data = _read(recvbuf if sendbuf is IN_PLACE else sendbuf)
         found = [each for each, _ in self._meet(name, root, lambda parts: [data], op, data.size, data.dtype)]
         if found:
-            total = _fold(name, OPS[op][1], found, self.rank).astype(data.dtype)
+            total = _fold(name, getattr(np, OPS[op]), found, self.rank).astype(data.dtype)
             if "scatter" in name:
                 total = np.split(total, self.size if recvcounts is None else np.cumsum(recvcounts))[self.rank]
             np.copyto(_read(recvbuf)[: total.size], total, "equiv")
@@ -418,7 +415,8 @@ class Cartcomm(Intracomm):
 
     def __init__(self, wire, dims, periods):
         super().__init__(wire)
-        self.dims, self.periods = np.atleast_1d(dims).tolist(), periods
+        self.dims = np.atleast_1d(dims).tolist()
+        self.periods = np.broadcast_to(periods, len(self.dims))
         self.coords = self.Get_coords(self.rank)
 
     def Get_coords(self, rank):
@@ -427,9 +425,9 @@ class Cartcomm(Intracomm):
 
     def Get_cart_rank(self, coords):
         """Return who is there; PROC_NULL beyond an end."""
-        there = np.where(self.periods, np.mod(coords, self.dims), coords)
-        inside = np.all((there >= 0) & (there < self.dims))
-        return int(np.ravel_multi_index(there, self.dims)) if inside else PROC_NULL
+        with suppress(ValueError):
+            return int(np.ravel_multi_index(coords, self.dims, np.where(self.periods, "wrap", "raise").tolist()))
+        return PROC_NULL
 
     def Shift(self, direction, disp):
         """Return from whom and to whom a shift along a direction goes."""
