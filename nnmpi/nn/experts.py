@@ -3,12 +3,13 @@
 from functools import partial
 from typing import Any
 
+from nnmpi.comm.group import Group
 from nnmpi.errors import ShapeError, UsageError, whole
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.mode import current
 from nnmpi.nn.module import Module, fan_in
 from nnmpi.ops.activation import softmax
-from nnmpi.ops.experts import Experts, Gate, Owners
+from nnmpi.ops.experts import Experts, Gate
 from nnmpi.tensor.operand import in_float32
 from nnmpi.tensor.parameter import Parameter
 from nnmpi.tensor.tensor import Tensor
@@ -42,7 +43,7 @@ class MixtureOfExperts(Module):
     """
 
     all_reduce: Any = None  # set by a strategy whose ranks share batches: then a mean needs what it is over
-    owners: Owners | None = None  # of experts that ranks share out, see `parallel.experts`
+    ranks: Group | None = None  # that share out the experts, see `parallel.experts`
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class MixtureOfExperts(Module):
         """
         if x.ndim != 3:
             raise ShapeError(f"a mixture of experts needs (batch, positions, features), not {x.shape}")
-        function = Experts(self.chooses, self.owners, partial(_weight, self.all_reduce is not None))
+        function = Experts(self.chooses, self.ranks, partial(_weight, self.all_reduce is not None))
         result: Tensor = in_float32(function, x, softmax(self.gate(x)), self.w1, self.b1, self.w2, self.b2)
         return result
 

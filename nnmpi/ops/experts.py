@@ -27,24 +27,15 @@ from typing import Any
 
 import numpy as np
 
-from nnmpi.backend.array import Array, namespace
-from nnmpi.ops.activation import gelu_in_place
+from nnmpi.backend.array import Array
+from nnmpi.comm.group import Group
+from nnmpi.ops.activation import LinearGeluFunction
+from nnmpi.ops.collectives import CATEGORY, AllToAll
+from nnmpi.ops.embedding import EmbeddingFunction
+from nnmpi.ops.linear import LinearFunction
+from nnmpi.shard import split
 from nnmpi.tensor.function import Function, Grads
-
-
-@dataclass(frozen=True)
-class Owners:
-    """Which rank has which experts.
-
-    Attributes:
-        ranges: of experts, by rank.
-        rank: this one.
-        exchange: (a part for each rank, the shapes of what comes from each, a name) -> what comes: see `comm.group`.
-    """
-
-    ranges: Sequence[range]
-    rank: int
-    exchange: Callable[[Sequence[Array], Sequence[tuple[int, ...]], str], list[Array]]
+from nnmpi.tensor.tensor import Tensor, concatenate
 
 
 @dataclass(frozen=True)
@@ -81,130 +72,85 @@ class Gate:
         return chosen, (places <= most).reshape(chosen.shape)
 
 
-class Journey:
-    """The way of rows, which lie expert by expert, to where their experts are, and back.
-
-    Args:
-        counts: (experts,) how many rows each gets from here.
-        owners: of the experts; None where they are all here.
-
-    Attributes:
-        runs: of the rows that are here then, those of each expert.
-    """
-
-    def __init__(self, counts: Array, owners: Owners | None) -> None:
-        self._owners, told = owners, [counts]
-        if owners is not None:
-            shape = (len(owners.ranges[owners.rank]),)
-            parts = [counts[each.start : each.stop] for each in owners.ranges]
-            told = owners.exchange(parts, [shape] * len(parts), "how many rows")
-            self._sends = [int(each.sum()) for each in parts]
-            self._receives = [int(each.sum()) for each in told]
-            experts = np.concatenate([np.repeat(np.arange(len(each)), each.tolist()) for each in told])
-            self._order = namespace(counts).asarray(np.argsort(experts, kind="stable"))
-        stops = np.sum([each.tolist() for each in told], axis=0).cumsum().tolist()
-        self.runs = [slice(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]
-
-    def go(self, rows: Array) -> Array:
-        """Return the rows of the experts that are here, given this rank's rows. Collective."""
-        return rows if self._owners is None else self._exchange(rows, self._sends, self._receives)[self._order]
-
-    def come(self, rows: Array) -> Array:
-        """Return what belongs to this rank's rows, given what belongs to those of the experts here. Collective."""
-        if self._owners is None:
-            return rows
-        theirs = namespace(rows).empty_like(rows)
-        theirs[self._order] = rows
-        return self._exchange(theirs, self._receives, self._sends)
-
-    def _exchange(self, rows: Array, sends: Sequence[int], receives: Sequence[int]) -> Array:
-        assert self._owners is not None
-        parts = namespace(rows).split(rows, np.cumsum(sends[:-1]).tolist())
-        shapes = [(count, *rows.shape[1:]) for count in receives]
-        return namespace(rows).concatenate(self._owners.exchange(parts, shapes, "all-to-all"))
-
-
 class Experts(Function):
     """The sum over a row's experts of a probability times Linear - GELU (tanh form) - Linear.
 
-    It is one operation, as which rows an expert gets depends on values: a recorded step comes here each time.
+    It is one operation, with a graph of its own inside, as which rows an expert gets depends on values: a recorded step
+    comes here each time.
 
     Args:
         gate: chooses.
-        owners: of the experts; None where they are all here.
+        ranks: that have some of the experts each, dealt out by `split`; None where they are all here.
         weight: what the gradient of a sum over rows is multiplied by, asked in each pass; None for a mean over these.
     """
 
-    __slots__ = ("gate", "owners", "probabilities", "weight")
+    __slots__ = ("gate", "ranks", "weight")
 
-    def __init__(self, gate: Gate, owners: Owners | None, weight: Callable[[], float | None]) -> None:
-        self.gate, self.owners, self.weight = gate, owners, weight
+    def __init__(self, gate: Gate, ranks: Group | None, weight: Callable[[], float | None]) -> None:
+        self.gate, self.ranks, self.weight = gate, ranks, weight
 
-    def forward(self, x: Array, p: Array, w1: Array, b1: Array, w2: Array, b2: Array) -> Array:
-        xp, top_k, (*_, experts) = self.xp, self.gate.top_k, p.shape
-        self.probabilities = p.shape
-        rows = x.reshape(-1, x.shape[-1])
-        chosen, taken = self.gate.choose(xp, p)
-        flat = xp.where(taken, chosen, experts).reshape(-1)  # who is turned away stands behind the last expert
-        order = xp.argsort(flat, kind="stable")[: int(taken.sum())]
-        places = xp.full(flat.shape, len(order))  # of each choice among the sorted ones, or of a row of zeros
-        places[order] = xp.arange(len(order))
-        tokens = order // top_k
-        journey = Journey(xp.bincount(flat, minlength=experts + 1)[:experts], self.owners)
-        here = journey.go(rows[tokens])
-        hidden, out = xp.empty((len(here), w1.shape[2]), x.dtype), xp.empty_like(here)
-        slopes = xp.empty_like(hidden)
-        for i, run in enumerate(journey.runs):
-            inner = xp.ascontiguousarray(here[run] @ w1[i])
-            if inner.size:
-                slopes[run] = gelu_in_place(xp, inner, b1[i], True, True)
-            hidden[run] = inner
-            out[run] = inner @ w2[i] + b2[i]
-        places = places.reshape(-1, top_k)
-        results = _with_zeros(xp, journey.come(out))[places]  # (rows, top_k, features)
-        factors = xp.take_along_axis(p, chosen, axis=2).reshape(places.shape)
-        pushed = self._pushed(xp, p, chosen) if self.gate.balance else None
-        self.saved = (
-            (journey, tokens, order, places, chosen),
-            (here, hidden, slopes, w1, w2),
-            (results, factors, pushed),
-        )
-        return (results * factors[..., None]).sum(axis=1).reshape(x.shape)
+    def forward(self, x: Array, p: Array, *weights: Array) -> Array:
+        own, gates = (Tensor(each, requires_grad=True) for each in (x, p))
+        grads = [self.xp.zeros(each.shape, each.dtype) for each in weights]
+        experts = []
+        for arrays in zip(*weights, strict=True):
+            experts.append([Tensor(each, requires_grad=True) for each in arrays])
+            for leaf, grad in zip(experts[-1], grads, strict=True):
+                leaf.buffer = grad[len(experts) - 1]
+        chosen, taken = self.gate.choose(self.xp, p)
+        y = self._mix(own, gates, experts, chosen, taken)
+        self.saved = own, gates, grads, y, self._pushed(p, chosen)
+        return y.data
 
     def backward(self, grad: Array) -> Grads:
-        (journey, tokens, order, places, chosen), (here, hidden, slopes, w1, w2), own = self.saved
-        results, factors, pushed = own
-        xp, rows = self.xp, grad.reshape(-1, grad.shape[-1])
-        to_out = journey.go(rows[tokens] * factors.reshape(-1)[order][:, None])
-        to_here = xp.empty_like(here)
-        to_w1, to_w2 = xp.zeros(w1.shape, w1.dtype), xp.zeros(w2.shape, w2.dtype)
-        to_b1, to_b2 = (xp.zeros((len(each), each.shape[2]), each.dtype) for each in (w1, w2))
-        for i, run in enumerate(journey.runs):
-            inner = (to_out[run] @ w2[i].T) * slopes[run]
-            to_w2[i], to_b2[i] = hidden[run].T @ to_out[run], to_out[run].sum(axis=0)
-            to_w1[i], to_b1[i] = here[run].T @ inner, inner.sum(axis=0)
-            to_here[run] = inner @ w1[i].T
-        to_x = _with_zeros(xp, journey.come(to_here))[places].sum(axis=1).reshape(grad.shape)
-        to_p = xp.zeros(self.probabilities, grad.dtype)
-        xp.put_along_axis(to_p, chosen, (results * rows[:, None]).sum(axis=2).reshape(chosen.shape), axis=2)
-        if pushed is not None:
-            to_p += pushed
-        return to_x, to_p, to_w1, to_b1, to_w2, to_b2
+        x, p, grads, y, pushed = self.saved
+        y.backward(grad)
+        return (x.grad, p.grad + pushed, *grads)
 
-    def _pushed(self, xp: Any, p: Array, chosen: Array) -> Array:
+    def _mix(self, x: Tensor, p: Tensor, experts: Sequence[Sequence[Tensor]], chosen: Array, taken: Array) -> Tensor:
+        xp, count, top_k = self.xp, p.shape[2], self.gate.top_k
+        flat = xp.where(taken, chosen, count).reshape(-1)  # who is turned away stands behind the last expert
+        order = xp.argsort(flat, kind="stable")[: int(taken.sum())]
+        rows = _pick(x.reshape(-1, x.shape[-1]), order // top_k)
+        told = [xp.bincount(flat, minlength=count + 1)[:count]]
+        if self.ranks is not None:
+            parts = [told[0][each.start : each.stop] for each in split(count, self.ranks.size)]
+            told = self.ranks.all_to_all_v(parts, [(len(experts),)] * len(parts), "how many rows", CATEGORY)
+            sends, receives = ([int(each.sum()) for each in some] for some in (parts, told))
+            kinds = xp.concatenate([xp.repeat(xp.arange(len(experts)), each.tolist()) for each in told])
+            there = xp.argsort(kinds, kind="stable")
+            rows = _pick(AllToAll(self.ranks, sends, receives)(rows), there)
+        results, start = [rows[:0]], 0
+        for (w1, b1, w2, b2), each in zip(
+            experts, np.sum([each.tolist() for each in told], axis=0).tolist(), strict=True
+        ):
+            if each:
+                inner = LinearGeluFunction(True, None)(rows[start : start + each], w1, b1)
+                results.append(LinearFunction(None)(inner, w2, b2))
+            start += each
+        out = concatenate(results)
+        if self.ranks is not None:
+            out = AllToAll(self.ranks, receives, sends)(_pick(out, xp.argsort(there)))
+        places = xp.full(flat.shape, len(order))  # of each choice among the sorted ones, or of a row of zeros
+        places[order] = xp.arange(len(order))
+        out = _pick(concatenate([out, Tensor(xp.zeros((1, x.shape[-1]), x.dtype))]), places)
+        numbers = xp.arange(len(flat)) // top_k * count + chosen.reshape(-1)
+        mixed = out * _pick(p.reshape(-1, 1), numbers)
+        return mixed.reshape(*x.shape[:2], top_k, x.shape[2]).sum(axis=2)
+
+    def _pushed(self, p: Array, chosen: Array) -> Array:
         """Return the balance's gradient: of experts times a choice's share times its probabilities in a sample.
 
         The share has no slope, as in the papers: an expert that is chosen too often gets lower probabilities.
         """
-        samples, positions, experts = p.shape
-        weight = self.weight()
+        xp, (samples, positions, experts) = self.xp, p.shape
+        weight = self.weight() if self.gate.balance else 0.0
         weight = 1 / max(samples * positions, 1) if weight is None else weight
-        shares = (chosen.reshape(samples, positions * self.gate.top_k, 1) == xp.arange(experts)).mean(
-            axis=1, dtype=p.dtype
-        )
-        return (self.gate.balance * weight * experts) * xp.broadcast_to(shares[:, None], p.shape)
+        chosen = chosen.reshape(samples, positions * self.gate.top_k, 1)
+        shares = (chosen == xp.arange(experts)).mean(axis=1, keepdims=True, dtype=p.dtype)
+        return shares * xp.asarray(self.gate.balance * weight * experts, p.dtype)
 
 
-def _with_zeros(xp: Any, rows: Array) -> Array:
-    """Return rows with one of zeros behind them."""
-    return xp.concatenate([rows, xp.zeros((1, rows.shape[1]), rows.dtype)])
+def _pick(rows: Tensor, numbers: Array) -> Tensor:
+    """Return rows by their numbers."""
+    return EmbeddingFunction(rows.dtype)(rows, numbers)

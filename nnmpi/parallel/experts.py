@@ -9,14 +9,10 @@ An expert's gradient is complete where it is: its rows came from all ranks. So i
 one rank alone (Lepikhin et al., "GShard", 2021).
 """
 
-from functools import partial
-
 from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError
 from nnmpi.nn.experts import MixtureOfExperts
 from nnmpi.nn.module import Module
-from nnmpi.ops.collectives import CATEGORY
-from nnmpi.ops.experts import Owners
 from nnmpi.shard import Region, split
 from nnmpi.tensor.parameter import Parameter
 
@@ -31,10 +27,9 @@ def share_experts(model: Module, group: Group) -> None:
     if not found:
         raise LayoutError("expert_parallel shares out the experts of nn.MixtureOfExperts, which this model has not")
     for module in found if group.size > 1 else ():
-        ranges = split(module.b1.shape[0], group.size)
-        module.owners = Owners(ranges, group.rank, partial(group.all_to_all_v, category=CATEGORY))
+        module.ranks, own = group, split(module.b1.shape[0], group.size)[group.rank]
         for name in ("w1", "b1", "w2", "b2"):
-            whole, own = getattr(module, name), ranges[group.rank]
+            whole = getattr(module, name)
             region = Region(whole.shape, 0, own.start, own.stop)
             part = Parameter(region.local_shape, whole.init, region)
             part.requires_grad, part.apart = whole.requires_grad, True
