@@ -7,7 +7,7 @@ are those of `python -m nnmpi.schedule`. To add one: a generator here, its name 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, zip_longest
 from types import MappingProxyType
-from typing import TypeAlias, cast
+from typing import TypeAlias
 
 from nnmpi.custom import ask, name_of
 from nnmpi.errors import ScheduleError, UsageError
@@ -166,13 +166,7 @@ def zero_bubble(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, 
     activations (until their W), as many as the first stage of 1F1B does.
     Source: Qi et al., Zero Bubble Pipeline Parallelism, 2024.
     """
-    behind, program = min(rank, microbatches), list[Instruction]()
-    for one in one_f_one_b(rank, ranks, microbatches):
-        m = cast(int, one.microbatch)
-        program.append(one if one.kind is Kind.F else Kind.I.at(rank, m))
-        if one.kind is Kind.B and m >= behind:
-            program.append(Kind.W.at(rank, m - behind))
-    return (*program, *(Kind.W.at(rank, m) for m in range(microbatches - behind, microbatches)))
+    return tuple(quickest(ranks, microbatches, ranks, 1)[rank])
 
 
 def zb_v(rank: int, ranks: int, microbatches: int) -> tuple[Instruction, ...]:

@@ -1,4 +1,4 @@
-"""Schedules with two stages a rank, there and back, by one greedy rule under a cap on what a rank keeps.
+"""Schedules with halved backwards, by one greedy rule under a cap on what a rank keeps.
 
     4 ranks, 8 stages       rank 0: 0, 7    rank 1: 1, 6    rank 2: 2, 5    rank 3: 3, 4
 
@@ -12,6 +12,8 @@ The pace is 2, 3 or 6, which divide six: so hardly two moments of a rank fall to
 units for each rank on its way, and so the ranks keep a third, half or all of what 1F1B keeps. The more they may keep,
 the less they wait.
 
+With one stage a rank a microbatch is three units of work, F goes on at once and I every other unit: zero bubble, ZB-H1.
+
 The rule: each rank does its F and I in the order of their moments, each as soon as its input is there and, for an F, as
 less is kept than the cap; meanwhile it does a W. Of the timetables that get along under the cap, the quickest is taken.
 The paces are those of Qi et al., "Pipeline parallelism with controllable memory", 2024, whose W have moments, too: as
@@ -21,44 +23,49 @@ fillers they wait for the end, where there is least to do.
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, cycle
 
 from nnmpi.schedule.schedule import Instruction, Kind, there_and_back
 
-_PERIOD = 6  # units of a microbatch on a rank
-# pace, and the units of the three turns: 3 where with 1 the moments of some numbers of ranks fall together
-_TIMETABLES = ((6, (1, 1, 1)), (3, (3, 1, 1)), (2, (1, 1, 1)), (2, (3, 1, 3)))
+# By stages a rank: pace, and the units of the beginning and of each turn: 3 where with 1 the moments of some numbers of
+# ranks fall together.
+_TIMETABLES = {
+    1: ((3, (0, 1)),),
+    2: ((6, (0, 1, 1, 1)), (3, (0, 3, 1, 1)), (2, (0, 1, 1, 1)), (2, (0, 3, 1, 3))),
+}
 
 
 @lru_cache(maxsize=64)
-def quickest(ranks: int, microbatches: int, most: int) -> Sequence[Sequence[Instruction]]:
+def quickest(ranks: int, microbatches: int, most: int, virtual: int = 2) -> Sequence[Sequence[Instruction]]:
     """Return what each rank computes by the quickest timetable under a cap.
 
     Args:
         most: activations that a rank keeps, of one stage and microbatch each, until their W; from 2 (ranks + 4) / 3 on,
-            without remainder, there is one.
+            without remainder, there is one; with one stage a rank, from the number of ranks on.
+        virtual: stages a rank, 1 or 2.
     """
-    found = [_play(ranks, microbatches, most, *each) for each in _TIMETABLES]
+    found = [_play(ranks, microbatches, most, *each) for each in _TIMETABLES[virtual]]
     return min(filter(None, found), key=lambda each: each[0])[1]
 
 
 def _play(
-    ranks: int, microbatches: int, most: int, pace: int, turns: tuple[int, int, int]
+    ranks: int, microbatches: int, most: int, pace: int, turns: Sequence[int]
 ) -> tuple[int, Sequence[Sequence[Instruction]]] | None:
     """Return how many units it takes, and what each rank does; None where all wait for room."""
-    there, back = [1] * (ranks - 1), [pace - 1] * (ranks - 1)
-    moments = accumulate([0, *there, turns[0], *back, turns[1], *there, turns[2], *back])
-    forwards = [Kind.F.at(stage) for stage in range(2 * ranks)]
-    way = [*forwards, *(Kind.I.at(one.stage) for one in reversed(forwards))]
+    legs = zip(turns, cycle((1, pace - 1)))
+    moments = accumulate(unit for turn, step in legs for unit in (turn, *[step] * (ranks - 1)))
+    stages = range(ranks * len(turns) // 2)
+    way = [*map(Kind.F.at, stages), *map(Kind.I.at, reversed(stages))]
     todo: list[deque[tuple[int, int]]] = [deque() for _ in range(ranks)]  # (place on the way, microbatch)
-    every = ((moment + _PERIOD * m, place, m) for place, moment in enumerate(moments) for m in range(microbatches))
+    period = 3 * len(turns) // 2
+    every = ((moment + period * m, place, m) for place, moment in enumerate(moments) for m in range(microbatches))
     for _, place, m in sorted(every):
         todo[there_and_back(way[place].stage, ranks)].append((place, m))
     through = [0] * len(way)  # microbatches, by place
     programs: list[list[Instruction]] = [[] for _ in range(ranks)]
     halves: list[deque[Instruction]] = [deque() for _ in range(ranks)]
-    kept, units = [0] * ranks, 0
-    while any(todo) or any(halves):
+    kept, units, moves = [0] * ranks, -1, True
+    while moves:
         units, before, moves = units + 1, [microbatches, *through], False
         for rank in range(ranks):
             place, m = todo[rank][0] if todo[rank] else (0, microbatches)
@@ -77,6 +84,4 @@ def _play(
             else:
                 continue
             moves = True
-        if not moves:
-            return None
-    return units, programs
+    return None if any(todo) else (units, programs)

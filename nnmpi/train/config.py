@@ -286,14 +286,11 @@ class ModelConfig:
         check_idle(self, "model")
         check_numbers(self, "layers features heads context experts experts_top", 1)
         check_numbers(self, "experts_capacity", 0, above=True)
-        top = f"--experts-top {self.experts_top}"
-        alone = self.experts_top == 2 and self.experts_capacity is None
-        require(self.experts is not None or alone, "--experts-top and --experts-capacity need --experts, too")
-        require(
-            self.experts is None or self.experts >= self.experts_top, f"{top} is more than --experts {self.experts}"
-        )
-        both = self.experts is not None and self.pretrained is not None
-        require(not both, "--pretrained has no experts; leave --experts out")
+        top, experts = self.experts_top, self.experts
+        alone = top == 2 and self.experts_capacity is None
+        require(bool(experts) or alone, "--experts-top and --experts-capacity need --experts, too")
+        require(not experts or experts >= top, f"--experts-top {top} is more than --experts {experts}")
+        require(not (experts and self.pretrained), "--pretrained has no experts; leave --experts out")
         if self.model == "gpt" and self.pretrained is None:
             _, features, heads = self.sizes
             require(features % heads == 0, f"--features {features} is not a multiple of --heads {heads}; choose others")
@@ -304,12 +301,14 @@ class ModelConfig:
         return self.layers or 2, self.features or 128, self.heads or 4
 
 
-def check_positions(model: str, sp: int) -> None:
-    """Refuse to share out the positions of a model that has none, or takes one after the other."""
-    mixes = sp > 1 and model in MODELS and model != "gpt"
+def check_positions(given: ModelConfig, sp: int) -> None:
+    """Refuse to share out the positions of a model that has none, or does not take each by itself."""
+    model = given.model
+    mixes = sp > 1 and (given.experts or model in MODELS and model != "gpt")
     why = "takes one after the other" if model in SEQUENCE_MODELS else "knows none"
+    why = "with --experts counts all of a sequence together" if given.experts else why
     sentence = f"--sp {sp} shares out the positions of sequences, and --model {model} {why}"
-    require(not mixes, f"{sentence}; leave --sp out, or use --model gpt")
+    require(not mixes, f"{sentence}; leave --sp out, or use --model gpt without --experts")
 
 
 @dataclass(frozen=True)
@@ -523,7 +522,7 @@ class Config:
             for name in given(self.parallel):
                 left = name in ("layout", "memory_limit", "offload")
                 require(left, f"--layout auto decides about {flag_of(name)} itself; leave one of them out")
-        check_positions(self.model.model, self.parallel.sp)
+        check_positions(self.model, self.parallel.sp)
         fixed = self.parallel.reduction == "fixed" and self.data.partition != "none"
         require(
             not fixed, f"--partition {self.data.partition} does not go with --reduction fixed, which deals any sample"

@@ -283,7 +283,7 @@ def open_run(
     config = assemble(on_root(group, lambda: flatten(_read_config(folder, trust))))
     is_run = config.model.pretrained != folder
     with agreed(group):
-        check_positions(config.model.model, layout.sp)
+        check_positions(config.model, layout.sp)
         if best and not is_run:
             raise UsageError(f"{folder}: a model in Hugging Face's files has no best weights; leave --best away")
     last = find(RunFolder(folder), group, writes=False, best=best) if is_run else None

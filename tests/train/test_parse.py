@@ -99,6 +99,7 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
         ("--eval-every -1steps", "--eval-every is -1steps; it must be a number of epochs, or of steps"),
         ("--save-every -1", "--save-every is -1; it must be a number of epochs, or of steps, such as 100steps"),
         ("--sync asp --activation-memory 1k", "--activation-memory does not go with --sync asp"),
+        ("--model gpt --experts 2 --sp 2", "--sp 2 shares out the positions of sequences, and --model gpt with"),
         ("--batch-size many", '--batch-size is many; it must be a whole number or "full"'),
         ("--no-normalize 3", "--no-normalize takes no value, but 3 follows it"),
         ("--jit yes", "--jit is yes; it must be one of auto, on, off"),
