@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-from nnmpi.comm.group import Group
 from nnmpi.errors import ShapeError, UsageError, whole
 from nnmpi.nn.linear import Linear
 from nnmpi.nn.mode import current
@@ -43,7 +42,7 @@ class MixtureOfExperts(Module):
     """
 
     all_reduce: Any = None  # set by a strategy whose ranks share batches: then a mean needs what it is over
-    ranks: Group | None = None  # that share out the experts, see `parallel.experts`
+    ranks: Any = None  # a group that shares out the experts, see `parallel.experts`
 
     def __init__(
         self,

@@ -55,11 +55,9 @@ __all__ = [
     "tanh",
 ]
 
-# The ranks' part of the package, a seventh of an import of the engine, comes when one of these is first used.
-_OF_RANKS = dict.fromkeys(("all_gather", "all_reduce", "all_to_all", "reduce_scatter"), "nnmpi.ops.collectives")
-
 
 def __getattr__(name: str) -> Any:
-    if name in _OF_RANKS:
-        return getattr(import_module(_OF_RANKS[name]), name)
+    """Return an exchange between ranks: their part of the package, a seventh of an engine's import, comes when used."""
+    if name in __all__:
+        return getattr(import_module("nnmpi.ops.collectives"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

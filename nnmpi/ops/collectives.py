@@ -251,22 +251,33 @@ class AllToAll(Function):
         return namespace(x).concatenate(came, axis=self.axis)
 
 
-def _everyones(x: Any, group: Group, axis: int | None, *more: int) -> tuple[Tensor, list[list[int]]]:
-    """Return a tensor, and each rank's length along the axis with `more` behind it. Collective.
+def _agreed(
+    x: Any, group: Group, axis: int | None, lengths: Sequence[int] | None = None, cut: bool = False
+) -> tuple[Tensor, list[list[int]]]:
+    """Return a tensor, and of each rank its length along the axis or, where it is cut, those of its parts. Collective.
 
     Raises:
         CommError: on all ranks, when dtypes or other lengths differ.
-        ShapeError: on all ranks, when some have no such axis.
+        ShapeError: on all ranks, when some have no such axis, or lengths do not make up the tensor.
     """
     x = x if isinstance(x, Tensor) else Tensor(x)
     shape = list(x.shape)
     fits = axis is None or -x.ndim <= axis < x.ndim
-    length = shape.pop(axis) if axis is not None and fits else 0
-    told = group.gather([fits, [str(x.dtype), *shape], length, *more])
+    own = [shape.pop(axis)] if axis is not None and fits else [0]
+    if cut:
+        own += map(len, split(own[0], group.size)) if lengths is None else map(int, lengths)
+    told = group.gather([fits, [str(x.dtype), *shape], own])
     if not all(each[0] for each in told):
         raise ShapeError(f"there is no axis {axis} of {x.shape}; give one of a tensor's axes")
     refuse_different([each[1] for each in told], "the ranks' tensors differ beyond that axis", "give like ones")
-    return x, [each[2:] for each in told]
+    everyones = [each[2] for each in told]
+    for rank, (whole, *parts) in enumerate(everyones if cut else ()):
+        if len(parts) != group.size or sum(parts) != whole or min(parts) < 0:
+            raise ShapeError(
+                f"lengths {parts} do not cut the {whole} that rank {rank} has for {group.size} ranks; "
+                f"give {group.size} lengths that add up to {whole}"
+            )
+    return x, [each[cut:] for each in everyones]
 
 
 def all_reduce(x: Any, group: Group) -> Tensor:
@@ -288,7 +299,7 @@ def all_reduce(x: Any, group: Group) -> Tensor:
     Raises:
         CommError: on all ranks, when shapes or dtypes differ.
     """
-    x, _ = _everyones(x, group, None)
+    x, _ = _agreed(x, group, None)
     return x if group.size == 1 else RankSum(group, True, True)(x)
 
 
@@ -303,7 +314,7 @@ def all_gather(x: Any, group: Group, axis: int = 0) -> Tensor:
     Raises:
         CommError, ShapeError: on all ranks, when tensors do not fit together.
     """
-    x, lengths = _everyones(x, group, axis)
+    x, lengths = _agreed(x, group, axis)
     return redistribute("gather_summing_grads", x, group, LengthsPlacement.of([n for (n,) in lengths], axis % x.ndim))
 
 
@@ -319,11 +330,9 @@ def reduce_scatter(x: Any, group: Group, lengths: Sequence[int] | None = None, a
     Raises:
         CommError, ShapeError: on all ranks, when tensors or lengths do not fit together.
     """
-    own = _lengths(x, group, lengths, axis)
-    x, everyones = _everyones(x, group, axis, *own)
+    x, everyones = _agreed(x, group, axis, lengths, True)
     refuse_different(everyones, "the ranks' lengths differ", "give all ranks the same")
-    _check_lengths(everyones, group)
-    return redistribute("reduce_scatter", x, group, LengthsPlacement.of(own, axis % x.ndim))
+    return redistribute("reduce_scatter", x, group, LengthsPlacement.of(everyones[0], axis % x.ndim))
 
 
 def all_to_all(x: Any, group: Group, lengths: Sequence[int] | None = None, axis: int = 0) -> Tensor:
@@ -345,30 +354,10 @@ def all_to_all(x: Any, group: Group, lengths: Sequence[int] | None = None, axis:
     Raises:
         CommError, ShapeError: on all ranks, when tensors or lengths do not fit together.
     """
-    own = _lengths(x, group, lengths, axis)
-    x, everyones = _everyones(x, group, axis, *own)
-    _check_lengths(everyones, group)
+    x, everyones = _agreed(x, group, axis, lengths, True)
     if group.size == 1:
         return x
-    return AllToAll(group, own, [each[1 + group.rank] for each in everyones], axis % x.ndim)(x)
-
-
-def _lengths(x: Any, group: Group, lengths: Sequence[int] | None, axis: int) -> list[int]:
-    """Return the parts' lengths as given, or as `shard.split` has them; of an axis that there is not, none."""
-    if lengths is not None:
-        return [int(each) for each in lengths]
-    shape = x.shape
-    return [len(each) for each in split(shape[axis] if -len(shape) <= axis < len(shape) else 0, group.size)]
-
-
-def _check_lengths(everyones: Sequence[Sequence[int]], group: Group) -> None:
-    """Refuse, on all ranks, lengths that do not make up some rank's tensor."""
-    for rank, (whole, *parts) in enumerate(everyones):
-        if len(parts) != group.size or sum(parts) != whole or min(parts) < 0:
-            raise ShapeError(
-                f"lengths {parts} do not cut the {whole} that rank {rank} has for {group.size} ranks; "
-                f"give {group.size} lengths that add up to {whole}"
-            )
+    return AllToAll(group, everyones[group.rank], [each[group.rank] for each in everyones], axis % x.ndim)(x)
 
 
 @dataclass(frozen=True)

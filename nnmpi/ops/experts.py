@@ -28,9 +28,7 @@ from typing import Any
 import numpy as np
 
 from nnmpi.backend.array import Array
-from nnmpi.comm.group import Group
 from nnmpi.ops.activation import LinearGeluFunction
-from nnmpi.ops.collectives import CATEGORY, AllToAll
 from nnmpi.ops.embedding import EmbeddingFunction
 from nnmpi.ops.linear import LinearFunction
 from nnmpi.shard import split
@@ -80,13 +78,13 @@ class Experts(Function):
 
     Args:
         gate: chooses.
-        ranks: that have some of the experts each, dealt out by `split`; None where they are all here.
+        ranks: a group of those that have some of the experts each, dealt out by `split`; None where they are all here.
         weight: what the gradient of a sum over rows is multiplied by, asked in each pass; None for a mean over these.
     """
 
     __slots__ = ("gate", "ranks", "weight")
 
-    def __init__(self, gate: Gate, ranks: Group | None, weight: Callable[[], float | None]) -> None:
+    def __init__(self, gate: Gate, ranks: Any, weight: Callable[[], float | None]) -> None:
         self.gate, self.ranks, self.weight = gate, ranks, weight
 
     def forward(self, x: Array, p: Array, *weights: Array) -> Array:
@@ -114,6 +112,8 @@ class Experts(Function):
         rows = _pick(x.reshape(-1, x.shape[-1]), order // top_k)
         told = [xp.bincount(flat, minlength=count + 1)[:count]]
         if self.ranks is not None:
+            from nnmpi.ops.collectives import CATEGORY, AllToAll  # not before ranks are there
+
             parts = [told[0][each.start : each.stop] for each in split(count, self.ranks.size)]
             told = self.ranks.all_to_all_v(parts, [(len(experts),)] * len(parts), "how many rows", CATEGORY)
             sends, receives = ([int(each.sum()) for each in some] for some in (parts, told))

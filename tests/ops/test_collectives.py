@@ -196,7 +196,11 @@ def test_public_operations_and_their_numerical_gradients(group: Group, name: str
     [
         (lambda x, group: ops.all_reduce(np.ones(2 + group.rank), group), CommError, "differ beyond that axis.*give"),
         (lambda x, group: ops.all_gather(np.ones(2 * (group.rank == 0)), group, 1), ShapeError, "no axis 1"),
-        (lambda x, group: ops.reduce_scatter(x, group, [group.rank] * group.size), CommError, "lengths differ"),
+        (
+            lambda x, group: ops.reduce_scatter(x, group, [group.size * (r == group.rank) for r in range(group.size)]),
+            CommError,
+            "lengths differ",
+        ),
         (lambda x, group: ops.all_to_all(x, group, [1] * (group.size + (group.rank == 1))), ShapeError, "rank [01]"),
     ],
 )
