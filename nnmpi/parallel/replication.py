@@ -6,6 +6,7 @@ data-parallel replicas, of what tensor parallelism repeats, of parameters that s
 
 import hashlib
 from collections.abc import Mapping
+from itertools import compress
 
 import numpy as np
 
@@ -31,10 +32,9 @@ def check_same_model(group: Group, storage: FlatStorage) -> None:
         return
     dtypes = [str(array.dtype) for array in storage.data]
     spans = [(span.parameter, dtypes[span.buffer]) for span in storage.spans]
-    shapes = [p.region.shape if p.apart and p.region is not None else p.shape for p, _ in spans]
     parameters = [
-        f"{p.name} {shape} {kind}{'' if p.requires_grad else ', frozen'}"
-        for (p, kind), shape in zip(spans, shapes, strict=True)
+        f"{p.name} {(p.region or p).shape if p.apart else p.shape} {kind}{'' if p.requires_grad else ', frozen'}"
+        for p, kind in spans
     ]
     require_equal(group, parameters, "the ranks have different models", "build the same model on every rank")
 
@@ -63,9 +63,7 @@ def check_free(model: Module) -> None:
 def broadcast_state(model: Module, group: Group, parameters: bool = True) -> None:
     """Give all ranks rank 0's parameters, if these are meant, and buffers; collective."""
     model.storage.shared = True
-    own = [
-        data for data, apart in zip(model.storage.data, model.storage.apart, strict=True) if parameters and not apart
-    ]
+    own = compress(model.storage.data, [parameters and not apart for apart in model.storage.apart])
     for array in [*own, *(buffer.data for _, buffer in model.named_buffers())]:
         values = namespace(array).ascontiguousarray(array)
         group.broadcast(values)

@@ -181,7 +181,6 @@ class FlatStorage:
         group: Callable[[str, Parameter], str] | None = None,
         dtype: Any = None,
     ) -> None:
-        self.groups: list[str] = []
         self.spans: list[Span] = []
         self.data: list[Array] = []
         self.grads: list[Array] = []
@@ -191,22 +190,19 @@ class FlatStorage:
         self.state_store: Any = None
         self.writes = Writes()
         self._views: list[tuple[Parameter, Array, Array]] = []  # with data and buffer as they were bound
-        self.apart: list[bool] = []
+        buffers: dict[tuple[str, bool], int] = {}
         lengths: list[int] = []
         if dtype is None and values:
             dtype = next(iter(values.values())).dtype
         step = ALIGNMENT_BYTES // dtype.itemsize if dtype is not None else 1
         for name, parameter in parameters.items():
             label = group(name, parameter) if group is not None else "default"
-            kind = label, parameter.apart
-            if kind not in zip(self.groups, self.apart, strict=True):
-                self.groups.append(label)
-                self.apart.append(parameter.apart)
-                lengths.append(0)
-            buffer = list(zip(self.groups, self.apart, strict=True)).index(kind)
+            buffer = buffers.setdefault((label, parameter.apart), len(lengths))
+            lengths += [0] * (buffer == len(lengths))
             start = lengths[buffer]
             self.spans.append(Span(parameter, buffer, start, start + parameter.size))
             lengths[buffer] = -(-(start + parameter.size) // step) * step  # rounded up to the alignment
+        self.groups, self.apart = [label for label, _ in buffers], [apart for _, apart in buffers]
         self._data, self._grads = self._allocate(lengths, dtype, allocate)
         self.known_groups = set(self.groups)
         self._parameters = tuple(span.parameter for span in self.spans)
