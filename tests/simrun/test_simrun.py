@@ -116,6 +116,11 @@ RIGHT = {
         comm.Send([None, MPI.BYTE], left, 5); comm.Recv([None, MPI.BYTE], right, 5)
         print(MPI.COMM_SELF.allreduce(rank), MPI.COMM_SELF.Get_size())
         print(rank, received.wait(), request.test()[1], comm.recv(source=MPI.PROC_NULL))
+        request, done = comm.irecv(source=right), False
+        comm.send([rank], left)
+        while not done:
+            done, got = request.test(status)
+        print(rank, got, status.source == right)
         request = comm.issend(rank, left)
         print(rank, MPI.Request.waitall([comm.irecv(source=right), request]))
         """,

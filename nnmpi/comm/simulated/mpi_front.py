@@ -15,7 +15,7 @@ import platform
 import re
 from contextlib import suppress
 from functools import partial, partialmethod
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -23,7 +23,7 @@ import numpy as np
 
 from nnmpi.comm.buffers import as_bytes
 from nnmpi.comm.simulated.scheduler import Abandoned, describe_lines, find_lines
-from nnmpi.comm.simulated.simulated_comm import MessageQueue, SimulatedComm, SimulatedMessage
+from nnmpi.comm.simulated.simulated_comm import MessageQueue, SimulatedComm
 from nnmpi.errors import CommError
 from nnmpi.shard import split
 
@@ -129,14 +129,12 @@ class Mailbox(MessageQueue):
 
     def find_send(self, receive):
         """Return a message that a receive takes: the first of its sender."""
-        firsts: dict[int, SimulatedMessage] = {}
-        for message in self.sends:
-            if _fits(message, receive):
-                firsts.setdefault(message.request.owner.number, message)
         scheduler = receive.owner.world._scheduler
-        if firsts and not scheduler.by_time:
-            return scheduler.random.choice([*firsts.values()])
-        return min(firsts.values(), key=lambda each: (not each.there, each.ready_s), default=None)
+        firsts = {each.request.owner.number: each for each in reversed(self.sends) if _fits(each, receive)}
+        found = [*firsts.values()]
+        if found and not scheduler.by_time:
+            return scheduler.random.choice(found)
+        return min(found, key=lambda each: (not each.there, each.ready_s), default=None)
 
 
 def _fits(message, receive):
@@ -175,10 +173,8 @@ class Wire(SimulatedComm):
         return self._receive(words, memory, (source, tag, kind), *partners)
 
 
-def _fold(name, combine, values, rank):
-    """Return what is made of the values of all ranks, or for a scan of those up to this one."""
-    if name.lower() == "scan":
-        return [*accumulate(values, combine)][rank]
+def _fold(combine, values):
+    """Return what is made of all values."""
     while len(values) > 1:  # neighbours first, as mpi4py does, and MPI with short arrays
         pairs = zip_longest(values[::2], values[1::2])
         values = [x if y is None else combine(x, y) for x, y in pairs]
@@ -202,11 +198,14 @@ class Request:
 
     def Test(self, status=None):
         """Return whether it is complete."""
-        return (not self._started or self._wire.test_all(self._started)) and self.Wait(status)
+        return self._is_over() and self.Wait(status)
 
     def test(self, status=None):
         """Return whether it is complete, and what was received."""
-        return (True, self.wait(status)) if self.Test() else (False, None)
+        return (True, self.wait(status)) if self._is_over() else (False, None)
+
+    def _is_over(self):
+        return not self._started or self._wire.test_all(self._started)
 
     def Wait(self, status=None):
         """Return when it is complete."""
@@ -321,6 +320,8 @@ class Intracomm:
             name, (mine, find_lines()), lambda all_: [all_] * self.size, *rooted, *words, nbytes=nbytes
         )
         found = [(parts[self.rank * dealt], lines) for parts, lines in everyones if parts]
+        if name.lower() == "scan":
+            return found[: self.rank + 1]
         return found if is_root or not takes else []
 
     def _buffers(self, name, sendbuf, recvbuf, root=0):
@@ -358,15 +359,15 @@ class Intracomm:
     def _combine(self, name, sendobj, op="SUM", root=0):
         found = self._objects(name, sendobj, root, getattr(op, "__name__", op))
         if not found or callable(op):  # a function of the program's
-            return found and _fold(name, op, found, self.rank)
-        (total,) = _fold(name, getattr(np, OPS[op]), [np.array([each, None], object)[:1] for each in found], self.rank)
+            return found and _fold(op, found)
+        (total,) = _fold(getattr(np, OPS[op]), [np.array([each, None], object)[:1] for each in found])
         return bool(total) if op[0] == "L" else total
 
     def _reduce(self, name, sendbuf, recvbuf, op="SUM", root=0, recvcounts=None):
         data = _read(recvbuf if sendbuf is IN_PLACE else sendbuf)
         found = [each for each, _ in self._meet(name, root, lambda parts: [data], op, data.size, data.dtype)]
         if found:
-            total = _fold(name, getattr(np, OPS[op]), found, self.rank).astype(data.dtype)
+            total = _fold(getattr(np, OPS[op]), found).astype(data.dtype)
             if "scatter" in name:
                 total = np.split(total, self.size if recvcounts is None else np.cumsum(recvcounts))[self.rank]
             np.copyto(_read(recvbuf)[: total.size], total, "equiv")
