@@ -42,7 +42,8 @@ class MixtureOfExperts(Module):
     """
 
     all_reduce: Any = None  # set by a strategy whose ranks share batches: then a mean needs what it is over
-    ranks: Any = None  # a group that shares out the experts, see `parallel.experts`
+    ranks: Any = None  # a group that shares out the experts, and its exchange, see `parallel.experts`
+    exchange: Any = None
 
     def __init__(
         self,
@@ -77,7 +78,7 @@ class MixtureOfExperts(Module):
         """
         if x.ndim != 3:
             raise ShapeError(f"a mixture of experts needs (batch, positions, features), not {x.shape}")
-        function = Experts(self.chooses, self.ranks, partial(_weight, self.all_reduce is not None))
+        function = Experts(self.chooses, self.ranks, self.exchange, partial(_weight, self.all_reduce is not None))
         result: Tensor = in_float32(function, x, softmax(self.gate(x)), self.w1, self.b1, self.w2, self.b2)
         return result
 

@@ -56,8 +56,10 @@ __all__ = [
 ]
 
 
+_OF_RANKS = "nnmpi.ops.collectives"  # comes with the ranks' part of the package, a seventh of an engine's import
+
+
 def __getattr__(name: str) -> Any:
-    """Return an exchange between ranks: their part of the package, a seventh of an engine's import, comes when used."""
     if name in __all__:
-        return getattr(import_module("nnmpi.ops.collectives"), name)
+        return getattr(import_module(_OF_RANKS), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -79,13 +79,14 @@ class Experts(Function):
     Args:
         gate: chooses.
         ranks: a group of those that have some of the experts each, dealt out by `split`; None where they are all here.
+        exchange: of their rows: `ops.collectives.AllToAll`.
         weight: what the gradient of a sum over rows is multiplied by, asked in each pass; None for a mean over these.
     """
 
-    __slots__ = ("gate", "ranks", "weight")
+    __slots__ = ("exchange", "gate", "ranks", "weight")
 
-    def __init__(self, gate: Gate, ranks: Any, weight: Callable[[], float | None]) -> None:
-        self.gate, self.ranks, self.weight = gate, ranks, weight
+    def __init__(self, gate: Gate, ranks: Any, exchange: Any, weight: Callable[[], float | None]) -> None:
+        self.gate, self.ranks, self.exchange, self.weight = gate, ranks, exchange, weight
 
     def forward(self, x: Array, p: Array, *weights: Array) -> Array:
         own, gates = (Tensor(each, requires_grad=True) for each in (x, p))
@@ -112,14 +113,12 @@ class Experts(Function):
         rows = _pick(x.reshape(-1, x.shape[-1]), order // top_k)
         told = [xp.bincount(flat, minlength=count + 1)[:count]]
         if self.ranks is not None:
-            from nnmpi.ops.collectives import CATEGORY, AllToAll  # not before ranks are there
-
             parts = [told[0][each.start : each.stop] for each in split(count, self.ranks.size)]
-            told = self.ranks.all_to_all_v(parts, [(len(experts),)] * len(parts), "how many rows", CATEGORY)
+            told = self.ranks.all_to_all_v(parts, [(len(experts),)] * len(parts), "how many rows")
             sends, receives = ([int(each.sum()) for each in some] for some in (parts, told))
             kinds = xp.concatenate([xp.repeat(xp.arange(len(experts)), each.tolist()) for each in told])
             there = xp.argsort(kinds, kind="stable")
-            rows = _pick(AllToAll(self.ranks, sends, receives)(rows), there)
+            rows = _pick(self.exchange(self.ranks, sends, receives)(rows), there)
         results, start = [rows[:0]], 0
         for (w1, b1, w2, b2), each in zip(
             experts, np.sum([each.tolist() for each in told], axis=0).tolist(), strict=True
@@ -130,7 +129,7 @@ class Experts(Function):
             start += each
         out = concatenate(results)
         if self.ranks is not None:
-            out = AllToAll(self.ranks, receives, sends)(_pick(out, xp.argsort(there)))
+            out = self.exchange(self.ranks, receives, sends)(_pick(out, xp.argsort(there)))
         places = xp.full(flat.shape, len(order))  # of each choice among the sorted ones, or of a row of zeros
         places[order] = xp.arange(len(order))
         out = _pick(concatenate([out, Tensor(xp.zeros((1, x.shape[-1]), x.dtype))]), places)

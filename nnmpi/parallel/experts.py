@@ -13,6 +13,7 @@ from nnmpi.comm.group import Group
 from nnmpi.errors import LayoutError
 from nnmpi.nn.experts import MixtureOfExperts
 from nnmpi.nn.module import Module
+from nnmpi.ops.collectives import AllToAll
 from nnmpi.shard import Region, split
 from nnmpi.tensor.parameter import Parameter
 
@@ -27,7 +28,8 @@ def share_experts(model: Module, group: Group) -> None:
     if not found:
         raise LayoutError("expert_parallel shares out the experts of nn.MixtureOfExperts, which this model has not")
     for module in found if group.size > 1 else ():
-        module.ranks, own = group, split(module.b1.shape[0], group.size)[group.rank]
+        module.ranks, module.exchange = group, AllToAll
+        own = split(module.b1.shape[0], group.size)[group.rank]
         for name in ("w1", "b1", "w2", "b2"):
             whole = getattr(module, name)
             region = Region(whole.shape, 0, own.start, own.stop)

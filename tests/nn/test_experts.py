@@ -49,7 +49,7 @@ def test_the_formula_and_its_gradients(top_k: int, capacity: float | None) -> No
     np.testing.assert_allclose(layer(x).data, by_hand(layer, x, top_k, capacity), rtol=1e-12, atol=1e-14)
 
     def function(x: Tensor, p: Tensor, *weights: Tensor) -> Tensor:
-        return Experts(Gate(top_k, capacity, 0.0), None, lambda: None)(x, p, *weights)
+        return Experts(Gate(top_k, capacity, 0.0), None, None, lambda: None)(x, p, *weights)
 
     weights = [each.data.copy() for each in (layer.w1, layer.b1, layer.w2, layer.b2)]
     check_gradients(function, [x, softmax(Tensor(x) @ layer.gate.weight).data, *weights])
