@@ -156,9 +156,9 @@ FAULTS = (
     ),
     Fault(
         "zero bubble: weights' halves too early",
-        "nnmpi/schedule/schedules.py",
-        "behind, program = min(rank, microbatches), list",
-        "behind, program = min(max(rank - 1, 0), microbatches), list",
+        "nnmpi/schedule/there_and_back.py",
+        "if m < before[place] and (",
+        "if m < before[place] and not halves[rank] and (",
         "tests/schedule",
     ),
     Fault(
