@@ -8,6 +8,7 @@ import pytest
 from nnmpi.comm.agreement import decode_json, encode_json
 from nnmpi.comm.group import Group
 from nnmpi.errors import CommError, DtypeError, ShapeError
+from nnmpi.timeline import Timeline, recording
 
 VALUES = [None, True, -3, 0.1, 2**70, "", "grüße, 世界 🌍", "\ud800 alone", [1, [2, {}]], {"a": {"b": [None]}}]
 
@@ -134,3 +135,13 @@ def test_no_rank_leaves_a_barrier_before_all_have_come(group: Group, tmp_path_fa
         with open(mark.format(rank)):
             seen.append(rank)
     assert group.gather(seen) == [list(range(group.size))] * group.size
+
+
+@pytest.mark.simulated(max_size=2)
+def test_a_meeting_is_joined_when_it_begins_or_when_a_rank_says(group: Group) -> None:
+    with recording(Timeline()) as mine:
+        for came_s in (-1.0, None):
+            with group.meeting("sum", came_s):
+                pass
+    first, second = mine.events
+    assert (first.came_s, second.came_s) == (-1.0, second.begin_s) and first.meeting == second.meeting
