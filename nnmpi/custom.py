@@ -72,7 +72,7 @@ def load_custom(name: str, option: str, wanted: str) -> Any:
         return name
     source, _, function = name.rpartition(":")
     given = f"{option} {name}"
-    module = _load_file(Path(source), given) if source.endswith(".py") else _load_module(source, given)
+    module = load_file(Path(source), given) if source.endswith(".py") else _load_module(source, given)
     found = getattr(module, function, None)
     if not callable(found):
         raise UsageError(f"{given}: {source} has no function {function!r}; define {function}{wanted}")
@@ -135,13 +135,18 @@ def called(function: Callable[..., Any], shown: Iterable[Any]) -> str:
 
 def fault(function: Callable[..., Any], shown: Iterable[Any], error: BaseException) -> str:
     """Return in a sentence which exception a function raised, for which values and in which of its lines."""
-    file = getattr(getattr(function, "__code__", None), "co_filename", None)
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
-    where = f" in line {frames[-1].lineno} of {Path(frames[-1].filename).name}" if frames else ""
-    return f"{called(function, shown)} raised {type(error).__name__}{where}: {error}"
+    return raised(called(function, shown), getattr(getattr(function, "__code__", None), "co_filename", None), error)
 
 
-def _load_file(file: Path, given: str) -> Any:
+def raised(what: str, file: str | None, error: BaseException) -> str:
+    """Return in a sentence which exception this raised, and in which line of a file."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    where = f" in line {lines[-1]} of {Path(str(file)).name}" if lines else ""
+    return f"{what} raised {type(error).__name__}{where}: {error}"
+
+
+def load_file(file: Path, given: str) -> Any:
+    """Return the module that a file is; a UsageError begins with what was `given`."""
     with raised_as(UsageError, f"{given}: {file} cannot be read"):
         if not file.is_file():
             raise UsageError(f"{given}: there is no file {file}")

@@ -70,8 +70,7 @@ from nnmpi.command import Parser, convert, options_of, positive_count, say, sugg
 from nnmpi.errors import NnmpiError, UsageError, raised_as, shortened
 from nnmpi.exercise.exercise import Setting
 from nnmpi.exercise.exercises import EXERCISES
-from nnmpi.exercise.own_text import refuse_own_text
-from nnmpi.exercise.solution import Solution, Surroundings, TimedOut
+from nnmpi.exercise.solution import Solution, TimedOut
 from nnmpi.files import read_json, read_text, rebuilt, write_atomically
 from nnmpi.units import Bytes
 
@@ -213,22 +212,18 @@ def _find_wrong(one: Criterion, before: set[str], places: Mapping[str, Setting])
 def grade(assignment: Assignment, submission: Path) -> Grade:
     """Return what a submission is worth."""
     outcomes: list[Outcome] = []
-    around = Surroundings()
-    try:
-        for one in assignment.criteria:
-            passed = {each.name for each in outcomes if each.status == PASSED}
-            missing = [name for name in one.needs if name not in passed]
-            file = _find_file(submission, one.file)
-            if missing:
-                told = f"it needs {missing[0]}, which has not passed"
-            elif file is None:
-                told = f"there is no {one.file}"
-            else:
-                outcomes.append(_judge(assignment, one, file, submission, around))
-                continue
-            outcomes.append(Outcome(one.name, one.hidden, BLOCKED, 0.0, one.points, told))
-    finally:
-        around.close()
+    for one in assignment.criteria:
+        passed = {each.name for each in outcomes if each.status == PASSED}
+        missing = [name for name in one.needs if name not in passed]
+        file = _find_file(submission, one.file)
+        if missing:
+            told = f"it needs {missing[0]}, which has not passed"
+        elif file is None:
+            told = f"there is no {one.file}"
+        else:
+            outcomes.append(_judge(assignment, one, file, submission))
+            continue
+        outcomes.append(Outcome(one.name, one.hidden, BLOCKED, 0.0, one.points, told))
     return Grade(submission.stem, tuple(outcomes))
 
 
@@ -241,7 +236,7 @@ def _find_file(submission: Path, name: str) -> Path | None:
     return file if file.is_file() and file.resolve() == submission.resolve() / file.name else None
 
 
-def _judge(assignment: Assignment, one: Criterion, file: Path, submission: Path, around: Surroundings) -> Outcome:
+def _judge(assignment: Assignment, one: Criterion, file: Path, submission: Path) -> Outcome:
     exercise = EXERCISES[one.exercise]
     sizes = {"sizes": [tuple(each) if isinstance(each, list) else each for each in one.sizes]} if one.sizes else {}
     setting = assignment.machines.get(one.machine)
@@ -252,8 +247,7 @@ def _judge(assignment: Assignment, one: Criterion, file: Path, submission: Path,
         return Outcome(one.name, one.hidden, status, share * one.points, one.points, shortened(text, MOST_TEXT), **more)
 
     try:
-        refuse_own_text(file)
-        with Solution(file, exercise.function, around, folder, *limits) as function:
+        with Solution(file, exercise.function, folder, *limits) as function:
             if setting is None or exercise.measure is None:
                 return outcome(PASSED, exercise.check(function, **sizes), 1.0)
             numbers, drawing = exercise.measure(function, setting)

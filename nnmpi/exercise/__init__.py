@@ -3,7 +3,6 @@
     exercise     what an exercise is: a statement, a file to begin with, a check of the function that is written
     exercises    all of them, a table of each kind; those on what ranks share out are in shared
     solution     a file that anybody may have written, in processes of its own: child, which runs there, and wire
-    own_text     whether it is nnmpi's own text
     notebook     nnmpi.exercise.check, for a cell
     __main__     python -m nnmpi.exercise
 

@@ -1,31 +1,29 @@
 """What runs in a solution's process: it imports the file, and calls the function.
 
-It imports nothing of nnmpi but what a solution is written with. Around it there is a folder with
-copies of these few files, NumPy, and Python's own library: nnmpi's own answers are not there to be
-imported. A hook that Python cannot take out again refuses what no solution needs: other files, other
-processes, the network, ctypes.
+Of nnmpi there is what a solution is written with, no more: when a solution comes, nothing further can be imported. A
+hook that Python cannot take out again refuses what no solution needs: other files, other processes, the network,
+ctypes.
 """
 
-import importlib.util
 import os
 import sys
-import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
-from nnmpi.custom import fault
-from nnmpi.exercise.wire import Frames, WireError, pack, unpack
+from nnmpi.custom import fault, load_file, raised
+from nnmpi.errors import NnmpiError
+from nnmpi.exercise.wire import Raised, Wire, WireError
 
 try:
     import resource
 except ImportError:  # Windows: the judge's own time limit is left
     resource = None  # type: ignore[assignment]
 
-FIRST_WORD = "begin"
 LONG = 60  # characters
 REFUSED = ("os.", "subprocess.", "socket.", "ctypes.", "shutil.", "pty.", "winreg.", "_posixsubprocess.", "_winapi.")
 LOOKS = ("open", "os.listdir", "os.scandir")
@@ -34,34 +32,31 @@ WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 
 def main() -> None:
     """Answer calls until the stream ends."""
-    wire = Frames(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"), FIRST_WORD)
+
+    def do(lent: Any, name: str, values: Sequence[Any], *_: Any) -> Any:
+        return function(*values)
+
+    wire = Wire(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"), do, borrows=True)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):  # what a solution prints is nobody's verdict
         os.dup2(nowhere, stream)
-    begin = wire.receive()
-    wire.word = begin["word"]
-    file, name = begin["file"], begin["function"]
-    _limit(begin["seconds"], begin["bytes"])
-    sys.path.extend(begin["path"])
-    sys.addaudithook(_guard(begin["roots"], begin["hidden"]))
-    function, told = _load(file, name)
+    wire.word, file, name, seconds, nbytes, path, roots, hidden = wire.receive()
+    _limit(seconds, nbytes)
+    sys.path.extend(path)
+    sys.addaudithook(_guard(roots, hidden))
+    function, told = _load(Path(file), name)
     if told:
-        wire.send({"raised": told})
+        wire.send("result", Raised(told), [])
     while True:
         try:
-            message = wire.receive()
+            _, *call = wire.receive()
         except WireError:
             os._exit(0)  # nothing that a solution registered is called
-        arrays: list[Any] = []
-        values = [unpack(each, arrays, _borrower(wire)) for each in message["call"]]
         try:
-            found: list[Any] = []
-            given = pack(function(*values), found)
-            wire.send({"result": given, "arrays": [pack(each, []) for each in arrays]})
+            wire.answer(*call)
         except BaseException as error:  # SystemExit and KeyboardInterrupt are the solution's, too
-            shown = map(show, values)
-            more = f"; {begin['bytes']:,} bytes are the limit" if isinstance(error, MemoryError) else ""
-            wire.send({"raised": fault(function, shown, error) + more})
+            more = f"; {nbytes:,} bytes are the limit" if isinstance(error, MemoryError) else ""
+            wire.send("result", Raised(fault(function, map(show, call[2]), error) + more), [])
 
 
 def _limit(seconds: int, nbytes: int) -> None:
@@ -93,47 +88,15 @@ def _guard(roots: Sequence[str], hidden: str) -> Callable[[str, tuple[Any, ...]]
     return hook
 
 
-def _load(file: str, name: str) -> tuple[Any, str]:
+def _load(file: Path, name: str) -> tuple[Any, str]:
     """Return the function, and what is wrong with the file."""
-    title = os.path.basename(file)
-    spec = importlib.util.spec_from_file_location("solution", file)
-    assert spec is not None and spec.loader is not None  # the name ends in .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["solution"] = module
     try:
-        spec.loader.exec_module(module)
-    except SyntaxError as error:
-        return None, f"{title}{f', line {error.lineno}' if error.lineno else ''}: {error.msg}"
-    except SystemExit as left:
-        return None, f"{title} ends the program, by SystemExit({left}); let it define names alone"
+        function = getattr(load_file(file, file.name), name, None)
+        return function, "" if callable(function) else f"{file.name} has no function {name!r}"
+    except NnmpiError as error:
+        return None, str(error)
     except BaseException as error:
-        lines = [each.lineno for each in traceback.extract_tb(error.__traceback__) if each.filename == file]
-        text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        return None, f"{title}{f', line {lines[-1]}' if lines else ''}: {text}"
-    function = getattr(module, name, None)
-    return function, "" if callable(function) else f"{title} has no function {name!r}"
-
-
-def _borrower(wire: Frames) -> Callable[..., Any]:
-    """Return what makes objects whose methods the judge's process carries out."""
-
-    def borrow(number: int, methods: list[str], attributes: Mapping[str, Any]) -> Any:
-        def method(name: str) -> Callable[..., Any]:
-            def ask(*values: Any, **named: Any) -> Any:
-                line = sys._getframe(1).f_lineno
-                arrays: list[Any] = []
-                wire.send({"ask": [number, name, pack([values, named], arrays), line]})
-                answer = wire.receive()
-                for own, new in zip(arrays, answer["arrays"], strict=True):
-                    if own.shape:
-                        own[...] = unpack(new, [])
-                return unpack(answer["result"], [], borrow)
-
-            return ask
-
-        return SimpleNamespace(**attributes, **{name: method(name) for name in methods})
-
-    return borrow
+        return None, raised(file.name, str(file), error)
 
 
 def show(value: Any) -> str:

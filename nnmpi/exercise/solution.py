@@ -1,10 +1,10 @@
 """A solution as the judge sees it: a function in processes of its own, which hands over values.
 
     judge                                                     a process of each rank
-    function(group, x, w)   --- {"call": [lent, x, w]} --->   row_linear(group, x, w)
-    group.all_reduce(y)     <-- {"ask": [.., "all_reduce", y]}   group.all_reduce(y)
-                            --- {"result": None, "arrays": [y]} -->
-                            <-- {"result": y, "arrays": [x, w]} ---
+    function(group, x, w)   ------ x, w ------>   row_linear(group, x, w)
+    group.all_reduce(y)     <------- y --------   group.all_reduce(y)
+                            ------- sum ------>
+                            <--- the result ---
 
     with Solution(file, "ring_all_reduce") as function:
         EXERCISES["ring-all-reduce"].check(function)
@@ -30,84 +30,53 @@ there is `resource`, to processor time, memory, no further processes and no file
 defended against stands in docs/grading.md.
 """
 
-import compileall
+import ast
 import os
-import re
 import secrets
-import shutil
 import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from threading import Timer
+from types import CodeType
 from typing import Any, Self
 
 import numpy as np
 
 from nnmpi.custom import fault
-from nnmpi.errors import NnmpiError
-from nnmpi.exercise.child import FIRST_WORD, show
+from nnmpi.errors import NnmpiError, UsageError, raised_as
+from nnmpi.exercise.child import show
 from nnmpi.exercise.exercise import WrongAnswer
-from nnmpi.exercise.wire import Frames, WireError, pack, unpack
+from nnmpi.exercise.wire import Raised, Wire, WireError
 
 LIMIT_S = 60.0  # for a whole check, which takes a few seconds at most
 LIMIT_BYTES = 2 << 30
-PACKAGE = Path(__file__).resolve().parents[1]
-IMPORT = re.compile(r"^from nnmpi\.([\w.]+) import", re.MULTILINE)
-BEGIN = "import sys; sys.path.insert(0, {!r}); from nnmpi.exercise.child import main; main()"
+PACKAGE, SITE, LIBRARY = (Path(each).resolve().parent for each in (__file__, np.__file__, os.__file__))
+PACKAGE, SITE = PACKAGE.parent, SITE.parent
+# What a process begins with: nnmpi's packages stand there empty, and can be imported from until the child is there.
+BEGIN = """
+import sys, types
+sys.path.append({site!r})
+packages = {packages!r}
+for name, folder in packages.items():
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [folder]
+from nnmpi.exercise.child import main
+for name in packages:
+    sys.modules[name].__path__ = []
+sys.path.pop()
+sys.path_importer_cache.clear()
+main()
+"""
+ANSWERS = ("comm/algorithms", "schedule", "synchrony", "parallel", "exercise", "comm/group.py", "shard.py")
+LEAST = 63  # nodes of a function's tree: what is shorter, as GPipe is, anybody may write so
+MOST_BYTES = 1 << 20
 
 
 class TimedOut(WrongAnswer):
     """A solution that takes longer than it may."""
-
-
-class Surroundings:
-    """The folder that solutions' processes import from: `exercise.child` with what it imports, and NumPy.
-
-    One is enough for many solutions.
-    """
-
-    def __init__(self) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="nnmpi-exercise-"))
-        given = ["exercise.child"]
-        for name in given:  # which grows
-            file = Path(*name.split(".")).with_suffix(".py")
-            target = self.folder / "nnmpi" / file
-            target.parent.mkdir(parents=True, exist_ok=True)
-            for package in (target.parent, self.folder / "nnmpi"):
-                (package / "__init__.py").touch()
-            target.write_bytes((PACKAGE / file).read_bytes())
-            given += {*IMPORT.findall(target.read_text("utf-8"))} - {*given}
-        compileall.compile_dir(self.folder, quiet=2)  # once for all processes
-        site = Path(np.__file__).resolve().parents[1]
-        self.roots = [self.folder]
-        for library in (site / "numpy", site / "numpy.libs"):
-            if library.exists():
-                self.roots.append(library)
-                with suppress(OSError):  # Windows allows no links
-                    (self.folder / library.name).symlink_to(library, target_is_directory=True)
-        self.path = [] if (self.folder / "numpy").exists() else [str(site)]
-        self.roots.append(Path(os.__file__).resolve().parent)
-
-    def start(self) -> Popen[bytes]:
-        """Return a new process in which no solution is yet."""
-        path = "".join(f"sys.path.append({each!r}); " for each in self.path)
-        system = {name: os.environ[name] for name in ("SYSTEMROOT", "LD_LIBRARY_PATH") if name in os.environ}
-        return Popen(
-            [sys.executable, "-I", "-S", "-B", "-c", path + BEGIN.format(str(self.folder))],
-            stdin=PIPE,
-            stdout=PIPE,
-            stderr=DEVNULL,
-            cwd=self.folder,
-            env={**system, "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"},
-            start_new_session=True,
-        )
-
-    def close(self) -> None:
-        """Remove it."""
-        shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class Solution:
@@ -116,7 +85,6 @@ class Solution:
     Args:
         file: where it is defined.
         name: of the function.
-        around: what its processes import from; made for this one if it is None.
         folder: whose files it may import and read; None: no other than its own.
         limit_s: seconds by the clock, from the first call on.
         limit_bytes: of memory for each process.
@@ -126,31 +94,33 @@ class Solution:
         self,
         file: Path,
         name: str,
-        around: Surroundings | None = None,
         folder: Path | None = None,
         limit_s: float = LIMIT_S,
         limit_bytes: int = LIMIT_BYTES,
     ) -> None:
         self.file, self.__name__ = file.resolve(), name
-        self._around, self._own = around or Surroundings(), around is None
         self._folder, self._limit_s, self._limit_bytes = folder and folder.resolve(), limit_s, limit_bytes
-        self._processes: dict[int | None, tuple[Popen[bytes], Frames]] = {}
-        self._timer: Timer | None = None
+        self._processes: dict[int | None, tuple[Popen[bytes], Wire]] = {}
+        self._timer = Timer(limit_s, self._expire)
+        self._timer.daemon = True
         self._expired = False
 
     def __enter__(self) -> Self:
-        """Return itself."""
+        """Return itself.
+
+        Raises:
+            UsageError: for a file that cannot be read.
+            WrongAnswer: for one in which a function is one of nnmpi's own but for names, comments and types.
+        """
+        _refuse_own_text(self.file)
         return self
 
     def __exit__(self, *error: object) -> None:
         """End its processes."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.cancel()
         self._kill()
         for process, _ in self._processes.values():
             process.communicate()
-        if self._own:
-            self._around.close()
 
     def __call__(self, *values: Any) -> Any:
         """Return what the function makes of these values.
@@ -159,82 +129,51 @@ class Solution:
             WrongAnswer: for an exception in it, for what is no value, and for a process that ends.
             TimedOut: when it takes too long.
         """
-        lent: list[Any] = []
-
-        def lend(value: Any) -> Any:
-            names = getattr(type(value), "lent", None)
-            if names is None:
-                return None
-            lent.append(value)
-            found = {name: getattr(value, name) for name in names}
-            attributes = {name: each for name, each in found.items() if not callable(each)}
-            return len(lent) - 1, [name for name in names if name not in attributes], attributes
-
-        arrays: list[Any] = []
-        message = {"call": [pack(each, arrays, lend) for each in values]}
-        rank = next((each.rank for each in lent if hasattr(each, "rank")), None)
-        process, wire = self._process(rank)
+        process, wire = self._process(next((each.rank for each in values if hasattr(each, "rank")), None))
         try:
-            wire.send(message)
-            answer = wire.receive()
-            while "ask" in answer:
-                number, name, given, line = answer["ask"]
-                theirs: list[Any] = []
-                positional, named = unpack(given, theirs)
-                method = self._method(lent[number], name, [*positional, *named.values()])
-                result = self._ask(method, positional, named, line)
-                wire.send({"result": pack(result, [], lend), "arrays": [pack(each, []) for each in theirs]})
-                answer = wire.receive()
-            if "raised" in answer:
-                raise WrongAnswer(str(answer["raised"]))
-            found = unpack(answer["result"], [])
-            for own, new in zip(arrays, unpack(answer["arrays"], []), strict=True):
-                if isinstance(own, np.ndarray) and own.flags.writeable:
-                    own[...] = new
-        except (WireError, OSError, LookupError, TypeError, ValueError) as error:
-            if isinstance(error, NnmpiError) and not isinstance(error, WireError):
-                raise
+            found = wire.ask(0, "", values, {}, 0)
+        except NnmpiError:
+            raise
+        except (OSError, LookupError, TypeError, ValueError) as error:
             raise self._ended(process, error) from None
+        if isinstance(found, Raised):
+            raise WrongAnswer(str(found.sentence))
         return found
 
-    def _process(self, rank: int | None) -> tuple[Popen[bytes], Frames]:
+    def _process(self, rank: int | None) -> tuple[Popen[bytes], Wire]:
         """Return the process of a rank, in which the file is loaded when it is first asked."""
-        if self._timer is None:
-            self._timer = Timer(self._limit_s, self._expire)
-            self._timer.daemon = True
+        if not self._processes:
             self._timer.start()
         if rank not in self._processes:
-            process = self._around.start()
+            packages = {f"nnmpi.{each.name}": f"{each}" for each in PACKAGE.iterdir() if each.is_dir()}
+            begin = BEGIN.format(site=f"{SITE}", packages={"nnmpi": f"{PACKAGE}", **packages})
+            system = {name: os.environ[name] for name in ("SYSTEMROOT", "LD_LIBRARY_PATH") if name in os.environ}
+            process = Popen(
+                [sys.executable, "-I", "-S", "-B", "-c", begin],
+                stdin=PIPE,
+                stdout=PIPE,
+                stderr=DEVNULL,
+                cwd=LIBRARY,
+                env={**system, **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1")},
+                start_new_session=True,
+            )
             assert process.stdout is not None and process.stdin is not None
-            wire = Frames(process.stdout, process.stdin, FIRST_WORD)
+            wire = Wire(process.stdout, process.stdin, self._do)
             self._processes[rank] = process, wire
-            word = secrets.token_hex(16)
-            roots = [*self._around.roots, self._folder or self.file]
-            begin = {
-                "word": word,
-                "file": str(self.file),
-                "function": self.__name__,
-                "seconds": int(self._limit_s) + 1,
-                "bytes": self._limit_bytes,
-                "path": [str(self._folder)] * (self._folder is not None),
-                "roots": [str(each.resolve()) for each in roots],
-                "hidden": str(PACKAGE),
-            }
+            roots = [LIBRARY, SITE / "numpy", SITE / "numpy.libs", self._folder or self.file]
+            path, word = [str(self._folder)] * (self._folder is not None), secrets.token_hex(16)
+            limits = int(self._limit_s) + 1, int(self._limit_bytes)
             with suppress(OSError):  # it has ended, as the first answer tells
-                wire.send(begin)
+                wire.send(word, str(self.file), self.__name__, *limits, path, [*map(str, roots)], str(PACKAGE))
             wire.word = word
         return self._processes[rank]
 
-    def _method(self, lent: Any, name: str, values: list[Any]) -> Callable[..., Any]:
-        """Return a method that a solution may call with these values."""
-        names = type(lent).lent
-        texts = [each for each in values if isinstance(each, str)]
-        if name not in names or not all(each.replace("-", "").isalnum() for each in texts):
-            raise WireError(f"{name} is not among what it may call")
-        return getattr(lent, name)
-
-    def _ask(self, method: Callable[..., Any], values: list[Any], named: dict[str, Any], line: int) -> Any:
+    def _do(self, lent: Any, name: str, values: Sequence[Any], named: dict[str, Any], line: int) -> Any:
         """Return what a method gives; it seems to be called by the solution's own line, which sentences name."""
+        texts = any(isinstance(each, str) for each in (*values, *named.values()))  # as of algorithms in files
+        if texts or name not in getattr(type(lent), "lent", ()):
+            raise WireError(f"{name} is not among what it may call")
+        method = getattr(lent, name)
         scope: dict[str, Any] = {"call": lambda: method(*values, **named)}
         begin = "\n" * (min(int(line), 100_000) - 1)
         try:
@@ -264,3 +203,44 @@ class Solution:
             process.wait(5)
         self._kill()  # it may have closed its streams, and live
         return WrongAnswer(f"{self.__name__} ends its process (status {process.wait()}) and hands over no value")
+
+
+# ---- nnmpi's own text ----
+
+
+def _refuse_own_text(file: Path) -> None:
+    with raised_as(UsageError, f"{file} cannot be read"), file.open("rb") as stream:
+        text = stream.read(MOST_BYTES + 1)
+    if len(text) > MOST_BYTES:
+        raise WrongAnswer(f"{file.name} has more than {MOST_BYTES:,} bytes; hand in what you wrote")
+    with suppress(SyntaxError, ValueError, RecursionError, MemoryError):  # as its import will say
+        for shape, name in _functions(text):
+            if shape in _own():
+                raise WrongAnswer(f"{name} is, but for names, nnmpi's own {_own()[shape]}; write one of your own")
+
+
+@cache
+def _own() -> dict[bytes, str]:
+    files = [file for name in ANSWERS for file in (PACKAGE / name, *sorted((PACKAGE / name).rglob("*.py")))]
+    return {
+        shape: f"{name} ({file.relative_to(PACKAGE.parent).as_posix()})"
+        for file in files
+        if file.suffix == ".py"
+        for shape, name in _functions(file.read_bytes(), LEAST)
+    }
+
+
+def _functions(text: bytes, least: int = 0) -> Iterator[tuple[bytes, str]]:
+    """Yield the code, which has no names, comments and types, and the name of each function with so many nodes."""
+    tree = ast.parse(text)
+    defined = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    long = {node.name for node in defined if sum(1 for each in node.body for _ in ast.walk(each)) >= least}
+    codes = [compile(ast.unparse(tree), "", "exec", dont_inherit=True, optimize=2)]
+    for code in codes:  # which grows
+        codes += [each for each in code.co_consts if isinstance(each, CodeType)]
+        if code.co_name in long:
+            yield _shape(code), code.co_name
+
+
+def _shape(code: CodeType) -> bytes:
+    return b"".join([code.co_code, *(_shape(each) for each in code.co_consts if isinstance(each, CodeType))])

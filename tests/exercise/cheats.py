@@ -83,15 +83,16 @@ def _saying() -> Iterator[Cheat]:
     every = "for n in range(3, 20):\n    try:\n        os.write(n, b'{\"result\": null}\\n')\n"
     every += "    except OSError:\n        pass\nreturn ()"
     yield Cheat("writes to all it has", RING, every, "hands over what is no value: what it wrote is no message")
-    frame = "wire = sys._getframe(1).f_locals['wire']\nwire.send({'result': 'right', 'arrays': []})\nreturn ()"
+    found = "frame = sys._getframe()\nwhile 'wire' not in frame.f_locals:\n    frame = frame.f_back\n"
+    frame = f"{found}frame.f_locals['wire'].send('result', 'right', [])\nreturn ()"
     yield Cheat("answers with the check's own word", RING, frame, "gives a str; give a tuple of Step")
-    raised = "import gc\nfor each in gc.get_objects():\n    if type(each).__name__ == 'Frames':\n"
-    raised += "        each.send({'raised': 'right'})\nreturn ()"
-    yield Cheat("looks for the streams", RING, raised, "right$")
+    raised = "import gc\nfor each in gc.get_objects():\n    if type(each).__name__ == 'Wire':\n"
+    raised += "        each.send('result', 'right', [])\nreturn ()"
+    yield Cheat("looks for the streams", RING, raised, "gives a str; give a tuple of Step")
     yield Cheat("says right", RING, "return 'right'", "gives a str; give a tuple of Step")
     yield Cheat("returns True", RING, "return True", "gives a bool; give a tuple of Step")
-    patched = "import nnmpi.exercise.wire as wire\nwire.pack = lambda *_: 'right'\n"
-    patched += "import nnmpi.exercise.child as child\nchild.pack = wire.pack\nreturn ()"
+    patched = "import nnmpi.exercise.wire as wire\n"
+    patched += "wire.Wire._pack = lambda *_: ['result', 'right', []]\nreturn ()"
     yield Cheat("patches nnmpi where it runs", RING, patched, "gives a str; give a tuple of Step")
     equal = "class Yes:\n    def __eq__(self, other):\n        return True\n\ndef ssp_rule(*_):\n    return Yes()"
     yield Cheat("is equal to everything", RULE, equal, "it gives .*Yes.*, and must give")
@@ -109,7 +110,7 @@ def _hostile() -> Iterator[Cheat]:
     yield Cheat("steps without end", RING, f"{step}while True:\n    yield Step()", "longer than 3 s|Memory|limit", "*")
     yield Cheat("a hundred million bytes", RING, "return 'x' * 10**8", "hands over|limit")
     yield Cheat("a large file", RING, f"return {'0' * 2**20}", "has more than 1,048,576 bytes")
-    yield Cheat("text that no parser can take", RING, f"return {'(' * 10**5}", "line 6: ")
+    yield Cheat("text that no parser can take", RING, f"return {'(' * 10**5}", "line 6")
     yield Cheat("lists in lists", RING, "x = []\nfor _ in range(10**5):\n    x = [x]\nreturn x", "RecursionError")
     yield Cheat("a list in itself", RING, "x = []\nx.append(x)\nreturn x", "RecursionError")
     yield Cheat("a number of ten thousand digits", RULE, "return 10**10000", "ValueError")
@@ -159,8 +160,8 @@ def _looking() -> Iterator[Cheat]:
         yield Cheat(what, RING, text, MAY_NOT + name)
     yield Cheat("asks the group for more", ROW, "return group.comm", "no attribute 'comm'")
     yield Cheat("hands the group a file", ROW, "group.all_reduce(x[0], '/tmp/evil.py:f')", "not among what it may call")
-    inside = "wire = sys._getframe(1).f_locals['wire']\n"
-    inside += "wire.send({'ask': [0, '__class__', [[], {'dict': []}], 1]})\nreturn 1"
+    inside = "frame = sys._getframe()\nwhile 'wire' not in frame.f_locals:\n    frame = frame.f_back\n"
+    inside += "frame.f_locals['wire'].send('ask', 1, '__class__', [], {}, 1)\nreturn 1"
     yield Cheat("asks for what is not lent", ROW, inside, "__class__ is not among what it may call")
 
 
@@ -169,7 +170,7 @@ def _wrong() -> Iterator[Cheat]:
     yield Cheat("the file to begin with", RING, EXERCISES[RING].starter(), "raised NotImplementedError")
     yield Cheat("the file to begin with, on ranks", ROW, EXERCISES[ROW].starter(), "raised NotImplementedError")
     yield Cheat("another function", RING, "def ring(rank, size): ...", "has no function 'ring_all_reduce'")
-    yield Cheat("no Python", RING, "def ring_all_reduce(rank, size:", "line 1: ")
+    yield Cheat("no Python", RING, "def ring_all_reduce(rank, size:", "line 1")
     yield Cheat("a module that is not there", RING, "import torch\ndef f(): ...", "No module named 'torch'")
     yield Cheat("no sum", ROW, "return x @ w", "on 2 ranks, the result of rank 0.* must be")
     yield Cheat(
