@@ -243,9 +243,13 @@ def rebuilt(kind: Any, value: Any) -> Any:
         return value
     if origin in (Union, UnionType):
         return None if value is None else rebuilt(of[0], value)
-    if is_dataclass(kind):
+    if is_dataclass(kind) and isinstance(value, dict):
         hints = get_type_hints(kind)
+        for name in value.keys() - hints.keys():
+            raise ValueError(f"{name} is none of {', '.join(hints)}")
         return kind(**{name: rebuilt(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
+    if kind is not bool and int in getattr(kind, "__bases__", ()):  # Bytes, which may be written as text
+        return kind(str(value))
     if origin is tuple and isinstance(value, list | tuple):
         return tuple(map(rebuilt, repeat(of[0]) if of[-1] is ... else of, value))
     if origin is Mapping:  # one of other keys than text is a list of pairs

@@ -55,7 +55,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -63,18 +62,17 @@ from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 from xml.etree.ElementTree import Element, SubElement, tostring
 
-from nnmpi.command import Parser, convert, options_of, positive_count, say, suggest
+from nnmpi.command import Parser, positive_count, say, suggest
 from nnmpi.errors import NnmpiError, UsageError, raised_as, shortened
 from nnmpi.exercise.exercise import Setting
 from nnmpi.exercise.exercises import EXERCISES
 from nnmpi.exercise.solution import Solution, TimedOut
-from nnmpi.files import read_json, read_text, rebuilt, write_atomically
+from nnmpi.files import parse_json, read_text, rebuilt, write_atomically
 from nnmpi.units import Bytes
 
-T = TypeVar("T")
 PASSED, FAILED, BLOCKED, TIMEOUT = "passed", "failed", "blocked", "timeout"
 MOST_TEXT = 2000  # characters of a sentence, in which a solution's exception may have a part
 UNPRINTABLE = re.compile(r"[^\t\n\x20-\ud7ff\ue000-\ufffd]")  # what XML cannot have
@@ -84,13 +82,13 @@ UNPRINTABLE = re.compile(r"[^\t\n\x20-\ud7ff\ue000-\ufffd]")  # what XML cannot 
 class Criterion:
     """What points are given for."""
 
-    exercise: str
+    exercise: str = ""
     name: str = ""
     file: str = ""
     points: float = 1.0
     hidden: bool = False
-    sizes: list[Any] = field(default_factory=list)
-    needs: list[Any] = field(default_factory=list)
+    sizes: tuple[Any, ...] = ()
+    needs: tuple[str, ...] = ()
     measure: str = ""
     machine: str = ""
     of: str = ""
@@ -105,8 +103,8 @@ class Assignment:
     title: str = "assignment"
     limit_s: float = 20.0
     memory: Bytes = Bytes("1GiB")
-    criteria: list[Any] = field(default_factory=list)
-    machines: dict[str, Any] = field(default_factory=dict)
+    criteria: tuple[Criterion, ...] = ()
+    machines: Mapping[str, Setting] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -131,6 +129,11 @@ class Outcome:
     drawing: str = ""
     value: float | None = None
 
+    @property
+    def told(self) -> str:
+        """Why, and the drawing below it."""
+        return f"{self.text}\n\n{self.drawing}".rstrip()
+
 
 @dataclass(frozen=True)
 class Grade:
@@ -142,8 +145,15 @@ class Grade:
     @property
     def total(self) -> str:
         """The points given and to be had: "7.5 of 10"."""
-        points, of = (sum(getattr(each, name) for each in self.outcomes) for name in ("points", "of"))
-        return f"{points:.4g} of {of:.4g}"
+        return f"{sum(each.points for each in self.outcomes):.4g} of {sum(each.of for each in self.outcomes):.4g}"
+
+    @property
+    def public(self) -> list[Outcome]:
+        """The outcomes as students may see them."""
+        return [
+            replace(each, name=f"hidden {number}", text="", drawing="") if each.hidden else each
+            for number, each in enumerate(self.outcomes, 1)
+        ]
 
 
 # ---- the assignment ----
@@ -157,36 +167,17 @@ def read_assignment(file: Path) -> Assignment:
     """
     with raised_as(UsageError, f"{file} cannot be read"):
         try:
-            table = tomllib.loads(read_text(file))
-        except ValueError as error:
-            raise UsageError(f"{file} is no TOML: {error}") from None
-    found = _read(Assignment, table, f"{file}")
-    places = {name: _read(Setting, each, f"{file}, machines.{name}") for name, each in found.machines.items()}
+            found: Assignment = rebuilt(Assignment, tomllib.loads(read_text(file)))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise UsageError(f"{file} is no assignment: {error}") from None
     criteria: list[Criterion] = []
-    for number, each in enumerate(found.criteria, 1):
-        one = _read(Criterion, each, f"{file}, criterion {number}")
+    for number, one in enumerate(found.criteria, 1):
         one = replace(one, name=one.name or one.exercise, file=one.file or f"{one.exercise.replace('-', '_')}.py")
-        wrong = _find_wrong(one, {other.name for other in criteria}, places)
+        wrong = _find_wrong(one, {other.name for other in criteria}, found.machines)
         if wrong:
             raise UsageError(f"{file}, criterion {number}: {wrong}")
         criteria.append(one)
-    return replace(found, criteria=criteria, machines=places)
-
-
-def _read(kind: type[T], table: dict[str, Any], where: str) -> T:
-    """Return a table as a dataclass."""
-    options = {each.name: each for each in options_of(kind)}
-    values = {}
-    for name, value in table.items():
-        if name not in options:
-            raise UsageError(f"{where}: {name} means nothing{suggest(name, options)}")
-        plain = {list[Any]: list, dict[str, Any]: dict}.get(options[name].type)
-        if plain is not None and not isinstance(value, plain):
-            raise UsageError(f"{where}: {name} is {shortened(repr(value))}; it must be a {plain.__name__}")
-        values[name] = value if plain else convert(value, options[name], f"{where}: {name}")
-    if kind is Criterion and "exercise" not in values:
-        raise UsageError(f"{where}: it has no exercise; python -m nnmpi.exercise lists them")
-    return kind(**values)
+    return replace(found, criteria=tuple(criteria))
 
 
 def _find_wrong(one: Criterion, before: set[str], places: Mapping[str, Setting]) -> str:
@@ -213,17 +204,8 @@ def grade(assignment: Assignment, submission: Path) -> Grade:
     """Return what a submission is worth."""
     outcomes: list[Outcome] = []
     for one in assignment.criteria:
-        passed = {each.name for each in outcomes if each.status == PASSED}
-        missing = [name for name in one.needs if name not in passed]
-        file = _find_file(submission, one.file)
-        if missing:
-            told = f"it needs {missing[0]}, which has not passed"
-        elif file is None:
-            told = f"there is no {one.file}"
-        else:
-            outcomes.append(_judge(assignment, one, file, submission))
-            continue
-        outcomes.append(Outcome(one.name, one.hidden, BLOCKED, 0.0, one.points, told))
+        missing = {*one.needs} - {each.name for each in outcomes if each.status == PASSED}
+        outcomes.append(_judge(assignment, one, submission, missing))
     return Grade(submission.stem, tuple(outcomes))
 
 
@@ -236,38 +218,41 @@ def _find_file(submission: Path, name: str) -> Path | None:
     return file if file.is_file() and file.resolve() == submission.resolve() / file.name else None
 
 
-def _judge(assignment: Assignment, one: Criterion, file: Path, submission: Path) -> Outcome:
-    exercise = EXERCISES[one.exercise]
-    sizes = {"sizes": [tuple(each) if isinstance(each, list) else each for each in one.sizes]} if one.sizes else {}
-    setting = assignment.machines.get(one.machine)
-    folder = submission if submission.is_dir() else None
-    limits = assignment.limit_s, assignment.memory
+def _judge(assignment: Assignment, one: Criterion, submission: Path, missing: set[str]) -> Outcome:
+    exercise, file = EXERCISES[one.exercise], _find_file(submission, one.file)
+    setting, folder = assignment.machines.get(one.machine), submission if submission.is_dir() else None
 
-    def outcome(status: str, text: str, share: float = 0.0, **more: Any) -> Outcome:
-        return Outcome(one.name, one.hidden, status, share * one.points, one.points, shortened(text, MOST_TEXT), **more)
+    def outcome(status: str, text: str, share: float = 0.0, *more: Any) -> Outcome:
+        points, told = share * one.points, shortened(text, MOST_TEXT)
+        return Outcome(one.name, one.hidden, status, points, one.points, told, *more)
 
+    if missing:
+        return outcome(BLOCKED, f"it needs {min(missing)}, which has not passed")
+    if file is None:
+        return outcome(BLOCKED, f"there is no {one.file}")
     try:
-        with Solution(file, exercise.function, folder, *limits) as function:
+        with Solution(file, exercise.function, folder, assignment.limit_s, assignment.memory) as function:
             if setting is None or exercise.measure is None:
+                sizes = {"sizes": one.sizes} if one.sizes else {}
                 return outcome(PASSED, exercise.check(function, **sizes), 1.0)
             numbers, drawing = exercise.measure(function, setting)
-    except TimedOut as error:
-        return outcome(TIMEOUT, str(error))
     except NnmpiError as error:
-        return outcome(FAILED, str(error), drawing=getattr(error, "drawing", ""))
+        status = TIMEOUT if isinstance(error, TimedOut) else FAILED
+        return outcome(status, str(error), 0.0, getattr(error, "drawing", ""))
     except Exception as error:  # what the checks had not foreseen is no success, and no fault of the solution's
         return outcome(BLOCKED, f"the checker cannot judge it: {type(error).__name__}: {error}")
     if one.measure not in numbers:
         raise UsageError(f"{one.name}: of {one.exercise} one can measure {', '.join(numbers)}, not {one.measure}")
     value = numbers[one.measure]
-    unit = exercise.measure(exercise.own[one.of], setting)[0][one.measure] if one.of else 1.0
-    found, most, none = value / unit, one.at_most, one.none_at
+    found = value / (exercise.measure(exercise.own[one.of], setting)[0][one.measure] if one.of else 1.0)
     times = f" times what {one.of} takes" if one.of else ""
-    told = f"{value:.6g} {one.measure} on {one.machine}, {found:.4g}{times}; at most {most:g}{times} is asked for"
-    if found <= most * (1 + 1e-9):
-        return outcome(PASSED, told, 1.0, value=value)
-    share = max(0.0, (none - found) / (none - most)) if none else 0.0
-    return outcome(FAILED, told, share, drawing=drawing, value=value)
+    told = (
+        f"{value:.6g} {one.measure} on {one.machine}, {found:.4g}{times}; at most {one.at_most:g}{times} is asked for"
+    )
+    if found <= one.at_most * (1 + 1e-9):
+        return outcome(PASSED, told, 1.0, "", value)
+    share = max(0.0, (one.none_at - found) / (one.none_at - one.at_most)) if one.none_at else 0.0
+    return outcome(FAILED, told, share, drawing, value)
 
 
 def grade_class(assignment: Assignment, file: Path, submissions: Sequence[Path], jobs: int) -> list[Grade]:
@@ -278,22 +263,23 @@ def grade_class(assignment: Assignment, file: Path, submissions: Sequence[Path],
     """
     limit_s = 60 + 2 * assignment.limit_s * len(assignment.criteria)
 
-    def one(number: int, submission: Path) -> Grade:
-        result = Path(folder) / f"{number}.json"
-        command = [sys.executable, "-m", "nnmpi.grade", str(file), str(submission), "--json", str(result)]
+    def one(submission: Path) -> Grade:
+        command = [sys.executable, "-m", "nnmpi.grade", str(file), str(submission), "--format", "json"]
         told = "its grading took too long, and was ended"
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
             if done.returncode == UsageError.exit_status:
                 raise UsageError(done.stderr.removeprefix("nnmpi: ").strip())
             told = f"its grading ended with the status {done.returncode}"
-            return rebuilt(tuple[Grade, ...], read_json(result))[0]
-        except (subprocess.TimeoutExpired, OSError):
-            ended = [Outcome(each.name, each.hidden, BLOCKED, 0.0, each.points, told) for each in assignment.criteria]
+            done.check_returncode()
+            (found,) = rebuilt(tuple[Grade, ...], parse_json(done.stdout))
+            return found
+        except subprocess.SubprocessError:
+            ended = (Outcome(each.name, each.hidden, BLOCKED, 0.0, each.points, told) for each in assignment.criteria)
             return Grade(submission.stem, tuple(ended))
 
-    with tempfile.TemporaryDirectory(prefix="nnmpi-grades-") as folder, ThreadPoolExecutor(jobs) as pool:
-        return list(pool.map(one, range(len(submissions)), submissions))
+    with ThreadPoolExecutor(jobs) as pool:
+        return list(pool.map(one, submissions))
 
 
 def find_submissions(assignment: Assignment, path: Path) -> list[Path]:
@@ -303,8 +289,9 @@ def find_submissions(assignment: Assignment, path: Path) -> list[Path]:
     if path.is_file() or any((path / one.file).is_file() for one in assignment.criteria):
         return []
     inside = [each for each in sorted(path.iterdir()) if not each.name.startswith((".", "_"))]
-    found = [each for each in inside if each.is_dir() or each.suffix == ".py"]
-    return found if len(found) > 1 or any(each.is_dir() for each in found) else []
+    folders = [each for each in inside if each.is_dir()]
+    found = [each for each in inside if each in folders or each.suffix == ".py"]
+    return found if folders or len(found) > 1 else []
 
 
 def write_starter(assignment: Assignment, folder: Path) -> list[str]:
@@ -316,10 +303,10 @@ def write_starter(assignment: Assignment, folder: Path) -> list[str]:
     written = []
     with raised_as(UsageError, f"{folder} cannot be written"):
         folder.mkdir(parents=True, exist_ok=True)
-        for file, exercise in {one.file: one.exercise for one in assignment.criteria}.items():
-            if not (folder / file).exists():
-                (folder / file).write_text(EXERCISES[exercise].starter())
-                written.append(f"{folder / file}")
+        for file, exercise in {folder / one.file: one.exercise for one in assignment.criteria}.items():
+            if not file.exists():
+                file.write_text(EXERCISES[exercise].starter())
+                written.append(f"{file}")
     return written or [f"nothing is missing in {folder}"]
 
 
@@ -334,44 +321,41 @@ def as_gradescope(assignment: Assignment, grades: Sequence[Grade]) -> str:
             "name": each.name,
             "score": each.points,
             "max_score": each.of,
-            "status": "passed" if each.status == PASSED else "failed",
-            "output": _told(each),
-            "output_format": "text",
+            "status": PASSED if each.status == PASSED else FAILED,
+            "output": each.told,
             "visibility": "hidden" if each.hidden else "visible",
         }
         for each in outcomes
     ]
-    board = [
-        {"name": each.name, "value": each.value, "order": "asc"}
-        for each in outcomes
-        if each.value is not None and not each.hidden
-    ]
+    ahead = [each for each in outcomes if each.value is not None and not each.hidden]
+    board = [{"name": each.name, "value": each.value, "order": "asc"} for each in ahead]
     return json.dumps({"tests": tests, "leaderboard": board}, indent=2)
 
 
 def as_classroom50(assignment: Assignment, grades: Sequence[Grade]) -> str:
     """Return one submission's result.json for Classroom 50, where points are whole; parts of one are dropped."""
-    tests = [
+    tests: list[dict[str, Any]] = [
         {
             "test-name": each.name,
             "passed": each.status == PASSED,
             "score": int(each.points),
             "max-score": int(each.of),
-            "output": _told(each),
+            "output": each.told,
         }
-        for each in _public(_only(grades))
+        for each in _only(grades).public
     ]
-    given = {name: os.environ.get(name, "") for name in ("CLASSROOM", "ASSIGNMENT", "SUBMISSION_TAG")}
-    links = {name.lower(): os.environ.get(f"{name}_URL", "") for name in ("COMMIT", "RELEASE", "REVIEW")}
+    names = ("CLASSROOM", "ASSIGNMENT", "SUBMISSION_TAG", "COMMIT_URL", "RELEASE_URL", "REVIEW_URL")
+    classroom, title, tag, commit, release, review = (os.environ.get(name, "") for name in names)
     result = {
         "schema": "classroom50/result/v1",
-        "classroom": given["CLASSROOM"],
-        "assignment": given["ASSIGNMENT"] or assignment.title,
-        "submission": given["SUBMISSION_TAG"],
-        **links,
-        "review": links["review"] or links["commit"],
+        "classroom": classroom,
+        "assignment": title or assignment.title,
+        "submission": tag,
+        "commit": commit,
+        "release": release,
+        "review": review or commit,
         "datetime": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}",
-        **{name: sum(each[name] for each in tests) for name in ("score", "max-score")},  # type: ignore[misc]
+        **{name: sum(each[name] for each in tests) for name in ("score", "max-score")},
         "tests": tests,
     }
     return json.dumps(result, indent=2)
@@ -381,16 +365,12 @@ def as_junit(assignment: Assignment, grades: Sequence[Grade]) -> str:
     """Return JUnit's XML, a suite for each submission."""
     suites = Element("testsuites", name=assignment.title)
     for each in grades:
-        counts = {
-            name: str(sum(one.status in status for one in each.outcomes))
-            for name, status in (("failures", (FAILED, TIMEOUT)), ("skipped", (BLOCKED,)))
-        }
-        counts |= {"name": each.submission, "tests": str(len(each.outcomes))}
-        suite = SubElement(suites, "testsuite", counts)
-        for one in _public(each):
+        suite = SubElement(suites, "testsuite", name=each.submission, tests=str(len(each.outcomes)))
+        kinds = [{PASSED: "", BLOCKED: "skipped"}.get(one.status, "failure") for one in each.outcomes]
+        suite.attrib |= {"failures": str(kinds.count("failure")), "skipped": str(kinds.count("skipped"))}
+        for one, kind in zip(each.public, kinds, strict=True):
             case = SubElement(suite, "testcase", name=one.name, classname=each.submission)
-            if one.status != PASSED:
-                kind = "skipped" if one.status == BLOCKED else "failure"
+            if kind:
                 told = SubElement(case, kind, message=UNPRINTABLE.sub("?", one.text), type=one.status)
                 told.text = UNPRINTABLE.sub("?", one.drawing)
     return tostring(suites, "unicode")
@@ -403,11 +383,15 @@ def as_table(assignment: Assignment, grades: Sequence[Grade]) -> str:
         for each in grades[0].outcomes:
             hidden = " (hidden)" * each.hidden
             lines.append(f"{each.status:<8} {each.points:g} of {each.of:g}  {each.name}{hidden}")
-            lines += [f"    {line}".rstrip() for line in _told(each).splitlines()]
+            lines += [f"    {line}".rstrip() for line in each.told.splitlines()]
         return "\n".join(lines)
     names = [one.name for one in assignment.criteria]
+    short = {BLOCKED: "b", TIMEOUT: "t"}
     rows = [["", *map(str, range(1, len(names) + 1)), "points"]]
-    rows += [[each.submission, *map(_short, each.outcomes), each.total] for each in grades]
+    rows += [
+        [each.submission, *(short.get(one.status, f"{one.points:.4g}") for one in each.outcomes), each.total]
+        for each in grades
+    ]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
     lines += ["", *(f"{number}  {name}" for number, name in enumerate(names, 1)), f"b  {BLOCKED}", f"t  {TIMEOUT}"]
@@ -418,30 +402,19 @@ def as_table(assignment: Assignment, grades: Sequence[Grade]) -> str:
     return "\n".join([assignment.title, "", *lines])
 
 
-def _short(each: Outcome) -> str:
-    return {BLOCKED: "b", TIMEOUT: "t"}.get(each.status, f"{each.points:.4g}")
-
-
-def _told(each: Outcome) -> str:
-    return f"{each.text}\n\n{each.drawing}".rstrip()
-
-
-def _public(grade: Grade) -> list[Outcome]:
-    """Return the outcomes as students may see them."""
-    return [
-        replace(each, name=f"hidden {number}", text="", drawing="") if each.hidden else each
-        for number, each in enumerate(grade.outcomes, 1)
-    ]
+def as_json(assignment: Assignment, grades: Sequence[Grade]) -> str:
+    """Return all of it, sentences and drawings."""
+    return json.dumps([asdict(each) for each in grades], indent=2)
 
 
 def _only(grades: Sequence[Grade]) -> Grade:
     if len(grades) != 1:
-        raise UsageError(f"this format is for one submission, and there are {len(grades)}; take table, junit or --json")
+        raise UsageError(f"this format is for one submission, and there are {len(grades)}; take table, junit or json")
     return grades[0]
 
 
 FORMATS: Mapping[str, Callable[[Assignment, Sequence[Grade]], str]] = MappingProxyType(
-    {"table": as_table, "gradescope": as_gradescope, "classroom50": as_classroom50, "junit": as_junit}
+    {each.__name__[3:]: each for each in (as_table, as_gradescope, as_classroom50, as_junit, as_json)}
 )
 
 
@@ -451,23 +424,6 @@ def main(words: Sequence[str]) -> str:
     Raises:
         UsageError: for an assignment or a submission that is none.
     """
-    given = _parser().parse_args(words)
-    assignment = read_assignment(given.assignment)
-    if given.starter:
-        return "\n".join(write_starter(assignment, given.submission))
-    submissions = find_submissions(assignment, given.submission)
-    if submissions:
-        grades = grade_class(assignment, given.assignment, submissions, given.jobs)
-    else:
-        grades = [grade(assignment, given.submission)]
-    told = FORMATS[given.format](assignment, grades)
-    if given.json is not None:
-        with raised_as(UsageError, f"{given.json} cannot be written"):
-            write_atomically(given.json, json.dumps([asdict(each) for each in grades], indent=2).encode())
-    return told
-
-
-def _parser() -> Parser:
     parser = Parser("python -m nnmpi.grade", description=(__doc__ or "").split("An assignment is")[0])
     parser.add_argument("assignment", type=Path, metavar="ASSIGNMENT.toml", help="what is asked for")
     parser.add_argument("submission", type=Path, metavar="DIR_OR_FILE", help="a submission, or a folder of some")
@@ -475,7 +431,19 @@ def _parser() -> Parser:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it there, sentences and drawings")
     parser.add_argument("--format", choices=FORMATS, default="table", help="what is printed (default: table)")
     parser.add_argument("--jobs", type=positive_count, default=2, help="submissions at once (default: 2)")
-    return parser
+    given = parser.parse_args(words)
+    assignment = read_assignment(given.assignment)
+    if given.starter:
+        return "\n".join(write_starter(assignment, given.submission))
+    if submissions := find_submissions(assignment, given.submission):
+        grades = grade_class(assignment, given.assignment, submissions, given.jobs)
+    else:
+        grades = [grade(assignment, given.submission)]
+    told = FORMATS[given.format](assignment, grades)
+    if given.json is not None:
+        with raised_as(UsageError, f"{given.json} cannot be written"):
+            write_atomically(given.json, as_json(assignment, grades).encode())
+    return told
 
 
 if __name__ == "__main__":

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from textwrap import indent
 from typing import Any, TypeAlias
-
-import numpy as np
 
 from nnmpi.comm.fit import parse_network
 from nnmpi.comm.machine import Machine, blocks
@@ -147,39 +144,3 @@ def judged(where: str, draw: Callable[[], str], best: Callable[[], str] = str) -
     except WrongAnswer as error:
         error.drawing, error.best = error.drawing or draw(), error.best or best()
         raise
-
-
-def draws() -> Callable[[], np.random.Generator]:
-    """Return what makes generators of the same numbers for every rank of a check, other ones for the next check.
-
-    Numbers that stand in the package could be written down beforehand, or be drawn by a solution itself.
-    """
-    seed = secrets.randbits(64)
-    return lambda: np.random.default_rng(seed)
-
-
-def compare(what: str, found: Any, wanted: Any) -> None:
-    """Refuse an array that is not the one that is wanted.
-
-    Args:
-        what: what it is, and where, such as "the result of rank 1 of 3".
-
-    Raises:
-        WrongAnswer: for what is no numbers, and another shape; else naming the first element that differs.
-    """
-    wanted = np.asarray(wanted)
-    try:
-        given = np.asarray(found)
-    except ValueError:  # rows of several lengths
-        given = np.asarray(None)
-    if given.dtype.kind not in "fiu":
-        raise WrongAnswer(f"{what} is {found!r}, and must be numbers of shape {wanted.shape}")
-    if given.shape != wanted.shape:
-        raise WrongAnswer(f"{what} has shape {given.shape}, and must have {wanted.shape}")
-    differs = np.argwhere(~np.isclose(given, wanted, rtol=1e-9, atol=1e-12))
-    if len(differs):
-        place = tuple(map(int, differs[0]))
-        at = f"{what}: element {place if len(place) > 1 else place[0]} " if place else f"{what} "
-        short, exact = ([f"{each[place]:.{digits}g}" for each in (given, wanted)] for digits in (6, 17))
-        is_, must = short if short[0] != short[1] else exact
-        raise WrongAnswer(f"{at}is {is_}, and must be {must}")

@@ -1,14 +1,17 @@
 """Exercises on what ranks share out: batches, layers, gradients, optimizers' states, experts.
 
-A solution gets a group (`Ranks`) and this rank's part of drawn arrays; it runs on simulated ranks, and each rank's
+Each is a function with the statement for its docstring: it says what one rank gives to a solution, and what must come
+out. A solution gets a group (`Ranks`) and this rank's part of drawn arrays; it runs on simulated ranks, and each rank's
 result is compared with the serial one. Where the bytes of the busiest rank or simulated seconds are limited, they are
 counted as the simulated world counts them.
 """
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import cleandoc
 from math import inf
 from random import Random
 from typing import Any, TypeAlias
@@ -17,11 +20,12 @@ import numpy as np
 
 from nnmpi import clock
 from nnmpi.backend.array import Array
+from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.simulated_world import SimulatedRun, simulate
 from nnmpi.errors import CommError, counted
-from nnmpi.exercise.exercise import Exercise, Function, Measures, Setting, WrongAnswer, call, compare, draws
+from nnmpi.exercise.exercise import Exercise, Function, Measures, Setting, WrongAnswer, call
 from nnmpi.shard import split
 
 SIZES = (1, 2, 3, 4)
@@ -30,17 +34,18 @@ WEIGHTS = 211
 TOKENS, EXPERTS, WIDTH = 20, 5, 16
 ITEM_BYTES = 8
 UNITS = [(23, 17), (17, 9)]  # layers of ZeRO-3
+UNIT = [i * o for i, o in UNITS]
 NUMBERS, SECONDS = (6_000, 20_000, 12_000, 30_000), (0.002, 0.004, 0.003, 0.005)  # of layers that go back
-NETWORK = Machine.uniform(50e-6, 8e-9)  # 1 Gbit/s
-BEST_S = {1: 0.014, 2: 0.0145, 3: 0.0147, 4: 0.0148}  # with so many ranks
-
-LENT = ("rank", "size", "split", "all_reduce", "reduce_scatter", "all_gather", "all_gather_v", "broadcast")
+LINK = 50e-6, 8e-9  # 1 Gbit/s
 
 
 class Ranks(Group):
     """A group as exercises have it."""
 
-    lent = (*LENT, "all_to_all")
+    lent = (
+        *("rank", "size", "split", "all_reduce", "reduce_scatter"),
+        *("all_gather", "all_gather_v", "broadcast", "all_to_all"),
+    )
 
     def all_to_all(self, parts: Sequence[Array]) -> list[Array]:
         """Return what each rank has for this one.
@@ -104,8 +109,10 @@ class Backward:
 Arrays: TypeAlias = Callable[..., list[Array]]
 """Shapes -> arrays of those shapes; for every rank of a check the same."""
 
-Trial: TypeAlias = Callable[[Ranks, Function, Arrays], tuple[Any, Any]]
-"""What one rank does: what the function gave it, and what it should have given."""
+Part: TypeAlias = tuple[Any, ...]
+"""One rank's: the values that the function gets, what must come out, and which of the values it changes to that."""
+
+Trial: TypeAlias = Callable[[Ranks, Arrays], Part]
 
 Most: TypeAlias = Callable[[int], float]
 """Number of ranks -> bytes that one rank may send or receive, or seconds that all may take."""
@@ -128,185 +135,73 @@ def check_shared(
         WrongAnswer: naming rank and element, or who waits for whom, or what the busiest rank sends.
     """
     for size in sizes:
-        run, right = (
-            _run_shared(trial, function, size, machine),
-            f"on {counted(size, 'rank')}: the result is right, but",
-        )
-        rank, nbytes = run.busiest
+        run, right = _run(trial, function, size, machine), f"on {counted(size, 'rank')}: the result is right, but"
+        (rank, nbytes), enough = run.busiest, most_s(size) * (1 + 1e-9)
         if nbytes > most(size):
             raise WrongAnswer(f"{right} rank {rank} sends or receives {nbytes} bytes, and {most(size):.0f} are enough")
-        if run.seconds > most_s(size) * (1 + 1e-9):
-            raise WrongAnswer(
-                f"{right} it takes {1e3 * run.seconds:.2f} ms of simulated time, and {1e3 * most_s(size):.2f} "
-                "are enough"
-            )
+        if run.seconds > enough:
+            told = f"it takes {1e3 * run.seconds:.2f} ms of simulated time, and {1e3 * enough:.2f} are enough"
+            raise WrongAnswer(f"{right} {told}")
     return f"equal to the serial result on {', '.join(map(str, sizes))} ranks"
 
 
-def _run_shared(trial: Trial, function: Function, size: int, machine: Machine | None) -> SimulatedRun[Any]:
+def _run(trial: Trial, function: Function, size: int, machine: Machine | None) -> SimulatedRun[Any]:
     """Return the run of a solution whose results are right."""
-    generator, where = draws(), f"on {counted(size, 'rank')}"
+    seed = secrets.randbits(64)  # numbers that stand in the package could be written down beforehand
+    where = f"on {counted(size, 'rank')}"
 
     def arrays(*shapes: tuple[int, ...]) -> list[Array]:
-        draw = generator()
+        draw = np.random.default_rng(seed)
         return [draw.normal(size=shape) for shape in shapes]
 
+    def own(value: Any) -> Any:
+        """Return it with arrays of its own, without gaps."""
+        if isinstance(value, list):
+            return [*map(own, value)]
+        return np.array(value, order="C") if isinstance(value, np.ndarray) else value
+
+    def main(group: Group) -> tuple[Any, Any]:
+        given, wanted, *changed = trial(Ranks(group.comm, True), arrays)
+        values = [*map(own, given)]
+        found = call(function, *values)
+        return tuple(values[each] for each in changed) or found, wanted
+
     try:
-        run = simulate(lambda group: trial(Ranks(group.comm, True), function, arrays), size, machine, cpu_factor=0)
+        run = simulate(main, size, machine, cpu_factor=0)
     except CommError as error:
         raise WrongAnswer(f"{where}: {error}") from None
     for rank, (found, wanted) in enumerate(run):
         of = f"{where}, the result of rank {rank}"
         if not isinstance(wanted, tuple):
-            compare(of, found, wanted)
+            _compare(of, found, wanted)
         elif not isinstance(found, tuple | list) or len(found) != len(wanted):
             raise WrongAnswer(f"{of} must be {len(wanted)} arrays, and is a {type(found).__name__}")
         else:
-            for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
-                compare(f"{of}, array {number}", one, other)
+            for number, pair in enumerate(zip(found, wanted, strict=True)):
+                _compare(f"{of}, array {number}", *pair)
     return run
+
+
+def _compare(what: str, found: Any, wanted: Any) -> None:
+    """Refuse what is no numbers, or has another shape; else name the first element that differs."""
+    wanted = np.asarray(wanted)
+    try:
+        given = np.asarray(found)
+    except ValueError:  # rows of several lengths
+        given = np.asarray(None)
+    if given.dtype.kind not in "fiu":
+        raise WrongAnswer(f"{what} is {found!r}, and must be numbers of shape {wanted.shape}")
+    if given.shape != wanted.shape:
+        raise WrongAnswer(f"{what} has shape {given.shape}, and must have {wanted.shape}")
+    for place in np.argwhere(~np.isclose(given, wanted, rtol=1e-9, atol=1e-12)).tolist()[:1]:
+        at = f": element {tuple(place) if len(place) > 1 else place[0]}" if place else ""
+        raise WrongAnswer(f"{what}{at} is {given[*place]:.12g}, and must be {wanted[*place]:.12g}")
 
 
 def measure_shared(trial: Trial, function: Function, setting: Setting) -> Measures:
     """Return the simulated seconds of a right solution's messages, and the bytes of its busiest rank."""
-    run = _run_shared(trial, function, setting.ranks, setting.machine)
+    run = _run(trial, function, setting.ranks, setting.machine)
     return {"seconds": run.seconds, "bytes": run.busiest[1]}, ""
-
-
-def _mine(n: int, group: Ranks) -> slice:
-    part = split(n, group.size)[group.rank]
-    return slice(part.start, part.stop)
-
-
-def _row_linear(group: Ranks, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    x, w = arrays((BATCH, IN), (IN, OUT))
-    mine = _mine(IN, group)
-    return call(function, group, x[:, mine].copy(), w[mine].copy()), x @ w
-
-
-def _column_gradient(group: Ranks, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    grad, w = arrays((BATCH, OUT), (IN, OUT))
-    mine = _mine(OUT, group)
-    return call(function, group, grad[:, mine].copy(), w[:, mine].copy()), grad @ w.T
-
-
-def _sharded_pair(group: Ranks, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    x, first, second = arrays((BATCH, IN), (IN, MIDDLE), (MIDDLE, OUT))
-    mine = _mine(MIDDLE, group)
-    found = call(function, group, x.copy(), first[:, mine].copy(), second[mine].copy())
-    return found, np.maximum(x @ first, 0) @ second
-
-
-def _global_mean(group: Ranks, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    (losses,) = arrays((7,))
-    mine = losses[_mine(7, group)]
-    return call(function, group, float(mine.sum()), len(mine)), losses.mean()
-
-
-def _zero_update(group: Ranks, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    weights, *gradients = arrays((WEIGHTS,), *[(WEIGHTS,)] * group.size)
-    mine = _mine(WEIGHTS, group)
-    found = np.full_like(weights, np.nan)
-    found[mine] = weights[mine]
-    call(function, group, found, gradients[group.rank].copy(), mine, 0.1)
-    return found, weights - 0.1 * sum(gradients)
-
-
-def _gathered_linear(group: Ranks, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    x, w = arrays((BATCH, IN), (IN, OUT))
-    columns = [len(part) for part in split(OUT, group.size)]
-    return call(function, group, x, w[:, _mine(OUT, group)].copy(), columns), x @ w
-
-
-def _gathered_gradient(group: Ranks, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    x, w, grad = arrays((BATCH, IN), (IN, OUT), (BATCH, OUT))
-    mine = _mine(OUT, group)
-    return call(function, group, x, w[:, mine].copy(), grad, mine), (grad @ w.T, x.T @ grad[:, mine])
-
-
-def _pair_gradient(group: Ranks, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    x, first, second, grad = arrays((BATCH, IN), (IN, MIDDLE), (MIDDLE, OUT), (BATCH, OUT))
-    mine = _mine(MIDDLE, group)
-    found = call(function, group, x.copy(), first[:, mine].copy(), second[mine].copy(), grad.copy())
-    middle = x @ first
-    back = grad @ second.T * (middle > 0)
-    return found, (back @ first.T, x.T @ back[:, mine], np.maximum(middle, 0)[:, mine].T @ grad)
-
-
-def _gradient_mean(group: Ranks, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    (gradients,), rows = arrays((group.size, WEIGHTS)), np.resize([3, 0, 5, 1], group.size)
-    gradients *= np.sign(rows)[:, None]
-    found = call(function, group, gradients[group.rank].copy(), int(rows[group.rank]))
-    return found, gradients.sum(0) / sum(rows)
-
-
-def _shards(size: int) -> int:
-    return next((tp for tp in (3, 2) if size > tp and size % tp == 0), size)
-
-
-def _grid_split(group: Ranks, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    (everyones,) = arrays((group.size, WEIGHTS))
-    tp = _shards(group.size)
-    found = call(function, group, tp, everyones[group.rank].copy())
-    d, t = divmod(group.rank, tp)
-    return found, (everyones[d * tp : (d + 1) * tp].sum(0), everyones[t::tp].ravel())
-
-
-def _padded(array: Array, size: int) -> Array:
-    """Return the parts of ranks: a row for each, zeros at the end."""
-    flat = array.ravel()
-    return np.pad(flat, (0, -flat.size % size)).reshape(size, -1)
-
-
-def _zero_partition(group: Ranks, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    (w,) = arrays((IN, OUT))
-    return call(function, group, w), _padded(w, group.size)[group.rank]
-
-
-def _zero_forward(group: Ranks, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    xs, *weights = arrays((group.size * BATCH - 1, UNITS[0][0]), *UNITS)
-    x = xs[_mine(len(xs), group)]
-    found = call(function, group, x.copy(), [_padded(w, group.size)[group.rank] for w in weights], UNITS)
-    return found, np.maximum(x @ weights[0], 0) @ weights[1]
-
-
-def _zero_backward(group: Ranks, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    rows = group.size * BATCH - 1
-    xs, grads, *weights = arrays((rows, UNITS[0][0]), (rows, UNITS[1][1]), *UNITS)
-    middles, mine = np.maximum(xs @ weights[0], 0), _mine(len(xs), group)
-    backs = grads @ weights[1].T * (middles > 0)
-    parts = [_padded(w, group.size)[group.rank] for w in weights]
-    found = call(function, group, [xs[mine], middles[mine]], grads[mine].copy(), parts, UNITS)
-    sums = (_padded(each, group.size)[group.rank] for each in (xs.T @ backs, middles.T @ grads))
-    return found, ((backs @ weights[0].T)[mine], *sums)
-
-
-def _sharded_adam(group: Ranks, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    weights, m, v, *gradients = arrays((WEIGHTS,), (WEIGHTS,), (WEIGHTS,), *[(WEIGHTS,)] * group.size)
-    mine, v = _mine(WEIGHTS, group), v * v
-    own = np.full_like(weights, np.nan), m[mine].copy(), v[mine].copy()
-    own[0][mine] = weights[mine]
-    call(function, group, own[0], gradients[group.rank].copy(), own[1], own[2], mine, 3)
-    total = sum(gradients)
-    m, v = 0.9 * m + 0.1 * total, 0.999 * v + 0.001 * total**2
-    step = 0.01 * (m / (1 - 0.9**3)) / (np.sqrt(v / (1 - 0.999**3)) + 1e-8)
-    return own, (weights - step, m[mine], v[mine])
-
-
-def _expert_parallel(group: Ranks, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    xs, order, experts = arrays((group.size, TOKENS, WIDTH), (group.size, TOKENS), (EXPERTS, WIDTH, WIDTH))
-    chosen = np.argsort(order[group.rank]) % EXPERTS
-    owner = [rank for rank, part in enumerate(split(EXPERTS, group.size)) for _ in part]
-    own = {e: experts[e] for e in range(EXPERTS) if owner[e] == group.rank}
-    x = xs[group.rank]
-    found = call(function, group, x.copy(), chosen.tolist(), own, owner)
-    return found, np.einsum("ti,tio->to", x, experts[chosen])
-
-
-def _overlap(group: Ranks, function: Function, arrays: Arrays) -> tuple[Any, Any]:
-    gradients = arrays(*((numbers,) for numbers in NUMBERS))
-    found = call(function, Backward(group, [each * (group.rank + 1) for each in gradients], SECONDS))
-    return found, tuple(each * group.size * (group.size + 1) / 2 for each in gradients)
 
 
 # ---- a batch's rows: no ranks are needed ----
@@ -321,71 +216,58 @@ def check_split(function: Function, sizes: Sequence[int] = (1, 2, 3, 5, 8)) -> s
     draw = Random()
     for size in sizes:
         for rows in (size, size + 1, size - 1, 7 * size + draw.randrange(size), draw.randrange(100, 1000)):
-            where, end = f"{counted(rows, 'row')} on {counted(size, 'rank')}", 0
-            lengths = []
+            where, enough, ends = f"{counted(rows, 'row')} on {counted(size, 'rank')}", -(-rows // size), [0]
             for rank in range(size):
                 part = call(function, rows, rank, size)
-                if not isinstance(part, tuple | list) or [type(each) for each in part] != [int, int]:
+                if not isinstance(part, tuple | list) or [*map(type, part)] != [int, int]:
                     raise WrongAnswer(f"{where}: rank {rank} gets {part!r}; return (start, stop), two whole numbers")
-                if part[0] != end or part[1] < end:
-                    raise WrongAnswer(f"{where}: rank {rank} gets rows {part[0]} to {part[1]}; its first is {end}")
-                end = part[1]
-                lengths.append(end - part[0])
-            if end != rows:
-                raise WrongAnswer(f"{where}: the last rank ends before row {end}, and not before row {rows}")
-            if max(lengths) > -(-rows // size):
-                most = lengths.index(max(lengths))
-                raise WrongAnswer(
-                    f"{where}: all rows are there, but rank {most} has {lengths[most]}, and {-(-rows // size)} "
-                    "are enough"
-                )
+                if not ends[-1] == part[0] <= part[1]:
+                    raise WrongAnswer(f"{where}: rank {rank} gets rows {part[0]} to {part[1]}; its first is {ends[-1]}")
+                ends.append(part[1])
+            if ends[-1] != rows:
+                raise WrongAnswer(f"{where}: the last rank ends before row {ends[-1]}, and not before row {rows}")
+            lengths = np.diff(ends)
+            if (most := lengths.max()) > enough:
+                told = f"rank {lengths.argmax()} has {most}, and {enough} are enough"
+                raise WrongAnswer(f"{where}: all rows are there, but {told}")
     return f"right on {', '.join(map(str, sizes))} ranks, also where rows do not divide"
 
 
 # ---- the exercises ----
 
-_GROUP = """
-
-group has rank, size, all_reduce(array), reduce_scatter(array), all_gather(array): on flat arrays, in place."""
+_GROUP = "group has rank, size, all_reduce(array), reduce_scatter(array), all_gather(array): on flat arrays, in place."
 _PARTS = """
-
 group has rank, size, and on flat arrays: all_reduce(array), reduce_scatter(array), all_gather(array), in place;
 all_gather_v(own, counts), which returns the parts of all ranks, of so many numbers each."""
 _SMALLER = f"""{_GROUP}
 group.split(color, key) returns the group of the ranks that give the same color, in the order of their keys."""
 _ALL_TO_ALL = """
-
 group has rank, size, all_to_all(parts): parts[r], an array, goes to rank r; returns the list of what came from
 each rank."""
 _BACKWARD = """
-
 backward has rank, size, layers; gradient(layer), which takes that layer's time; start(array), which begins its sum over
 the ranks and returns at once; finish(), which waits and returns the list of sums that were started, in that order."""
 
 
 def _shared(
-    name: str,
-    statement: str,
     arguments: str,
-    trial: Trial,
     more: str = _GROUP,
     most: Most = lambda size: inf,
     sizes: Sequence[int] = SIZES,
     most_s: Most = lambda size: inf,
     machine: Machine | None = None,
-) -> Exercise:
-    check = partial(check_shared, trial, most, most_s, machine, sizes=sizes)
-    return Exercise(name, f"{statement}{more}", arguments, check, "import numpy as np", partial(measure_shared, trial))
+) -> Callable[[Trial], Exercise]:
+    def make(trial: Trial) -> Exercise:
+        check = partial(check_shared, trial, most, most_s, machine, sizes=sizes)
+        name, statement = trial.__name__.replace("_", "-"), f"{cleandoc(trial.__doc__ or '')}\n\n{more.strip()}"
+        return Exercise(name, statement, arguments, check, "import numpy as np", partial(measure_shared, trial))
+
+    return make
 
 
-def _sums(*numbers: int) -> Most:
-    """Return what sums of so many numbers send, and half as much more."""
-    return lambda size: 1.5 * ITEM_BYTES * sum(numbers) * 2 * (size - 1) / size
-
-
-def _halves(*numbers: int) -> Most:
-    """Return what all-gathers, or reduce-scatters, of so many numbers send, and a quarter more; parts may be padded."""
-    return lambda size: 1.25 * ITEM_BYTES * (size - 1) * sum(-(-each // size) for each in numbers)
+def _moved(times: float, *numbers: int) -> Most:
+    """Return the bytes of so many rounds around a ring, with each rank's part of so many numbers; parts are padded."""
+    return lambda size: times * ITEM_BYTES * (size - 1) * sum(-(-each // size) for each in numbers)
 
 
 def _gridded(size: int) -> float:
@@ -400,7 +282,223 @@ def _routed(size: int) -> float:
     return 4 / 3 * ITEM_BYTES * WIDTH * TOKENS // EXPERTS * (EXPERTS - own + own * (size - 1))
 
 
-_UNIT = [i * o for i, o in UNITS]
+def _shards(size: int) -> int:
+    return next((tp for tp in (3, 2) if size > tp and size % tp == 0), size)
+
+
+def _mine(n: int, group: Ranks) -> slice:
+    part = split(n, group.size)[group.rank]
+    return slice(part.start, part.stop)
+
+
+def _part(array: Array, group: Ranks) -> Array:
+    """Return this rank's part of a flat array with zeros at its end, so that all parts are of one length."""
+    flat = array.ravel()
+    return np.pad(flat, (0, -flat.size % group.size)).reshape(group.size, -1)[group.rank]
+
+
+@_shared("group, loss_sum, samples")
+def global_mean(group: Ranks, arrays: Arrays) -> Part:
+    """The mean loss over all ranks' samples; some ranks have more samples than others, some none.
+
+    Return it on every rank, from the sum of this rank's losses and how many they are.
+    """
+    (losses,) = arrays((7,))
+    mine = losses[_mine(7, group)]
+    return (group, float(mine.sum()), len(mine)), losses.mean()
+
+
+@_shared("group, gradient, rows", most=_moved(3, WEIGHTS, 1))
+def gradient_mean(group: Ranks, arrays: Arrays) -> Part:
+    """The mean gradient over all ranks' rows; some ranks have more rows than others, some none.
+
+    gradient is flat, the sum over this rank's rows. Return the mean over the rows of all ranks, on every rank.
+    """
+    (gradients,), rows = arrays((group.size, WEIGHTS)), np.resize([3, 0, 5, 1], group.size)
+    gradients *= np.sign(rows)[:, None]
+    return (group, gradients[group.rank], int(rows[group.rank])), gradients.sum(0) / sum(rows)
+
+
+@_shared("group, tp, x", _SMALLER, _gridded, (1, 2, 3, 4, 6))
+def grid_split(group: Ranks, arrays: Arrays) -> Part:
+    """Ranks on a grid: rank d * tp + t is shard t of replica d.
+
+    Return (the sum of x over the ranks of this replica, the x of all ranks with the same shard in one flat array, in
+    the order of replicas). No rank sends more than for these.
+    """
+    (x,), tp = arrays((group.size, WEIGHTS)), _shards(group.size)
+    d, t = divmod(group.rank, tp)
+    return (group, tp, x[group.rank]), (x[d * tp : (d + 1) * tp].sum(0), x[t::tp].ravel())
+
+
+@_shared("group, x, w")
+def row_linear(group: Ranks, arrays: Arrays) -> Part:
+    """x @ w, where each rank has some columns of x and the same rows of w.
+
+    Return the whole product on every rank.
+    """
+    (x, w), mine = arrays((BATCH, IN), (IN, OUT)), _mine(IN, group)
+    return (group, x[:, mine], w[mine]), x @ w
+
+
+@_shared("group, grad, w")
+def column_gradient(group: Ranks, arrays: Arrays) -> Part:
+    """The gradient of x in y = x @ w, where each rank has some columns of w and the same columns of y's gradient.
+
+    Return the whole gradient on every rank.
+    """
+    (grad, w), mine = arrays((BATCH, OUT), (IN, OUT)), _mine(OUT, group)
+    return (group, grad[:, mine], w[:, mine]), grad @ w.T
+
+
+@_shared("group, x, w, columns", _PARTS, _moved(1.5, BATCH * OUT))
+def gathered_linear(group: Ranks, arrays: Arrays) -> Part:
+    """y = x @ w, where each rank has some columns of w: the whole y on every rank.
+
+    columns[r] is how many rank r has. No more bytes are sent than by one gather of y.
+    """
+    x, w = arrays((BATCH, IN), (IN, OUT))
+    return (group, x, w[:, _mine(OUT, group)], [*map(len, split(OUT, group.size))]), x @ w
+
+
+@_shared("group, x, w, grad, mine")
+def gathered_gradient(group: Ranks, arrays: Arrays) -> Part:
+    """The way back of a layer whose outputs were gathered: every rank has the whole gradient of y.
+
+    w is this rank's columns mine, a slice. Return (the whole gradient of x, the gradient of w).
+    """
+    (x, w, grad), mine = arrays((BATCH, IN), (IN, OUT), (BATCH, OUT)), _mine(OUT, group)
+    return (group, x, w[:, mine], grad, mine), (grad @ w.T, x.T @ grad[:, mine])
+
+
+@_shared("group, x, a, b")
+def sharded_pair(group: Ranks, arrays: Arrays) -> Part:
+    """max(x @ a, 0) @ b, where each rank has some columns of a and the same rows of b.
+
+    Return the whole result on every rank; one sum is enough.
+    """
+    (x, a, b), mine = arrays((BATCH, IN), (IN, MIDDLE), (MIDDLE, OUT)), _mine(MIDDLE, group)
+    return (group, x, a[:, mine], b[mine]), np.maximum(x @ a, 0) @ b
+
+
+@_shared("group, x, a, b, grad", most=_moved(3, BATCH * IN))
+def pair_gradient(group: Ranks, arrays: Arrays) -> Part:
+    """The way back of max(x @ a, 0) @ b, where each rank has some columns of a and the same rows of b.
+
+    grad is that of the result. Return (the whole gradient of x, of a, of b). One sum is enough.
+    """
+    x, a, b, grad = arrays((BATCH, IN), (IN, MIDDLE), (MIDDLE, OUT), (BATCH, OUT))
+    mine, middle = _mine(MIDDLE, group), np.maximum(x @ a, 0)
+    back = grad @ b.T * (middle > 0)
+    return (group, x, a[:, mine], b[mine], grad), (back @ a.T, x.T @ back[:, mine], middle[:, mine].T @ grad)
+
+
+@_shared("group, weights, gradient, mine, rate", most=_moved(2.5, WEIGHTS))
+def zero_update(group: Ranks, arrays: Arrays) -> Part:
+    """A step of ZeRO: each rank updates its own part of the weights.
+
+    weights and gradient are flat, and mine is this rank's slice. The old weights stand in weights[mine];
+    what is elsewhere in weights is of no use. Change weights in place, so that everywhere they are the old
+    ones less rate times the sum of all ranks' gradients: reduce_scatter, update, all_gather.
+    No more bytes are sent than by these.
+    """
+    (weights, *gradients), mine = arrays(*[(WEIGHTS,)] * (1 + group.size)), _mine(WEIGHTS, group)
+    return (group, _alone(weights, mine), gradients[group.rank], mine, 0.1), (weights - 0.1 * sum(gradients),), 1
+
+
+def _alone(weights: Array, mine: slice) -> Array:
+    own = np.full_like(weights, np.nan)
+    own[mine] = weights[mine]
+    return own
+
+
+@_shared("group, w")
+def zero3_partition(group: Ranks, arrays: Arrays) -> Part:
+    """ZeRO-3, 1: a rank's part of a layer's weights.
+
+    Return the flat w's part of this rank. All parts are of the same length; at the end of the last ones there are
+    zeros.
+    """
+    (w,) = arrays((IN, OUT))
+    return (group, w), _part(w, group)
+
+
+@_shared("group, x, parts, shapes", most=_moved(1.25, *UNIT))
+def zero3_forward(group: Ranks, arrays: Arrays) -> Part:
+    """ZeRO-3, 2: forward. max(x @ w0, 0) @ w1 for this rank's rows.
+
+    parts[i] is this rank's part of layer i's flat weights, padded as in zero3-partition; shapes[i] is the layer's
+    shape. Gather a layer when it is needed, and once.
+    """
+    xs, *weights = arrays((group.size * BATCH - 1, UNITS[0][0]), *UNITS)
+    x = xs[_mine(len(xs), group)]
+    return (group, x, [_part(w, group) for w in weights], UNITS), np.maximum(x @ weights[0], 0) @ weights[1]
+
+
+@_shared("group, inputs, grad, parts, shapes", most=_moved(2.5, *UNIT))
+def zero3_backward(group: Ranks, arrays: Arrays) -> Part:
+    """ZeRO-3, 3: backward. Weights are gathered once more, gradients are summed to their owners.
+
+    inputs[i] is what came to layer i (to layer 1 behind max), grad the gradient of the result. Return (the gradient of
+    x, this rank's part of the sum of layer 0's gradients over all ranks, the same of layer 1), parts as in
+    zero3-partition.
+    """
+    rows = group.size * BATCH - 1
+    xs, grads, *weights = arrays((rows, UNITS[0][0]), (rows, UNITS[1][1]), *UNITS)
+    middles, mine = np.maximum(xs @ weights[0], 0), _mine(rows, group)
+    backs = grads @ weights[1].T * (middles > 0)
+    given = group, [xs[mine], middles[mine]], grads[mine], [_part(w, group) for w in weights], UNITS
+    return given, ((backs @ weights[0].T)[mine], _part(xs.T @ backs, group), _part(middles.T @ grads, group))
+
+
+@_shared("group, weights, gradient, m, v, mine, step", most=_moved(2.5, WEIGHTS))
+def sharded_adam(group: Ranks, arrays: Arrays) -> Part:
+    """A step of Adam, where each rank has its own part of the weights and of both moments.
+
+    weights and gradient are flat, m, v and weights[mine] this rank's parts; what is elsewhere in weights is of no use.
+    Sum the gradients, change m and v in place, and weights everywhere: rate 0.01, betas 0.9 and 0.999, epsilon 1e-8
+    beside the root, both moments corrected by the number of the step. No more bytes are sent than by reduce_scatter
+    and all_gather.
+    """
+    weights, m, v, *gradients = arrays(*[(WEIGHTS,)] * (3 + group.size))
+    mine, v, total = _mine(WEIGHTS, group), v * v, sum(gradients)
+    given = group, _alone(weights, mine), gradients[group.rank], m[mine], v[mine], mine, 3
+    m, v = 0.9 * m + 0.1 * total, 0.999 * v + 0.001 * total**2
+    step = 0.01 * (m / (1 - 0.9**3)) / (np.sqrt(v / (1 - 0.999**3)) + 1e-8)
+    return given, (weights - step, m[mine], v[mine]), 1, 3, 4
+
+
+@_shared("group, x, chosen, experts, owner", _ALL_TO_ALL, _routed)
+def expert_parallel(group: Ranks, arrays: Arrays) -> Part:
+    """A mixture of experts: each token goes to its expert, wherever that is, and comes back.
+
+    x is (tokens, width); chosen[i] is the expert of token i, owner[e] the rank of expert e; experts = {e: matrix} has
+    this rank's. Return x[i] @ (matrix of chosen[i]) for each token. Only tokens that must travel do.
+    """
+    xs, order, experts = arrays((group.size, TOKENS, WIDTH), (group.size, TOKENS), (EXPERTS, WIDTH, WIDTH))
+    chosen, x = np.argsort(order[group.rank]) % EXPERTS, xs[group.rank]
+    owner = [rank for rank, part in enumerate(split(EXPERTS, group.size)) for _ in part]
+    own = {e: experts[e] for e in range(EXPERTS) if owner[e] == group.rank}
+    return (group, x, chosen.tolist(), own, owner), np.einsum("ti,tio->to", x, experts[chosen])
+
+
+@_shared(
+    "backward",
+    _BACKWARD,
+    most_s=lambda size: 1.05 * (sum(SECONDS) + ALGORITHMS["ring"].seconds(size, ITEM_BYTES * NUMBERS[0], *LINK)),
+    machine=Machine.uniform(*LINK),
+)
+def overlap(group: Ranks, arrays: Arrays) -> Part:
+    """Sum gradients while the backward pass goes on.
+
+    Return the list of all layers' sums, layer 0 first. Gradients come from the last layer to the first. In simulated
+    time it must take no longer than the backward pass and one sum of layer 0 (and 5 % more).
+    """
+    gradients = arrays(*((numbers,) for numbers in NUMBERS))
+    backward = Backward(group, [each * (group.rank + 1) for each in gradients], SECONDS)
+    return (backward,), tuple(each * group.size * (group.size + 1) / 2 for each in gradients)
+
+
 SHARED = (
     Exercise(
         "data-split",
@@ -409,153 +507,7 @@ SHARED = (
         "rows, rank, size",
         check_split,
     ),
-    _shared(
-        "global-mean",
-        "The mean loss over all ranks' samples; some ranks have more samples than others, "
-        "some none.\n\nReturn it on every rank, from the sum of this rank's losses and how "
-        "many they are.",
-        "group, loss_sum, samples",
-        _global_mean,
-    ),
-    _shared(
-        "gradient-mean",
-        "The mean gradient over all ranks' rows; some ranks have more rows than others, some "
-        "none.\n\ngradient is flat, the sum over this rank's rows. Return the mean over the "
-        "rows of all ranks, on every rank.",
-        "group, gradient, rows",
-        _gradient_mean,
-        most=_sums(WEIGHTS, 1),
-    ),
-    _shared(
-        "grid-split",
-        "Ranks on a grid: rank d * tp + t is shard t of replica d.\n\nReturn (the sum of x "
-        "over the ranks of this replica, the x of all ranks with the same shard in one flat "
-        "array, in the\norder of replicas). No rank sends more than for these.",
-        "group, tp, x",
-        _grid_split,
-        _SMALLER,
-        most=_gridded,
-        sizes=(1, 2, 3, 4, 6),
-    ),
-    _shared(
-        "row-linear",
-        "x @ w, where each rank has some columns of x and the same rows of w.\n\nReturn the "
-        "whole product on every rank.",
-        "group, x, w",
-        _row_linear,
-    ),
-    _shared(
-        "column-gradient",
-        "The gradient of x in y = x @ w, where each rank has some columns of w and the same "
-        "columns of y's gradient.\n\nReturn the whole gradient on every rank.",
-        "group, grad, w",
-        _column_gradient,
-    ),
-    _shared(
-        "gathered-linear",
-        "y = x @ w, where each rank has some columns of w: the whole y on every rank.\n\n"
-        "columns[r] is how many rank r has. No more bytes are sent than by one gather of y.",
-        "group, x, w, columns",
-        _gathered_linear,
-        _PARTS,
-        most=lambda size: 1.5 * ITEM_BYTES * BATCH * OUT * (size - 1) / size,
-    ),
-    _shared(
-        "gathered-gradient",
-        "The way back of a layer whose outputs were gathered: every rank has the whole "
-        "gradient of y.\n\nw is this rank's columns mine, a slice. Return (the whole "
-        "gradient of x, the gradient of w).",
-        "group, x, w, grad, mine",
-        _gathered_gradient,
-    ),
-    _shared(
-        "sharded-pair",
-        "max(x @ a, 0) @ b, where each rank has some columns of a and the same rows of b.\n\n"
-        "Return the whole result on every rank; one sum is enough.",
-        "group, x, a, b",
-        _sharded_pair,
-    ),
-    _shared(
-        "pair-gradient",
-        "The way back of max(x @ a, 0) @ b, where each rank has some columns of a and the "
-        "same rows of b.\n\ngrad is that of the result. Return (the whole gradient of x, of "
-        "a, of b). One sum is enough.",
-        "group, x, a, b, grad",
-        _pair_gradient,
-        most=_sums(BATCH * IN),
-    ),
-    _shared(
-        "zero-update",
-        "A step of ZeRO: each rank updates its own part of the weights.\n\nweights and "
-        "gradient are flat, and mine is this rank's slice. The old weights stand in "
-        "weights[mine];\nwhat is elsewhere in weights is of no use. Change weights in place, "
-        "so that everywhere they are the old\nones less rate times the sum of all ranks' "
-        "gradients: reduce_scatter, update, all_gather.\nNo more bytes are sent than by "
-        "these.",
-        "group, weights, gradient, mine, rate",
-        _zero_update,
-        most=lambda size: 20 * WEIGHTS * (size - 1) / size,
-    ),
-    _shared(
-        "zero3-partition",
-        "ZeRO-3, 1: a rank's part of a layer's weights.\n\nReturn the flat w's part of this "
-        "rank. All parts are of the same length; at the end of the last ones there are zeros.",
-        "group, w",
-        _zero_partition,
-    ),
-    _shared(
-        "zero3-forward",
-        "ZeRO-3, 2: forward. max(x @ w0, 0) @ w1 for this rank's rows.\n\nparts[i] is this "
-        "rank's part of layer i's flat weights, padded as in zero3-partition; shapes[i] is "
-        "the layer's shape.\nGather a layer when it is needed, and once.",
-        "group, x, parts, shapes",
-        _zero_forward,
-        most=_halves(*_UNIT),
-    ),
-    _shared(
-        "zero3-backward",
-        "ZeRO-3, 3: backward. Weights are gathered once more, gradients are summed to their "
-        "owners.\n\ninputs[i] is what came to layer i (to layer 1 behind max), grad the "
-        "gradient of the result. Return (the gradient of x,\nthis rank's part of the sum of "
-        "layer 0's gradients over all ranks, the same of layer 1), parts as in "
-        "zero3-partition.",
-        "group, inputs, grad, parts, shapes",
-        _zero_backward,
-        most=_halves(*_UNIT, *_UNIT),
-    ),
-    _shared(
-        "sharded-adam",
-        "A step of Adam, where each rank has its own part of the weights and of both moments."
-        "\n\nweights and gradient are flat, m, v and weights[mine] this rank's parts; what "
-        "is elsewhere in weights is of no use.\nSum the gradients, change m and v in place, "
-        "and weights everywhere: rate 0.01, betas 0.9 and 0.999, epsilon 1e-8 beside\nthe "
-        "root, both moments corrected by the number of the step. No more bytes are sent "
-        "than by\nreduce_scatter and all_gather.",
-        "group, weights, gradient, m, v, mine, step",
-        _sharded_adam,
-        most=lambda size: 20 * WEIGHTS * (size - 1) / size,
-    ),
-    _shared(
-        "expert-parallel",
-        "A mixture of experts: each token goes to its expert, wherever that is, and comes "
-        "back.\n\nx is (tokens, width); chosen[i] is the expert of token i, owner[e] the "
-        "rank of expert e; experts = {e: matrix} has this\nrank's. Return x[i] @ (matrix of "
-        "chosen[i]) for each token. Only tokens that must travel do.",
-        "group, x, chosen, experts, owner",
-        _expert_parallel,
-        _ALL_TO_ALL,
-        most=_routed,
-    ),
-    _shared(
-        "overlap",
-        "Sum gradients while the backward pass goes on.\n\nReturn the list of all layers' "
-        "sums, layer 0 first. Gradients come from the last layer to the first. In simulated "
-        "time\nit must take no longer than the backward pass and one sum of layer 0 (and 5 % "
-        "more).",
-        "backward",
-        _overlap,
-        _BACKWARD,
-        most_s=lambda size: 1.05 * BEST_S.get(size, BEST_S[4]),
-        machine=NETWORK,
-    ),
+    *(global_mean, gradient_mean, grid_split, row_linear, column_gradient, gathered_linear, gathered_gradient),
+    *(sharded_pair, pair_gradient, zero_update, zero3_partition, zero3_forward, zero3_backward, sharded_adam),
+    *(expert_parallel, overlap),
 )

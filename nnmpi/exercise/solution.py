@@ -21,7 +21,7 @@ rely on:
   simulated world counted (`exercise.shared.Ranks`).
 - A rank's calls go to that rank's process, by the first lent object with a `rank`; all other calls
   go to one process. No process sees another's values.
-- Inputs are drawn anew for each check (`exercise.exercise.draws`): numbers that stand in the package can be
+- Inputs are drawn anew for each check: numbers that stand in the package can be
   written down beforehand.
 - What goes wrong in a process is a `WrongAnswer` with a sentence; `TimedOut` when it takes too long.
 
