@@ -246,7 +246,7 @@ def rebuilt(kind: Any, value: Any) -> Any:
     if is_dataclass(kind) and isinstance(value, dict):
         hints = get_type_hints(kind)
         for name in value.keys() - hints.keys():
-            raise ValueError(f"{name} is none of {', '.join(hints)}")
+            raise TypeError(f"{name} is none of {', '.join(hints)}")
         return kind(**{name: rebuilt(hints[name], each) for name, each in value.items()})  # type: ignore[operator]
     if kind is not bool and int in getattr(kind, "__bases__", ()):  # Bytes, which may be written as text
         return kind(str(value))

@@ -233,8 +233,7 @@ def _judge(assignment: Assignment, one: Criterion, submission: Path, missing: se
     try:
         with Solution(file, exercise.function, folder, assignment.limit_s, assignment.memory) as function:
             if setting is None or exercise.measure is None:
-                sizes = {"sizes": one.sizes} if one.sizes else {}
-                return outcome(PASSED, exercise.check(function, **sizes), 1.0)
+                return outcome(PASSED, exercise.check(function, one.sizes), 1.0)
             numbers, drawing = exercise.measure(function, setting)
     except NnmpiError as error:
         status = TIMEOUT if isinstance(error, TimedOut) else FAILED

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from nnmpi.exercise.exercise import WrongAnswer
 from nnmpi.exercise.exercises import EXERCISES
+from nnmpi.exercise.wire import WrongAnswer
 from nnmpi.grade import grade, main, read_assignment
 from tests.exercise.defects import DEFECTS
 from tests.exercise.sealed import unseal

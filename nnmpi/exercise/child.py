@@ -17,7 +17,7 @@ import numpy as np
 
 from nnmpi.custom import fault, load_file, raised
 from nnmpi.errors import NnmpiError
-from nnmpi.exercise.wire import Raised, Wire, WireError
+from nnmpi.exercise.wire import Wire, WireError
 
 try:
     import resource
@@ -46,7 +46,7 @@ def main() -> None:
     sys.addaudithook(_guard(roots, hidden))
     function, told = _load(Path(file), name)
     if told:
-        wire.send("result", Raised(told), [])
+        wire.send("raised", told, [])
     while True:
         try:
             _, *call = wire.receive()
@@ -56,7 +56,7 @@ def main() -> None:
             wire.answer(*call)
         except BaseException as error:  # SystemExit and KeyboardInterrupt are the solution's, too
             more = f"; {nbytes:,} bytes are the limit" if isinstance(error, MemoryError) else ""
-            wire.send("result", Raised(fault(function, map(show, call[2]), error) + more), [])
+            wire.send("raised", fault(function, map(show, call[2]), error) + more, [])
 
 
 def _limit(seconds: int, nbytes: int) -> None:

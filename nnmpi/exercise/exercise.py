@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from textwrap import indent
@@ -13,29 +13,13 @@ from nnmpi.comm.machine import Machine, blocks
 from nnmpi.custom import fault
 from nnmpi.errors import NnmpiError, ScheduleError
 from nnmpi.exercise.child import show
+from nnmpi.exercise.wire import WrongAnswer
 from nnmpi.units import Bytes
 
 Function: TypeAlias = Callable[..., Any]
 
 Measures: TypeAlias = tuple[Mapping[str, float], str]
 """What a solution takes, by name, and a drawing of it: see `Exercise.measure`."""
-
-
-class WrongAnswer(NnmpiError):
-    """What is wrong with a solution, in a sentence for the one who wrote it.
-
-    Attributes:
-        drawing: of the solution's own rounds or schedule; empty where there is none.
-        best: of the package's, which is an answer: for those who work alone, in a notebook.
-    """
-
-    def __init__(self, sentence: str, drawing: str = "", best: str = "") -> None:
-        super().__init__(sentence)
-        self.drawing, self.best = drawing, best
-
-    def _render_traceback_(self) -> list[str]:  # what IPython shows in place of a traceback
-        pictures = {"Yours:": self.drawing, "As few and as short as they can be:": self.best}
-        return [str(self), *(f"\n{title}\n\n{each}" for title, each in pictures.items() if each)]
 
 
 @dataclass(frozen=True)
@@ -76,9 +60,9 @@ class Exercise:
         name: as it is written on the command line.
         statement: what is wanted, in a few lines.
         arguments: of the function, such as "rank, size".
-        check: takes the function; returns what it was found to do, or raises `WrongAnswer`. The
-            function may run in processes of its own: see `exercise.solution` for what may be handed
-            over. `sizes` gives it other numbers of ranks (of pipelines: ranks and microbatches).
+        judge: (function, size) -> what it was found to do; it raises `WrongAnswer`. The function may run
+            in processes of its own: see `exercise.solution` for what may be handed over.
+        sizes: numbers of ranks (of pipelines: ranks and microbatches).
         imports: what the file begins with.
         measure: (function, setting) -> what a right solution takes there, by name, and a drawing of
             it: "seconds" and "bytes" (of the busiest rank) on simulated clocks, "rounds",
@@ -90,7 +74,8 @@ class Exercise:
     name: str
     statement: str
     arguments: str
-    check: Callable[..., str]
+    judge: Callable[[Function, Any], str]
+    sizes: Sequence[Any] = (1,)
     imports: str = ""
     measure: Callable[[Function, Setting], Measures] | None = None
     own: Mapping[str, Function] = field(default_factory=dict)
@@ -104,6 +89,15 @@ class Exercise:
     def title(self) -> str:
         """The first line of the statement."""
         return self.statement.partition("\n")[0]
+
+    def check(self, function: Function, sizes: Sequence[Any] = ()) -> str:
+        """Return what a right function does, for these sizes or its own.
+
+        Raises:
+            WrongAnswer: saying what is wrong, and for which size.
+        """
+        *_, told = [self.judge(function, size) for size in sizes or self.sizes]
+        return f"right {told}"
 
     def starter(self) -> str:
         """Return the file to begin with: the statement, and a function that is not written yet."""

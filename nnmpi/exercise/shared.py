@@ -25,7 +25,8 @@ from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Machine
 from nnmpi.comm.simulated.simulated_world import SimulatedRun, simulate
 from nnmpi.errors import CommError, counted
-from nnmpi.exercise.exercise import Exercise, Function, Measures, Setting, WrongAnswer, call
+from nnmpi.exercise.exercise import Exercise, Function, Measures, Setting, call
+from nnmpi.exercise.wire import WrongAnswer
 from nnmpi.shard import split
 
 SIZES = (1, 2, 3, 4)
@@ -115,34 +116,30 @@ Part: TypeAlias = tuple[Any, ...]
 Trial: TypeAlias = Callable[[Ranks, Arrays], Part]
 
 Most: TypeAlias = Callable[[int], float]
-"""Number of ranks -> bytes that one rank may send or receive, or seconds that all may take."""
+"""Number of ranks -> bytes that one rank may send or receive; on a machine seconds that all may take."""
 
 
-def check_shared(
-    trial: Trial, most: Most, most_s: Most, machine: Machine | None, function: Function, sizes: Sequence[int] = SIZES
-) -> str:
+def judge_shared(trial: Trial, most: Most, machine: Machine | None, function: Function, size: int) -> str:
     """Return that every rank gets the serial result.
 
     Args:
         trial: what one rank does.
-        most: size -> the bytes that are enough for a rank.
-        most_s: size -> the seconds that are enough.
+        most: size -> the bytes that are enough for a rank; on a machine the seconds that are.
         machine: on which; None: messages take no time.
         function: what was written.
-        sizes: the numbers of ranks.
+        size: the number of ranks.
 
     Raises:
         WrongAnswer: naming rank and element, or who waits for whom, or what the busiest rank sends.
     """
-    for size in sizes:
-        run, right = _run(trial, function, size, machine), f"on {counted(size, 'rank')}: the result is right, but"
-        (rank, nbytes), enough = run.busiest, most_s(size) * (1 + 1e-9)
-        if nbytes > most(size):
-            raise WrongAnswer(f"{right} rank {rank} sends or receives {nbytes} bytes, and {most(size):.0f} are enough")
-        if run.seconds > enough:
-            told = f"it takes {1e3 * run.seconds:.2f} ms of simulated time, and {1e3 * enough:.2f} are enough"
-            raise WrongAnswer(f"{right} {told}")
-    return f"equal to the serial result on {', '.join(map(str, sizes))} ranks"
+    run, where, enough = _run(trial, function, size, machine), f"on {counted(size, 'rank')}", most(size) * (1 + 1e-9)
+    rank, nbytes = run.busiest
+    told = f"rank {rank} sends or receives {nbytes} bytes, and {enough:.0f} are enough"
+    if machine is not None:
+        told = f"it takes {1e3 * run.seconds:.2f} ms of simulated time, and {1e3 * enough:.2f} are enough"
+    if (nbytes if machine is None else run.seconds) > enough:
+        raise WrongAnswer(f"{where}: the result is right, but {told}")
+    return f"{where}: equal to the serial result; rank {rank} sends or receives {nbytes} bytes"
 
 
 def _run(trial: Trial, function: Function, size: int, machine: Machine | None) -> SimulatedRun[Any]:
@@ -207,30 +204,29 @@ def measure_shared(trial: Trial, function: Function, setting: Setting) -> Measur
 # ---- a batch's rows: no ranks are needed ----
 
 
-def check_split(function: Function, sizes: Sequence[int] = (1, 2, 3, 5, 8)) -> str:
+def judge_split(function: Function, size: int) -> str:
     """Return that each row belongs to one rank, and that no rank has too many.
 
     Raises:
         WrongAnswer: naming rank and row.
     """
     draw = Random()
-    for size in sizes:
-        for rows in (size, size + 1, size - 1, 7 * size + draw.randrange(size), draw.randrange(100, 1000)):
-            where, enough, ends = f"{counted(rows, 'row')} on {counted(size, 'rank')}", -(-rows // size), [0]
-            for rank in range(size):
-                part = call(function, rows, rank, size)
-                if not isinstance(part, tuple | list) or [*map(type, part)] != [int, int]:
-                    raise WrongAnswer(f"{where}: rank {rank} gets {part!r}; return (start, stop), two whole numbers")
-                if not ends[-1] == part[0] <= part[1]:
-                    raise WrongAnswer(f"{where}: rank {rank} gets rows {part[0]} to {part[1]}; its first is {ends[-1]}")
-                ends.append(part[1])
-            if ends[-1] != rows:
-                raise WrongAnswer(f"{where}: the last rank ends before row {ends[-1]}, and not before row {rows}")
-            lengths = np.diff(ends)
-            if (most := lengths.max()) > enough:
-                told = f"rank {lengths.argmax()} has {most}, and {enough} are enough"
-                raise WrongAnswer(f"{where}: all rows are there, but {told}")
-    return f"right on {', '.join(map(str, sizes))} ranks, also where rows do not divide"
+    for rows in (size, size + 1, size - 1, 7 * size + draw.randrange(size), draw.randrange(100, 1000)):
+        where, enough, ends = f"{counted(rows, 'row')} on {counted(size, 'rank')}", -(-rows // size), [0]
+        for rank in range(size):
+            part = call(function, rows, rank, size)
+            if not isinstance(part, tuple | list) or [*map(type, part)] != [int, int]:
+                raise WrongAnswer(f"{where}: rank {rank} gets {part!r}; return (start, stop), two whole numbers")
+            if not ends[-1] == part[0] <= part[1]:
+                raise WrongAnswer(f"{where}: rank {rank} gets rows {part[0]} to {part[1]}; its first is {ends[-1]}")
+            ends.append(part[1])
+        if ends[-1] != rows:
+            raise WrongAnswer(f"{where}: the last rank ends before row {ends[-1]}, and not before row {rows}")
+        lengths = np.diff(ends)
+        if (most := lengths.max()) > enough:
+            told = f"rank {lengths.argmax()} has {most}, and {enough} are enough"
+            raise WrongAnswer(f"{where}: all rows are there, but {told}")
+    return f"on {size} ranks, also where rows do not divide"
 
 
 # ---- the exercises ----
@@ -254,13 +250,12 @@ def _shared(
     more: str = _GROUP,
     most: Most = lambda size: inf,
     sizes: Sequence[int] = SIZES,
-    most_s: Most = lambda size: inf,
     machine: Machine | None = None,
 ) -> Callable[[Trial], Exercise]:
     def make(trial: Trial) -> Exercise:
-        check = partial(check_shared, trial, most, most_s, machine, sizes=sizes)
+        judge, measure = partial(judge_shared, trial, most, machine), partial(measure_shared, trial)
         name, statement = trial.__name__.replace("_", "-"), f"{cleandoc(trial.__doc__ or '')}\n\n{more.strip()}"
-        return Exercise(name, statement, arguments, check, "import numpy as np", partial(measure_shared, trial))
+        return Exercise(name, statement, arguments, judge, sizes, "import numpy as np", measure)
 
     return make
 
@@ -485,7 +480,7 @@ def expert_parallel(group: Ranks, arrays: Arrays) -> Part:
 @_shared(
     "backward",
     _BACKWARD,
-    most_s=lambda size: 1.05 * (sum(SECONDS) + ALGORITHMS["ring"].seconds(size, ITEM_BYTES * NUMBERS[0], *LINK)),
+    lambda size: 1.05 * (sum(SECONDS) + ALGORITHMS["ring"].seconds(size, ITEM_BYTES * NUMBERS[0], *LINK)),
     machine=Machine.uniform(*LINK),
 )
 def overlap(group: Ranks, arrays: Arrays) -> Part:
@@ -505,7 +500,8 @@ SHARED = (
         "Which rows of a batch a rank takes.\n\nReturn (start, stop). The ranks have all rows, each once, in "
         "their order; no rank has more than rows / size, rounded up.",
         "rows, rank, size",
-        check_split,
+        judge_split,
+        (1, 2, 3, 5, 8),
     ),
     *(global_mean, gradient_mean, grid_split, row_linear, column_gradient, gathered_linear, gathered_gradient),
     *(sharded_pair, pair_gradient, zero_update, zero3_partition, zero3_forward, zero3_backward, sharded_adam),

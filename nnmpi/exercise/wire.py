@@ -6,13 +6,13 @@
                           -- "result", None, [y] ----------->
                           <- "result", y, [x] ---------------
 
-A result comes with the arrays among the values of the call, as it has left them. Before each message stands the word of
+A result, or with "raised" why there is none, comes with the arrays among the values of the call, as it has left
+them. Before each message stands the word of
 its check. What JSON has stands for itself. All else is an object with one key that names it:
 
     tuple, range, slice, dict       their parts
     array                           dtype, shape, bytes in base64, whether there are gaps between its elements
     Step, Instruction, Kind         their fields
-    Raised                          a sentence, in the place of a result
     lent                            number, methods and attributes of an object that stays there
     other                           the type of what cannot be handed over
 """
@@ -21,7 +21,7 @@ import json
 import sys
 from base64 import b64decode, b64encode
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple
 from operator import attrgetter
 from types import MappingProxyType, SimpleNamespace
 from typing import IO, Any
@@ -29,6 +29,7 @@ from typing import IO, Any
 import numpy as np
 
 from nnmpi.comm.collective import Step
+from nnmpi.errors import NnmpiError
 from nnmpi.schedule.schedule import Instruction, Kind
 
 MOST_BYTES = 16 << 20  # of a message
@@ -39,11 +40,21 @@ class WireError(ValueError):
     """What came is no message: the process has ended, or somebody else wrote."""
 
 
-@dataclass(frozen=True)
-class Raised:
-    """In the place of a result: why there is none."""
+class WrongAnswer(NnmpiError):
+    """What is wrong with a solution, in a sentence for the one who wrote it.
 
-    sentence: str
+    Attributes:
+        drawing: of the solution's own rounds or schedule; empty where there is none.
+        best: of the package's, which is an answer: for those who work alone, in a notebook.
+    """
+
+    def __init__(self, sentence: str, drawing: str = "", best: str = "") -> None:
+        super().__init__(sentence)
+        self.drawing, self.best = drawing, best
+
+    def _render_traceback_(self) -> list[str]:  # what IPython shows in place of a traceback
+        pictures = {"Yours:": self.drawing, "As few and as short as they can be:": self.best}
+        return [str(self), *(f"\n{title}\n\n{each}" for title, each in pictures.items() if each)]
 
 
 def _range(*values: int) -> range:
@@ -65,11 +76,11 @@ PARTS: Mapping[type, Callable[[Any], Iterable[Any]]] = MappingProxyType(
         tuple: iter,
         dict: dict.items,
         **dict.fromkeys((range, slice), attrgetter("start", "stop", "step")),
-        **dict.fromkeys((Step, Instruction, Raised), astuple),
+        **dict.fromkeys((Step, Instruction), astuple),
     }
 )
 MADE: Mapping[str, Callable[..., Any]] = MappingProxyType(
-    {each.__name__: each for each in (Kind, slice, Step, Instruction, Raised)}
+    {each.__name__: each for each in (Kind, slice, Step, Instruction)}
     | {"tuple": lambda *values: values, "dict": lambda *pairs: dict(pairs), "range": _range, "array": _array}
     | {"other": lambda name: type(name, (), {})()}
 )
@@ -131,12 +142,18 @@ class Wire:
 
         Args:
             call: number of an object that it has lent, name, values, values by name, line.
+
+        Raises:
+            WrongAnswer: where there is no result.
+            WireError: see `receive`.
         """
         del self._lent[1:]
         arrays = self.send("ask", *call)
         while (answer := self.receive())[0] == "ask":
             self.answer(*answer[1:])
-        _, result, after = answer
+        kind, result, after = answer
+        if kind == "raised":
+            raise WrongAnswer(str(result))
         for own, new in zip(arrays, after, strict=False):
             if isinstance(own, np.ndarray) and own.flags.writeable:
                 own[...] = new

@@ -252,7 +252,7 @@ DEFECTS: dict[str, list[Mistake]] = {
             "comes before .* is over",
         ),
         ("the last one is missing", changed(right.gpipe_clock, lambda found, *_: found[:-1]), "is missing"),
-        ("twice", changed(right.gpipe_clock, lambda found, *_: [*found, found[0]]), "was done in cycle 0"),
+        ("twice", changed(right.gpipe_clock, lambda found, *_: [*found, found[0]]), "is done already"),
         (
             "stage and microbatch the other way",
             changed(right.gpipe_clock, lambda found, *_: [[(s, m) for m, s in each] for each in found]),

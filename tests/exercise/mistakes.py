@@ -61,17 +61,17 @@ def of_collective(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
 
 def of_cost(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
     if name == "ring-tree-crossover":
-        yield "twice as long", changed(right, lambda M, *values: 2 * M), r"with N = \d+.*do not cross at"
-        yield "half as long", changed(right, lambda M, *values: M / 2), r"with N = \d+.*do not cross at"
-        yield "no length", changed(right, lambda M, *values: -M), "no length of a buffer"
+        yield "twice as long", changed(right, lambda M, *values: 2 * M), r"with N = 4, .*it gives .*, and must give"
+        yield "half as long", changed(right, lambda M, *values: M / 2), r"with N = 4, .*it gives .*, and must give"
+        yield "no length", changed(right, lambda M, *values: -M), "it gives -.*, and must give"
         return
     yield (
         "a latency too many",
         changed(right, lambda s, N, M, alpha, *rest: s + alpha),
-        r"with N = \d+.*alpha = 1.*gives 1,.*takes 0",
+        r"with N = \d+.*alpha = 1.*gives 1,.*must give 0",
     )
     more = changed(right, lambda s, N, M, alpha, beta, *rest: s + M * beta)
-    yield "M too many", more, "beta = 1.*gives 4000,.*takes 0"
+    yield "M too many", more, "beta = 1.*gives 4000,.*must give 0"
     yield (
         "log N in place of N",
         lambda N, M, alpha, beta, *rest: right(N.bit_length(), M, alpha, beta, *rest),
