@@ -234,7 +234,7 @@ def _judge(assignment: Assignment, one: Criterion, submission: Path, missing: se
         with Solution(file, exercise.function, folder, assignment.limit_s, assignment.memory) as function:
             if setting is None or exercise.measure is None:
                 return outcome(PASSED, exercise.check(function, one.sizes), 1.0)
-            numbers, drawing = exercise.measure(function, setting)
+            _, numbers, drawing = exercise.measure(function, setting)
     except NnmpiError as error:
         status = TIMEOUT if isinstance(error, TimedOut) else FAILED
         return outcome(status, str(error), 0.0, getattr(error, "drawing", ""))
@@ -242,8 +242,8 @@ def _judge(assignment: Assignment, one: Criterion, submission: Path, missing: se
         return outcome(BLOCKED, f"the checker cannot judge it: {type(error).__name__}: {error}")
     if one.measure not in numbers:
         raise UsageError(f"{one.name}: of {one.exercise} one can measure {', '.join(numbers)}, not {one.measure}")
-    value = numbers[one.measure]
-    found = value / (exercise.measure(exercise.own[one.of], setting)[0][one.measure] if one.of else 1.0)
+    value = max(numbers[one.measure])
+    found = value / (max(exercise.measure(exercise.own[one.of], setting)[1][one.measure]) if one.of else 1.0)
     times = f" times what {one.of} takes" if one.of else ""
     told = (
         f"{value:.6g} {one.measure} on {one.machine}, {found:.4g}{times}; at most {one.at_most:g}{times} is asked for"

@@ -206,7 +206,7 @@ def test_formats(assignment: Path, tmp_path: Path) -> None:
         ('needs = ["ring', 'needs = ["rong', "need only names above it"),
         ('of = "ring"', 'of = "rang"', "of must be one of "),
         ('machine = "cluster"', 'machine = "cloister"', r"a machine \(cluster\)"),
-        ('"seconds"', '"minutes"', "can measure seconds, bytes, rounds, not minutes"),
+        ('"seconds"', '"minutes"', "can measure chunks, bytes, rounds, seconds, not minutes"),
         ("[[criteria]]", "[[criteria", "is no assignment: Expected"),
         ("ranks = 5", "ranks = 5\nweight = 2", "weight is none of ranks, per_node, network"),
     ],

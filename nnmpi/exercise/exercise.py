@@ -18,8 +18,16 @@ from nnmpi.units import Bytes
 
 Function: TypeAlias = Callable[..., Any]
 
-Measures: TypeAlias = tuple[Mapping[str, float], str]
-"""What a solution takes, by name, and a drawing of it: see `Exercise.measure`."""
+Measures: TypeAlias = tuple[str, Mapping[str, Sequence[float]], str]
+"""Where, such as "on 2 ranks"; what a solution takes there by name, each rank or all of them; a drawing of it."""
+
+SAID = {
+    "chunks": "sends {:.10g} chunks",
+    "bytes": "sends or receives {:.10g} bytes",
+    "rounds": "takes {:.10g} rounds",
+    "activations": "keeps {:.10g} activations at once",
+    "seconds": "takes {:.5g} s of simulated time",
+}
 
 
 @dataclass(frozen=True)
@@ -37,11 +45,11 @@ class Setting:
     """
 
     ranks: int = 8
+    microbatches: int = 8
     per_node: int = 1
     network: str = ""
     inside: str = ""
     bytes: Bytes = Bytes("1MiB")
-    microbatches: int = 8
     forward_s: float = 1.0
     message_s: float = 0.0
 
@@ -64,10 +72,9 @@ class Exercise:
             in processes of its own: see `exercise.solution` for what may be handed over.
         sizes: numbers of ranks (of pipelines: ranks and microbatches).
         imports: what the file begins with.
-        measure: (function, setting) -> what a right solution takes there, by name, and a drawing of
-            it: "seconds" and "bytes" (of the busiest rank) on simulated clocks, "rounds",
-            "activations". It raises `WrongAnswer` for one that is not right. None where there is
-            nothing to measure.
+        measure: (function, setting) -> what a right solution takes there: "seconds" and "bytes" on
+            simulated clocks, "chunks", "rounds", "activations". It raises `WrongAnswer` for one that is
+            not right. None where there is nothing to measure.
         own: the package's own solutions by name, to which measures can be compared.
     """
 
@@ -106,6 +113,34 @@ class Exercise:
         imports = f"{self.imports}\n\n\n" if self.imports else "\n"
         body = indent('raise NotImplementedError("write it here")', "    ")
         return f'"""{text}\n"""\n\n{imports}def {self.function}({self.arguments}):\n{body}\n'
+
+
+def judge_measures(
+    measure: Callable[[Function, Setting], Measures], best: Callable[[Setting], Measures], function: Function, size: Any
+) -> str:
+    """Return what a right solution takes, which is no more than is enough.
+
+    Args:
+        measure: of the exercise.
+        best: setting -> what is enough there; of activations for each rank, of all else for any.
+        function: what was written.
+        size: the number of ranks, or the numbers of ranks and microbatches.
+
+    Raises:
+        WrongAnswer: saying what is wrong, or which rank takes too much of what.
+    """
+    setting = Setting(*size) if isinstance(size, Sequence) else Setting(size)
+    _, limits, drawn = best(setting)
+    with judged("", str, lambda: drawn):
+        where, numbers, drawing = measure(function, setting)
+        for what, enough in limits.items():
+            for rank, found in enumerate(numbers[what]):
+                most = enough[rank] if what == "activations" else max(enough)
+                if found > most * (1 + 1e-9):
+                    who = f"rank {rank}" if len(numbers[what]) > 1 else "it"
+                    told = f"{who} {SAID[what].format(found)}, and {most:.10g} are enough"
+                    raise WrongAnswer(f"{where}: the result is right, but {told}", drawing)
+    return f"{where}: it {', '.join(SAID[what].format(max(each)) for what, each in numbers.items() if any(each))}"
 
 
 def call(function: Function, *values: Any) -> Any:

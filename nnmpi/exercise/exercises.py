@@ -23,11 +23,11 @@ from nnmpi.comm.algorithms.registry import ALGORITHMS, COLLECTIVES
 from nnmpi.comm.algorithms.tree import tree_reduce
 from nnmpi.comm.collective import ROOT, Collective, Contract, Step, as_collective, everyone, own_part
 from nnmpi.comm.duration import price
-from nnmpi.comm.prove import Proof, prove_steps
+from nnmpi.comm.prove import prove_steps
 from nnmpi.comm.render import render_steps
 from nnmpi.custom import ask
 from nnmpi.errors import ScheduleError, counted
-from nnmpi.exercise.exercise import Exercise, Function, Measures, Setting, call, judged
+from nnmpi.exercise.exercise import Exercise, Function, Measures, Setting, call, judge_measures, judged
 from nnmpi.exercise.shared import SHARED
 from nnmpi.exercise.wire import WrongAnswer
 from nnmpi.schedule.check import check
@@ -52,63 +52,44 @@ _REDUCES = (Collective("line", _REDUCE, (_line,)), Collective("tree", _REDUCE, (
 OWN = {**COLLECTIVES, **{("reduce", each.name): each for each in _REDUCES}}
 
 
-def judge_collective(right: Collective, near: bool, function: Function, size: int) -> str:
-    """Return what a right collective does.
-
-    Args:
-        right: does it; in no more rounds, and with no more chunks from any one rank, it must be done.
-        near: whether only those ranks may talk to one another that do so there.
-        function: what was written.
-        size: the number of ranks.
-
-    Raises:
-        WrongAnswer: naming the number of ranks, and rank, step and chunk of the fault.
-    """
-    _, proof = _proved(right.contract, function, size, [right(rank, size) for rank in range(size)], near)
-    return f"on {size} ranks it takes {proof.rounds} rounds and {proof.messages} messages"
-
-
-def _proved(
-    contract: Contract, function: Function, size: int, best: Sequence[Sequence[Step]] = (), near: bool = False
-) -> tuple[list[tuple[Step, ...]], Proof]:
-    """Return a solution's steps, which are right, and no worse than the best ones, and their proof."""
-    steps: list[tuple[Step, ...]] = []
-    told = "the result is right, but"
-    with judged(f"on {counted(size, 'rank')}", lambda: _drawing(steps), lambda: _drawing(best)):
-        steps += [ask(function, Step, rank, size) for rank in range(size)]
-        proof = prove_steps(steps, contract)
-        if not best:
-            return steps, proof
-        enough, rounds = _most(best), prove_steps(best, contract).rounds
-        for rank, own in enumerate(steps):
-            friends = {partner for step in best[rank] for partner in (step.to, step.from_)} | {None} if near else set()
-            for at, step in enumerate(own if near else ()):
-                for partner in {step.to, step.from_} - friends:
-                    raise ScheduleError(f"{told} rank {rank}, step {at} talks to rank {partner}, which it may not")
-            if (sends := _most([own])) > enough:
-                raise ScheduleError(f"{told} rank {rank} sends {sends} chunks, and {enough} are enough")
-        if proof.rounds > rounds:
-            raise ScheduleError(f"{told} it takes {proof.rounds} rounds, and {rounds} are enough")
-    return steps, proof
-
-
-def _most(steps: Sequence[Sequence[Step]], way: str = "send") -> int:
-    """Return how many chunks one rank sends, or receives."""
-    return max(sum(len(getattr(step, way)) for step in own) for own in steps)
-
-
 def _drawing(steps: Sequence[Sequence[Step]]) -> str:
     return render_steps([own[: 2 * MOST_DRAWN] for own in steps]) if 0 < len(steps) <= MOST_DRAWN else ""
 
 
-def measure_collective(contract: Contract, function: Function, setting: Setting) -> Measures:
-    """Return the seconds of a right collective on simulated clocks, bytes of its busiest rank, and rounds."""
-    steps, proof = _proved(contract, function, setting.ranks)
-    chunk = -(-setting.bytes // contract.chunks(setting.ranks))
+def measure_collective(right: Collective, near: bool, function: Function, setting: Setting) -> Measures:
+    """Return the chunks that each rank sends, rounds, bytes of the busiest rank, and seconds on simulated clocks.
+
+    Args:
+        right: does it.
+        near: whether only those ranks may talk to one another that do so there.
+        function: what was written.
+        setting: where.
+
+    Raises:
+        WrongAnswer: naming the number of ranks, and rank, step and chunk of the fault.
+    """
+    size, steps, contract = setting.ranks, list[tuple[Step, ...]](), right.contract
+    where = f"on {counted(size, 'rank')}"
+    with judged(where, lambda: _drawing(steps)):
+        steps += [ask(function, Step, rank, size) for rank in range(size)]
+        proof = prove_steps(steps, contract)
+        for rank, own in enumerate(steps if near else ()):
+            friends = {partner for step in right(rank, size) for partner in (step.to, step.from_)}
+            for at, step in enumerate(own):
+                for partner in {step.to, step.from_} - friends - {None}:
+                    told = f"the result is right, but rank {rank}, step {at} talks to rank {partner}, which it may not"
+                    raise ScheduleError(told)
+    sent, received = ([sum(len(getattr(step, way)) for step in own) for own in steps] for way in ("send", "recv"))
+    busiest = -(-setting.bytes // contract.chunks(size)) * max(*sent, *received)
     collective = as_collective(lambda rank, size: steps[rank], contract)
-    seconds = price(collective, setting.ranks, setting.bytes, setting.machine)
-    busiest = chunk * max(_most(steps), _most(steps, "recv"))
-    return {"seconds": seconds, "bytes": busiest, "rounds": proof.rounds}, _drawing(steps)
+    seconds = price(collective, size, setting.bytes, setting.machine)
+    numbers: dict[str, Sequence[float]] = {
+        "chunks": sent,
+        "bytes": [busiest],
+        "rounds": [proof.rounds],
+        "seconds": [seconds],
+    }
+    return where, numbers, _drawing(steps)
 
 
 _FORM = """The buffer is cut into as many chunks as there are ranks. Return a list of steps, such as
@@ -121,8 +102,8 @@ def _collective(
     name: str, what: str, how: str, statement: str, near: bool = False, sizes: tuple[int, ...] = ANY, form: str = _FORM
 ) -> Exercise:
     right, own = OWN[what, how], {each.name: each for (operation, _), each in OWN.items() if operation == what}
-    judge, measure = partial(judge_collective, right, near), partial(measure_collective, right.contract)
-    imports = "from nnmpi.comm.collective import Step"
+    measure, imports = partial(measure_collective, right, near), "from nnmpi.comm.collective import Step"
+    judge = partial(judge_measures, measure, partial(measure, right))
     return Exercise(name, f"{cleandoc(statement)}\n\n{form}", "rank, size", judge, sizes, imports, measure, own)
 
 
@@ -421,36 +402,20 @@ SHAPES = ((2, 2), (2, 4), (3, 6), (4, 4), (4, 8))  # ranks and microbatches
 FEW = (*SHAPES[:-1], (3, 1), (4, 2), SHAPES[-1])  # also with fewer microbatches than ranks
 
 
-def judge_order(name: str, virtual: int, function: Function, shape: tuple[int, int]) -> str:
-    """Return what a right schedule takes.
+def measure_order(name: str, virtual: int, function: Function, setting: Setting) -> Measures:
+    """Return the most activations that each rank keeps, and the seconds of a schedule on simulated clocks.
 
     Args:
-        name: the package's schedule that is wanted; another one that is as good passes, too.
+        name: of the package's schedule that is wanted; another one that is as good passes, too.
         virtual: stages on each rank.
         function: what was written.
-        shape: numbers of ranks and microbatches.
+        setting: where.
 
     Raises:
-        WrongAnswer: showing the programs with the fault marked, or saying which rank keeps too much, or what is slow.
+        WrongAnswer: showing the programs with the fault marked.
     """
-    wanted = lower(make(name, *shape, virtual))
-    with judged("", str, partial(render, wanted)):
-        schedule, where = _checked(name, virtual, function, *shape)
-        found, best = (simulate_schedule(each, even_costs(schedule.stages)) for each in (schedule, wanted))
-        right = f"{where}: everything is done, in a possible order, but"
-        for rank, (kept, enough) in enumerate(zip(found.peak_activations, best.peak_activations, strict=True)):
-            if kept > enough:
-                told = f"{right} rank {rank} keeps {kept} activations at once, and {enough} are enough"
-                raise WrongAnswer(told, render(schedule))
-        if found.makespan_s > best.makespan_s + 1e-9:
-            told = f"{right} it takes {found.makespan_s:g} units of time, where {best.makespan_s:g} are enough"
-            raise WrongAnswer(f"{told}; a forward takes one, a backward two", render(schedule))
-    return f"{where} it takes {found.makespan_s:g} units, bubble {found.bubble:.0%}"
-
-
-def _checked(name: str, virtual: int, function: Function, ranks: int, microbatches: int) -> tuple[Schedule, str]:
-    """Return a solution's schedule, which is right, and for what it is."""
-    where, stages = f"with {ranks} ranks and {microbatches} microbatches", ranks * virtual
+    ranks, stages, microbatches = setting.ranks, setting.ranks * virtual, setting.microbatches
+    where = f"with {ranks} ranks and {microbatches} microbatches"
     with judged(where, str):  # the sentence shows the programs
         programs = tuple(ask(function, Instruction, rank, ranks, microbatches) for rank in range(ranks))
         for one in (one for program in programs for one in program):
@@ -459,15 +424,9 @@ def _checked(name: str, virtual: int, function: Function, ranks: int, microbatch
                 raise ScheduleError(f"{one} has no place in {stages} stages and {microbatches} microbatches")
         schedule = lower(Schedule(name, ranks, stages, microbatches, programs))
         check(schedule)
-    return schedule, where
-
-
-def measure_order(name: str, virtual: int, function: Function, setting: Setting) -> Measures:
-    """Return the seconds of a right schedule, and the most activations that a rank keeps."""
-    schedule, _ = _checked(name, virtual, function, setting.ranks, setting.microbatches)
-    costs = even_costs(schedule.stages, setting.forward_s / virtual, message_s=setting.message_s)
+    costs = even_costs(stages, setting.forward_s / virtual, message_s=setting.message_s)
     found = simulate_schedule(schedule, costs)
-    return {"seconds": found.makespan_s, "activations": max(found.peak_activations)}, render(schedule)
+    return where, {"activations": found.peak_activations, "seconds": [found.makespan_s]}, render(schedule)
 
 
 def judge_cycles(function: Function, shape: tuple[int, int]) -> str:
@@ -511,16 +470,10 @@ def _order(name: str, schedule: str, statement: str, virtual: int = 1) -> Exerci
     def own(rank: int, ranks: int, microbatches: int) -> Any:
         return make(schedule, ranks, microbatches, virtual).programs[rank]
 
-    return Exercise(
-        name,
-        cleandoc(statement),
-        "rank, ranks, microbatches",
-        partial(judge_order, schedule, virtual),
-        FEW if virtual == 1 else SHAPES,
-        "from nnmpi.schedule.schedule import Kind",
-        partial(measure_order, schedule, virtual),
-        {schedule: own},
-    )
+    measure = partial(measure_order, schedule, virtual)
+    judge, sizes = partial(judge_measures, measure, partial(measure, own)), FEW if virtual == 1 else SHAPES
+    arguments, imports = "rank, ranks, microbatches", "from nnmpi.schedule.schedule import Kind"
+    return Exercise(name, cleandoc(statement), arguments, judge, sizes, imports, measure, {schedule: own})
 
 
 _SCHEDULES = (

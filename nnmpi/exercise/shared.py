@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from inspect import cleandoc
 from math import inf
@@ -22,10 +23,9 @@ from nnmpi import clock
 from nnmpi.backend.array import Array
 from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.group import Group
-from nnmpi.comm.machine import Machine
-from nnmpi.comm.simulated.simulated_world import SimulatedRun, simulate
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.errors import CommError, counted
-from nnmpi.exercise.exercise import Exercise, Function, Measures, Setting, call
+from nnmpi.exercise.exercise import Exercise, Function, Measures, Setting, call, judge_measures
 from nnmpi.exercise.wire import WrongAnswer
 from nnmpi.shard import split
 
@@ -37,7 +37,7 @@ ITEM_BYTES = 8
 UNITS = [(23, 17), (17, 9)]  # layers of ZeRO-3
 UNIT = [i * o for i, o in UNITS]
 NUMBERS, SECONDS = (6_000, 20_000, 12_000, 30_000), (0.002, 0.004, 0.003, 0.005)  # of layers that go back
-LINK = 50e-6, 8e-9  # 1 Gbit/s
+LINK = 50e-6, 8e-9  # alpha_us=50,gbit=1
 
 
 class Ranks(Group):
@@ -116,36 +116,26 @@ Part: TypeAlias = tuple[Any, ...]
 Trial: TypeAlias = Callable[[Ranks, Arrays], Part]
 
 Most: TypeAlias = Callable[[int], float]
-"""Number of ranks -> bytes that one rank may send or receive; on a machine seconds that all may take."""
+"""Number of ranks -> bytes that one rank may send or receive; on a network seconds that all may take."""
 
 
-def judge_shared(trial: Trial, most: Most, machine: Machine | None, function: Function, size: int) -> str:
-    """Return that every rank gets the serial result.
+def measure_shared(trial: Trial, network: str, function: Function, setting: Setting) -> Measures:
+    """Return the bytes that the busiest rank sends or receives, and the simulated seconds of messages.
 
     Args:
         trial: what one rank does.
-        most: size -> the bytes that are enough for a rank; on a machine the seconds that are.
-        machine: on which; None: messages take no time.
+        network: on which it is where the setting has none.
         function: what was written.
-        size: the number of ranks.
+        setting: where.
 
     Raises:
-        WrongAnswer: naming rank and element, or who waits for whom, or what the busiest rank sends.
+        WrongAnswer: naming rank and element, or who waits for whom.
     """
-    run, where, enough = _run(trial, function, size, machine), f"on {counted(size, 'rank')}", most(size) * (1 + 1e-9)
-    rank, nbytes = run.busiest
-    told = f"rank {rank} sends or receives {nbytes} bytes, and {enough:.0f} are enough"
-    if machine is not None:
-        told = f"it takes {1e3 * run.seconds:.2f} ms of simulated time, and {1e3 * enough:.2f} are enough"
-    if (nbytes if machine is None else run.seconds) > enough:
-        raise WrongAnswer(f"{where}: the result is right, but {told}")
-    return f"{where}: equal to the serial result; rank {rank} sends or receives {nbytes} bytes"
-
-
-def _run(trial: Trial, function: Function, size: int, machine: Machine | None) -> SimulatedRun[Any]:
-    """Return the run of a solution whose results are right."""
+    where, machine = (
+        f"on {counted(setting.ranks, 'rank')}",
+        replace(setting, network=setting.network or network).machine,
+    )
     seed = secrets.randbits(64)  # numbers that stand in the package could be written down beforehand
-    where = f"on {counted(size, 'rank')}"
 
     def arrays(*shapes: tuple[int, ...]) -> list[Array]:
         draw = np.random.default_rng(seed)
@@ -164,7 +154,7 @@ def _run(trial: Trial, function: Function, size: int, machine: Machine | None) -
         return tuple(values[each] for each in changed) or found, wanted
 
     try:
-        run = simulate(main, size, machine, cpu_factor=0)
+        run = simulate(main, setting.ranks, machine, cpu_factor=0)
     except CommError as error:
         raise WrongAnswer(f"{where}: {error}") from None
     for rank, (found, wanted) in enumerate(run):
@@ -176,7 +166,8 @@ def _run(trial: Trial, function: Function, size: int, machine: Machine | None) -
         else:
             for number, pair in enumerate(zip(found, wanted, strict=True)):
                 _compare(f"{of}, array {number}", *pair)
-    return run
+    busiest, nbytes = run.busiest
+    return where, {"bytes": [nbytes * (rank == busiest) for rank in range(len(run))], "seconds": [run.seconds]}, ""
 
 
 def _compare(what: str, found: Any, wanted: Any) -> None:
@@ -193,12 +184,6 @@ def _compare(what: str, found: Any, wanted: Any) -> None:
     for place in np.argwhere(~np.isclose(given, wanted, rtol=1e-9, atol=1e-12)).tolist()[:1]:
         at = f": element {tuple(place) if len(place) > 1 else place[0]}" if place else ""
         raise WrongAnswer(f"{what}{at} is {given[*place]:.12g}, and must be {wanted[*place]:.12g}")
-
-
-def measure_shared(trial: Trial, function: Function, setting: Setting) -> Measures:
-    """Return the simulated seconds of a right solution's messages, and the bytes of its busiest rank."""
-    run = _run(trial, function, setting.ranks, setting.machine)
-    return {"seconds": run.seconds, "bytes": run.busiest[1]}, ""
 
 
 # ---- a batch's rows: no ranks are needed ----
@@ -250,11 +235,14 @@ def _shared(
     more: str = _GROUP,
     most: Most = lambda size: inf,
     sizes: Sequence[int] = SIZES,
-    machine: Machine | None = None,
+    network: str = "",
 ) -> Callable[[Trial], Exercise]:
+    def best(setting: Setting) -> Measures:
+        return "", {"seconds" if network else "bytes": [most(setting.ranks)]}, ""
+
     def make(trial: Trial) -> Exercise:
-        judge, measure = partial(judge_shared, trial, most, machine), partial(measure_shared, trial)
-        name, statement = trial.__name__.replace("_", "-"), f"{cleandoc(trial.__doc__ or '')}\n\n{more.strip()}"
+        measure, name = partial(measure_shared, trial, network), trial.__name__.replace("_", "-")
+        statement, judge = f"{cleandoc(trial.__doc__ or '')}\n\n{more.strip()}", partial(judge_measures, measure, best)
         return Exercise(name, statement, arguments, judge, sizes, "import numpy as np", measure)
 
     return make
@@ -481,7 +469,7 @@ def expert_parallel(group: Ranks, arrays: Arrays) -> Part:
     "backward",
     _BACKWARD,
     lambda size: 1.05 * (sum(SECONDS) + ALGORITHMS["ring"].seconds(size, ITEM_BYTES * NUMBERS[0], *LINK)),
-    machine=Machine.uniform(*LINK),
+    network="alpha_us=50,gbit=1",
 )
 def overlap(group: Ranks, arrays: Arrays) -> Part:
     """Sum gradients while the backward pass goes on.

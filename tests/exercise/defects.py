@@ -139,7 +139,7 @@ def ends(rows, rank, size):
     return rank * (rows // size), rows if rank == size - 1 else (rank + 1) * (rows // size)
 
 
-TIME = r"the result is right, but it takes [\d.]+ ms of simulated time, and [\d.]+ are enough"
+TIME = r"the result is right, but it takes [\d.]+ s of simulated time, and [\d.]+ are enough"
 DEFECTS: dict[str, list[Mistake]] = {
     "all-to-all": [("whole rows go around", whole_rows, r"the result is right, but rank 0 sends \d+ chunks, and \d+")],
     "data-split": [

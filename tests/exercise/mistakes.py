@@ -104,7 +104,7 @@ def of_schedule(name: str, right: Callable[..., Any]) -> Iterator[Mistake]:
     if name != "inference-pipeline":
         yield "the last first", changed(right, backwards), rf"{named} does not stand behind"
     if name == "gpipe":
-        yield "naive", solutions.naive_pipeline, r"it takes \d+ units of time, where \d+ are enough"
+        yield "naive", solutions.naive_pipeline, r"it takes \d+ s of simulated time, and \d+ are enough"
     if name == "one-f-one-b":
 
         def long_warm_up(rank, ranks, microbatches):
