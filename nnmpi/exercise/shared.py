@@ -256,7 +256,7 @@ def _moved(times: float, *numbers: int) -> Most:
 def _gridded(size: int) -> float:
     """Return what a sum over a replica and a gather over the others send, and two fifths more."""
     tp = _shards(size)
-    return 1.4 * ITEM_BYTES * WEIGHTS * (2 * (tp - 1) / tp + size // tp - 1)
+    return 1.4 * ITEM_BYTES * WEIGHTS * (2 * (tp - 1) / tp + size // tp - 1) // 1
 
 
 def _routed(size: int) -> float:

@@ -36,6 +36,7 @@ import secrets
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
@@ -78,6 +79,7 @@ class TimedOut(WrongAnswer):
     """A solution that takes longer than it may."""
 
 
+@dataclass(eq=False)
 class Solution:
     """A function of a file that anybody may have written. It is called as if it were here.
 
@@ -89,20 +91,18 @@ class Solution:
         limit_bytes: of memory for each process.
     """
 
-    def __init__(
-        self,
-        file: Path,
-        name: str,
-        folder: Path | None = None,
-        limit_s: float = LIMIT_S,
-        limit_bytes: int = LIMIT_BYTES,
-    ) -> None:
-        self.file, self.__name__ = file.resolve(), name
-        self._folder, self._limit_s, self._limit_bytes = folder and folder.resolve(), limit_s, limit_bytes
+    file: Path
+    name: str
+    folder: Path | None = None
+    limit_s: float = LIMIT_S
+    limit_bytes: int = LIMIT_BYTES
+
+    def __post_init__(self) -> None:
+        """Start nothing yet."""
+        self.__name__, self._expired = self.name, False
         self._processes: dict[int | None, tuple[Popen[bytes], Wire]] = {}
-        self._timer = Timer(limit_s, self._expire)
+        self._timer = Timer(self.limit_s, self._expire)
         self._timer.daemon = True
-        self._expired = False
 
     def __enter__(self) -> Self:
         """Return itself.
@@ -111,6 +111,7 @@ class Solution:
             UsageError: for a file that cannot be read.
             WrongAnswer: for one in which a function is one of nnmpi's own but for names, comments and types.
         """
+        self.file = self.file.resolve()
         _refuse_own_text(self.file)
         return self
 
@@ -156,11 +157,12 @@ class Solution:
             assert process.stdout is not None and process.stdin is not None
             wire = Wire(process.stdout, process.stdin, self._do)
             self._processes[rank] = process, wire
-            roots = [LIBRARY, SITE / "numpy", SITE / "numpy.libs", self._folder or self.file]
-            path, word = [str(self._folder)] * (self._folder is not None), secrets.token_hex(16)
-            limits = int(self._limit_s) + 1, int(self._limit_bytes)
+            folder = [str(self.folder.resolve())] if self.folder else []
+            roots = [*map(str, (LIBRARY, SITE / "numpy", SITE / "numpy.libs")), *(folder or [str(self.file)])]
+            word = secrets.token_hex(16)
+            limits = int(self.limit_s) + 1, int(self.limit_bytes)
             with suppress(OSError):  # it has ended, as the first answer tells
-                wire.send(word, str(self.file), self.__name__, *limits, path, [*map(str, roots)], str(PACKAGE))
+                wire.send(word, str(self.file), self.__name__, *limits, folder, roots, str(PACKAGE))
             wire.word = word
         return self._processes[rank]
 
@@ -192,7 +194,7 @@ class Solution:
     def _ended(self, process: Popen[bytes], error: Exception) -> WrongAnswer:
         """Return what is to be said of a process that hands over no value."""
         if self._expired:
-            return TimedOut(f"{self.__name__} takes longer than {self._limit_s:g} s, and is ended")
+            return TimedOut(f"{self.__name__} takes longer than {self.limit_s:g} s, and is ended")
         if not isinstance(error, OSError) and "ended" not in str(error):
             return WrongAnswer(f"{self.__name__} hands over what is no value: {error}")
         with suppress(TimeoutExpired):
