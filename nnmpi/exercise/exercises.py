@@ -36,6 +36,7 @@ from nnmpi.schedule.render import render
 from nnmpi.schedule.schedule import Instruction, Kind, Schedule
 from nnmpi.schedule.schedules import make
 from nnmpi.schedule.simulate import even_costs, simulate_schedule
+from nnmpi.shard import split
 from nnmpi.synchrony.consistency import WorkerClocks
 
 ANY, POWERS = (1, 2, 3, 4, 5, 8), (1, 2, 4, 8, 16)
@@ -241,7 +242,7 @@ _COLLECTIVES = (
 )
 
 
-# ---- rules: what collectives cost, who may go on ----
+# ---- rules: what collectives cost, which rows a rank has, who may go on ----
 
 Case: TypeAlias = tuple[str, tuple[Any, ...], Any]
 """In words; the values that are given, what must come out."""
@@ -285,6 +286,14 @@ def _crossover(draw: Random) -> Iterator[Case]:
         (rounds, sent, _), (levels, whole, _) = (ALGORITHMS[name].cost(N) for name in ("ring", "tree"))
         wanted = alpha * (rounds - levels) / (beta * (whole - sent))
         yield f"with N = {N}, alpha = {alpha}, beta = {beta}", (N, alpha, beta), wanted
+
+
+def _rows(draw: Random) -> Iterator[Case]:
+    for size in (1, 2, 3, 5, 8):
+        for rows in (size, size + 1, size - 1, 7 * size + draw.randrange(size), draw.randrange(100, 1000)):
+            for rank, part in enumerate(split(rows, size)):
+                case = f"{counted(rows, 'row')} on {counted(size, 'rank')}, rank {rank}"
+                yield case, (rows, rank, size), (part.start, part.stop)
 
 
 def _ssp(draw: Random) -> Iterator[Case]:
@@ -370,6 +379,16 @@ _COSTS = (
 
         Return the M at which both all-reduces take as long; N is a power of two, at least 4.""",
     ),
+)
+
+_SPLIT = _rule(
+    "data-split",
+    "rows, rank, size",
+    _rows,
+    """Which rows of a batch a rank takes.
+
+    Return (start, stop). The ranks have all rows, each once, in their order; where rows do not divide, the first ranks
+    have one more than the others.""",
 )
 
 _RULES = (
@@ -540,7 +559,7 @@ KINDS: Mapping[str, tuple[Exercise, ...]] = MappingProxyType(
     {
         "collectives": _COLLECTIVES,
         "what they cost": _COSTS,
-        "what ranks share out": SHARED,
+        "what ranks share out": (_SPLIT, *SHARED),
         "pipeline schedules": _SCHEDULES,
         "who may go on": _RULES,
     }

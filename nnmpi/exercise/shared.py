@@ -14,7 +14,6 @@ from dataclasses import replace
 from functools import partial
 from inspect import cleandoc
 from math import inf
-from random import Random
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -161,11 +160,11 @@ def measure_shared(trial: Trial, network: str, function: Function, setting: Sett
         of = f"{where}, the result of rank {rank}"
         if not isinstance(wanted, tuple):
             _compare(of, found, wanted)
-        elif not isinstance(found, tuple | list) or len(found) != len(wanted):
+            continue
+        if not isinstance(found, tuple | list) or len(found) != len(wanted):
             raise WrongAnswer(f"{of} must be {len(wanted)} arrays, and is a {type(found).__name__}")
-        else:
-            for number, pair in enumerate(zip(found, wanted, strict=True)):
-                _compare(f"{of}, array {number}", *pair)
+        for number, pair in enumerate(zip(found, wanted, strict=True)):
+            _compare(f"{of}, array {number}", *pair)
     busiest, nbytes = run.busiest
     return where, {"bytes": [nbytes * (rank == busiest) for rank in range(len(run))], "seconds": [run.seconds]}, ""
 
@@ -184,34 +183,6 @@ def _compare(what: str, found: Any, wanted: Any) -> None:
     for place in np.argwhere(~np.isclose(given, wanted, rtol=1e-9, atol=1e-12)).tolist()[:1]:
         at = f": element {tuple(place) if len(place) > 1 else place[0]}" if place else ""
         raise WrongAnswer(f"{what}{at} is {given[*place]:.12g}, and must be {wanted[*place]:.12g}")
-
-
-# ---- a batch's rows: no ranks are needed ----
-
-
-def judge_split(function: Function, size: int) -> str:
-    """Return that each row belongs to one rank, and that no rank has too many.
-
-    Raises:
-        WrongAnswer: naming rank and row.
-    """
-    draw = Random()
-    for rows in (size, size + 1, size - 1, 7 * size + draw.randrange(size), draw.randrange(100, 1000)):
-        where, enough, ends = f"{counted(rows, 'row')} on {counted(size, 'rank')}", -(-rows // size), [0]
-        for rank in range(size):
-            part = call(function, rows, rank, size)
-            if not isinstance(part, tuple | list) or [*map(type, part)] != [int, int]:
-                raise WrongAnswer(f"{where}: rank {rank} gets {part!r}; return (start, stop), two whole numbers")
-            if not ends[-1] == part[0] <= part[1]:
-                raise WrongAnswer(f"{where}: rank {rank} gets rows {part[0]} to {part[1]}; its first is {ends[-1]}")
-            ends.append(part[1])
-        if ends[-1] != rows:
-            raise WrongAnswer(f"{where}: the last rank ends before row {ends[-1]}, and not before row {rows}")
-        lengths = np.diff(ends)
-        if (most := lengths.max()) > enough:
-            told = f"rank {lengths.argmax()} has {most}, and {enough} are enough"
-            raise WrongAnswer(f"{where}: all rows are there, but {told}")
-    return f"on {size} ranks, also where rows do not divide"
 
 
 # ---- the exercises ----
@@ -483,14 +454,6 @@ def overlap(group: Ranks, arrays: Arrays) -> Part:
 
 
 SHARED = (
-    Exercise(
-        "data-split",
-        "Which rows of a batch a rank takes.\n\nReturn (start, stop). The ranks have all rows, each once, in "
-        "their order; no rank has more than rows / size, rounded up.",
-        "rows, rank, size",
-        judge_split,
-        (1, 2, 3, 5, 8),
-    ),
     *(global_mean, gradient_mean, grid_split, row_linear, column_gradient, gathered_linear, gathered_gradient),
     *(sharded_pair, pair_gradient, zero_update, zero3_partition, zero3_forward, zero3_backward, sharded_adam),
     *(expert_parallel, overlap),

@@ -139,24 +139,17 @@ def ends(rows, rank, size):
     return rank * (rows // size), rows if rank == size - 1 else (rank + 1) * (rows // size)
 
 
+GIVES = r"rows? on \d ranks?, rank \d: it gives .*, and must give \(\d+, \d+\)"
 TIME = r"the result is right, but it takes [\d.]+ s of simulated time, and [\d.]+ are enough"
 DEFECTS: dict[str, list[Mistake]] = {
     "all-to-all": [("whole rows go around", whole_rows, r"the result is right, but rank 0 sends \d+ chunks, and \d+")],
     "data-split": [
-        (
-            "what is left is dropped",
-            lambda n, r, p: (r * (n // p), (r + 1) * (n // p)),
-            "the last rank ends before row",
-        ),
-        ("too many", lambda n, r, p: (r * -(-n // p), (r + 1) * -(-n // p)), "the last rank ends before row"),
-        (
-            "one row twice",
-            changed(right.data_split, lambda part, *_: (part[0], part[1] + 1)),
-            "its first|the last rank",
-        ),
-        ("a list of rows", changed(right.data_split, lambda part, *_: [*range(*part)]), r"return \(start, stop\)"),
-        ("halves of rows", lambda n, r, p: (r * n / p, (r + 1) * n / p), r"return \(start, stop\)"),
-        ("the last takes the rest", ends, r"all rows are there, but rank \d has \d+, and \d+ are enough"),
+        ("what is left is dropped", lambda n, r, p: (r * (n // p), (r + 1) * (n // p)), GIVES),
+        ("too many", lambda n, r, p: (r * -(-n // p), (r + 1) * -(-n // p)), GIVES),
+        ("one row twice", changed(right.data_split, lambda part, *_: (part[0], part[1] + 1)), GIVES),
+        ("a list of rows", changed(right.data_split, lambda part, *_: [*range(*part)]), GIVES),
+        ("halves of rows", lambda n, r, p: (r * n / p, (r + 1) * n / p), GIVES),
+        ("the last takes the rest", ends, GIVES),
     ],
     "gradient-mean": [
         ("a mean of means", lambda g, x, n: right._sum(g, x / max(n, 1)) / g.size, DIFFERS),

@@ -41,8 +41,8 @@ def test_defects_are_many_and_one_is_found_by_a_number_alone() -> None:
     """Of each exercise that courses have: three to nine, and a right one that is slow, or sends too much."""
     for name, planted in DEFECTS.items():
         assert name == "all-to-all" or 3 <= len(planted) <= 9, name
-        slow = any("right, but" in told or "all is done" in told or "are there, but" in told for *_, told in planted)
-        assert slow or name in ("gathered-gradient", "zero3-partition"), name
+        slow = any("right, but" in told or "all is done" in told for *_, told in planted)
+        assert slow or name in ("data-split", "gathered-gradient", "zero3-partition"), name
 
 
 def test_planted_mistakes_are_found() -> None:
