@@ -28,7 +28,7 @@ An assignment is a file in TOML:
     exercise = "ring-all-reduce"
     file = "fast.py"                  # in a submission's folder; ring_all_reduce.py, if none is given
     points = 5
-    measure = "seconds"               # or bytes (of the busiest rank), rounds, activations (peak)
+    measure = "seconds"               # or bytes, chunks (of the busiest rank), rounds, activations (peak)
     machine = "cluster"
     of = "ring"                       # as a multiple of what nnmpi's own takes there; else as it is
     at_most = 1.05                    # for all points
@@ -251,8 +251,8 @@ def _judge(assignment: Assignment, one: Criterion, submission: Path, missing: se
     )
     if found <= one.at_most * (1 + 1e-9):
         return outcome(PASSED, told, 1.0, "", value)
-    share = max(0.0, (one.none_at - found) / (one.none_at - one.at_most)) if one.none_at else 0.0
-    return outcome(FAILED, told, share, drawing, value)
+    share = (one.none_at - found) / (one.none_at - one.at_most) if one.none_at else 0.0
+    return outcome(FAILED, told, max(0.0, share), drawing, value)
 
 
 def grade_class(assignment: Assignment, file: Path, submissions: Sequence[Path], jobs: int) -> list[Grade]:
@@ -384,17 +384,15 @@ def as_table(assignment: Assignment, grades: Sequence[Grade]) -> str:
             lines += [f"    {line}".rstrip() for line in each.told.splitlines()]
         return "\n".join(lines)
     names = [one.name for one in assignment.criteria]
-    short = {BLOCKED: "b", TIMEOUT: "t"}
     rows = [["", *map(str, range(1, len(names) + 1)), "points"]]
-    rows += [
-        [each.submission, *(short.get(one.status, f"{one.points:.4g}") for one in each.outcomes), each.total]
-        for each in grades
-    ]
+    for found in grades:
+        told = (one.status if one.status in (BLOCKED, TIMEOUT) else f"{one.points:.4g}" for one in found.outcomes)
+        rows.append([found.submission, *told, found.total])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    lines += ["", *(f"{number}  {name}" for number, name in enumerate(names, 1)), f"b  {BLOCKED}", f"t  {TIMEOUT}"]
+    lines += ["", *(f"{number}  {name}" for number, name in enumerate(names, 1))]
     for number, name in enumerate(names):
-        board = [(each.outcomes[number].value, each.submission) for each in grades]
+        board = [(found.outcomes[number].value, found.submission) for found in grades]
         ranked = sorted((value, who) for value, who in board if value is not None)
         lines += ["", f"{name}:", *(f"{value:12.6g}  {who}" for value, who in ranked)] if ranked else []
     return "\n".join([assignment.title, "", *lines])

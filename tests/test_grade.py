@@ -175,7 +175,9 @@ def test_a_class_is_graded_and_nobody_touches_another(assignment: Path, tmp_path
         *("failed", "blocked", "failed"),
         *("blocked", "blocked", "blocked"),
     ]
-    assert re.search(r"ann +4 +2 +4 +10 of 10\n", told) and re.search(r"fay +t +b +t +0 of 10\n", told)
+    assert re.search(r"ann +4 +2 +4 +10 of 10\n", told) and re.search(
+        r"fay +timeout +blocked +timeout +0 of 10\n", told
+    )
     assert re.search(r"fast:\n +0\.0138218  ann", told)
     suites = ElementTree.fromstring(main([str(assignment), str(folder), "--format", "junit"]))
     assert [(each.get("name"), len(each.findall("*/failure"))) for each in suites][:2] == [("ann", 0), ("bob", 2)]
