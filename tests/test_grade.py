@@ -210,7 +210,7 @@ def test_formats(assignment: Path, tmp_path: Path) -> None:
         ('machine = "cluster"', 'machine = "cloister"', r"a machine \(cluster\)"),
         ('"seconds"', '"minutes"', "can measure chunks, bytes, rounds, seconds, not minutes"),
         ("[[criteria]]", "[[criteria", "is no assignment: Expected"),
-        ("ranks = 5", "ranks = 5\nweight = 2", "weight is none of ranks, per_node, network"),
+        ("ranks = 5", "ranks = 5\nweight = 2", "weight is none of ranks, microbatches"),
     ],
 )
 def test_an_assignment_that_means_nothing_is_refused(

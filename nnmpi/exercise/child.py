@@ -17,7 +17,7 @@ import numpy as np
 
 from nnmpi.custom import fault, load_file, raised
 from nnmpi.errors import NnmpiError
-from nnmpi.exercise.wire import Wire, WireError
+from nnmpi.exercise.wire import Frames, WireError
 
 try:
     import resource
@@ -36,7 +36,7 @@ def main() -> None:
     def do(lent: Any, name: str, values: Sequence[Any], *_: Any) -> Any:
         return function(*values)
 
-    wire = Wire(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"), do, borrows=True)
+    wire = Frames(os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb"), do, borrows=True)
     nowhere = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):  # what a solution prints is nobody's verdict
         os.dup2(nowhere, stream)

@@ -49,7 +49,7 @@ import numpy as np
 from nnmpi.custom import fault
 from nnmpi.errors import NnmpiError, UsageError, raised_as
 from nnmpi.exercise.child import show
-from nnmpi.exercise.wire import Wire, WireError, WrongAnswer
+from nnmpi.exercise.wire import Frames, WireError, WrongAnswer
 
 LIMIT_S = 60.0  # for a whole check, which takes a few seconds at most
 LIMIT_BYTES = 2 << 30
@@ -101,7 +101,7 @@ class Solution:
     def __post_init__(self) -> None:
         """Start nothing yet."""
         self.__name__, self._expired = self.name, False
-        self._processes: dict[int | None, tuple[Popen[bytes], Wire]] = {}
+        self._processes: dict[int | None, tuple[Popen[bytes], Frames]] = {}
         self._timer = Timer(self.limit_s, self._expire)
         self._timer.daemon = True
 
@@ -138,7 +138,7 @@ class Solution:
         except (OSError, LookupError, TypeError, ValueError) as error:
             raise self._ended(process, error) from None
 
-    def _process(self, rank: int | None) -> tuple[Popen[bytes], Wire]:
+    def _process(self, rank: int | None) -> tuple[Popen[bytes], Frames]:
         """Return the process of a rank, in which the file is loaded when it is first asked."""
         if not self._processes:
             self._timer.start()
@@ -156,7 +156,7 @@ class Solution:
                 start_new_session=True,
             )
             assert process.stdout is not None and process.stdin is not None
-            wire = Wire(process.stdout, process.stdin, self._do)
+            wire = Frames(process.stdout, process.stdin, self._do)
             self._processes[rank] = process, wire
             folder = [str(self.folder.resolve())] if self.folder else []
             roots = [*map(str, (LIBRARY, SITE / "numpy", SITE / "numpy.libs")), *(folder or [str(self.file)])]

@@ -86,7 +86,7 @@ MADE: Mapping[str, Callable[..., Any]] = MappingProxyType(
 )
 
 
-class Wire:
+class Frames:
     """One end of two streams between two processes.
 
     Args:

@@ -86,13 +86,13 @@ def _saying() -> Iterator[Cheat]:
     found = "frame = sys._getframe()\nwhile 'wire' not in frame.f_locals:\n    frame = frame.f_back\n"
     frame = f"{found}frame.f_locals['wire'].send('result', 'right', [])\nreturn ()"
     yield Cheat("answers with the check's own word", RING, frame, "gives a str; give a tuple of Step")
-    raised = "import gc\nfor each in gc.get_objects():\n    if type(each).__name__ == 'Wire':\n"
+    raised = "import gc\nfor each in gc.get_objects():\n    if type(each).__name__ == 'Frames':\n"
     raised += "        each.send('result', 'right', [])\nreturn ()"
     yield Cheat("looks for the streams", RING, raised, "gives a str; give a tuple of Step")
     yield Cheat("says right", RING, "return 'right'", "gives a str; give a tuple of Step")
     yield Cheat("returns True", RING, "return True", "gives a bool; give a tuple of Step")
     patched = "import nnmpi.exercise.wire as wire\n"
-    patched += "wire.Wire._pack = lambda *_: ['result', 'right', []]\nreturn ()"
+    patched += "wire.Frames._pack = lambda *_: ['result', 'right', []]\nreturn ()"
     yield Cheat("patches nnmpi where it runs", RING, patched, "gives a str; give a tuple of Step")
     equal = "class Yes:\n    def __eq__(self, other):\n        return True\n\ndef ssp_rule(*_):\n    return Yes()"
     yield Cheat("is equal to everything", RULE, equal, "it gives .*Yes.*, and must give")
