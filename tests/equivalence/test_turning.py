@@ -1,10 +1,17 @@
 """Stages there and back are the serial run's: first and last on one rank, two on the rank of the turn, uneven."""
 
 from dataclasses import replace
+from typing import Any
 
+import numpy as np
 import pytest
 
+from nnmpi.backend.backend import numpy_backend
 from nnmpi.comm.group import Group
+from nnmpi.compose.arrange import arrange
+from nnmpi.compose.inference import Inference
+from nnmpi.compose.layout import Layout
+from nnmpi.models.mlp import mlp
 from nnmpi.schedule.schedules import TURNING
 from tests.equivalence import own
 from tests.equivalence.cover import SETUPS, spread
@@ -27,3 +34,16 @@ def test_stages_there_and_back_give_the_serial_run(group: Group, alone: Group, n
         layout = spread(setup, mesh, schedule, activation_memory="least" if number == 1 else None)
         assert layout.schedule == schedule
         assert_same(group, run(setup, group, layout, synchronous_sends=True), serial, setup, f"{name} {layout}")
+
+
+@pytest.mark.simulated(min_size=2, max_size=3)
+def test_outputs_come_from_the_rank_of_the_last_stage(group: Group) -> None:
+    x = np.random.default_rng(0).normal(size=(7, 5))
+
+    def outputs(ranks: Group) -> Any:
+        layout = Layout(pp=ranks.size, schedule="zb-v" if ranks.size > 1 else "1f1b")
+        where = arrange(mlp([5], 3, [8] * 6), ranks, layout, x[:4], "float64")
+        where.model.initialize(seed=0, dtype="float64")
+        return Inference(where, numpy_backend())(x)
+
+    np.testing.assert_allclose(outputs(group), outputs(group.split(group.rank)), rtol=1e-12)

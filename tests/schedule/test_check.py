@@ -113,11 +113,19 @@ def test_deadlock_of_receives() -> None:
         check(read(first, LAST))
 
 
-@pytest.mark.parametrize(("first", "second"), [(Kind.F.at(1, 0), Kind.F.at(0, 0)), (Kind.B.at(0, 0), Kind.B.at(1, 0))])
-def test_stages_of_one_rank_follow_one_another(first: Instruction, second: Instruction) -> None:
-    schedule = lowered("interleaved", 1, 1, 2)
+@pytest.mark.parametrize(
+    ("name", "ranks", "first", "second"),
+    [
+        ("interleaved", 1, Kind.F.at(1, 0), Kind.F.at(0, 0)),
+        ("interleaved", 1, Kind.B.at(0, 0), Kind.B.at(1, 0)),
+        ("zb-v", 2, Kind.F.at(2, 0), Kind.F.at(1, 0)),  # the turn, where nothing is sent
+        ("zb-v", 2, Kind.I.at(1, 0), Kind.I.at(2, 0)),
+    ],
+)
+def test_stages_of_one_rank_follow_one_another(name: str, ranks: int, first: Instruction, second: Instruction) -> None:
+    schedule = lowered(name, ranks, 1, 2)
     order: dict[Item, Item] = {first: second, second: first}
-    swapped = replace(schedule, programs=(tuple(order.get(one, one) for one in schedule.programs[0]),))
+    swapped = replace(schedule, programs=tuple(tuple(order.get(one, one) for one in own) for own in schedule.programs))
     with pytest.raises(ScheduleError, match=f"{first} does not stand behind {second}, which it needs"):
         check(swapped)
 
