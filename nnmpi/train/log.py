@@ -54,11 +54,10 @@ def compare_hosts(window: Totals, hosts: int) -> str:
 
     One host would have the rows of all, and sum gradients in its memory, for which nothing is counted.
     """
-    compute_s, sync_s, hidden_s = map(window.per_step, (window.compute_s, window.sync_s, window.hidden_s))
-    sums_s = window.predicted_step_s
-    source = "as measured" if sums_s is None else "by the fitted model"
-    exposed_s = sync_s if sums_s is None else max(sums_s - hidden_s, 0.0)
-    one_s = hosts * compute_s
+    compute_s, exposed_s, hidden_s = map(window.per_step, (window.compute_s, window.sync_s, window.hidden_s))
+    sums_s, source, one_s = window.predicted_step_s, "as measured", hosts * compute_s
+    if sums_s is not None:
+        exposed_s, source = max(sums_s - hidden_s, 0.0), "by the fitted model"
     ratio = (compute_s + exposed_s) / max(one_s, 1e-12)
     gain = f"take {ratio:.2g} times as long as one" if ratio >= 1 else f"are {1 / ratio:.2g} times as fast as one"
     return (

@@ -216,6 +216,9 @@ def test_seeds_find_a_race_and_the_clock_is_exact(
 ) -> None:
     race = "if rank:\n    comm.send(rank, 0)\nelse:\n    print([comm.recv() for _ in range(size - 1)])"
     assert re.search(r"none fails, but with seed \d+ rank 0 does not print", main(["--seeds", "9", programs(race)]))
+    both = "for one in (1, 2):\n    rank == one and comm.send(one, 0)\n    comm.Barrier()\n"  # before anyone receives
+    both = programs(f"{both}rank or print(comm.recv(), comm.recv())")
+    assert "rank 0 does not print what" in main(["-n", "3", "--seeds", "9", both])
     with pytest.raises(SystemExit):
         main(["--seeds", "30", programs(f"{race[:-1]}[0] < 3 or 1 / 0)")])
     assert re.search(r"ZeroDivisionError.*with seed [1-9]", capsys.readouterr().err, re.DOTALL)

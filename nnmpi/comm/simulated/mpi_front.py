@@ -358,10 +358,9 @@ class Intracomm:
 
     def _combine(self, name, sendobj, op="SUM", root=0):
         found = self._objects(name, sendobj, root, getattr(op, "__name__", op))
-        if not found or callable(op):  # a function of the program's
-            return found and _fold(op, found)
-        (total,) = _fold(getattr(np, OPS[op]), [np.array([each, None], object)[:1] for each in found])
-        return bool(total) if op[0] == "L" else total
+        combine = np.frompyfunc(op, 2, 1) if callable(op) else getattr(np, OPS[op])
+        total = found and _fold(combine, [np.array([each, None], object)[:1] for each in found])[0]
+        return bool(total) if op in ("LAND", "LOR") and found else total
 
     def _reduce(self, name, sendbuf, recvbuf, op="SUM", root=0, recvcounts=None):
         data = _read(recvbuf if sendbuf is IN_PLACE else sendbuf)
