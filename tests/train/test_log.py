@@ -4,11 +4,16 @@ import io
 import re
 import subprocess
 import sys
+from functools import partial
+from pathlib import Path
 
 import pytest
 
+from nnmpi.comm.group import Group
+from nnmpi.comm.simulated.simulated_world import simulate
 from nnmpi.command import Console
 from nnmpi.compose.stats import Totals
+from nnmpi.train.cli import main
 from nnmpi.train.log import compare_hosts, percent
 
 
@@ -92,3 +97,13 @@ TIMES = {"steps": 2, "compute_s": 0.02}  # each computes for 10 ms
 def test_hosts_are_compared_with_one(times: dict[str, float], hosts: int, words: str) -> None:
     said = compare_hosts(Totals(**TIMES, **times), hosts)
     assert re.search(words, said), said
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_run_on_several_hosts_is_compared_once(
+    nodes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Group, "nodes", lambda group: [rank % nodes for rank in range(group.size)])
+    words = f"--dataset iris --model mlp --epochs 2 --log-every 1 --out {tmp_path / 'run'}"
+    simulate(partial(main, words.split()), 2)
+    assert capsys.readouterr().out.count("on these links 2 hosts") == nodes - 1
