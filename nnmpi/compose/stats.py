@@ -150,8 +150,8 @@ class Totals:
             f"exposed {exposed_ms:.2f} ms, hidden by computing {hidden_ms:.2f} ms ({100 * share:.0f} %); {predicted}"
         )
 
-    def breakdown(self) -> str:
-        """Return where an iteration's time went, in ms and per cent of its wall time."""
+    def breakdown(self, of: str = "") -> str:
+        """Return where an iteration's time went, in ms and per cent of its wall time, and of whom that is."""
         wall_s = max(self.wall_s, 1e-12)
         found = [(name, getattr(self, key)) for key, name in PARTS.items()]
         parts = [(name, seconds) for name, seconds in found if seconds or name != PARTS["wait_s"]]
@@ -162,7 +162,7 @@ class Totals:
             f"{name} {1e3 * self.per_step(seconds):.2f} ms ({100 * seconds / wall_s:.0f} %)"
             for name, seconds in (*parts, ("other", rest_s))
         ]
-        return f"step {1e3 * self.per_step(self.wall_s):.2f} ms = " + " + ".join(words)
+        return f"step {1e3 * self.per_step(self.wall_s):.2f} ms = {' + '.join(words)}{of}"
 
 
 SUMS = tuple(each.name for each in fields(Totals))

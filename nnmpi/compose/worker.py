@@ -394,7 +394,8 @@ class Worker(Trainer):
         wrong = [kind for kind, nbytes in found.predicted.items() if nbytes != found.peaks[kind]]
         agrees = f"; predicted otherwise: {', '.join(wrong)}" if wrong else ", as predicted" if found.predicted else ""
         rank = peaks.index(max(peaks))
-        most = f"memory at the peak {format_bytes(max(peaks))} on rank {rank}{'; of rank 0' if rank else ''}"
+        own = f"; {format_bytes(found.peak)} on rank 0" if rank else ""
+        most = f"memory at the peak {format_bytes(max(peaks))} on rank {rank}{own}"
         return [f"{most}{agrees}:", *wrap(kinds, 94, initial_indent="  ", subsequent_indent="  ")]
 
     def _deterministic(self) -> AbstractContextManager[object]:

@@ -170,7 +170,8 @@ def build_extent(config: OptimizationConfig, inputs: Inputs) -> Extent:
     if config.max_steps is not None:
         steps = min(steps, config.max_steps)
     stop = min(steps, config.stop_after or steps)
-    return Extent(config.epochs, steps, train_batches, inputs.test_loader.batches_per_epoch, stop)
+    epochs = min(config.epochs, -(-steps // train_batches))
+    return Extent(epochs, steps, train_batches, inputs.test_loader.batches_per_epoch, stop)
 
 
 def warmup_steps(config: OptimizationConfig, extent: Extent) -> int:

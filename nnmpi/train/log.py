@@ -145,13 +145,14 @@ class Reporter:
     def _of_tokens(self, perplexity: float, per_second: float) -> dict[str, float]:
         return {"perplexity": perplexity, "tokens_per_second": per_second} if self._tokens else {}
 
-    def epoch(self, number: int, totals: Totals, report: Totals | None, more: Sequence[str] = ()) -> None:
-        """Print an epoch, in a line that fits into 100 columns.
+    def epoch(self, number: int, totals: Totals, report: Totals | None, more: Sequence[str] = (), of: str = "") -> None:
+        """Print an epoch, or what a run has done of its last one, in a line that fits into 100 columns.
 
         Args:
             number: of the epoch, from 1.
             totals: sums over it; its times are means over the ranks.
             report: the evaluation after it, if there was one.
+            of: says so.
             more: lines below, see `say`.
         """
         trained = self.result(totals)
@@ -159,9 +160,11 @@ class Reporter:
             trained = f"loss {totals.loss:.4f}, test {self.result(report)}"
         elif report is not None:
             trained += f", {self.result(report, 'test ')}"
-        self._console.say(f"epoch {number}/{self._extent.epochs}: {trained}, {self._rate(totals)}")
+        batches = self._extent.train_batches
+        part = f" ({totals.steps} of {batches} batches)" if totals.steps < batches else ""
+        self._console.say(f"epoch {number}/{self._extent.epochs}{part}: {trained}, {self._rate(totals)}")
         if self._verbose:
-            self._console.say(f"  {totals.breakdown()}")
+            self._console.say(f"  {totals.breakdown(of)}")
             self._console.say(*([f"  {totals.communication()}"] if totals.comm_calls else []))
         self.say(more)
         self._progress()

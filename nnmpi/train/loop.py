@@ -201,7 +201,6 @@ class Loop:
                         self.reporter.segment(self.state, report)
                     self._do_what_is_due(report.signal)
                 self._tracer.finish()
-                # A run may end within an epoch.
                 self.reporter.say([*trainer.summary(), *trainer.memory()])
                 self.report = self._evaluate()
                 if run.config.run.keep_best:
@@ -273,7 +272,7 @@ class Loop:
             report = self._evaluate()
             self.reporter.evaluation("eval", self._on_time(), report)
             self.state = self._with_best(report)
-        if ended:
+        if ended or self._finished:  # a run may end within an epoch
             self._end_epoch(report)
         elif report:
             self.reporter.between(self.state, report)
@@ -291,18 +290,28 @@ class Loop:
             raise Stopped(f"stopped by {name} after step {self.state.step}; {self._how_to_resume()}", number)
 
     def _end_epoch(self, report: Totals | None) -> None:
-        """Report the epoch, with the evaluation after it if there was one, and go on to the next. Collective."""
-        totals = self._over_ranks(self.state.in_epoch)
-        self.state = self.state.after_epoch()
-        self.reporter.epoch(self.state.epoch, totals, report, self._trainer.summary())
+        """Report the epoch, with the evaluation after it if there was one; after a whole one go on. Collective."""
+        totals, of = self._over_ranks(self.state.in_epoch)
+        number = self.state.epoch + 1
+        if self.state.batch == self._run.extent.train_batches:
+            self.state = self.state.after_epoch()
+        self.reporter.epoch(number, totals, report, self._trainer.summary(), of)
 
-    def _over_ranks(self, totals: Totals) -> Totals:
-        """Return the totals with the ranks' mean in the place of each time. Collective."""
+    def _over_ranks(self, totals: Totals) -> tuple[Totals, str]:
+        """Return the totals with the ranks' mean in the place of each time, and words that say so. Collective.
+
+        Stages that are done with a step meet the first one, which is the last to come, in the sum of the losses. What
+        they stand there for longer than it does is the pipeline's bubble.
+        """
         group = self._run.group
-        names = (*PARTS, "wall_s", "hidden_s")
-        sums = group.sum_floats([getattr(totals, name) for name in names])
-        means: dict[str, Any] = {name: each / group.size for name, each in zip(names, sums, strict=True)}
-        return replace(totals, **means)
+        drained_s = totals.sync_s - min(self._run.arrangement.mesh.pp.gather(totals.sync_s))
+        totals = replace(totals, wait_s=totals.wait_s + drained_s, sync_s=totals.sync_s - drained_s)
+        names = (*PARTS, "wall_s", "hidden_s")  # computing first
+        of = [*zip(*group.gather([getattr(totals, name) for name in names]), strict=True)]
+        means: dict[str, Any] = {name: sum(each) / group.size for name, each in zip(names, of, strict=True)}
+        slowest, most_ms = of[0].index(max(of[0])), 1e3 * totals.per_step(max(of[0]))
+        words = f", the slowest is rank {slowest}: {most_ms:.2f} ms of computing" if self._trainer.in_step else ""
+        return replace(totals, **means), f"; mean over {group.size} ranks{words}" if group.size > 1 else ""
 
     def _with_best(self, report: Totals) -> RunState:
         """Return the state with this evaluation as the best, if it is better."""

@@ -123,6 +123,7 @@ def test_a_network_makes_steps_longer(tmp_path: Path) -> None:
     words = "--simulate 3 --model mlp --slow ms=10 --allreduce ring --max-steps 20 --log-every 5"
     ending = train(tmp_path, f"{words} --network alpha_us=500,gbit=0.1 --out run")
     assert ending.status == 0, ending.output
+    assert "in each of 1 epoch, 20 steps" in ending.output and "epoch 1/1 (20 of 45 batches): loss" in ending.output
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     steps = [record for record in records if record["kind"] == "train"]
     gradient = 4 * 17226
@@ -149,6 +150,9 @@ def test_a_paced_pipeline_takes_what_its_schedule_says(
     pass_ms, simulated_ms, bubble, simulated_bubble = map(float, found.groups()[:4])
     assert pass_ms == pytest.approx(simulated_ms, rel=0.01) and bubble == pytest.approx(simulated_bubble, abs=1)
     assert network or (pass_ms, bubble) == (70.0, 43.0)
+    waits = re.findall(r'"wait_s": ([\d.e-]+)', (tmp_path / "run" / "metrics.jsonl").read_text())
+    waited = re.search(r"waiting for stages ([\d.]+) ms", told)
+    assert waited and float(waited[1]) == pytest.approx(1e3 * float(waits[0]), rel=0.01)  # as the report page has it
     assert not network or pass_ms > 70.0 + 6 * 0.5  # six messages' latencies on the way there and back
     assert told.count("% of parameters and activations") == 4 and "% of the time" not in told
 
@@ -178,7 +182,10 @@ def test_a_trace_and_the_console_tell_of_the_same_shares(
     more = ["--verbose", "--trace", "--backend", "numpy", "--out", str(tmp_path / "run")]
     machine = parse_network("alpha_us=200,gbit=0.2", ranks) if costs else None
     simulate(partial(main, [*words.split(), *more]), ranks, machine, cpu_factor=0)
-    told = dict(re.findall(r"(?:[=+] |  )([a-z ]+) ([\d.]+) ms", capsys.readouterr().out.partition("  step ")[2]))
+    said = capsys.readouterr().out
+    slowest = "" if name in ("local", "gossip") else ", the slowest is rank 1: 60.00 ms of computing"
+    assert f"; mean over {ranks} ranks{slowest}\n" in said
+    told = dict(re.findall(r"(?:[=+] |  )([a-z ]+) ([\d.]+) ms", said.partition("  step ")[2]))
     trace = json.loads(gzip.decompress((tmp_path / "run" / "trace.json.gz").read_bytes()))
     assert breaches(trace) == []
     found = [standing(trace, rank) for rank in range(ranks)]
