@@ -23,6 +23,7 @@ from nnmpi.data.images import (
     CIFAR_WANTED,
     IDX_FILES,
     IDX_WANTED,
+    SUFFIXES,
     find,
     has_idx,
     load_cifar,
@@ -322,6 +323,10 @@ def _load_folder(folder: Path, wanted: Wanted, target: str) -> tuple[Dataset, Da
         return load_cifar(place, name)
     if found := load_classes(folder, name):
         return found
+    if any(file.suffix.lower() in SUFFIXES for file in folder.iterdir()):
+        raise UsageError(
+            f"data set {folder}: images lie in it directly; give the folder above, which has one for each class"
+        )
     raise UsageError(
         f"data set {folder}: the folder has neither {IDX_WANTED}, nor {CIFAR_WANTED}, nor train.csv and "
         "test.csv (plain or .gz), nor a folder of images for each class"

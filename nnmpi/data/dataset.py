@@ -2,6 +2,7 @@
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
@@ -22,22 +23,34 @@ IGNORED = -1  # the label of what is not to be predicted, such as padding
 MISSING = ("", "?", "-", "na", "n/a", "nan", "<na>", "none", "null", "nat")  # as tables write it, in small letters
 
 
-def no_number(value: object) -> str:
+def check_index(name: object, columns: Sequence[str]) -> None:
+    """Refuse a table whose first column is the index that pandas writes, and reads as a column."""
+    if columns and columns[0] in ("", "Unnamed: 0"):
+        raise DataError(
+            f"{name}: the first column has no name, as where pandas writes its index; write the table by "
+            "to_csv(path, index=False), read it with index_col=0, or give the column a name if it is a feature"
+        )
+
+
+def no_number(value: object, label: bool = False) -> str:
     """Return what a cell that should be a finite number is, and what to do."""
     if str(value).strip().lower() in MISSING:
         return "the value is missing; fill it in or leave its row out, as pandas' table.fillna(0) and table.dropna() do"
     does = "scale the column, or leave the row out"
     if isinstance(value, str):
+        does = "number classes from 0 on: names, y = numpy.unique(labels, return_inverse=True)"
+    if isinstance(value, str) and not label:
         does = "number categories by pandas.factorize(column), or give each a column by pandas.get_dummies(table)"
     return f"{shortened(repr(value))} is not a finite float32 number; {does}"
 
 
-def read_array(values: Any, name: str) -> Array:
+def read_array(values: Any, name: str, label: bool = False) -> Array:
     """Return numbers as an array: of any library as they are; of tables, tensors and lists as NumPy reads them.
 
     Args:
         values: what has `__array__`, or lists of numbers.
         name: for messages.
+        label: whether they are labels.
 
     Raises:
         DataError: for what is no number; the message says what to do about categories and missing values.
@@ -53,7 +66,7 @@ def read_array(values: Any, name: str) -> Array:
     if found.dtype.kind in "biuf":
         return found
     wrong = [each for each in found.reshape(-1).tolist() if not isinstance(each, bool | int | float)]
-    raise DataError(f"{name}: {no_number(wrong[0])}")
+    raise DataError(f"{name}: {no_number(wrong[0], label)}")
 
 
 def as_float32(name: str, values: Array) -> Array:
@@ -178,12 +191,13 @@ class Dataset(Samples):
 
     def __post_init__(self) -> None:
         whole_number("classes", self.classes, 0)
-        x, y = read_array(self.x, f"samples of {self.name}"), read_array(self.y, f"labels of {self.name}")
+        x, y = read_array(self.x, f"samples of {self.name}"), read_array(self.y, f"labels of {self.name}", True)
         whole = y.dtype.kind in "biu"
         y = y.astype(np.int64, copy=False) if whole else as_float32(f"{self.name}: target", y)
         if x.dtype not in (np.uint8, *TOKEN_TYPES) and (x.dtype.kind not in "iu" or x.shape != y.shape):
             x = as_float32(f"{self.name}: sample", x)  # whole numbers may be tokens, but are not without a word
         columns = self.columns or tuple(map(str, getattr(self.x, "columns", ())))
+        check_index(self.name, columns)
         for field, value in (("x", x), ("y", y), ("columns", columns)):
             object.__setattr__(self, field, value)
         if self.x.ndim < 2 or self.y.ndim < 1 or len(self.x) != len(self.y):

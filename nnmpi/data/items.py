@@ -17,7 +17,7 @@ from numpy.typing import DTypeLike, NDArray
 from nnmpi.backend.array import Array, Integers
 from nnmpi.data.dataset import Dataset, Samples, read_array
 from nnmpi.data.tables import Table, to_dataset
-from nnmpi.errors import DataError, UsageError
+from nnmpi.errors import DataError, UsageError, shortened
 
 LABELS = ("label", "labels", "y", "target", "targets")  # what an item's label may be called
 
@@ -37,9 +37,14 @@ def as_samples(source: Any) -> Samples:
         labels = tuple(map(str, source[columns[-1]]))
         table = Table(Path(name), features.x, labels, tuple(range(len(labels))), features.columns)
         return to_dataset(table, name, wanted="any")
+    what = type(source).__name__
+    if isinstance(source, Mapping):
+        raise UsageError(
+            f"a Loader takes one data set, not a {what} of {shortened(', '.join(map(str, source)))}; give one of its "
+            "values, or columns as a table: pandas.DataFrame(columns)"
+        )
     if hasattr(source, "__len__") and hasattr(source, "__getitem__"):
         return Items(source)
-    what = type(source).__name__
     raise UsageError(
         f"a Loader takes a data set, with a length and items (x, y), not a {what}; of arrays make one: "
         "data.Dataset(name, x, y, classes=10); batches of your own go to worker.step(x, y)"

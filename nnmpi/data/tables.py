@@ -28,13 +28,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nnmpi.backend.array import Array
-from nnmpi.data.dataset import TOKEN_TYPES, Dataset, Wanted, as_float32, no_number
+from nnmpi.data.dataset import TOKEN_TYPES, Dataset, Wanted, as_float32, check_index, no_number
 from nnmpi.errors import DataError, UsageError, shortened
 from nnmpi.files import check_unpacked, foreign, opened
 
 SURE_CLASSES = 1000  # so many may be meant even if there are fewer labels
 MOST_LOST = 0.01  # of a column's deviation, by rounding to float32
-HINT = "give classes, or predict numbers: wanted='quantities', as the losses mse, mae and huber do"
+BOOLS = {"True": "1", "False": "0"}  # of features, as pandas writes them
+HINT = "give classes, or predict numbers: by the loss mse, mae or huber (in a call of load by wanted='quantities')"
 
 
 @dataclass(frozen=True)
@@ -91,14 +92,10 @@ def read_csv(path: Path, target: str = "", features: int | None = None) -> Table
                 raise DataError(f"{path}, line {line}: {width} cells; needs {features} features, and maybe a label")
             place = width if width == features else _target_column(path, cells, target)
         label = cells.pop(place).strip() if place < width else ""
-        numbers = [*map(_number, cells)]
+        numbers = [_number(BOOLS.get(each.strip(), each)) for each in cells]
         if is_first and {*numbers} == {None}:
             names = [cell.strip() for cell in cells]
-            if not names[0]:
-                raise DataError(
-                    f"{path}: the first column has no name, as where pandas writes its index; write the table by "
-                    "to_csv(path, index=False), or give the column a name if it is a feature"
-                )
+            check_index(path, names)
             continue
         labels.append(label)
         lines.append(line)

@@ -238,7 +238,9 @@ def checked_labels(
     given = whole_values("cross_entropy", labels)
     values: Array = given if isinstance(labels, Variable) else namespace(logits.data).asarray(given)
     if values.dtype.kind not in "iu":
-        raise DtypeError(f"cross_entropy needs integer labels, not {values.dtype}")
+        raise DtypeError(
+            f"cross_entropy needs integer labels, not {values.dtype}; yes or no as 0.0 and 1.0 is of the loss bce"
+        )
     shape = logits.data.shape
     if not shape or values.shape != shape[:-1] or classes == 0:
         refuse_parts("cross_entropy", logits)

@@ -17,12 +17,11 @@ import os
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from copy import copy
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter, is_
 from types import ModuleType
-from typing import Any, ClassVar, Protocol, Self, TypeAlias
+from typing import Any, ClassVar, NoReturn, Protocol, Self, TypeAlias
 
 import numpy as np
 
@@ -200,6 +199,12 @@ class Optimizer(ABC):
         """Say which rule it is, with which rate, over how many numbers."""
         return f"{type(self).__name__}(lr={self.lr:g}, {self.storage.size:,} parameters, after {self.steps} steps)"
 
+    def __reduce__(self) -> NoReturn:
+        raise UsageError(
+            "an optimizer is not copied or pickled, as it works on its model's arrays; make one of the copied model's "
+            "storage and copy the arrays of slots() and steps, or keep both by nnmpi.save"
+        )
+
     def step(self) -> None:
         """Do one update of all buffers with the learning rate `lr`; nothing is allocated.
 
@@ -318,7 +323,8 @@ class Optimizer(ABC):
             ShapeError: when the arrays are others in number, shape or dtype.
             UsageError, DtypeError: as for a new optimizer.
         """
-        other = copy(self)
+        other = object.__new__(type(self))
+        vars(other).update(vars(self))
         other.storage = storage
         other.move()
         return other

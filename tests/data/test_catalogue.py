@@ -147,6 +147,12 @@ def test_other_kinds_of_file_are_refused(tmp_path: Path) -> None:
         load(str(tmp_path / "a.json"))
 
 
+def test_images_that_lie_in_no_folder_of_a_class(tmp_path: Path) -> None:
+    (tmp_path / "a.png").touch()
+    with pytest.raises(UsageError, match="images lie in it directly; give the folder above"):
+        load(str(tmp_path))
+
+
 def test_folder_of_tables(tmp_path: Path) -> None:
     (tmp_path / "train.csv").write_text("1,a\n2,b\n")
     with pytest.raises(UsageError, match="has neither"):

@@ -39,7 +39,7 @@ Y = np.zeros(3, np.int64)
         (np.array([["red", 1.0]], object), Y[:1], 1, (), "'red' is not a finite float32 number.*get_dummies"),
         (np.array([[None, 1.0]], object), Y[:1], 1, (), "the value is missing"),
         (X.astype("float64") + 1e300, Y, 1, (), "sample.0, 0.: .*1e[+]300.* is not a finite float32 number"),
-        (X, ["a", "b", "c"], 3, (), "'a' is not a finite.*factorize"),
+        (X, ["a", "b", "c"], 3, (), "'a' is not a finite.*number classes .*numpy.unique.labels"),
         (X, Y[:2], 1, (), "as many labels"),
         (X[:, 0], Y, 1, (), "of shape"),
         (X, np.array([0, 1, 3]), 3, (), "label 3 of sample 2 is not in 0..2"),

@@ -102,6 +102,7 @@ def test_quantities_and_unlabelled_tables(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="line 2: the target 'x' is not a finite number"):
         table(tmp_path, "1,0\n1,x\n", wanted="quantities")
     path = tmp_path / "t.csv"
+    assert table(tmp_path, "a,b\nTrue,x\n False,True\n").x.tolist() == [[1], [0]]
     for text, target in (("1,2\n3,4\n", ""), ("a,b,c\n1,2,x\n3,4,y\n", ""), ("a,b,c\nx,1,2\ny,3,4\n", "a")):
         path.write_text(text)
         assert read_csv(path, target, features=2).features.tolist() == [[1, 2], [3, 4]]

@@ -101,6 +101,8 @@ def test_a_table_is_its_features_and_its_last_column(library: str) -> None:
         ([{"image": X[0], "kind": 1}], "item 0 is neither .x, y. nor a mapping of samples and a label"),
         ([(X[0], 0), (X[0, :1], 1)], r"have the shapes \(1,\) and \(2,\)"),
         ([("red", 0)], "item 0: 'red' is not a finite"),
+        (Frame({"Unnamed: 0": [0, 1], "a": [1.0, 2.0], "kind": [0, 1]}), "the first column has no name.*index_col=0"),
+        (TABLE, "one data set, not a dict of a, b, kind; give one of its values, or columns as a table: pandas.Data"),
         (Frame({"a": ["red", "blue"], "kind": [0, 1]}), "'red' is not a finite.*get_dummies"),
         (Frame({"a": [1.0, np.nan], "kind": [0, 1]}), "sample.1, 0.: the value is missing.*dropna"),
     ],

@@ -106,7 +106,7 @@ REFUSED = {
     ops.cross_entropy: [
         ([(3, 3), [0, 1]], {}, ShapeError, r"logits \(3, 3\) needs labels of shape \(3,\), not \(2,\)"),
         ([(3, 3), np.eye(3, dtype=int)], {}, ShapeError, r"not \(3, 3\)"),
-        ([(), []], {}, DtypeError, "integer labels, not float64"),
+        ([(), []], {}, DtypeError, "integer labels, not float64; yes or no .* bce"),
         ([(), 0], {}, ShapeError, r"logits \(\)"),
         ([(1, 0), [0]], {}, ShapeError, r"logits \(1, 0\)"),
         ([(3, 3), [0, 3, 7]], {}, ShapeError, r"label 3 at row 1 is outside 0\.\.2$"),

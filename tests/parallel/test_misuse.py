@@ -273,8 +273,10 @@ def test_a_copy_of_a_model_at_work(group: Group, duplicate: Callable[[object], o
     """Its parameters know the ranks, which cannot be copied."""
     setting = Setting(group)
     parallel = DataParallel(setting.model, group)
-    for each in (setting.model, group):
-        with pytest.raises(NnmpiError, match="build (it|the model) again and use load_state"):
+    again = "build (it|the model) again and use load_state"
+    optimizer = sgd(setting.model)
+    for each, how in ((setting.model, again), (group, again), (optimizer, "keep both by nnmpi.save")):
+        with pytest.raises(NnmpiError, match=how):
             duplicate(each)
     parallel.release()
 

@@ -151,11 +151,11 @@ def test_what_was_trained_is_used(capfd: pytest.CaptureFixture[str]) -> None:
         ("--dataset sold.csv --loss mse", "line 2: the target 'yes' is not a finite number"),
         (
             "--dataset one.npz",
-            "y is float64; .*, or predict numbers: wanted='quantities'",
+            "y is float64; .*, or predict numbers: by the loss mse",
         ),
         (
             "--dataset houses.csv --target price",
-            "is not a whole number; .*, or predict numbers: wanted='quantities'",
+            "is not a whole number; .*, or predict numbers: by the loss mse",
         ),
         ("--dataset houses.csv --target cost --loss mse", "has no column 'cost'; its first line is price, a, b"),
         ("--dataset iris --target 3", "knows its labels itself; leave the target out"),
