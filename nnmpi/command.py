@@ -98,8 +98,9 @@ class Parser(argparse.ArgumentParser):
     def _get_value(self, action: argparse.Action, arg_string: str) -> Any:
         try:
             return action.type(arg_string) if callable(action.type) else arg_string
-        except (UsageError, argparse.ArgumentTypeError) as error:
-            raise argparse.ArgumentError(action, str(error)) from None
+        except ValueError as error:  # of int and float without a sentence
+            wrong = f"{arg_string!r} is not {PLAIN[action.type][1]}" if action.type in PLAIN else str(error)
+            raise argparse.ArgumentError(action, wrong) from None
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse names that another option has now, before anything is missed; else do what argparse does."""
@@ -128,9 +129,9 @@ def folded(text: str) -> str:
 def positive_count(text: str) -> int:
     """Return the number that an option's word is, for argparse; at least 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise UsageError(f"{text!r} is not a number of them, of which there is at least 1")
+        raise UsageError(f"{text!r} is not a whole number of at least 1")
     if len(text) > MOST_DIGITS:
-        raise UsageError(f"{shortened(text)} of them are more than there is")
+        raise UsageError(f"{shortened(text)} is too large a number")
     return int(text)
 
 
@@ -207,7 +208,7 @@ def read_words(
             `--help NAME` prints the group of an option.
 
     Raises:
-        HelpAsked: for -h or --help, whatever is wrong with the other words.
+        HelpAsked: for -h or --help, whatever is wrong with the other words but the name behind it.
         UsageError: for a word that is no option, or a value that the option cannot have.
     """
     if {"-h", "--help"} & {*words}:
@@ -281,7 +282,7 @@ def suggest(name: str, known: Iterable[str]) -> str:
     plain = {each.lstrip("-").replace("-", "_"): each for each in known}
     name = name.lstrip("-").replace("-", "_")
     meant = [each for each in HABITS.get(name, "").split() if each in plain]
-    near = meant or difflib.get_close_matches(name, plain, n=3)
+    near = meant or difflib.get_close_matches(name, plain, n=3, cutoff=0.65)
     return f"; did you mean {' or '.join(plain[each].replace('_', '-') for each in near)}?" if near else ""
 
 
@@ -441,6 +442,8 @@ def _help_on(topic: str, options: Sequence[Option], program: str, description: s
         return _format_help([each for each in options if each.section is by_name[name].section], program, description)
     if topic == "all" or not first:
         return _format_help(options, program, description)
+    if topic and not topic.startswith("-"):
+        raise UsageError(f"--help {shortened(topic)}: there is no such option{suggest(topic, by_name)}")
     shown = [option for option in options if option.name in first]
     more = f"{len(options)} options in all: --help all; with those beside an option: --help NAME, such as --help pp"
     return f"{_format_help(shown, program, description)}\n\n{more}"

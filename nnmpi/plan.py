@@ -36,7 +36,7 @@ PROGRAM = "python -m nnmpi.plan"
 DESCRIPTION = """Say which layout of a model takes the least time for a step, on these ranks or on others.
 
 mpirun -n 2 python -m nnmpi.plan --model gpt --dataset paradise-lost --batch-size 16
-python -m nnmpi.plan --model cnn --shape 28 28 1 --ranks 64 --nodes 16 --network gbit=10
+python -m nnmpi.plan --model cnn --shape 28 28 1 --ranks 64 --nodes 16 --network alpha_us=20,gbit=10
 mpirun -n 2 python -m nnmpi.plan --model nets/mine.py:build --batch-size 64 --memory 2GiB
 
 The model's parts are measured once, by all ranks of this job at the same time, and kept. Every layout has a price. With

@@ -36,7 +36,7 @@ from nnmpi.files import appending, read_json
 from nnmpi.launching import Launcher, find_launcher, given_hosts, kill, ranks_of, remove_segments
 from nnmpi.train.checkpoint import STATE_FILE, steps
 from nnmpi.train.cli import parse
-from nnmpi.train.config import check_numbers, made
+from nnmpi.train.config import all_options, check_numbers, made
 from nnmpi.train.folder import RunFolder, default_folder
 from nnmpi.train.loop import STOPPING, catch, give_back
 
@@ -396,6 +396,9 @@ def main(words: Sequence[str]) -> str:
     at = [*words, "--"].index("--")
     train = words[at + 1 :]
     own = ["--ranks" if word == "-n" else word for word in words[:at]]
+    known = {each.flag for each in options_of(SupervisorConfig)}
+    if theirs := [each.flag for each in all_options().values() if each.flag in own and each.flag not in known]:
+        raise UsageError(f"{theirs[0]} is an option of the training; write it behind --, as in {PROGRAM} -n 2 -- ...")
     options = made(SupervisorConfig, read_words(own, options_of(SupervisorConfig), PROGRAM, DESCRIPTION))
     config = parse(train)
     if config.sync.simulate:

@@ -32,7 +32,7 @@ from nnmpi.comm.simulated.simulated_comm import EAGER_BYTES, MessageBoard
 from nnmpi.comm.simulated.simulated_world import SimulatedRun, play
 from nnmpi.command import Parser, positive_count, say
 from nnmpi.errors import CommError, UsageError, counted, raised_as
-from nnmpi.units import format_bytes, format_seconds
+from nnmpi.units import format_bytes, format_seconds, parse_bytes
 
 
 class Place:
@@ -185,7 +185,7 @@ def _parser() -> Parser:
     parser.add_argument("--network", default="", help=f"{NETWORK_HELP}; says seconds and bytes")
     parser.add_argument("--seed", type=int, default=0, help="decides who goes first, and from whom is received")
     parser.add_argument("--seeds", type=positive_count, default=1, help="run with so many seeds; compare outputs")
-    parser.add_argument("--eager", type=int, default=EAGER_BYTES, help="bytes that are sent without a receive")
+    parser.add_argument("--eager", type=parse_bytes, default=EAGER_BYTES, help="bytes sent without a receive, like 64k")
     parser.add_argument("program", type=Path, metavar="PROGRAM.py", help="the program")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="...", help="its words")
     return parser

@@ -25,7 +25,7 @@ from nnmpi.comm.algorithms.registry import ALGORITHMS
 from nnmpi.comm.duration import price
 from nnmpi.comm.fit import NETWORK_HELP, parse_network
 from nnmpi.command import Parser, flag_of, positive_count, read_words, say
-from nnmpi.errors import LaunchError, UsageError, raised_as
+from nnmpi.errors import LaunchError, UsageError, counted, raised_as
 from nnmpi.files import write_atomically
 from nnmpi.launching import find_launcher
 from nnmpi.pages.picture import new_figure, save_figure
@@ -79,7 +79,7 @@ def main(words: Sequence[str]) -> str:
     place = [*words, "--"].index("--")
     own, theirs = words[:place], words[place + 1 :]
     parser = Parser(PROGRAM, description=DESCRIPTION, allow_abbrev=False)
-    parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks, with commas, rising (1,2,4)")
+    parser.add_argument("--ranks", default="1,2,4", type=_counts, help="numbers of ranks, with commas, rising (1,2,4)")
     parser.add_argument("--weak", action="store_true", help="as many samples for each rank, and not for all together")
     parser.add_argument("--simulate", action="store_true", help="on simulated ranks in one process, without MPI")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers")
@@ -87,9 +87,6 @@ def main(words: Sequence[str]) -> str:
     parser.add_argument("--network", help=f"links of simulated ranks: {NETWORK_HELP}")
     options = parser.parse_args(own)
     theirs = [*theirs, *(["--network", options.network] if options.network else [])]
-    counts = [positive_count(each) for each in options.ranks.split(",")]
-    if counts != sorted(set(counts)):
-        raise UsageError(f"--ranks {options.ranks} does not rise; give each number once, such as 1,2,4")
     figure = None if options.plot is None else new_figure(5, 4)  # before anything is measured
     given: dict[str, Any] = {}
     with suppress(UsageError):  # what is wrong with them, the run says
@@ -97,9 +94,9 @@ def main(words: Sequence[str]) -> str:
     if taken := given.keys() & {"out", "resume", "simulate"}:
         raise UsageError(f"{flag_of(min(taken))} is chosen by this command; leave it out behind --")
     rows: list[Scaled] = []
-    for count in counts:
+    for count in options.ranks:
         rows.append(_compared(_measure(count, theirs, given, options), rows, options.weak))
-        print(f"{count} ranks: {rows[-1].samples_per_second:.0f} samples/s", file=sys.stderr, flush=True)
+        print(f"{counted(count, 'rank')}: {rows[-1].samples_per_second:.0f} samples/s", file=sys.stderr, flush=True)
     if options.json is not None:
         text = json.dumps([{k: v if isfinite(v) else None for k, v in asdict(row).items()} for row in rows], indent=1)
         with raised_as(UsageError, f"{options.json} cannot be written"):
@@ -107,6 +104,13 @@ def main(words: Sequence[str]) -> str:
     if options.plot is not None:
         _draw(figure, rows, options.plot)
     return _table(rows)
+
+
+def _counts(text: str) -> list[int]:
+    counts = [positive_count(each) for each in text.split(",")]
+    if counts != sorted(set(counts)):
+        raise UsageError(f"{text} does not rise; give each number once, such as 1,2,4")
+    return counts
 
 
 def _measure(ranks: int, words: Sequence[str], given: Mapping[str, Any], options: argparse.Namespace) -> Scaled:
@@ -126,7 +130,7 @@ def _measure(ranks: int, words: Sequence[str], given: Mapping[str, Any], options
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
         if ran.returncode:
             said = [line for line in ran.stderr.splitlines() if line.strip()] or ["it says nothing"]
-            raise LaunchError(f"the run on {ranks} ranks ended with status {ran.returncode}: {said[0]}")
+            raise LaunchError(f"the run on {counted(ranks, 'rank')} ended with status {ran.returncode}: {said[0]}")
         records = [each for each in read_metrics(RunFolder(run).metrics) if each["kind"] == "train"]
     if len(records) < 2:
         raise UsageError("a run of fewer than 10 steps says nothing of their time; give more by --max-steps")
@@ -164,6 +168,9 @@ def _table(rows: Sequence[Scaled]) -> str:
         model = f"{row.predicted:16.2f}" if isfinite(row.predicted) else f"{'-':>16}"
         numbers = f"{row.samples_per_second:9.0f} {1e3 * row.step_s:10.2f} {row.speedup:9.2f} {row.efficiency:10.0%}"
         lines.append(f"{row.ranks:5}  {numbers}  {model}")
+    if not all(isfinite(row.predicted) for row in rows):
+        lines.append("-: nothing says what the sum costs; python -m nnmpi.comm fit does, or --simulate and")
+        lines.append("   --network with a named --allreduce, such as ring, where replicas alone share the work")
     return "\n".join(lines)
 
 

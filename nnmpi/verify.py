@@ -46,6 +46,7 @@ DESCRIPTION = """Does a model trained under a layout do what it does on one rank
 mpirun -n 8 python -m nnmpi.verify --model cnn --dp 2 --pp 2 --tp 2
 mpirun -n 6 python -m nnmpi.verify --model nets/mine.py:build --shape 32 32 3 --dp 3 --pp 2
 mpirun -n 4 python -m nnmpi.verify --reduction fixed
+python -m nnmpi.verify --simulate 4 --model mlp --pp 2
 mpirun -n 4 python -m nnmpi.verify --model gpt --tp 2 --sp 2
 
 Some steps are trained under the layout, and again on rank 0 alone, lstm and gpt on random tokens. Losses, gradients,
@@ -89,10 +90,13 @@ class TrialConfig:
     """Samples that are used."""
     steps: int = 5
     """Updates."""
+    simulate: int = 0
+    """Run so many ranks in this process, without MPI."""
 
     def __post_init__(self) -> None:
         """Check the values."""
         check_numbers(self, "samples steps", 1)
+        check_numbers(self, "simulate", 0)
 
 
 Asked = tuple[TrialConfig, SampleConfig, Config]
@@ -344,4 +348,5 @@ def verdict(findings: Sequence[Finding]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_on_ranks(sys.argv[1:], main) is False)
+    equal = run_on_ranks(sys.argv[1:], main, lambda: {"ranks": parse(sys.argv[1:])[0].simulate})
+    sys.exit(equal is False or (isinstance(equal, list) and not all(equal)))

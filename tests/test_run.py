@@ -193,7 +193,7 @@ def test_wrong_options_are_one_sentence(tmp_path: Path) -> None:
         "-n 0 -- --model mlp": "--ranks is 0; give a whole number, 1 or more",
         "--restarts -1 -- --model mlp": "--restarts is -1; give",
         "--start-limit nan -- --model mlp": "--start-limit is nan; give",
-        "-n 2 --model mlp": "--model is not an option",
+        "-n 2 --model mlp": "--model is an option of the training; write it behind --, as in python -m nnmpi.run -n 2",
         "-n 2 -- --modle mlp": "--modle is not an option; did you mean --model",
         "-n 3 -- --pp 2": "-n 3 is no multiple of the 2 ranks",
         "-n 2 -- --simulate 4": "--simulate trains in one process",

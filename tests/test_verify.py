@@ -1,5 +1,7 @@
 """The verify command: what its words mean, how two runs are compared, and runs on several ranks, equal or not."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,12 @@ def test_words_mean_a_small_contract_and_what_they_say() -> None:
 def test_what_makes_no_sense_is_a_sentence(words: str, text: str) -> None:
     with pytest.raises(UsageError, match=text):
         parse(words.split())
+
+
+def test_simulated_ranks_need_no_mpi() -> None:
+    words = "-m nnmpi.verify --simulate 2 --model mlp --hidden 5 --pp 2"
+    ran = subprocess.run([sys.executable, *words.split()], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0 and "layout dp 1 x pp 2" in ran.stdout and "equal within" in ran.stdout, ran.stderr
 
 
 @pytest.mark.parametrize(

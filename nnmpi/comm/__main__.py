@@ -19,7 +19,16 @@ from nnmpi.comm.agreement import on_root
 from nnmpi.comm.algorithms.registry import COLLECTIVES, find_collective
 from nnmpi.comm.collective import ALL_REDUCE, Collective
 from nnmpi.comm.duration import price, simulate_collective
-from nnmpi.comm.fit import NETWORK, NETWORK_HELP, default_file, describe_fit, find_network_fit, parse_network, save_fit
+from nnmpi.comm.fit import (
+    NETWORK,
+    NETWORK_HELP,
+    default_file,
+    describe_fit,
+    describe_network,
+    find_network_fit,
+    parse_network,
+    save_fit,
+)
 from nnmpi.comm.measure import facts, measure
 from nnmpi.comm.mpi.start import start
 from nnmpi.comm.prove import prove
@@ -51,7 +60,7 @@ def _list(arguments: argparse.Namespace) -> str:
     """List all collectives with the latencies, and the bytes in buffers, that the last rank waits for."""
     ranks = arguments.ranks
     machine = parse_network(arguments.network, ranks, ranks)
-    lines = [f"N = {ranks} ranks, M = {format_bytes(arguments.bytes)} in a buffer", ""]
+    lines = [f"N = {ranks} ranks, M = {format_bytes(arguments.bytes)} in a buffer, {_on(arguments)}", ""]
     for (operation, name), collective in COLLECTIVES.items():
         latencies, buffers = coefficients(collective, ranks)
         found = find_collective(operation, name, machine.nodes)
@@ -91,7 +100,11 @@ def _simulate(arguments: argparse.Namespace) -> str:
     title = f"{arguments.operation} by {arguments.algorithm}, {arguments.ranks} ranks, {format_bytes(arguments.bytes)}"
     first = min(range(len(found)), key=found.__getitem__)
     first_to_finish = f"the first to finish is rank {first} after {format_seconds(found[first])}"
-    return f"{title}: {format_seconds(max(found))}\n{first_to_finish}"
+    return f"{title}: {format_seconds(max(found))}, {_on(arguments)}\n{first_to_finish}"
+
+
+def _on(arguments: argparse.Namespace) -> str:
+    return f"messages by {describe_network(arguments.network)}"
 
 
 def _fit(arguments: argparse.Namespace) -> str:

@@ -5,6 +5,7 @@ import platform
 import threadpoolctl
 
 from nnmpi.backend.blas import blas_pool, installed_mkl, name_blas
+from nnmpi.comm.fit import describe_network
 from nnmpi.comm.group import Group
 from nnmpi.compose.arrange import Arrangement, describe_stages
 from nnmpi.compose.trainer import Trainer
@@ -87,7 +88,7 @@ def _world(run: TrainingRun, slow: Slow) -> str:
     return (
         f"{counted(run.group.size, 'rank')} in this process, seed {run.config.run.seed}; computing takes "
         f"{'just the time of --slow' if slow.minimum_s else 'its processor time'}, "
-        f"{f'links of {network}' if network else 'messages no time'}"
+        f"{f'links of {describe_network(network)}' if network else 'messages no time'}"
     )
 
 

@@ -66,7 +66,9 @@ def test_a_page_leaves_out_ranks_for_which_an_algorithm_is_not_right(tmp_path: P
 
 def test_simulate_and_list() -> None:
     words = ["--ranks", "4", "--bytes", "400", "--network", "alpha=1,beta=0.25,gamma=0.125"]
-    assert main(["simulate", "ring", *words]).startswith("all-reduce by ring, 4 ranks, 400 B: 193.5 s\n")
+    told = main(["simulate", "ring", *words])
+    assert told.startswith("all-reduce by ring, 4 ranks, 400 B: 193.5 s, messages by alpha=1,beta=0.25,gamma=0.125\n")
+    assert main(["list", "--network", "gbit=10"]).splitlines()[0].endswith("messages by gbit=10 (no latency)")
     listed = {tuple(line.split()[:2]): line for line in main(["list", *words]).splitlines()[2:]}
     assert listed["all-reduce", "ring"].split()[2:] == ["6", "alpha", "+", "1.500", "M", "beta", "193.5", "s"]
     assert len(listed) == len(COLLECTIVES)
@@ -80,7 +82,7 @@ def test_simulate_and_list() -> None:
         ("prove ring --operation foo", "no collective 'foo'; there are all-reduce"),
         ("simulate ring --bytes x", "'x' is not a number of bytes; write it like 4, 64k"),
         ("prove tree --ranks 5000", "tree on 5000 ranks would take 17 h 21 min or so; ask for fewer"),
-        ("simulate ring --ranks 0", "'0' is not a number of them"),
+        ("simulate ring --ranks 0", "'0' is not a whole number of at least 1"),
         ("simulate ring --network alpha=nan", "network 'alpha=nan' is not understood; give numbers, such as"),
         ("simulate ring --alpha 1e-5", "--alpha is not an option; did you mean --network?"),
         ("simulate ring --network nowhere.json", "nowhere.json: no fit that can be read"),

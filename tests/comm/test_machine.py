@@ -72,6 +72,8 @@ def test_a_network_is_given_as_text() -> None:
         "gbit=inf",
         "gbit=1,beta=1",
         "per_node=0",
+        "per_node=3",
+        "gamma=1e-9",
     ],
 )
 def test_a_network_that_cannot_be_is_refused(text: str) -> None:

@@ -234,7 +234,9 @@ def test_small_sends_that_need_buffers_are_found(programs: Callable[[str], str])
     ring = programs("comm.send(0, (rank + 1) % size)\ncomm.recv()")
     assert main([ring]) == ""
     with pytest.raises(CommError, match="deadlock"):
-        main(["--eager", "0", ring])
+        main(["--eager", "0k", ring])
+    with pytest.raises(UsageError, match="--seed: 'x' is not a whole number"):
+        main(["--seed", "x", ring])
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from functools import cache
 from nnmpi.comm.agreement import agreed
 from nnmpi.comm.algorithms.registry import NATIVE, SHARED, find_collective
 from nnmpi.comm.duration import price
-from nnmpi.comm.fit import Fit, default_file, find_network_fit, missing_fit, parse_network, save_fit
+from nnmpi.comm.fit import Fit, default_file, describe_network, find_network_fit, missing_fit, parse_network, save_fit
 from nnmpi.comm.group import Group
 from nnmpi.comm.machine import Link, Machine
 from nnmpi.comm.measure import find_fit
@@ -132,8 +132,8 @@ def take_network(
         if not said:
             raise missing_fit(ranks, nodes)
         if known is None:
-            return PlannedNetwork(word, machine, ranks)
+            return PlannedNetwork(describe_network(word), machine, ranks)
         inside = machine.inside if nodes == 1 or "inside" in word else known.machine.inside
         where = "" if inside is machine.inside else f"; inside a node as fitted to {known.facts['host']}"
         add = machine.add if "gamma" in word else known.machine.add
-        return PlannedNetwork(f"{word}{where}", replace(machine, inside=inside, add=add), ranks)
+        return PlannedNetwork(f"{describe_network(word)}{where}", replace(machine, inside=inside, add=add), ranks)
