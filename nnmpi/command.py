@@ -327,6 +327,24 @@ def say(main: Callable[[Sequence[str]], str]) -> int:
     return 0
 
 
+def program_words(description: str, *more: tuple[str, Mapping[str, Any]]) -> argparse.Namespace:
+    """Return what stands behind a small program's name: `simulate`, a number of ranks or None, and more of its own.
+
+    Help and a sentence on a wrong word end the program.
+
+    Args:
+        description: what the program is for.
+        more: its own words, each with what argparse has to know of it.
+    """
+    parser, given = Parser(description=description), argparse.Namespace()
+    parser.add_argument("--simulate", type=positive_count, metavar="RANKS", help="on so many ranks of this process")
+    for word, how in more:
+        parser.add_argument(word, **how)
+    if status := say(lambda words: "" * bool(parser.parse_args(words, given))):
+        sys.exit(status)
+    return given
+
+
 class Console:
     """Prints lines on one rank and nothing on the others.
 

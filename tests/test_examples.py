@@ -50,22 +50,26 @@ def test_there_are_eleven_lessons_that_are_read_in_one_sitting() -> None:
         text = file.read_text()
         assert len(text.splitlines()) <= 175, file
         assert "\n\n    " in text.split('"""')[1], file
+        assert "given = program_words(__doc__" in text and "sys" not in text, file
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("lesson", LESSONS, ids=NAMES)
 def test_a_lesson_is_equal_to_the_serial_run(lesson: Path, ranks: int) -> None:
     drawn = nnmpi.simulate(runpy.run_path(str(lesson))["main"], ranks=ranks)[0]
-    assert lesson.stem[:2] in ("1_", "10") or drawn.bars  # a death is drawn where both starts are seen
+    assert lesson.stem[:2] in ("1_", "10") or str(drawn)  # a death is drawn where both starts are seen
 
 
-def test_the_lesson_on_death_goes_on_behind_the_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_the_lesson_on_death_goes_on_behind_the_checkpoint(
+    ranks: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A rank is killed, the others are ended; the second start begins where the file says, and not anew."""
-    runpy.run_path(str(FOLDER / "lessons" / "10_a_rank_dies.py"))["start_twice"](3, f"{tmp_path}/saved.npz")
+    runpy.run_path(str(FOLDER / "lessons" / "10_a_rank_dies.py"))["start_twice"](ranks, f"{tmp_path}/saved.npz")
     first, *told = capsys.readouterr().out.splitlines()
-    assert first == "rank 2 was killed in its call 60"
-    assert "begun with step 4, equal to the serial run after 12 steps, ranks: 3" in told
-    assert [line[17:].strip()[:2] for line in told if line.startswith("start")] == [*["0#"] * 3, *["4#"] * 3]
+    assert first == f"rank {ranks - 1} was killed in its call {36 * (ranks - 1)}"
+    assert f"begun with step 4, equal to the serial run after 12 steps, ranks: {ranks}" in told
+    assert [line[17:].strip()[:2] for line in told if line.startswith("start")] == [*["0#"] * ranks, *["4#"] * ranks]
     assert [file.name for file in tmp_path.iterdir()] == ["saved.npz"]
 
 
@@ -124,9 +128,18 @@ def test_the_one_file_is_read_in_an_hour_and_prints_what_the_readme_shows() -> N
     assert all(f"    {line}".rstrip() in readme for line in ran.stdout.splitlines())
 
 
-def test_a_lesson_is_a_program_without_mpi() -> None:
-    """Its status says whether it is equal: 0 here."""
-    words = [sys.executable, str(LESSONS[1]), "--simulate", "2"]
-    ran = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.startswith("equal to the serial run after 12 steps, ranks: 2\n\nA server's link carries")
+@pytest.mark.parametrize(
+    ("words", "status", "told"),
+    [
+        ("--simulate 2", 0, "equal to the serial run after 12 steps, ranks: 2\n\nA server's link carries"),
+        ("--help", 0, "usage: 2_ring.py [-h] [--simulate RANKS]"),
+        ("--simulate", 2, "nnmpi: argument --simulate: expected one argument (see 2_ring.py --help)\n"),
+        ("--simulate 0", 2, "nnmpi: argument --simulate: '0' is not"),
+        ("--similate 3", 2, "nnmpi: unrecognized arguments: --similate 3 (see 2_ring.py --help)\n"),
+    ],
+)
+def test_a_lesson_is_a_program_without_mpi(words: str, status: int, told: str) -> None:
+    """Its status says whether it is equal; nothing is trained by words that it does not know."""
+    command = [sys.executable, str(LESSONS[1]), *words.split()]
+    ran = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True)
+    assert ran.returncode == status and (ran.stderr if status else ran.stdout).startswith(told), ran

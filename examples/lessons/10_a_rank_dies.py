@@ -9,7 +9,6 @@ whole. Which rows come in a step depends on its number alone, so there is nothin
 """
 
 import os
-import sys
 import tempfile
 from itertools import pairwise
 
@@ -18,6 +17,7 @@ import numpy as np
 import nnmpi
 from nnmpi import data
 from nnmpi.comm.simulated.scheduler import Faults
+from nnmpi.command import program_words
 from nnmpi.errors import NnmpiError
 from nnmpi.pages.picture import Bar, Picture
 
@@ -137,11 +137,14 @@ def main(group, file=None, dies=False, begun=None):
 
 
 def start_twice(ranks, file):
-    """Start on ranks of this process; the last one is killed in its 60th send, receive or wait; start again."""
+    """Start on ranks of this process; the last one is killed behind the first checkpoint; start again."""
+    if ranks < 2:
+        raise SystemExit("a rank that dies alone leaves nobody who waits for it; give --simulate 2, or more")
+    call = 36 * (ranks - 1)  # a send, a receive or a wait: a ring has more of them with more ranks
     starts = [], []  # (rank, step) that began
     try:
         nnmpi.simulate(
-            lambda group: main(group, file, begun=starts[0]), ranks=ranks, faults=Faults(kill={ranks - 1: 60})
+            lambda group: main(group, file, begun=starts[0]), ranks=ranks, faults=Faults(kill={ranks - 1: call})
         )
     except NnmpiError as error:
         print(error)
@@ -158,8 +161,9 @@ def start_twice(ranks, file):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--simulate"]:
+    given = program_words(__doc__, ("file", {"nargs": "?"}), ("--dies", {"action": "store_true"}))
+    if given.simulate:
         with tempfile.TemporaryDirectory() as folder:
-            picture = start_twice(int(sys.argv[2]), f"{folder}/saved.npz")
+            picture = start_twice(given.simulate, f"{folder}/saved.npz")
     else:
-        main(nnmpi.start(), *sys.argv[1:2], dies="--dies" in sys.argv)
+        main(nnmpi.start(), given.file, given.dies)

@@ -7,8 +7,6 @@
 An expert sees the rows of all ranks, so its gradient is complete where it is, and nobody sums it.
 """
 
-import sys
-
 import numpy as np
 
 import nnmpi
@@ -17,6 +15,7 @@ from nnmpi.comm import collective
 from nnmpi.comm.collective import Step
 from nnmpi.comm.point_to_point import send_and_receive
 from nnmpi.comm.prove import prove
+from nnmpi.command import program_words
 from nnmpi.pages.picture import Bar, Picture
 from nnmpi.shard import split
 
@@ -168,7 +167,8 @@ def main(group):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--simulate"]:
-        picture = nnmpi.simulate(main, ranks=int(sys.argv[2]))[0]
+    given = program_words(__doc__)
+    if given.simulate:
+        picture = nnmpi.simulate(main, ranks=given.simulate)[0]
     else:
         picture = main(nnmpi.start())

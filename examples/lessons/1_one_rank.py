@@ -9,13 +9,13 @@ Each layer keeps what came to it, because its gradient is that times the gradien
 Every rank does the same here: nothing is shared yet.
 """
 
-import sys
 from itertools import pairwise
 
 import numpy as np
 
 import nnmpi
 from nnmpi import data, ops
+from nnmpi.command import program_words
 
 WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
 STEPS, BATCH, RATE, MOMENTUM = 12, 64, 0.05, 0.9
@@ -107,7 +107,8 @@ def main(group):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--simulate"]:
-        nnmpi.simulate(main, ranks=int(sys.argv[2]))
+    given = program_words(__doc__)
+    if given.simulate:
+        nnmpi.simulate(main, ranks=given.simulate)
     else:
         main(nnmpi.start())

@@ -11,7 +11,6 @@
 A loss is a sum over rows, so the gradient of the batch is the sum of the ranks' gradients.
 """
 
-import sys
 from itertools import pairwise
 
 import numpy as np
@@ -21,6 +20,7 @@ from nnmpi import data
 from nnmpi.comm.algorithms.tree import star
 from nnmpi.comm.collective import Step
 from nnmpi.comm.prove import prove
+from nnmpi.command import program_words
 from nnmpi.pages.picture import Bar, Picture
 
 WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
@@ -137,7 +137,8 @@ def main(group):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--simulate"]:
-        picture = nnmpi.simulate(main, ranks=int(sys.argv[2]))[0]
+    given = program_words(__doc__)
+    if given.simulate:
+        picture = nnmpi.simulate(main, ranks=given.simulate)[0]
     else:
         picture = main(nnmpi.start())

@@ -9,7 +9,6 @@ A gradient is final long before the whole backward pass is over. A bucket is as 
 message long enough to be worth its latency. Messages move on whenever somebody looks after them: poll.
 """
 
-import sys
 from itertools import pairwise
 
 import numpy as np
@@ -18,6 +17,7 @@ import nnmpi
 from nnmpi import clock, data
 from nnmpi.comm.collective import Step
 from nnmpi.comm.machine import Machine
+from nnmpi.command import program_words
 from nnmpi.pages.picture import Bar, Picture
 
 WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
@@ -148,7 +148,8 @@ def draw(without, overlapped):
     """Return the last step with one sum at its end and with buckets: what is no longer waited for is hidden."""
     rows = {"one sum": without, "buckets": overlapped}
     exposed, left = (1e3 * (bars[-1][1] - bars[-1][0]) for bars in rows.values())
-    title = f"Exposed: {exposed:.1f} ms with one sum, {left:.1f} ms with buckets, which hide {exposed - left:.1f} ms"
+    hidden = f"which hide {exposed - left:.1f} ms" if exposed > left else "which hide nothing on this machine now"
+    title = f"Exposed: {exposed:.1f} ms with one sum, {left:.1f} ms with buckets, {hidden}"
     ms = [(row, *(1e3 * (t - bars[0][0]) for t in bar[:2]), *bar[2:]) for row, bars in rows.items() for bar in bars]
     return Picture(title, "ms", [Bar(*each) for each in ms])
 
@@ -165,8 +166,9 @@ def main(group):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--simulate"]:
+    given = program_words(__doc__)
+    if given.simulate:
         machine = Machine.uniform(1e-5, 1e-7)  # a slow network, so that there is something to hide
-        picture = nnmpi.simulate(main, ranks=int(sys.argv[2]), machine=machine, cpu_factor=0)[0]
+        picture = nnmpi.simulate(main, ranks=given.simulate, machine=machine, cpu_factor=0)[0]
     else:
         picture = main(nnmpi.start())

@@ -8,7 +8,6 @@
 As soon as a backward can be done it is done: so a rank keeps few microbatches' activations at a time.
 """
 
-import sys
 from itertools import pairwise
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy as np
 import nnmpi
 from nnmpi import data
 from nnmpi.comm.point_to_point import Messages
+from nnmpi.command import program_words
 from nnmpi.schedule.check import check
 from nnmpi.schedule.lower import lower
 from nnmpi.schedule.render import picture as draw
@@ -149,7 +149,8 @@ def main(group):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--simulate"]:
-        picture = nnmpi.simulate(main, ranks=int(sys.argv[2]))[0]
+    given = program_words(__doc__)
+    if given.simulate:
+        picture = nnmpi.simulate(main, ranks=given.simulate)[0]
     else:
         picture = main(nnmpi.start())

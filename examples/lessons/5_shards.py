@@ -9,13 +9,13 @@ A rank's columns of layer 0 give just the numbers that its rows of layer 1 need,
 alone: so two layers need one sum forward, and one backward, where the gradient of x is a partial sum, too.
 """
 
-import sys
 from itertools import pairwise
 
 import numpy as np
 
 import nnmpi
 from nnmpi import data
+from nnmpi.command import program_words
 from nnmpi.pages.picture import Bar, Picture
 from nnmpi.shard import split
 
@@ -144,7 +144,8 @@ def main(group):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--simulate"]:
-        picture = nnmpi.simulate(main, ranks=int(sys.argv[2]))[0]
+    given = program_words(__doc__)
+    if given.simulate:
+        picture = nnmpi.simulate(main, ranks=given.simulate)[0]
     else:
         picture = main(nnmpi.start())

@@ -10,13 +10,13 @@ An all-reduce is a reduce-scatter and an all-gather. The update goes between the
 the optimizer's state (here the velocity) only once for all ranks together.
 """
 
-import sys
 from itertools import pairwise
 
 import numpy as np
 
 import nnmpi
 from nnmpi import data
+from nnmpi.command import program_words
 from nnmpi.pages.picture import Bar, Picture
 from nnmpi.shard import split
 
@@ -129,7 +129,8 @@ def main(group):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--simulate"]:
-        picture = nnmpi.simulate(main, ranks=int(sys.argv[2]))[0]
+    given = program_words(__doc__)
+    if given.simulate:
+        picture = nnmpi.simulate(main, ranks=given.simulate)[0]
     else:
         picture = main(nnmpi.start())

@@ -10,13 +10,13 @@ Both are lists of actions. Backward walks from the end: what the first layers ke
 computed late. The rest is lesson 6: the plan is a matter of one rank.
 """
 
-import sys
 from itertools import pairwise
 
 import numpy as np
 
 import nnmpi
 from nnmpi import data
+from nnmpi.command import program_words
 from nnmpi.memory.plan import Act, parse_plan
 from nnmpi.pages.picture import Bar, Picture
 from nnmpi.shard import split
@@ -161,7 +161,8 @@ def main(group):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--simulate"]:
-        picture = nnmpi.simulate(main, ranks=int(sys.argv[2]))[0]
+    given = program_words(__doc__)
+    if given.simulate:
+        picture = nnmpi.simulate(main, ranks=given.simulate)[0]
     else:
         picture = main(nnmpi.start())

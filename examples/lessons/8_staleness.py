@@ -11,7 +11,6 @@ rank can be more than s + 1 steps ahead of another. What is learned is no longer
 so it can be proved: it is the serial run whose gradients are used as late.
 """
 
-import sys
 from itertools import pairwise
 
 import numpy as np
@@ -19,6 +18,7 @@ import numpy as np
 import nnmpi
 from nnmpi import clock, data
 from nnmpi.comm.machine import Machine
+from nnmpi.command import program_words
 from nnmpi.pages.picture import Bar, Picture
 
 WIDTHS = (64, 48, 32, 24, 10)  # of what comes to the four layers, and of the scores
@@ -154,8 +154,9 @@ def main(group):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--simulate"]:
+    given = program_words(__doc__)
+    if given.simulate:
         machine = Machine.uniform(1e-5, 1e-9)
-        picture = nnmpi.simulate(main, ranks=int(sys.argv[2]), machine=machine, cpu_factor=0)[0]
+        picture = nnmpi.simulate(main, ranks=given.simulate, machine=machine, cpu_factor=0)[0]
     else:
         picture = main(nnmpi.start())

@@ -9,13 +9,12 @@ Softmax needs the sum over all keys before it divides. But it can be put togethe
 so far and the sum, and where a larger score comes, make what was added up smaller. So no rank has all pairs of scores.
 """
 
-import sys
-
 import numpy as np
 
 import nnmpi
 from nnmpi import data
 from nnmpi.comm.point_to_point import Messages
+from nnmpi.command import program_words
 from nnmpi.pages.picture import Arrow, Bar, Picture
 from nnmpi.shard import split
 
@@ -137,7 +136,7 @@ def train(group):
 
 def draw(size):
     """Return whose keys and values each rank has in each hop, and where they go then."""
-    at = [(rank, hop, f"keys of {(rank - hop) % size}") for rank in range(size) for hop in range(size)]
+    at = [(rank, (rank - keys) % size, f"keys of {keys}") for rank in range(size) for keys in range(size)]
     bars = [Bar(f"queries of {rank}", hop, hop + 1, keys, keys) for rank, hop, keys in at]
     arrows = [
         Arrow(f"queries of {rank}", hop + 0.75, f"queries of {(rank + 1) % size}", hop + 1.25)
@@ -159,7 +158,8 @@ def main(group):
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--simulate"]:
-        picture = nnmpi.simulate(main, ranks=int(sys.argv[2]))[0]
+    given = program_words(__doc__)
+    if given.simulate:
+        picture = nnmpi.simulate(main, ranks=given.simulate)[0]
     else:
         picture = main(nnmpi.start())
