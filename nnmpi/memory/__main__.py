@@ -41,6 +41,9 @@ MODELS: dict[str, tuple[Callable[[], Module], tuple[int, ...] | None]] = {
 }
 TOKENS, CONTEXT = 256, 128
 SIGNS = {"F": "forward", "K": "forward", "B": "backward", "=": "kept", "-": "waits", "O": "moves", "I": "moves"}
+SIGNS |= {"D": "freed", "A": "freed"}
+LEGEND = """F forward, K forward and kept (small: again), B backward, D what came is dropped
+O begins to go out, A is away, I begins to come in"""
 MOST_LAYERS = 64  # that fit a page
 POINTS = 11  # budgets from the least to the most
 
@@ -70,10 +73,13 @@ def main(words: Sequence[str]) -> str:
         [
             price.draw(),
             "",
+            f"{LEGEND}, . elsewhere\n= kept, - waits for its turn",
+            "",
             " ".join(map(str, plan)),
             "",
             f"least     {format_bytes(plans.least)} ({plans.least} bytes)",
             f"ordinary  {format_bytes(plans.all)} ({plans.all} bytes), {format_seconds(ordinary.seconds)}",
+            f"budget    {format_bytes(budget)} ({budget} bytes)",
             f"this plan {format_bytes(price.peak)} ({price.peak} bytes), {format_seconds(price.seconds)}, "
             f"{price.seconds / ordinary.seconds:.3f} of the ordinary time; layers gone through again: {price.again}",
             *([f"moved     {format_bytes(price.moved)}, at {format_bytes(int(bandwidth))}/s"] if bandwidth else []),
@@ -108,9 +114,11 @@ def picture(price: PlanPrice) -> Picture:
         for i, name in enumerate(price.layers)
         for at, row in enumerate(price.rows)
         for sign in row[2][i].strip()
-        if (kind := SIGNS.get(sign.upper(), "")) or sign.isalpha()
+        if (kind := SIGNS.get(sign.upper()))
     ]
-    return Picture(f"A plan of {len(price.layers)} layers: at most {format_bytes(price.peak)}", "actions", spans)
+    return Picture(
+        f"A plan of {len(price.layers)} layers: at most {format_bytes(price.peak)}", f"actions\n{LEGEND}", spans
+    )
 
 
 def compare(plans: OptimalPlans, budget: int, bandwidth: float | None = None) -> dict[str, Any]:

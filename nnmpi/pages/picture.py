@@ -17,14 +17,16 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from nnmpi.errors import UsageError
+from nnmpi.errors import UsageError, raised_as
 
 INK, PALE = "#1b1f24", "#e9edf1"
 USUAL = {"forward": "#4c78a8", "backward": "#2f8f88", "kept": "#8aa83c", "waiting": "#d1495b"}
-USUAL |= {"killed": "#d1495b", "": PALE}
+USUAL |= {"killed": "#d1495b", "": PALE, "waits": "#c98b2b", "moves": "#8d6bb1", "freed": PALE}
 OTHERS = "#4c78a8", "#c98b2b", "#2f8f88", "#8d6bb1", "#8aa83c", "#6b7785"
 MARKS = "#=+*%@"
 WIDTH = 64  # of a terminal's bars
+LETTER = 0.0098  # inches that it is wide, for each point of its size
+ENDINGS = ".svg", ".png", ".pdf"
 
 
 class Bar(NamedTuple):
@@ -34,7 +36,7 @@ class Bar(NamedTuple):
         row: beside it.
         begin, end: along the axis.
         kind: says its colour; those without one are pale.
-        text: in it; behind the last bar of a row if it is too short.
+        text: in it; behind it if it is too short and nothing follows; in a file, else nowhere.
     """
 
     row: str
@@ -74,6 +76,11 @@ class Picture:
     arrows: Sequence[Arrow] = ()
 
     @property
+    def end(self) -> float:
+        """Where the axis ends; 1 where no bar has a length."""
+        return max(bar.end for bar in self.bars) or 1
+
+    @property
     def kinds(self) -> list[str]:
         """What is in the legend."""
         return [
@@ -86,11 +93,6 @@ class Picture:
     def rows(self) -> list[str]:
         """The rows in the order of their first bars."""
         return [*dict.fromkeys(bar.row for bar in self.bars)]
-
-    @property
-    def end(self) -> float:
-        """Where the axis ends."""
-        return max(bar.end for bar in self.bars)
 
     def __str__(self) -> str:
         """Draw it as text."""
@@ -124,14 +126,21 @@ class Picture:
 
     def _draw(self, figure: Any) -> None:
         axes, rows, kinds, end = figure.subplots(), self.rows, self.kinds, self.end
+        last = {bar.row: bar.begin for bar in sorted(self.bars, key=lambda bar: bar.begin)}
+        inner = [bar for bar in self.bars if bar.begin < last[bar.row] and bar.end > bar.begin]
+        letters = max((len(bar.text) * end / (bar.end - bar.begin) for bar in inner), default=0)  # along the axis
+        size = 8 if 8 * LETTER * letters < 5.9 else 6
+        figure.set_figwidth(min(max(7, 1.1 + size * LETTER * letters), 16))
+        letter = size * LETTER * end / (figure.get_figwidth() - 1.1)
         free = cycle(each for each in OTHERS if each not in map(USUAL.get, kinds))
         colours = dict(zip((kind for kind in kinds if kind not in USUAL), free, strict=False)) | USUAL
         for row, begin, to, kind, text in self.bars:
-            y, inside = rows.index(row), 0.013 * len(text) * end < to - begin
+            y, inside = rows.index(row), letter * len(text) <= 1.001 * (to - begin)
             axes.barh(y, to - begin, 0.8, begin, color=colours[kind], edgecolor="white", linewidth=0.5 * (to > begin))
             at, side = ((begin + to) / 2, "center") if inside else (to + 0.006 * end, "left")
-            ink = "white" if inside and kind else INK
-            axes.text(at, y, text, va="center", ha=side, color=ink, size=8, clip_on=inside)
+            ink = "white" if inside and colours[kind] != PALE else INK
+            if inside or begin == last[row]:
+                axes.text(at, y, text, va="center", ha=side, color=ink, size=size, clip_on=inside)
         for row, begin, other, to, kind, text in self.arrows:
             look = {"arrowstyle": "-|>", "color": colours[kind] if kind else INK, "shrinkA": 1, "shrinkB": 0}
             ends = (to, rows.index(other)), (begin + 0.01 * end, rows.index(row))
@@ -167,7 +176,7 @@ def save_figure(figure: Any, file: Path) -> None:
     Raises:
         UsageError: where it cannot be written.
     """
-    try:
+    if file.suffix not in ENDINGS:
+        raise UsageError(f"{file} is no {', '.join(ENDINGS)}; give another file, such as picture.svg")
+    with raised_as(UsageError, f"{file} cannot be written", "give another file, such as picture.svg"):
         figure.savefig(file, metadata={"Date": None} if file.suffix == ".svg" else None)
-    except (OSError, ValueError) as error:  # the latter for an ending that it does not know
-        raise UsageError(f"{file} cannot be written ({error}); give another file, such as picture.svg") from None

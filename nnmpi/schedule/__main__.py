@@ -80,11 +80,13 @@ def _figures(schedule: Schedule, found: Simulation, given: argparse.Namespace) -
     """Return the figures, one per line."""
     backward_ms = 2 * given.forward_ms if given.backward_ms is None else given.backward_ms
     times = [f"forward {given.forward_ms:g} ms", f"backward {backward_ms:g} ms" * schedule.trains]
+    whole = " ".join(f"{kept / schedule.virtual:g}" for kept in found.peak_activations)
+    each = "of each rank: stages x microbatches" + f"; in whole ranks' layers: {whole}" * (schedule.virtual > 1)
     times += [f"message {format_seconds(_message(given))}"] * bool(given.network)
     return [
         f"makespan          {1e3 * found.makespan_s:g} ms   (modelled; of each rank: {', '.join(filter(None, times))})",
         f"bubble            {100 * found.bubble:.1f} %   of all ranks' time",
-        f"peak activations  {' '.join(map(str, found.peak_activations))}   (of each rank: stages x microbatches)",
+        f"peak activations  {' '.join(map(str, found.peak_activations))}   ({each})",
         f"messages          {found.messages}",
     ]
 

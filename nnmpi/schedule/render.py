@@ -107,7 +107,7 @@ def _legend(schedule: Schedule) -> str:
     told += [f"{_IDLE} idle"]
     told += [f"{_SUMMED} gradients are final"] * (Kind.REDUCE in used and schedule.virtual > 1)
     told += [f"{_UPDATED} update"] * (Kind.STEP in used)
-    wide = "; a backward takes 2" if Kind.B in used else ""
+    wide = "; a backward takes 2, a message none" if Kind.B in used else "; a message takes none"
     return f"{'    '.join(told)}\nA column is the time of one forward of a stage{wide}."
 
 

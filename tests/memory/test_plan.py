@@ -158,6 +158,8 @@ def test_the_command_draws_and_says_what_it_costs():
     """Of equal layers, and of a model that is measured."""
     assert "again" in main(["plan", "--model", "mlp", "--budget", "0%"])
     assert "moved     14 MB, at 8 MB/s" in main(["plan", "--layers", "6", "--budget", "50%", "--bandwidth", "8MiB"])
+    told = main(["plan", "--layers", "8", "--budget", "50%"])
+    assert "budget    23.5 MB (24641536 bytes)\n" in told and "K forward and kept (small: again)" in told
     for words, complaint in (
         (["--layers", "6", "--budget", "1"], "give at least"),
         (["--layers", "6", "--budget", "1", "--bandwidth", "8MiB"], "give at least"),

@@ -17,14 +17,20 @@ from nnmpi.pages.picture import Arrow, Bar, Picture
 from nnmpi.schedule.__main__ import main as schedule
 
 PIPELINE = "--pipeline 1f1b --stages 3 --microbatches 4 --svg"
+THIN = "--pipeline interleaved --stages 4 --microbatches 8 --svg"
 COMMANDS: list[tuple[Callable[[Any], str], str, set[str]]] = [
     (comm, "render ring --ranks 3 --svg", {"all-reduce by ring: which chunks go where", "rank 2", "rounds", "added"}),
     (schedule, PIPELINE, {"1f1b: bubble 33.3% of all ranks' time", "rank 2", "ms", "forward", "backward", "F3"}),
-    (memory, "plan --layers 6 --budget 50% --svg", {"layer 5", "actions", "forward", "backward", "kept", "waits"}),
+    (schedule, THIN, {"0F0", "7F7", "0B7"}),
+    (
+        memory,
+        "plan --layers 6 --budget 50% --svg",
+        {"layer 5", "actions", "forward", "backward", "kept", "waits", "freed"},
+    ),
 ]
 
 
-@pytest.mark.parametrize(("main", "words", "texts"), COMMANDS, ids=["comm", "schedule", "memory"])
+@pytest.mark.parametrize(("main", "words", "texts"), COMMANDS, ids=["comm", "schedule", "thin", "memory"])
 def test_commands_draw_for_slides(main: Any, words: str, texts: set[str], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     files = tmp_path / "a.svg", tmp_path / "b.svg"
@@ -32,8 +38,22 @@ def test_commands_draw_for_slides(main: Any, words: str, texts: set[str], tmp_pa
         main([*words.split(), str(file)])
     found = files[0].read_text()
     assert texts <= set(re.findall(r">([^<>]+)</text>", found)) and found == files[1].read_text()
-    with pytest.raises(UsageError, match=r"a\.none cannot be written .*, such as picture\.svg"):
-        main([*words.split(), str(tmp_path / "a.none")])
+    with pytest.raises(UsageError, match=r"a\.gif is no \.svg, \.png, \.pdf; .* such as picture\.svg"):
+        main([*words.split(), str(tmp_path / "a.gif")])
+    with pytest.raises(UsageError, match=r"none/a\.svg cannot be written .*, such as picture\.svg"):
+        main([*words.split(), str(tmp_path / "none" / "a.svg")])
+
+
+def test_words_lie_over_nothing(tmp_path: Path) -> None:
+    """One that its bar is too short for stands behind it, if nothing follows; a picture of nothing has an axis, too."""
+    pytest.importorskip("matplotlib")
+    row = [Bar("a", 0, 1, "k", "word"), Bar("a", 1, 1.001, "k", "gone"), Bar("a", 1.001, 2, "k", "last")]
+    Picture("Thin", "", [*row, Bar("b", 0, 0.001, "k", "behind")]).save(tmp_path / "a.svg")
+    found = re.findall(r">([^<>]+)</text>", (tmp_path / "a.svg").read_text())
+    assert {"word", "last", "behind"} <= set(found) and "gone" not in found
+    nothing = Picture("Nothing", "bytes", [Bar("a", 0, 0, "sent", "0")])
+    nothing.save(tmp_path / "a.svg")
+    assert str(nothing).splitlines()[2] == "a   0"
 
 
 def test_arrows_are_the_messages_that_are_proved() -> None:

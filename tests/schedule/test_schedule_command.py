@@ -13,12 +13,18 @@ def test_grid_and_figures() -> None:
     title, _, *rest = main(COMMAND.split()).splitlines()
     assert title == "1f1b: 4 ranks, 8 microbatches"
     assert rest[1].startswith("rank 0  F0 F1 F2 F3 ")
+    assert rest[7] == "A column is the time of one forward of a stage; a backward takes 2, a message none."
     assert rest[9:] == [
         "makespan          33 ms   (modelled; of each rank: forward 1 ms, backward 2 ms)",
         "bubble            27.3 %   of all ranks' time",
         "peak activations  4 3 2 1   (of each rank: stages x microbatches)",
         "messages          48",
     ]
+
+
+def test_what_thin_stages_keep_is_told_in_whole_ranks() -> None:
+    told = main(["--pipeline", "interleaved", *COMMAND.split()[2:]])
+    assert "11 9 7 5   (of each rank: stages x microbatches; in whole ranks' layers: 5.5 4.5 3.5 2.5)" in told
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
