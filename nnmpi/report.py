@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from itertools import pairwise
+from itertools import cycle, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,7 @@ PANELS = [  # title, key of the values, whose they are, and what they are drawn 
     ("Accuracy over time", ACCURACY, BOTH, SECONDS),
 ]
 COLOURS = "#4c78a8", "#d1495b", "#8aa83c", "#b07aa1"  # on paper that is light or dark
+PAINT = dict(zip(PARTS.values(), COLOURS, strict=True)) | {"other": "#6b7785"}
 Columns = Mapping[str, Sequence[float]]
 RESULT = ("kind", "epoch", "loss", "accuracy", "perplexity", "elapsed_s")
 _MEMORY = "memory_"
@@ -113,6 +114,7 @@ def gather(run: Path) -> dict[str, Any]:
             "head": began[-1].get("facts", []) if began else [],
             "results": [{key: each.get(key) for key in RESULT} for each in tests[-2:]],
             "charts": [chart for panel in PANELS if (chart := _chart(*panel, records))["lines"]],
+            "paint": PAINT,
             "times": times | ({"other": other_s} if other_s > ROUNDING * sum(times.values()) else {}),
             "parts": [
                 [part[-1]["global_step"], *(_mean(part, key) for key in PARTS)] for part in _cut(trained, MOST_BARS)
@@ -162,7 +164,8 @@ def draw(found: Mapping[str, Any]) -> dict[str, Any]:
         middles = {"x": [(a + b) / 2 for a, b in sides], "wide": [b - a for a, b in sides]}
         source = {what: ends, **middles, **columns}
         made = plot([(name, f"@{{{name}}}{{0.[00]}}") for name in (what, *columns)], x_axis_label=x, y_axis_label=y)
-        named = {"color": (COLOURS * len(columns))[: len(columns)], "legend_label": [*columns]}
+        paint = [PAINT.get(name, colour) for name, colour in zip(columns, cycle(COLOURS), strict=False)]
+        named = {"color": paint, "legend_label": [*columns]}
         made.hover.renderers = made.vbar_stack([*columns], x="x", width="wide", source=source, **named)[-1:]
         return made
 
@@ -174,6 +177,8 @@ def draw(found: Mapping[str, Any]) -> dict[str, Any]:
     for chart in found["charts"]:
         least = min((1 - y for line in chart["lines"] for _, y in line["points"] if y < 1), default=1.0)
         how = {"y_axis_type": "log", "y_range": DataRange1d(flipped=True)} if chart["accuracy"] else {}
+        if "speed" in chart["title"]:  # from 0: the last batch of an epoch is short, and a bit slower
+            how = {"y_range": DataRange1d(start=0)}
         made = plot(f"$name: @y{{0.[00000]}}<br>@x{{0.[0]}} {chart['along']}", x_axis_label=chart["along"], **how)
         if chart["accuracy"]:  # by the errors that are left, in powers of ten: so 97 and 99 % are far apart
             made.yaxis.ticker = [base * 10.0**-power for power in range(1, 6) for base in (5, 2, 1)]
@@ -211,7 +216,7 @@ def draw(found: Mapping[str, Any]) -> dict[str, Any]:
         for legend in made.legend:
             legend.update(orientation="horizontal", background_fill_alpha=0, border_line_alpha=0, margin=0, padding=2)
             ink = "#808890"  # on light and dark
-            legend.update(visible=len(legend.items) > 1, location="top_left", label_text_color=ink)
+            legend.update(visible=len(legend.items) > 1, location="top_left", label_text_color=ink, ncols=2)
             made.add_layout(legend, "above")
     return {title: json_item(made) for title, made in plots.items()}
 

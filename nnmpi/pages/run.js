@@ -1,4 +1,4 @@
-// DATA: {head: [[what, words]], results, charts: {title: bokeh's}, times: {what: seconds}, memory: {what: bytes},
+// DATA: {head: [[what, words]], results, charts: {title: bokeh's}, times: {what: seconds}, paint: {what: colour}, memory: {what: bytes},
 // staleness: {heights: [worker][staleness], mean, max}, evaluation, options: [[option, value]], commands}
 
 const number = (value) => value === null || value === undefined ? "" : String(Number(Number(value).toPrecision(4)));
@@ -10,7 +10,7 @@ function barsOf(values, words) {
   const entries = Object.entries(values), most = Math.max(...entries.map(([, value]) => value));
   return el("table", { style: "width:100%" }, ...entries.map(([name, value], i) => el("tr", {}, el("th", { style: "width:9rem" }, name),
     el("td", {}, el("div", { class: "fill", style: `height:1rem;border-radius:.15rem;width:${100 * value / most || 0}%;` +
-      `background:${colour(i, entries.length)}` })), el("td", { class: "number", style: "width:8rem" }, words(value)))));
+      `background:${DATA.paint[name] || colour(i, entries.length)}` })), el("td", { class: "number", style: "width:8rem" }, words(value)))));
 }
 
 function show() {
@@ -34,7 +34,7 @@ function show() {
     Bokeh.embed.embed_item(structuredClone(chart), place);
   }
   if (DATA.options.length) PAGE.append(el("section", { class: "card", style: "margin-top:1rem" },
-    el("h2", {}, "Options that are no defaults"), el("div", { class: "wide" }, rows(DATA.options))));
+    el("h2", {}, "Options that are no defaults, given or chosen"), el("div", { class: "wide" }, rows(DATA.options))));
   PAGE.append(card("Commands", ...DATA.commands.map((each) => el("pre", {}, each))));
 }
 show();

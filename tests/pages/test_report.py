@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from nnmpi.errors import UsageError
-from nnmpi.report import draw, gather, main
+from nnmpi.report import PAINT, draw, gather, main
 from nnmpi.train.config import Config, assemble, flatten
 from tests.pages.browser import look
 
@@ -79,6 +79,7 @@ def test_what_is_drawn_is_what_a_person_reads(run: Path) -> None:
     text = {title: json.dumps(item) for title, item in drawn.items()}
     times = text["Where a step's time went, over the steps"]
     assert '["compute", ' in times and '["synchronization", ' in times and '"input"' not in times
+    assert PAINT["synchronization"] in times and PAINT["waiting for stages"] not in times  # as the bars beside it
     left = [float(each) for each in re.findall(r'"drawn", \[([^]]*)', text["Accuracy"])[0].split(", ")]
     assert left == pytest.approx([0.5, 0.03, 0.01, 0.005]) and '"LogScale"' in text["Accuracy"]
     assert '"flipped": true' in text["Accuracy"] and '"$name: @y{0.[00000]}<br>' in text["Accuracy"]
@@ -127,7 +128,7 @@ def test_the_page_shows_them(run: Path, tmp_path: Path, width: str, dark: bool) 
     assert {"What it was", "Where a step's time went on rank 0", "Memory of rank 0: at most 4 KB", "Loss"} <= set(
         headings
     )
-    assert {"Staleness: 1 on average, at most 2", "Options that are no defaults"} <= {*headings}
+    assert {"Staleness: 1 on average, at most 2", "Options that are no defaults, given or chosen"} <= {*headings}
     assert "layoutdp 2, 2 ranks on 1 node (here)" in rows and "at the endloss 0.5, accuracy 75.00 %, 4 s" in rows
     assert "compute3 ms, 60 %" in rows and "optimizer3 KB" in rows and "--lr0.25" in rows
     assert charts == 4 and fills == 5
