@@ -177,10 +177,10 @@ class SyncConfig:
     local_steps: int | None = None
     """For --sync local: steps that each worker does alone between two averages (default: 8)."""
     outer_lr: float = 1.0
-    """For --sync local: DiLoCo's outer learning rate, of a step along the mean displacement; with 0.7 and
-    --outer-momentum 0.9 --local-steps may be many more."""
+    """For --sync local: DiLoCo's outer learning rate, of a step along the mean displacement; 0.7 with
+    --outer-momentum 0.5 allows more --local-steps."""
     outer_momentum: float = 0.0
-    """For --sync local: Nesterov's momentum of that step."""
+    """For --sync local: Nesterov's momentum of that step; 0.9 amplifies steps up to 10 times."""
     slow: str = ""
     """Slow ranks on purpose. "ms=20": every step takes at least 20 ms, with --simulate exactly; "rank=2,factor=3": rank
     2 takes 3 times as long; "probability=0.25,factor=3": so does any rank by chance; several separated by
