@@ -129,7 +129,7 @@ def deal(shapes: Sequence[Sequence[int]], size: int) -> list[int]:
     Work is the multiplications of an iteration, and then the elements.
 
     >>> deal([(9, 9), (5, 9), (5, 8), (5, 8)], 2)
-    [0, 1, 1, 0]
+    [0, 1, 1, 1]
     """
     works = [(s * s * (2 * n + s), s * n) for s, n in map(sorted, shapes)]
     owners, loads = [0] * len(works), [(0, 0)] * size
