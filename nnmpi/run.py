@@ -396,9 +396,8 @@ def main(words: Sequence[str]) -> str:
     at = [*words, "--"].index("--")
     train = words[at + 1 :]
     own = ["--ranks" if word == "-n" else word for word in words[:at]]
-    known = {each.flag for each in options_of(SupervisorConfig)}
-    if theirs := [each.flag for each in all_options().values() if each.flag in own and each.flag not in known]:
-        raise UsageError(f"{theirs[0]} is an option of the training; write it behind --, as in {PROGRAM} -n 2 -- ...")
+    if theirs := {*own} & {each.flag for each in all_options().values()}:
+        raise UsageError(f"{min(theirs)} is an option of the training; write it behind --, as in {PROGRAM} -n 2 -- ...")
     options = made(SupervisorConfig, read_words(own, options_of(SupervisorConfig), PROGRAM, DESCRIPTION))
     config = parse(train)
     if config.sync.simulate:

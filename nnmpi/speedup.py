@@ -169,8 +169,7 @@ def _table(rows: Sequence[Scaled]) -> str:
         numbers = f"{row.samples_per_second:9.0f} {1e3 * row.step_s:10.2f} {row.speedup:9.2f} {row.efficiency:10.0%}"
         lines.append(f"{row.ranks:5}  {numbers}  {model}")
     if not all(isfinite(row.predicted) for row in rows):
-        lines.append("-: nothing says what the sum costs; python -m nnmpi.comm fit does, or --simulate and")
-        lines.append("   --network with a named --allreduce, such as ring, where replicas alone share the work")
+        lines.append("-: nothing says what sums cost: a fit does, or --network with an --allreduce such as ring")
     return "\n".join(lines)
 
 

@@ -52,7 +52,7 @@ def test_the_model_says_nothing_of_what_it_does_not_know(more: str, known: bool,
     words = WORDS.replace("--max-steps", "--max_steps").split()
     said = main([*["--ranks", "2,3", "--simulate", "--weak", "--json"], str(tmp_path / "found"), *words, *more.split()])
     rows = json.loads((tmp_path / "found").read_text())
-    assert (rows[1]["predicted"] is not None) is known is ("-: nothing says what the sum costs" not in said)
+    assert (rows[1]["predicted"] is not None) is known is ("-: nothing says what sums cost" not in said)
     assert [row["samples_per_second"] * row["step_s"] for row in rows] == pytest.approx([64, 96], rel=0.02)
 
 

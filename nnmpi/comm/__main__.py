@@ -60,7 +60,8 @@ def _list(arguments: argparse.Namespace) -> str:
     """List all collectives with the latencies, and the bytes in buffers, that the last rank waits for."""
     ranks = arguments.ranks
     machine = parse_network(arguments.network, ranks, ranks)
-    lines = [f"N = {ranks} ranks, M = {format_bytes(arguments.bytes)} in a buffer, {_on(arguments)}", ""]
+    network = describe_network(arguments.network)
+    lines = [f"N = {ranks} ranks, M = {format_bytes(arguments.bytes)} in a buffer", f"messages by {network}", ""]
     for (operation, name), collective in COLLECTIVES.items():
         latencies, buffers = coefficients(collective, ranks)
         found = find_collective(operation, name, machine.nodes)
@@ -100,11 +101,9 @@ def _simulate(arguments: argparse.Namespace) -> str:
     title = f"{arguments.operation} by {arguments.algorithm}, {arguments.ranks} ranks, {format_bytes(arguments.bytes)}"
     first = min(range(len(found)), key=found.__getitem__)
     first_to_finish = f"the first to finish is rank {first} after {format_seconds(found[first])}"
-    return f"{title}: {format_seconds(max(found))}, {_on(arguments)}\n{first_to_finish}"
-
-
-def _on(arguments: argparse.Namespace) -> str:
-    return f"messages by {describe_network(arguments.network)}"
+    return (
+        f"{title}: {format_seconds(max(found))}, messages by {describe_network(arguments.network)}\n{first_to_finish}"
+    )
 
 
 def _fit(arguments: argparse.Namespace) -> str:
