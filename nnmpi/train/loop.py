@@ -307,9 +307,9 @@ class Loop:
         drained_s = totals.sync_s - min(self._run.arrangement.mesh.pp.gather(totals.sync_s))
         totals = replace(totals, wait_s=totals.wait_s + drained_s, sync_s=totals.sync_s - drained_s)
         names = (*PARTS, "wall_s", "hidden_s")  # computing first
-        of = [*zip(*group.gather([getattr(totals, name) for name in names]), strict=True)]
-        means: dict[str, Any] = {name: sum(each) / group.size for name, each in zip(names, of, strict=True)}
-        slowest, most_ms = of[0].index(max(of[0])), 1e3 * totals.per_step(max(of[0]))
+        of = np.array(group.gather([getattr(totals, name) for name in names]))
+        means: dict[str, Any] = dict(zip(names, of.mean(0).tolist(), strict=True))
+        slowest, most_ms = of[:, 0].argmax(), 1e3 * totals.per_step(of[:, 0].max())
         words = f", the slowest is rank {slowest}: {most_ms:.2f} ms of computing" if self._trainer.in_step else ""
         return replace(totals, **means), f"; mean over {group.size} ranks{words}" if group.size > 1 else ""
 
