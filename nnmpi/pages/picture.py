@@ -25,7 +25,7 @@ USUAL |= {"killed": "#d1495b", "": PALE, "waits": "#c98b2b", "moves": "#8d6bb1",
 OTHERS = "#4c78a8", "#c98b2b", "#2f8f88", "#8d6bb1", "#8aa83c", "#6b7785"
 MARKS = "#=+*%@"
 WIDTH = 64  # of a terminal's bars
-LETTER = 0.0098  # inches that it is wide, for each point of its size
+LETTER = 0.0112  # inches that it is wide, for each point of its size
 ENDINGS = ".svg", ".png", ".pdf"
 
 
@@ -83,11 +83,8 @@ class Picture:
     @property
     def kinds(self) -> list[str]:
         """What is in the legend."""
-        return [
-            kind
-            for kind in dict.fromkeys([bar.kind for bar in self.bars] + [each.kind for each in self.arrows])
-            if kind
-        ]
+        kinds = [bar.kind for bar in self.bars] + [arrow.kind for arrow in self.arrows]
+        return [kind for kind in dict.fromkeys(kinds) if kind]
 
     @property
     def rows(self) -> list[str]:
@@ -129,7 +126,7 @@ class Picture:
         last = {bar.row: bar.begin for bar in sorted(self.bars, key=lambda bar: bar.begin)}
         inner = [bar for bar in self.bars if bar.begin < last[bar.row] and bar.end > bar.begin]
         letters = max((len(bar.text) * end / (bar.end - bar.begin) for bar in inner), default=0)  # along the axis
-        size = 8 if 8 * LETTER * letters < 5.9 else 6
+        size = 8 if 8 * LETTER * letters < 8 else 6
         figure.set_figwidth(min(max(7, 1.1 + size * LETTER * letters), 16))
         letter = size * LETTER * end / (figure.get_figwidth() - 1.1)
         free = cycle(each for each in OTHERS if each not in map(USUAL.get, kinds))
