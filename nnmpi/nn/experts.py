@@ -10,7 +10,7 @@ from nnmpi.nn.module import Module, fan_in
 from nnmpi.ops.activation import softmax
 from nnmpi.ops.experts import Experts, Gate
 from nnmpi.tensor.operand import in_float32
-from nnmpi.tensor.parameter import Parameter
+from nnmpi.tensor.parameter import LookupTable, Parameter
 from nnmpi.tensor.tensor import Tensor
 
 
@@ -32,9 +32,10 @@ class MixtureOfExperts(Module):
         top_k: how many each position takes.
         hidden: the width inside an expert; by default 4 * features.
         capacity: an expert takes at most ceil(capacity * top_k * positions / experts) positions of a sample, the first
-            ones; what is turned away adds nothing. None for all. It is each sample's own, so that no layout changes it.
-        balance: the weight of the balancing loss in training: the mean over positions of experts / top_k times the sum
-            over experts of f P, the share of choices and the mean probability of an expert in the position's sample
+            ones; what is turned away adds nothing. None for all. It is each sample's own, so that no layout changes it;
+            padding counts as positions. Text is not generated with one: it counts tokens that are yet to come.
+        balance: the weight of the balancing loss in training: the mean over positions of experts times the sum over
+            experts of f P, the share of choices and the mean probability of an expert in the position's sample
             (DeepSeek-V3). It enters gradients, not the loss that is reported. 0 for none.
 
     Raises:
@@ -65,19 +66,25 @@ class MixtureOfExperts(Module):
         self.chooses = Gate(top_k, capacity, balance)
         self.gate = Linear(features, experts, bias=False)
         self.w1 = Parameter((experts, features, hidden), fan_in(features))
-        self.b1 = Parameter((experts, hidden), fan_in(features))
+        self.b1 = LookupTable((experts, hidden), fan_in(features))
         self.w2 = Parameter((experts, hidden, features), fan_in(hidden))
-        self.b2 = Parameter((experts, features), fan_in(hidden))
+        self.b2 = LookupTable((experts, features), fan_in(hidden))
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the experts' results, of the shape of x.
 
         Raises:
             ShapeError: for x without positions.
-            UsageError: when ranks share the batch and nobody has said what the loss is divided by.
+            UsageError: when ranks share the batch and nobody has said what the loss is divided by; with a capacity
+                where a text is generated.
         """
         if x.ndim != 3:
             raise ShapeError(f"a mixture of experts needs (batch, positions, features), not {x.shape}")
+        if current().memory is not None and self.chooses.capacity is not None:
+            raise UsageError(
+                "a text is generated token by token, and a capacity counts all of a sequence; train without "
+                "--experts-capacity to generate"
+            )
         function = Experts(self.chooses, self.ranks, self.exchange, partial(_weight, self.all_reduce is not None))
         result: Tensor = in_float32(function, x, softmax(self.gate(x)), self.w1, self.b1, self.w2, self.b2)
         return result

@@ -90,20 +90,20 @@ class Experts(Function):
 
     def forward(self, x: Array, p: Array, *weights: Array) -> Array:
         own, gates = (Tensor(each, requires_grad=True) for each in (x, p))
-        grads = [self.xp.zeros(each.shape, each.dtype) for each in weights]
-        experts = []
-        for arrays in zip(*weights, strict=True):
-            experts.append([Tensor(each, requires_grad=True) for each in arrays])
-            for leaf, grad in zip(experts[-1], grads, strict=True):
-                leaf.buffer = grad[len(experts) - 1]
+        experts = [[Tensor(each, requires_grad=True) for each in arrays] for arrays in zip(*weights, strict=True)]
         chosen, taken = self.gate.choose(self.xp, p)
         y = self._mix(own, gates, experts, chosen, taken)
-        self.saved = own, gates, grads, y, self._pushed(p, chosen)
+        self.saved = own, gates, weights, experts, y, self._pushed(p, chosen)
         return y.data
 
     def backward(self, grad: Array) -> Grads:
-        x, p, grads, y, pushed = self.saved
-        y.backward(grad)
+        x, p, weights, experts, y, pushed = self.saved
+        grads = [self.xp.zeros(each.shape, each.dtype) for each in weights]
+        x.grad = p.grad = None  # it may be a graph's second backward pass
+        for number, leaves in enumerate(experts):
+            for leaf, whole in zip(leaves, grads, strict=True):
+                leaf.grad, leaf.buffer = None, whole[number]
+        y.backward(grad, retain_graph=True)
         return (x.grad, p.grad + pushed, *grads)
 
     def _mix(self, x: Tensor, p: Tensor, experts: Sequence[Sequence[Tensor]], chosen: Array, taken: Array) -> Tensor:

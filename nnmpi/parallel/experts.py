@@ -15,7 +15,6 @@ from nnmpi.nn.experts import MixtureOfExperts
 from nnmpi.nn.module import Module
 from nnmpi.ops.collectives import AllToAll
 from nnmpi.shard import Region, split
-from nnmpi.tensor.parameter import Parameter
 
 
 def share_experts(model: Module, group: Group) -> None:
@@ -33,6 +32,6 @@ def share_experts(model: Module, group: Group) -> None:
         for name in ("w1", "b1", "w2", "b2"):
             whole = getattr(module, name)
             region = Region(whole.shape, 0, own.start, own.stop)
-            part = Parameter(region.local_shape, whole.init, region)
+            part = type(whole)(region.local_shape, whole.init, region)
             part.requires_grad, part.apart = whole.requires_grad, True
             module.set_child(name, part)

@@ -127,7 +127,7 @@ class ParallelConfig:
     number of replicas gives the same bits, for the same number of --microbatches."""
     zero: int = 0
     """What the replicas share out (ZeRO), each keeping a part: 1: the optimizer's state; 2: gradients, too; 3: the
-    weights, too, which are gathered block by block when they are needed. With --pp 1 alone."""
+    weights, too, which are gathered block by block when they are needed. 2 and 3 go with --pp 1 alone."""
     expert_parallel: bool = False
     """Share out the experts of --experts among the replicas: tokens go to where their experts are, and results back."""
     memory_limit: Bytes | None = None
@@ -521,8 +521,13 @@ class Config:
             require(self.run.resume is None, new)
             for name in given(self.parallel):
                 left = name in ("layout", "memory_limit", "offload")
-                require(left, f"--layout auto decides about {flag_of(name)} itself; leave one of them out")
+                require(left, f"--layout auto is in the place of your own {flag_of(name)}; leave one of them out")
         check_positions(self.model, self.parallel.sp)
+        mixed = self.model.experts and self.data.text_samples == "sentences"
+        why = (
+            "--experts counts the tokens of a sequence, and --text-samples sentences pads them to their batch's longest"
+        )
+        require(not mixed, f"{why}; leave one of them out")
         fixed = self.parallel.reduction == "fixed" and self.data.partition != "none"
         require(
             not fixed, f"--partition {self.data.partition} does not go with --reduction fixed, which deals any sample"

@@ -55,6 +55,18 @@ def test_the_formula_and_its_gradients(top_k: int, capacity: float | None) -> No
     check_gradients(function, [x, softmax(Tensor(x) @ layer.gate.weight).data, *weights])
 
 
+def test_a_graph_that_is_kept_has_another_backward_pass() -> None:
+    layer, x = layer_of(2, None, 0.1).initialize(seed=1, dtype="float64"), Tensor(samples(2), requires_grad=True)
+    loss, found = layer(x).sum(), []
+    for keeps in (True, False):
+        x.grad = None
+        layer.zero_grad()
+        loss.backward(retain_graph=keeps)
+        found.append([each.grad.copy() for each in (x, *layer.parameters())])
+    for first, second in zip(*found, strict=True):
+        np.testing.assert_array_equal(first, second)
+
+
 def test_one_expert_is_the_multilayer_perceptron() -> None:
     mixture = nn.MixtureOfExperts(FEATURES, 1, 1, 3).initialize(seed=1, dtype="float64")
     w1, b1, w2, b2 = (each.data[0] for each in (mixture.w1, mixture.b1, mixture.w2, mixture.b2))

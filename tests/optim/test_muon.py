@@ -34,6 +34,11 @@ def whole() -> Module:
     return gpt(11, 6, features=6, layers=2, heads=2)
 
 
+def mixed() -> Module:
+    """Experts are no matrices, nor are their biases, which lie one behind the other."""
+    return gpt(11, 6, features=6, layers=1, heads=2, experts=3)
+
+
 def gradient(name: str, shape: tuple[int, ...], step: int) -> Any:
     return np.random.default_rng([step, *name.encode()]).normal(size=shape).astype("float32")
 
@@ -127,6 +132,11 @@ def test_parts_of_matrices_are_refused(group: Group) -> None:
     ]
     for kind, words, call in rows:
         assert all(words in each for each in group.gather(told(kind, call)))
+
+
+def test_experts_and_their_biases_are_no_matrices() -> None:
+    names = [span.parameter.name for span, *_ in Muon(mixed().initialize().storage)._matrices]
+    assert names == ["2.attention.qkv.weight", "2.attention.proj.weight", "2.mlp.gate.weight"]
 
 
 def test_matrices_of_a_group_have_its_rate() -> None:

@@ -102,6 +102,11 @@ def test_resumed_options_lie_between_defaults_and_file(tmp_path: Path) -> None:
         ("--save-every -1", "--save-every is -1; it must be a number of epochs, or of steps, such as 100steps"),
         ("--sync asp --activation-memory 1k", "--activation-memory does not go with --sync asp"),
         ("--model gpt --experts 2 --sp 2", "--sp 2 shares out the positions of sequences, and --model gpt with"),
+        (
+            "--model gpt --dataset paradise-lost --experts 2 --text-samples sentences",
+            "--experts counts the tokens of a sequence, and --text-samples sentences pads",
+        ),
+        ("--layout auto --expert-parallel", "--layout auto is in the place of your own --expert-parallel; leave"),
         ("--batch-size many", '--batch-size is many; it must be a whole number or "full"'),
         ("--no-normalize 3", "--no-normalize takes no value, but 3 follows it"),
         ("--jit yes", "--jit is yes; it must be one of auto, on, off"),
