@@ -25,14 +25,16 @@ forward pass do. On a group of one rank all of them are the identity. Arrays on 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import index
 from typing import Any
 
 import numpy as np
 
 from nnmpi.backend.array import Array, namespace
+from nnmpi.backend.recording import perform, refuse
 from nnmpi.comm.agreement import refuse_different
 from nnmpi.comm.group import Group
-from nnmpi.errors import ShapeError
+from nnmpi.errors import CommError, ShapeError
 from nnmpi.shard import Region, split
 from nnmpi.tensor.function import Function
 from nnmpi.tensor.placement import LengthsPlacement, Placement, uncut
@@ -252,25 +254,51 @@ class AllToAll(Function):
 
 
 def _agreed(
-    x: Any, group: Group, axis: int | None, lengths: Sequence[int] | None = None, cut: bool = False
+    name: str, x: Any, group: Group, axis: int | None, lengths: Sequence[int] | None = None, cut: bool = False
 ) -> tuple[Tensor, list[list[int]]]:
     """Return a tensor, and of each rank its length along the axis or, where it is cut, those of its parts. Collective.
 
+    A recorded step agrees again each time: a rank whose shapes are new records anew while the others replay.
+
     Raises:
-        CommError: on all ranks, when dtypes or other lengths differ.
+        CommError: on all ranks, when operations, axes, dtypes or other lengths differ, or a replay has other lengths.
         ShapeError: on all ranks, when some have no such axis, or lengths do not make up the tensor.
+        UsageError: for lengths in a recorded step.
     """
     x = x if isinstance(x, Tensor) else Tensor(x)
-    shape = list(x.shape)
-    fits = axis is None or -x.ndim <= axis < x.ndim
-    own = [shape.pop(axis)] if axis is not None and fits else [0]
-    if cut:
-        own += map(len, split(own[0], group.size)) if lengths is None else map(int, lengths)
-    told = group.gather([fits, [str(x.dtype), *shape], own])
-    if not all(each[0] for each in told):
-        raise ShapeError(f"there is no axis {axis} of {x.shape}; give one of a tensor's axes")
-    refuse_different([each[1] for each in told], "the ranks' tensors differ beyond that axis", "give like ones")
-    everyones = [each[2] for each in told]
+    if lengths is not None:
+        refuse(f"{name}'s list of lengths")
+    fault, what, own, rest = "", [name, str(x.dtype)], [0], list(x.shape)
+    known: list[list[int]] = []  # by a recording
+    try:
+        if axis is not None:
+            at = range(x.ndim)[axis]
+            what[0], own = f"{name} along axis {at}", [rest.pop(at)]
+        if cut:
+            own += map(len, split(own[0], group.size)) if lengths is None else map(index, lengths)
+    except (IndexError, TypeError):
+        whose = f"rank {group.rank} has {x.shape}"
+        fault = (
+            f"{name}: {whose}, with no axis {axis!r}, or lengths {lengths!r}; give one of its axes, and whole numbers"
+        )
+
+    def meet() -> list[list[int]]:
+        told = group.gather([fault, [*what, *rest], own, known])
+        for rank_fault in filter(None, (each[0] for each in told)):
+            raise ShapeError(rank_fault)
+        problems = "the ranks are in different operations", "the ranks' tensors differ beyond that axis"
+        refuse_different([each[1] for each in told], lambda number: problems[number > 0], "give like ones")
+        now = [each[2] for each in told]
+        for before in (each[3] for each in told):
+            if before not in ([], now):
+                raise CommError(
+                    f"{name} inside a compiled step was recorded for lengths {before}, and the ranks have {now}; give "
+                    "each call the same, or do not compile this step"
+                )
+        known[:] = now
+        return now
+
+    everyones = perform(meet)
     for rank, (whole, *parts) in enumerate(everyones if cut else ()):
         if len(parts) != group.size or sum(parts) != whole or min(parts) < 0:
             raise ShapeError(
@@ -299,7 +327,7 @@ def all_reduce(x: Any, group: Group) -> Tensor:
     Raises:
         CommError: on all ranks, when shapes or dtypes differ.
     """
-    x, _ = _agreed(x, group, None)
+    x, _ = _agreed("all_reduce", x, group, None)
     return x if group.size == 1 else RankSum(group, True, True)(x)
 
 
@@ -314,7 +342,7 @@ def all_gather(x: Any, group: Group, axis: int = 0) -> Tensor:
     Raises:
         CommError, ShapeError: on all ranks, when tensors do not fit together.
     """
-    x, lengths = _agreed(x, group, axis)
+    x, lengths = _agreed("all_gather", x, group, axis)
     return redistribute("gather_summing_grads", x, group, LengthsPlacement.of([n for (n,) in lengths], axis % x.ndim))
 
 
@@ -330,7 +358,7 @@ def reduce_scatter(x: Any, group: Group, lengths: Sequence[int] | None = None, a
     Raises:
         CommError, ShapeError: on all ranks, when tensors or lengths do not fit together.
     """
-    x, everyones = _agreed(x, group, axis, lengths, True)
+    x, everyones = _agreed("reduce_scatter", x, group, axis, lengths, True)
     refuse_different(everyones, "the ranks' lengths differ", "give all ranks the same")
     return redistribute("reduce_scatter", x, group, LengthsPlacement.of(everyones[0], axis % x.ndim))
 
@@ -354,7 +382,7 @@ def all_to_all(x: Any, group: Group, lengths: Sequence[int] | None = None, axis:
     Raises:
         CommError, ShapeError: on all ranks, when tensors or lengths do not fit together.
     """
-    x, everyones = _agreed(x, group, axis, lengths, True)
+    x, everyones = _agreed("all_to_all", x, group, axis, lengths, True)
     if group.size == 1:
         return x
     return AllToAll(group, everyones[group.rank], [each[group.rank] for each in everyones], axis % x.ndim)(x)

@@ -61,8 +61,8 @@ dp pp tp pipeline microbatches zero allreduce sync slow network simulate seed ou
 """
 # What a run cannot change when it goes on: its weights, its data and its order of samples hang on these.
 FIXED = """
-model hidden activation dropout layers features heads context dataset target tokenizer text_columns text_samples
-test_fraction normalize partition batch_size optimizer loss dtype seed
+model hidden activation dropout layers features heads experts experts_top experts_capacity context dataset
+target tokenizer text_columns text_samples test_fraction normalize partition batch_size optimizer loss dtype seed
 """
 
 
@@ -239,6 +239,12 @@ def _refuse_changes(config: Config, resumed: Mapping[str, Any]) -> None:
                 f"--resume {given['resume']}: the run has {flag} {shown(before)}, which cannot become "
                 f"{shown(given[name])}; leave {flag} out, or start a new run with another --out"
             )
+    outer = [(each["outer_lr"], each["outer_momentum"]) != (1, 0) for each in ({**given, **resumed}, given)]
+    if outer[0] != outer[1]:
+        raise UsageError(
+            f"--resume {given['resume']}: the run {'is' if outer[0] else 'is not'} trained by DiLoCo, and goes on so; "
+            "leave --sync, --outer-lr and --outer-momentum out, or start a new run with another --out"
+        )
 
 
 # ---- commands that use a run ----

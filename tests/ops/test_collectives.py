@@ -9,10 +9,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+import nnmpi
 from nnmpi import ops
 from nnmpi.backend.array import Array
 from nnmpi.comm.group import Group
-from nnmpi.errors import CommError, ShapeError
+from nnmpi.errors import CommError, ShapeError, UsageError
 from nnmpi.ops import collectives as exchange
 from nnmpi.parallel.sharded.conv import RowWindows, halo
 from nnmpi.shard import part, split
@@ -202,6 +203,35 @@ def test_public_operations_and_their_numerical_gradients(group: Group, name: str
             "lengths differ",
         ),
         (lambda x, group: ops.all_to_all(x, group, [1] * (group.size + (group.rank == 1))), ShapeError, "rank [01]"),
+        *(
+            (
+                lambda x, group, name=name: getattr(ops, name)(np.ones((2, 2)), group, axis=group.rank % 2),
+                CommError,
+                f"different operations: .* {name} along axis 0; .* {name} along axis 1",
+            )
+            for name in ("all_gather", "reduce_scatter", "all_to_all")
+        ),
+        *(
+            (
+                lambda x, group, names=names: getattr(ops, names[group.rank % 2])(x, group),
+                CommError,
+                f"different operations: .* {names[0]}.*; .* {names[1]}",
+            )
+            for names in (
+                ("all_to_all", "all_gather"),
+                ("all_reduce", "all_gather"),
+                ("reduce_scatter", "all_to_all"),
+            )
+        ),
+        *(
+            (
+                lambda x, group, wrong=wrong: ops.all_to_all(x, group, [wrong] * group.size if group.rank else None),
+                ShapeError,
+                "rank 1 has .*give one of its axes, and whole numbers",
+            )
+            for wrong in (1.0, "a", None)
+        ),
+        (lambda x, group: ops.all_gather(x, group, 0.0), ShapeError, "no axis 0.0"),
     ],
 )
 def test_what_does_not_fit_is_refused_on_all_ranks(
@@ -209,3 +239,16 @@ def test_what_does_not_fit_is_refused_on_all_ranks(
 ) -> None:
     said = told(error, lambda: function(np.ones(group.size), group))
     assert all(re.search(words, each) for each in group.gather(said)), said
+
+
+@pytest.mark.both_worlds(min_size=2, max_size=3)
+def test_a_compiled_step_agrees_each_time(group: Group) -> None:
+    """A rank of a new shape records while the others replay, and nobody waits. Lists of lengths are refused."""
+    gather = nnmpi.compile(lambda x: ops.all_gather(x, group).sum())
+    sums = [float(gather(Tensor(np.full(2 + group.rank, value))).data) for value in (1.0, 1.0, 2.0)]
+    total = sum(2 + rank for rank in range(group.size))
+    assert group.gather(sums) == [[total, total, 2.0 * total]] * group.size
+    said = told(CommError, lambda: gather(Tensor(np.ones(2 + 2 * group.rank))))
+    assert all("was recorded for lengths" in each for each in group.gather(said)), said
+    dealt = nnmpi.compile(lambda x: ops.all_to_all(x, group, [1] * group.size))
+    assert "list of lengths inside a compiled step" in told(UsageError, lambda: dealt(Tensor(np.ones(group.size))))

@@ -168,11 +168,20 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_notice(tmp_path: Path) -> No
     [
         ("--resume absent", "--resume absent: there is no run"),
         ("--resume run --model cnn", "the run has --model mlp, which cannot become cnn"),
+        ("--resume run --sync bsp", "the run is trained by DiLoCo, and goes on so; leave --sync, --outer-lr and"),
+        ("--resume run --outer-lr 1 --outer-momentum 0", "the run is trained by DiLoCo, and goes on so; leave --sync"),
+        (
+            "--resume plain --sync local --outer-lr 0.7",
+            "the run is not trained by DiLoCo, and goes on so; leave --sync",
+        ),
         ("--out run", "--out run already holds a run (config.json); go on with it by --resume run"),
     ],
 )
 def test_runs_are_not_mixed_up(tmp_path: Path, words: str, text: str) -> None:
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.json").write_text('{"model": "mlp"}')
+    (tmp_path / "plain").mkdir()
+    outer = ', "sync": "local", "outer_lr": 0.7, "outer_momentum": 0.9'
+    for name, more in (("run", outer), ("plain", ', "outer_lr": 1.0')):
+        (tmp_path / name / "config.json").write_text(f'{{"model": "mlp"{more}}}')
     ending = train(tmp_path, words)
     assert (ending.status, ending.output.count(text)) == (2, 1)
