@@ -95,7 +95,7 @@ def test_what_cannot_be_written(tmp_path: Path, capfd: pytest.CaptureFixture[str
             written(words, 1, capfd)
     counted = run(tmp_path, "gpt", *["--experts", "3", "--experts-capacity", "2.5"])
     for ranks, layout in ((1, ""), (2, " --pp 2")):
-        with pytest.raises(UsageError, match="train without --experts-capacity to generate"):
+        with pytest.raises(UsageError, match="train without a capacity to generate"):
             written(f"{counted}{layout}", ranks, capfd, "3")
     with pytest.raises(UsageError, match="the prompt has 13 tokens, but the model sees at most 12; shorten it"):
         written(str(folder), 1, capfd, " ".join(["1"] * 13))

@@ -1,6 +1,7 @@
 """A mixture of experts: a gate gives each position a few of many multilayer perceptrons."""
 
 from functools import partial
+from math import inf
 from typing import Any
 
 from nnmpi.errors import ShapeError, UsageError, whole
@@ -58,10 +59,11 @@ class MixtureOfExperts(Module):
         features, experts = whole("MixtureOfExperts' features", features), whole("MixtureOfExperts' experts", experts)
         hidden = 4 * features if hidden is None else whole("MixtureOfExperts' hidden", hidden)
         top_k = whole("MixtureOfExperts' top_k", top_k)
-        if top_k > experts or (capacity is not None and not capacity > 0) or not balance >= 0:
+        if top_k > experts or not (capacity is None or 0 < capacity < inf) or not 0 <= balance < inf:
             raise UsageError(
                 f"a mixture of {experts} experts, top_k {top_k}, capacity {capacity} and balance {balance} does not "
-                "work; give a top_k of at most the experts, a capacity above 0 or None, and a balance of at least 0"
+                "work; give a top_k of at most the experts, a finite capacity above 0 or None, and a finite balance of "
+                "at least 0"
             )
         self.chooses = Gate(top_k, capacity, balance)
         self.gate = Linear(features, experts, bias=False)
@@ -82,8 +84,8 @@ class MixtureOfExperts(Module):
             raise ShapeError(f"a mixture of experts needs (batch, positions, features), not {x.shape}")
         if current().memory is not None and self.chooses.capacity is not None:
             raise UsageError(
-                "a text is generated token by token, and a capacity counts all of a sequence; train without "
-                "--experts-capacity to generate"
+                "a text is generated token by token, and a mixture's capacity counts all of a sequence; train without "
+                "a capacity to generate"
             )
         function = Experts(self.chooses, self.ranks, self.exchange, partial(_weight, self.all_reduce is not None))
         result: Tensor = in_float32(function, x, softmax(self.gate(x)), self.w1, self.b1, self.w2, self.b2)

@@ -153,7 +153,11 @@ def test_what_does_not_work_is_refused() -> None:
 
     rows: list[tuple[type[NnmpiError], str, Any]] = [
         (UsageError, "top_k of at most the experts", lambda: nn.MixtureOfExperts(4, 2, 3)),
-        (UsageError, "capacity above 0", lambda: nn.MixtureOfExperts(4, 2, 1, capacity=0)),
+        *(
+            (UsageError, "capacity above 0", lambda bad=bad: nn.MixtureOfExperts(4, 2, 1, None, bad))
+            for bad in (0, np.inf)
+        ),
+        (UsageError, "finite balance of at least 0", lambda: nn.MixtureOfExperts(4, 2, 1, balance=np.inf)),
         (
             ShapeError,
             "needs (batch, positions, features)",
