@@ -73,6 +73,13 @@ def test_the_lesson_on_death_goes_on_behind_the_checkpoint(
     assert [file.name for file in tmp_path.iterdir()] == ["saved.npz"]
 
 
+def test_titles_and_signs_are_right_on_any_machine() -> None:
+    """Buckets on a busy one hide less than nothing; keys of rank 1 have one sign on any number of ranks."""
+    buckets, attention = (runpy.run_path(str(LESSONS[at]))["draw"] for at in (2, 8))
+    assert buckets([(0, 0.002, "", "")], [(0, 0.003, "", "")]).title.endswith("which hide nothing on this machine now")
+    assert attention(4).kinds == [f"keys of {rank}" for rank in range(4)]
+
+
 @pytest.mark.mpi
 @pytest.mark.parametrize("lesson", LESSONS, ids=NAMES)
 def test_a_lesson_runs_on_mpi(lesson: Path, group: Group) -> None:
