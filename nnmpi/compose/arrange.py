@@ -377,6 +377,8 @@ def _check_memory(arrangement: Arrangement, dtype: str) -> None:
     layers = len(arrangement.layers or open_chain(arrangement.model))
     such = f"pp {ways} or tp {ways}" if ways <= layers else f"tp {ways}, as pp can be {layers} at most"
     advice.append(f"spread the model over at least {ways} ranks with pp x tp, such as {such}{even}")
+    if layout.expert_parallel:  # which goes with none of these
+        advice = ["let more replicas share out the experts"]
     raise DeviceError(
         f"rank {worst} needs {format_bytes(needs[worst])} for parameters, gradients and optimizer state under "
         f"{mesh.mesh}{f' with zero {layout.zero}' if layout.zero else ''}, more than the limit of "

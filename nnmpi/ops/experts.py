@@ -146,8 +146,8 @@ class Experts(Function):
         weight = self.weight() if self.gate.balance else 0.0
         weight = 1 / max(samples * positions, 1) if weight is None else weight
         chosen = chosen.reshape(samples, positions * self.gate.top_k, 1)
-        shares = (chosen == xp.arange(experts)).mean(axis=1, keepdims=True, dtype=p.dtype)
-        return shares * xp.asarray(self.gate.balance * weight * experts, p.dtype)
+        counts = (chosen == xp.arange(experts)).sum(axis=1, keepdims=True, dtype=p.dtype)
+        return counts * xp.asarray(self.gate.balance * weight * experts / max(chosen.shape[1], 1), p.dtype)
 
 
 def _pick(rows: Tensor, numbers: Array) -> Tensor:

@@ -67,6 +67,12 @@ def test_a_graph_that_is_kept_has_another_backward_pass() -> None:
         np.testing.assert_array_equal(first, second)
 
 
+@pytest.mark.filterwarnings("error")
+def test_no_positions_have_no_result() -> None:
+    with nn.training():
+        layer_of(2, 1.0, 0.1).initialize(seed=1, dtype="float64")(samples(2)[:, :0]).sum().backward()
+
+
 def test_one_expert_is_the_multilayer_perceptron() -> None:
     mixture = nn.MixtureOfExperts(FEATURES, 1, 1, 3).initialize(seed=1, dtype="float64")
     w1, b1, w2, b2 = (each.data[0] for each in (mixture.w1, mixture.b1, mixture.w2, mixture.b2))
