@@ -16,6 +16,7 @@ from inspect import cleandoc
 from itertools import product
 from math import isclose
 from random import Random
+from sys import float_info
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -53,6 +54,17 @@ _REDUCES = (Collective("line", _REDUCE, (_line,)), Collective("tree", _REDUCE, (
 OWN = {**COLLECTIVES, **{("reduce", each.name): each for each in _REDUCES}}
 
 
+def few(found: Any, most: int) -> Any:
+    """Return it, unless it is so long that to judge it would take long.
+
+    Raises:
+        WrongAnswer: for more than a few times what any right answer has.
+    """
+    if len(found) > most:
+        raise WrongAnswer(f"it gives {len(found):,} of them, which are more than any answer needs")
+    return found
+
+
 def _drawing(steps: Sequence[Sequence[Step]]) -> str:
     return render_steps([own[: 2 * MOST_DRAWN] for own in steps]) if 0 < len(steps) <= MOST_DRAWN else ""
 
@@ -72,7 +84,7 @@ def measure_collective(right: Collective, near: bool, function: Function, settin
     size, steps, contract = setting.ranks, list[tuple[Step, ...]](), right.contract
     where = f"on {counted(size, 'rank')}"
     with judged(where, lambda: _drawing(steps)):
-        steps += [ask(function, Step, rank, size) for rank in range(size)]
+        steps += [few(ask(function, Step, rank, size), 4 * size * contract.chunks(size)) for rank in range(size)]
         proof = prove_steps(steps, contract)
         for rank, own in enumerate(steps if near else ()):
             friends = {partner for step in right(rank, size) for partner in (step.to, step.from_)}
@@ -261,7 +273,7 @@ def judge_rule(cases: Cases, function: Function, *_: object) -> str:
         tried += 1
         found = call(function, *values)
         if isinstance(wanted, float):
-            if not isinstance(found, int | float):
+            if not isinstance(found, int | float) or abs(found) > float_info.max:
                 raise WrongAnswer(f"it gives {found!r}, and must give a number of seconds or bytes")
             if not isclose(found, wanted, rel_tol=1e-9, abs_tol=1e-9):
                 raise WrongAnswer(f"{case} it gives {found:g}, and must give {wanted:g}")
@@ -436,7 +448,8 @@ def measure_order(name: str, virtual: int, function: Function, setting: Setting)
     ranks, stages, microbatches = setting.ranks, setting.ranks * virtual, setting.microbatches
     where = f"with {ranks} ranks and {microbatches} microbatches"
     with judged(where, str):  # the sentence shows the programs
-        programs = tuple(ask(function, Instruction, rank, ranks, microbatches) for rank in range(ranks))
+        most = 8 * virtual * (microbatches + 1)  # with the messages, if they are written down
+        programs = tuple(few(ask(function, Instruction, rank, ranks, microbatches), most) for rank in range(ranks))
         for one in (one for program in programs for one in program):
             there = one.stage in range(stages) and one.microbatch in range(microbatches)
             if type(one.kind) is not Kind or not there:
@@ -463,13 +476,13 @@ def judge_cycles(function: Function, shape: tuple[int, int]) -> str:
     todo, enough = [*product(range(microbatches), range(stages))], stages + microbatches - 1
     found, over = call(function, *shape), list[Any]()
     try:
-        cycles = [[tuple(one) for one in cycle] for cycle in found]
+        cycles = [[tuple(one) for one in cycle] for cycle in few(found, 4 * len(todo))]
     except TypeError:
         raise WrongAnswer(f"{where} it gives {found!r}; give a list of lists of (microbatch, stage)") from None
     for number, cycle in enumerate(cycles):
         for place, one in enumerate(cycle):
             told = f"{where}: {one!r} in cycle {number}"
-            if one not in todo:
+            if one not in todo or any(isinstance(each, float) for each in one):
                 raise WrongAnswer(f"{told} is {'done already' if one in over else 'no (microbatch, stage)'}")
             m, s = one
             if s > 0 and (m, s - 1) not in over[: len(over) - place]:

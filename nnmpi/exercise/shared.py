@@ -448,9 +448,9 @@ def overlap(group: Ranks, arrays: Arrays) -> Part:
     Return the list of all layers' sums, layer 0 first. Gradients come from the last layer to the first. In simulated
     time it must take no longer than the backward pass and one sum of layer 0 (and 5 % more).
     """
-    gradients = arrays(*((numbers,) for numbers in NUMBERS))
-    backward = Backward(group, [each * (group.rank + 1) for each in gradients], SECONDS)
-    return (backward,), tuple(each * group.size * (group.size + 1) / 2 for each in gradients)
+    gradients = arrays(*((group.size, numbers) for numbers in NUMBERS))
+    backward = Backward(group, [each[group.rank] for each in gradients], SECONDS)
+    return (backward,), tuple(each.sum(0) for each in gradients)
 
 
 SHARED = (

@@ -33,7 +33,7 @@ from nnmpi.errors import NnmpiError
 from nnmpi.schedule.schedule import Instruction, Kind
 
 MOST_BYTES = 16 << 20  # of a message
-MOST_NUMBERS = 1 << 20  # of a range, which takes no bytes
+MOST_NUMBERS = 1 << 20  # of all ranges in a message, which take no bytes
 
 
 class WireError(ValueError):
@@ -57,13 +57,6 @@ class WrongAnswer(NnmpiError):
         return [str(self), *(f"\n{title}\n\n{each}" for title, each in pictures.items() if each)]
 
 
-def _range(*values: int) -> range:
-    made = range(*values)
-    if len(made) > MOST_NUMBERS:
-        raise WireError(f"{made} has more than {MOST_NUMBERS} numbers")
-    return made
-
-
 def _array(dtype: str, shape: list[int], text: str, gaps: bool) -> Any:
     array = np.frombuffer(b64decode(text), np.dtype(dtype)).reshape(shape).copy()
     return np.repeat(array, 2, axis=-1)[..., ::2] if gaps and shape else array
@@ -81,7 +74,12 @@ PARTS: Mapping[type, Callable[[Any], Iterable[Any]]] = MappingProxyType(
 )
 MADE: Mapping[str, Callable[..., Any]] = MappingProxyType(
     {each.__name__: each for each in (Kind, slice, Step, Instruction)}
-    | {"tuple": lambda *values: values, "dict": lambda *pairs: dict(pairs), "range": _range, "array": _array}
+    | {
+        "tuple": lambda *values: values,
+        "dict": lambda *pairs: dict(pairs),
+        "range": lambda *values: range(*values),
+        "array": _array,
+    }
     | {"other": lambda name: type(name, (), {})()}
 )
 
@@ -126,7 +124,7 @@ class Frames:
             NnmpiError: for a step that means nothing.
         """
         word, _, text = self._reader.readline(MOST_BYTES + 100).partition(b" ")
-        self._came = []
+        self._came, self._numbers = [], 0
         if word != self.word.encode():
             raise WireError("what it wrote is no message" if word else "the process has ended")
         try:
@@ -195,6 +193,9 @@ class Frames:
             number, methods, attributes = given
             return SimpleNamespace(**attributes, **{each: self._method(number, each) for each in methods})
         made = MADE[name](*given)
+        self._numbers += len(made) if name == "range" else 0
+        if self._numbers > MOST_NUMBERS:
+            raise WireError(f"{made} has more than {MOST_NUMBERS} numbers")
         if name != "array":
             return made
         self._came.append(made)
