@@ -34,9 +34,10 @@ def test_an_untouched_starter_earns_nothing(assignment: Path, of: int, tmp_path:
     assert main([str(assignment), str(tmp_path), "--starter"]) == f"nothing is missing in {tmp_path}"
 
 
-def test_right_solutions_earn_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("assignment", "of"), [(TRAINING, 150), (REDUCE, 100)], ids=["training", "reduce"])
+def test_right_solutions_earn_all(assignment: Path, of: int, tmp_path: Path) -> None:
     (tmp_path / "all.py").write_text(unseal())
-    assert points(TRAINING, tmp_path / "all.py") == ("150 of 150", {})
+    assert points(assignment, tmp_path / "all.py") == (f"{of} of {of}", {})
 
 
 def test_a_ring_is_right_on_all_machines_and_too_slow_on_two(tmp_path: Path) -> None:
