@@ -39,6 +39,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen, TimeoutExpired
 from threading import Timer
@@ -73,7 +74,7 @@ main()
 ANSWERS = ("comm/algorithms", "schedule", "synchrony", "parallel", "exercise", "comm/group.py", "shard.py")
 NAMES = re.compile(r"\b(id|arg|name)='\w*'")  # in a dumped tree
 LEAST = 60  # nodes of a function's body: what is shorter, as GPipe is, anybody may write so
-MOST_BYTES = 1 << 20
+MOST_BYTES, MOST_FILES = 1 << 20, 200
 
 
 class TimedOut(WrongAnswer):
@@ -110,10 +111,19 @@ class Solution:
 
         Raises:
             UsageError: for a file that cannot be read.
-            WrongAnswer: for one in which a function is one of nnmpi's own but for names, comments and types.
+            WrongAnswer: for links, and where a function is one of nnmpi's own but for names, comments and types.
         """
+        if self.file.suffix != ".py":
+            raise WrongAnswer(f"{self.file.name} must be a file whose name ends in .py")
+        files = [self.file] if self.folder is None else [*islice(self.folder.rglob("*"), MOST_FILES + 1)]
+        if len(files) > MOST_FILES:
+            raise WrongAnswer(f"{self.folder} has more than {MOST_FILES} files; hand in what you wrote")
+        for file in files:
+            if self.folder and file.is_symlink():
+                raise WrongAnswer(f"{file.name} is a link; hand in the file itself")
+            if file.suffix == ".py" and not file.is_dir():
+                _refuse_own_text(file)
         self.file = self.file.resolve()
-        _refuse_own_text(self.file)
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -121,7 +131,10 @@ class Solution:
         self._timer.cancel()
         self._kill()
         for process, _ in self._processes.values():
-            process.communicate()
+            process.wait()
+            for stream in (process.stdin, process.stdout):  # its end may never come: who has them else?
+                with suppress(OSError):
+                    stream.close()  # type: ignore[union-attr]
 
     def __call__(self, *values: Any) -> Any:
         """Return what the function makes of these values.
