@@ -3,6 +3,7 @@
 python -m nnmpi.grade assignment.toml work/ --starter        # the files to begin with
 python -m nnmpi.grade assignment.toml my_ring.py
 python -m nnmpi.grade assignment.toml submissions/ --json grades.json
+python -m nnmpi.grade assignment.toml submissions/ --as class    # or one, where it can be both
 python -m nnmpi.grade assignment.toml /autograder/submission --format gradescope
 
 An assignment is a file in TOML:
@@ -52,7 +53,6 @@ Seconds are those of simulated clocks: they are the same on every computer.
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tomllib
@@ -60,6 +60,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
+from math import inf
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -67,15 +68,23 @@ from xml.etree.ElementTree import Element, SubElement, tostring
 
 from nnmpi.command import Parser, positive_count, say, suggest
 from nnmpi.errors import NnmpiError, UsageError, raised_as, shortened
-from nnmpi.exercise.exercise import Setting
-from nnmpi.exercise.exercises import EXERCISES
+from nnmpi.exercise.exercise import Exercise, Setting
+from nnmpi.exercise.exercises import EXERCISES, POWERS, SHAPES
 from nnmpi.exercise.solution import Solution, TimedOut
 from nnmpi.files import parse_json, read_text, rebuilt, write_atomically
 from nnmpi.units import Bytes
 
 PASSED, FAILED, BLOCKED, TIMEOUT = "passed", "failed", "blocked", "timeout"
 MOST_TEXT = 2000  # characters of a sentence, in which a solution's exception may have a part
-UNPRINTABLE = re.compile(r"[^\t\n\x20-\ud7ff\ue000-\ufffd]")  # what XML cannot have
+MOST_RANKS, LEAST_BYTES = 128, 128 << 20  # of a machine; of a process, in which NumPy is
+ONE, CLASS = "one", "class"
+CHILD = """
+import pathlib, sys
+from nnmpi.grade import as_json, grade, read_assignment
+file, submission = map(pathlib.Path, sys.argv[1:])
+assignment = read_assignment(file)
+print(as_json(assignment, [grade(assignment, submission)]))
+"""
 
 
 @dataclass(frozen=True)
@@ -170,6 +179,13 @@ def read_assignment(file: Path) -> Assignment:
             found: Assignment = rebuilt(Assignment, tomllib.loads(read_text(file)))
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{file} is no assignment: {error}") from None
+    if not (0 < found.limit_s < inf and found.memory >= LEAST_BYTES and found.criteria):
+        raise UsageError(f"{file}: limit_s must be above 0, memory at least {LEAST_BYTES >> 20}MiB, and criteria some")
+    for name, place in found.machines.items():
+        try:
+            _check_machine(place)
+        except (NnmpiError, ValueError) as error:
+            raise UsageError(f"{file}, machine {name}: {error}") from None
     criteria: list[Criterion] = []
     for number, one in enumerate(found.criteria, 1):
         one = replace(one, name=one.name or one.exercise, file=one.file or f"{one.exercise.replace('-', '_')}.py")
@@ -180,6 +196,14 @@ def read_assignment(file: Path) -> Assignment:
     return replace(found, criteria=tuple(criteria))
 
 
+def _check_machine(place: Setting) -> None:
+    if not (1 <= place.ranks <= MOST_RANKS and 1 <= place.microbatches <= MOST_RANKS and place.per_node >= 1):
+        raise UsageError(f"ranks, microbatches and per_node must be from 1 to {MOST_RANKS}")
+    if not (0 <= place.forward_s < inf and 0 <= place.message_s < inf and place.bytes > 0):
+        raise UsageError("forward_s and message_s must not be below 0, and bytes must be above 0")
+    _ = place.machine  # its networks mean something
+
+
 def _find_wrong(one: Criterion, before: set[str], places: Mapping[str, Setting]) -> str:
     """Return why a criterion cannot be judged."""
     exercise = EXERCISES.get(one.exercise)
@@ -187,18 +211,61 @@ def _find_wrong(one: Criterion, before: set[str], places: Mapping[str, Setting])
         return f"there is no exercise {one.exercise!r}{suggest(one.exercise, EXERCISES)}"
     if one.name in before or not before.issuperset(one.needs):
         return f"{one.name!r} must be a new name, and need only names above it"
-    if one.points < 0 or (0 < one.none_at <= one.at_most):
-        return "points must not be below 0, and none_at must be above at_most"
+    if not (0 <= one.points < inf and 0 <= one.at_most < inf and 0 <= one.none_at < inf):
+        return "points, at_most and none_at must be numbers that are not below 0"
+    if 0 < one.none_at <= one.at_most:
+        return "none_at must be above at_most"
+    if Path(one.file).name != one.file or not one.file.endswith(".py"):
+        return f"file must be a name that ends in .py, in no other folder, and is {one.file!r}"
+    if wrong := _find_wrong_size(exercise, one.sizes):
+        return wrong
     if not one.measure:
         return "say what to measure, such as seconds" if one.at_most or one.machine or one.of else ""
     if exercise.measure is None or one.machine not in places or not one.at_most > 0:
         return (
             f"to measure takes at_most, a machine ({', '.join(places)}), and an exercise on ranks, which is no formula"
         )
-    return f"of must be one of {', '.join(exercise.own)}" if one.of and one.of not in exercise.own else ""
+    if one.of and one.of not in exercise.own:
+        return f"of must be one of {', '.join(exercise.own)}"
+    place = places[one.machine]
+    if wrong := _find_wrong_size(exercise, [[place.ranks, place.microbatches][: 1 + (exercise.sizes[0] in SHAPES)]]):
+        return wrong
+    numbers = _measure_own(exercise, one.of, place)
+    if one.measure not in numbers:
+        return f"of {one.exercise} one can measure {', '.join(numbers)}, not {one.measure}"
+    if one.of and not max(numbers[one.measure]) > 0:
+        return f"{one.of} takes no {one.measure} on {one.machine}, of which nothing is a multiple"
+    return ""
+
+
+def _measure_own(exercise: Exercise, name: str, setting: Setting) -> Mapping[str, Sequence[float]]:
+    """Return what nnmpi's own takes; where it has none, the names of what can be measured."""
+    own = exercise.own[name] if name else next(iter(exercise.own.values()), None)
+    if own is None or exercise.measure is None:
+        return {"bytes": [], "seconds": []}
+    return exercise.measure(own, setting)[1]
+
+
+def _find_wrong_size(exercise: Exercise, sizes: Sequence[Any]) -> str:
+    pair = exercise.sizes[0] in SHAPES
+    for size in sizes if len(exercise.sizes) > 1 else ():
+        each = size if isinstance(size, list) else [size]
+        if len(each) != 1 + pair or not all(type(one) is int and 1 <= one <= MOST_RANKS for one in each):
+            what = "[ranks, microbatches]" if pair else "a number of ranks"
+            return f"a size of {exercise.name} is {what}, from 1 to {MOST_RANKS}, and not {size!r}"
+        if exercise.sizes == POWERS and each[0] & (each[0] - 1):
+            return f"a size of {exercise.name} is a power of two, and not {size}"
+        if exercise.sizes == SHAPES and each[1] % each[0]:
+            return f"of {exercise.name} microbatches are a multiple of ranks, and not {size}"
+    return f"{exercise.name} has no sizes: it is judged by drawn cases" if sizes and len(exercise.sizes) == 1 else ""
 
 
 # ---- judging ----
+
+
+def printable(text: str) -> str:
+    """Return a text as any terminal, XML and JSON can have it: all that is not to be seen is written out."""
+    return "".join(each if each.isprintable() or each == "\n" else ascii(each)[1:-1] for each in text)
 
 
 def grade(assignment: Assignment, submission: Path) -> Grade:
@@ -207,7 +274,7 @@ def grade(assignment: Assignment, submission: Path) -> Grade:
     for one in assignment.criteria:
         missing = {*one.needs} - {each.name for each in outcomes if each.status == PASSED}
         outcomes.append(_judge(assignment, one, submission, missing))
-    return Grade(submission.stem, tuple(outcomes))
+    return Grade(printable(submission.name), tuple(outcomes))
 
 
 def _find_file(submission: Path, name: str) -> Path | None:
@@ -223,9 +290,9 @@ def _judge(assignment: Assignment, one: Criterion, submission: Path, missing: se
     exercise, file = EXERCISES[one.exercise], _find_file(submission, one.file)
     setting, folder = assignment.machines.get(one.machine), submission if submission.is_dir() else None
 
-    def outcome(status: str, text: str, share: float = 0.0, *more: Any) -> Outcome:
-        points, told = share * one.points, shortened(text, MOST_TEXT)
-        return Outcome(one.name, one.hidden, status, points, one.points, told, *more)
+    def outcome(status: str, text: str, share: float = 0.0, drawing: str = "", value: float | None = None) -> Outcome:
+        points, told = round(share, 6) * one.points, printable(shortened(text, MOST_TEXT))
+        return Outcome(one.name, one.hidden, status, points, one.points, told, printable(drawing), value)
 
     if missing:
         return outcome(BLOCKED, f"it needs {min(missing)}, which has not passed")
@@ -241,10 +308,8 @@ def _judge(assignment: Assignment, one: Criterion, submission: Path, missing: se
         return outcome(status, str(error), 0.0, getattr(error, "drawing", ""))
     except Exception as error:  # what the checks had not foreseen is no success, and no fault of the solution's
         return outcome(BLOCKED, f"the checker cannot judge it: {type(error).__name__}: {error}")
-    if one.measure not in numbers:
-        raise UsageError(f"{one.name}: of {one.exercise} one can measure {', '.join(numbers)}, not {one.measure}")
     value = max(numbers[one.measure])
-    found = value / (max(exercise.measure(exercise.own[one.of], setting)[1][one.measure]) if one.of else 1.0)
+    found = value / (max(_measure_own(exercise, one.of, setting)[one.measure]) if one.of else 1.0)
     times = f" times what {one.of} takes" if one.of else ""
     told = (
         f"{value:.6g} {one.measure} on {one.machine}, {found:.4g}{times}; at most {one.at_most:g}{times} is asked for"
@@ -258,39 +323,49 @@ def _judge(assignment: Assignment, one: Criterion, submission: Path, missing: se
 def grade_class(assignment: Assignment, file: Path, submissions: Sequence[Path], jobs: int) -> list[Grade]:
     """Return what each submission is worth, each graded by a process of its own, so many at a time.
 
-    Raises:
-        UsageError: for an assignment that cannot be graded by.
+    One that cannot be graded, or whose grading ends or takes too long, has a row that says so.
     """
     limit_s = 60 + 2 * assignment.limit_s * len(assignment.criteria)
 
     def one(submission: Path) -> Grade:
-        command = [sys.executable, "-m", "nnmpi.grade", str(file), str(submission), "--format", "json"]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
-            if done.returncode == UsageError.exit_status:
-                raise UsageError(done.stderr.removeprefix("nnmpi: ").strip())
-            done.check_returncode()
-            (found,) = rebuilt(tuple[Grade, ...], parse_json(done.stdout))
-            return found
-        except subprocess.SubprocessError as error:
-            told = f"its grading took too long, or ended by itself ({type(error).__name__})"
-            ended = (Outcome(each.name, each.hidden, BLOCKED, 0.0, each.points, told) for each in assignment.criteria)
-            return Grade(submission.stem, tuple(ended))
+        name, told = printable(submission.name), "it is neither a folder nor a file whose name ends in .py"
+        if not submission.is_symlink() and (submission.is_dir() or submission.suffix == ".py"):
+            try:
+                command = [sys.executable, "-c", CHILD, str(file), str(submission)]
+                done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, check=True)
+                (found,) = rebuilt(tuple[Grade, ...], parse_json(done.stdout))
+                return found
+            except (subprocess.SubprocessError, TypeError, ValueError) as error:
+                told = f"its grading took too long, or ended by itself ({type(error).__name__})"
+        ended = (Outcome(each.name, each.hidden, BLOCKED, 0.0, each.points, told) for each in assignment.criteria)
+        return Grade(name, tuple(ended))
 
     with ThreadPoolExecutor(jobs) as pool:
         return list(pool.map(one, submissions))
 
 
-def find_submissions(assignment: Assignment, path: Path) -> list[Path]:
-    """Return the submissions in a folder: its folders and files, unless it has itself what the assignment asks for."""
+def find_submissions(assignment: Assignment, path: Path, kind: str = "") -> list[Path]:
+    """Return the path, if it is a submission, or what a class's folder has, whatever that is.
+
+    Args:
+        assignment: whose files a submission has.
+        path: a file or a folder.
+        kind: "one" or "class"; "" for whichever it can be alone.
+
+    Raises:
+        UsageError: for a path that there is not, and a folder that can be both.
+    """
     if not path.exists():
         raise UsageError(f"there is no {path}; give a file, a folder, or a folder of these")
-    if path.is_file() or any((path / one.file).is_file() for one in assignment.criteria):
-        return []
-    inside = [each for each in sorted(path.iterdir()) if not each.name.startswith((".", "_"))]
-    folders = [each for each in inside if each.is_dir()]
-    found = [each for each in inside if each in folders or each.suffix == ".py"]
-    return found if folders or len(found) > 1 else []
+    if path.is_file() or kind == ONE:
+        return [path.resolve()]
+    inside = [each for each in sorted(path.iterdir()) if not each.name.startswith((".", "__"))]
+    asked = {one.file for one in assignment.criteria}
+    others = [each for each in inside if each.name not in asked and (each.is_dir() or each.suffix == ".py")]
+    if asked & {each.name for each in inside} and others and not kind:
+        raise UsageError(f"{path} can be one submission, and a class's folder; say --as one, or --as class")
+    many = kind == CLASS or len(others) > 1 or any(each.is_dir() for each in others)
+    return inside if many else [path.resolve()]
 
 
 def write_starter(assignment: Assignment, folder: Path) -> list[str]:
@@ -369,8 +444,8 @@ def as_junit(assignment: Assignment, grades: Sequence[Grade]) -> str:
             case = SubElement(suite, "testcase", name=one.name, classname=each.submission)
             if one.status != PASSED:
                 kind = "skipped" if one.status == BLOCKED else "failure"
-                told = SubElement(case, kind, message=UNPRINTABLE.sub("?", one.text), type=one.status)
-                told.text = UNPRINTABLE.sub("?", one.drawing)
+                told = SubElement(case, kind, message=one.text, type=one.status)
+                told.text = one.drawing
     return tostring(suites, "unicode")
 
 
@@ -426,15 +501,15 @@ def main(words: Sequence[str]) -> str:
     parser.add_argument("--starter", action="store_true", help="write the files to begin with into DIR")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all of it there, sentences and drawings")
     parser.add_argument("--format", choices=FORMATS, default="table", help="what is printed (default: table)")
+    parser.add_argument("--as", choices=(ONE, CLASS), dest="kind", help="what DIR is, where it can be both")
     parser.add_argument("--jobs", type=positive_count, default=2, help="submissions at once (default: 2)")
     given = parser.parse_args(words)
     assignment = read_assignment(given.assignment)
     if given.starter:
         return "\n".join(write_starter(assignment, given.submission))
-    if submissions := find_submissions(assignment, given.submission):
-        grades = grade_class(assignment, given.assignment, submissions, given.jobs)
-    else:
-        grades = [grade(assignment, given.submission)]
+    kind = given.kind or ONE * (given.format in ("gradescope", "classroom50"))
+    submissions = find_submissions(assignment, given.submission, kind)
+    grades = grade_class(assignment, given.assignment, submissions, given.jobs)
     told = FORMATS[given.format](assignment, grades)
     if given.json is not None:
         with raised_as(UsageError, f"{given.json} cannot be written"):

@@ -1,7 +1,9 @@
 """Grades: what is right earns its points; cheats and defects earn none, and are told what they are."""
 
 import json
+import py_compile
 import re
+from importlib.util import cache_from_source
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -184,6 +186,60 @@ def test_a_class_is_graded_and_nobody_touches_another(assignment: Path, tmp_path
     assert [each.get("name") for each in suites[0]] == ["ring-all-reduce", "hidden 2", "fast"]
 
 
+def test_helpers_are_read_as_the_file_is(assignment: Path, tmp_path: Path) -> None:
+    """Own text is told of there, compiled files are not loaded, and links are refused."""
+    ring, mine = ROOT / "nnmpi" / "comm" / "algorithms" / "ring.py", tmp_path / "mine"
+    mine.mkdir()
+    file, helper = mine / "ring_all_reduce.py", mine / "helper.py"
+    file.write_text("from helper import ring as ring_all_reduce\n")
+    (one, *_) = read_assignment(assignment).criteria
+    only = Assignment(criteria=(one,))
+
+    def told() -> str:
+        (outcome,) = grade(only, mine).outcomes
+        assert outcome.points == 0
+        return outcome.text
+
+    helper.write_text(ring.read_text())
+    assert "is, but for names, nnmpi's own" in told()
+    for place in (Path(cache_from_source(helper)), mine / "helper.pyc"):
+        helper.write_text(RIGHT.replace("ring_all_reduce", "ring"))
+        py_compile.compile(str(helper), str(place), invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+        helper.write_text("def ring(rank, size):\n    return ()\n")
+        if place.parent == mine:
+            helper.unlink()
+        assert re.search("ends without the part|may not use marshal", told())
+    helper.symlink_to(ring)
+    assert told() == "helper.py is a link; hand in the file itself"
+
+
+def test_whatever_lies_in_a_class_is_a_row_of_its_own(assignment: Path, tmp_path: Path) -> None:
+    folder, out = tmp_path / "class", tmp_path / "all.json"
+    for name in ("ann/work/x.py", "bob.py", "eve/a/ring_all_reduce.py", "ring_all_reduce.py", "two/a.py", "zip.zip"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(RIGHT)
+    (folder / "two" / "b.py").write_text(RIGHT)
+    (folder / "loop.py").symlink_to(folder / "loop.py")
+    (folder / "zoe").symlink_to(folder / "two")
+    (folder / "\x1b[2J.py").write_text("")
+    with pytest.raises(UsageError, match="say --as one, or --as class"):
+        main([str(assignment), str(folder)])
+    main([str(assignment), str(folder), "--as", "class", "--json", str(out)])
+    found = {each["submission"]: each["outcomes"] for each in json.loads(out.read_text())}
+    earned = {name: sum(one["points"] for one in each) for name, each in found.items()}
+    nothing = (r"\x1b[2J.py", "ann", "eve", "loop.py", "two", "zip.zip", "zoe")
+    assert earned == {**dict.fromkeys(nothing, 0), "bob.py": 10, "ring_all_reduce.py": 10}
+    for name in ("loop.py", "zip.zip", "zoe"):
+        assert found[name][0]["text"] == "it is neither a folder nor a file whose name ends in .py"
+
+
+def test_a_grader_that_ends_is_a_row(assignment: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "mine.py").write_text(RIGHT)
+    monkeypatch.setattr("nnmpi.grade.CHILD", "import os; os.kill(os.getpid(), 9)")
+    told = main([str(assignment), str(tmp_path / "mine.py")])
+    assert "0 of 10" in told and "its grading took too long, or ended by itself (CalledProcessError)" in told
+
+
 def test_formats(assignment: Path, tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(RIGHT)
@@ -210,6 +266,38 @@ def test_formats(assignment: Path, tmp_path: Path) -> None:
         ('machine = "cluster"', 'machine = "cloister"', r"a machine \(cluster\)"),
         ('"seconds"', '"minutes"', "can measure chunks, bytes, rounds, seconds, not minutes"),
         ("[[criteria]]", "[[criteria", "is no assignment: Expected"),
+        ("limit_s = 20", "limit_s = -1", "limit_s must be above 0"),
+        ("limit_s = 20", 'memory = "1"', "memory at least 128MiB"),
+        ("points = 4", "points = nan", "must be numbers that are not below 0"),
+        ("at_most = 1.05", "at_most = inf", "must be numbers that are not below 0"),
+        ("points = 4", 'points = 4\nfile = "../zoe/x.py"', "file must be a name that ends in .py, in no other folder"),
+        ("points = 4", 'points = 4\nfile = "passwd"', "file must be a name that ends in .py"),
+        ("sizes = [6, 7]", "sizes = [0]", "is a number of ranks, from 1 to 128, and not 0"),
+        ("sizes = [6, 7]", "sizes = [2.5]", "is a number of ranks, from 1 to 128, and not 2.5"),
+        ("sizes = [6, 7]", "sizes = [[2, 2]]", r"is a number of ranks, from 1 to 128, and not \[2, 2\]"),
+        ("sizes = [6, 7]", "sizes = [100000]", "is a number of ranks, from 1 to 128, and not 100000"),
+        (
+            "points = 4",
+            'points = 4\nname = "g"\n[[criteria]]\nexercise = "gpipe"\nsizes = [4]',
+            r"is \[ranks, microb.*not 4",
+        ),
+        (
+            "points = 4",
+            'points = 4\n[[criteria]]\nexercise = "halving-doubling"\nsizes = [6]',
+            "is a power of two, and not 6",
+        ),
+        (
+            "points = 4",
+            'points = 4\n[[criteria]]\nexercise = "interleaved"\nsizes = [[2, 3]]',
+            r"microbatches are a multiple of ranks, and not \[2, 3\]",
+        ),
+        ("points = 4", 'points = 4\n[[criteria]]\nexercise = "ring-cost"\nsizes = [4]', "has no sizes"),
+        ('"alpha_us=50,gbit=1"', '"fast"', "machine cluster: .*fast"),
+        ("ranks = 5", "ranks = 1", "ring takes no seconds on cluster, of which nothing is a multiple"),
+        ("ranks = 5", "ranks = 0", "machine cluster: ranks, microbatches and per_node must be from 1"),
+        ("ranks = 5", "message_s = -1", "machine cluster: forward_s and message_s must not be below 0"),
+        ('needs = ["ring-all-reduce"]', "needs = [[1]]", "is no assignment: "),
+        ("[machines.cluster]", "[machines]\nc = 3\n[machines.cluster]", "is no assignment: 3 stands in the place"),
         ("ranks = 5", "ranks = 5\nweight = 2", "weight is none of ranks, microbatches"),
     ],
 )

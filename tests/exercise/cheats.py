@@ -52,11 +52,11 @@ def _ending() -> Iterator[Cheat]:
     yield Cheat("ends with status 0", RING, "os._exit(0)", NO_VALUE)
     yield Cheat("ends while it is imported", RING, "import os\nos._exit(0)\ndef f(): ...", NO_VALUE)
     atexit = "import atexit, os\natexit.register(lambda: os._exit(0))\ndef ring_all_reduce(*_):\n    return ()"
-    yield Cheat("a hook at its end", RING, atexit, UNPROVED)
+    yield Cheat("a hook at its end", RING, atexit, "No module named 'atexit'")
     yield Cheat("sys.exit", RING, "sys.exit(0)", "raised SystemExit")
     yield Cheat("SystemExit while it is imported", RING, "raise SystemExit(0)\ndef f(): ...", "ends the program")
     yield Cheat("KeyboardInterrupt", RING, "raise KeyboardInterrupt", "raised KeyboardInterrupt")
-    yield Cheat("a fault of memory", RING, "import faulthandler\nfaulthandler._sigsegv()", NO_VALUE)
+    yield Cheat("aborts", RING, "os.abort()", NO_VALUE)
     closed = "import time\nos.closerange(3, 99)\ntime.sleep(100)"
     yield Cheat("closes its streams and sleeps", RING, closed, NO_VALUE)
     yield Cheat("rank 1 ends, the others wait", ROW, f"if group.rank:\n    os._exit(0)\n{SUM}", NO_VALUE)
@@ -88,7 +88,7 @@ def _saying() -> Iterator[Cheat]:
     yield Cheat("answers with the check's own word", RING, frame, "gives a str; give a tuple of Step")
     raised = "import gc\nfor each in gc.get_objects():\n    if type(each).__name__ == 'Frames':\n"
     raised += "        each.send('result', 'right', [])\nreturn ()"
-    yield Cheat("looks for the streams", RING, raised, "gives a str; give a tuple of Step")
+    yield Cheat("looks for the streams", RING, raised, "No module named 'gc'")
     yield Cheat("says right", RING, "return 'right'", "gives a str; give a tuple of Step")
     yield Cheat("returns True", RING, "return True", "gives a bool; give a tuple of Step")
     patched = "import nnmpi.exercise.wire as wire\n"
@@ -144,13 +144,16 @@ def _looking() -> Iterator[Cheat]:
     yield Cheat("asks for the checker", RING, "import nnmpi\nnnmpi.simulate(1)", "no attribute 'simulate'")
     yield Cheat("reads another's solution", RING, "return open('OTHER').read()", f"{MAY_NOT}read")
     for what, text, name in (
-        ("starts a program", "import subprocess\nsubprocess.run(['true'])", "use subprocess.Popen"),
+        ("starts a program", "os.posix_spawn('/bin/true', ['true'], {})", "use os.posix_spawn"),
         ("starts a shell", "os.system('true')", "use os.system"),
         ("forks", "os.fork()", "use os.fork"),
         ("becomes another program", "os.execv('/bin/true', ['true'])", "use os.exec"),
-        ("starts a process", "from multiprocessing import Process\nProcess(target=print).start()", ""),
         ("ends the checker", "os.kill(os.getppid(), 9)", "use os.kill"),
-        ("opens a connection", "import socket\nsocket.create_connection(('127.0.0.1', 9))", "use socket"),
+        (
+            "has the hook's constants changed",
+            "import nnmpi.exercise.child as c\nc.REFUSED, c.LOOKS = '~', ()\nos.fork()",
+            "use os.fork",
+        ),
         ("writes a file", "open('/tmp/x', 'w')", "write"),
         ("writes another's solution", "open('OTHER', 'a')", "write"),
         ("removes itself", "os.remove(__file__)", "use os.remove"),
@@ -158,6 +161,42 @@ def _looking() -> Iterator[Cheat]:
         ("reads memory", "import ctypes\nctypes.string_at(0)", "use ctypes"),
     ):
         yield Cheat(what, RING, text, MAY_NOT + name)
+    for what, text, name in (
+        ("modules that compute nothing", "import gc", "gc"),
+        (
+            "a built-in by another way",
+            "import _imp\n_imp.create_builtin(type('S', (), {'name': 'gc'})).get_objects()",
+            "",
+        ),
+        ("interpreters", "import _xxsubinterpreters as s\ns.run_string(s.create(), 'import os; os.fork()')", "_xxsub"),
+        ("history of lines", "import readline\nreadline.read_history_file('OTHER')", "readline"),
+        ("signals by another way", "import signal\nsignal.pidfd_send_signal(os.pidfd_open(os.getppid()), 9)", "signal"),
+        ("her grader's limits", "import resource\nresource.prlimit(os.getppid(), 7, (3, 3))", ""),
+        ("shared memory", "import _posixshmem\n_posixshmem.shm_open('x', 66)", "_posixshmem"),
+        ("a database", "import sqlite3\nsqlite3.connect('/tmp/x')", "sqlite3"),
+        ("sockets", "import socket\nsocket.create_connection(('127.0.0.1', 9))", "socket"),
+        ("processes", "from multiprocessing import Process\nProcess(target=print).start()", "multiprocessing"),
+    ):
+        yield Cheat(f"imports {what}", RING, text, f"No module named '{name}" if name else f"{MAY_NOT}use ")
+    text = "class S(str):\n    def __getitem__(self, at):\n        return 'x'\n"
+    text += "    def split(self, *_):\n        return []\n    def startswith(self, *_):\n        return True\n"
+    text += "def ring_all_reduce(*_):\n    open(S('OTHER'))"
+    yield Cheat("a path that says what it is", RING, text, f"{MAY_NOT}read")
+    patched = "import posixpath\nposixpath._joinrealpath = lambda *_: (os.__file__, True)\n"
+    patched += "posixpath.realpath = posixpath.abspath = lambda *_: os.__file__\nopen('OTHER')"
+    yield Cheat("patches realpath", RING, patched, f"{MAY_NOT}read")
+    frame = (
+        "try:\n    open('OTHER')\nexcept OSError as error:\n    cells = error.__traceback__.tb_next.tb_frame.f_locals\n"
+    )
+    frame += "    cells['may'].add('gc')"
+    yield Cheat("adds to what the hook lets pass", RING, frame, "'frozenset' object has no attribute 'add'")
+    up = "open(os.path.dirname(os.__file__) + '/..' * 9 + 'OTHER')"
+    yield Cheat("goes up", RING, up, f"{MAY_NOT}read")
+    for name in ("mkfifo", "mknod"):
+        yield Cheat(name, RING, f"os.{name}('OTHER.{name}')", f"has no attribute '{name}'")
+    code = "def f(): return 1\nimport os\nf.__code__ = os.fsdecode.__code__"
+    yield Cheat("another's code", RING, code, f"{MAY_NOT}use object.__setattr__")
+    yield Cheat("compiled code", RING, "import marshal\nmarshal.loads(b'N')", f"{MAY_NOT}use marshal.loads")
     yield Cheat("asks the group for more", ROW, "return group.comm", "no attribute 'comm'")
     yield Cheat("hands the group a file", ROW, "group.all_reduce(x[0], '/tmp/evil.py:f')", "not among what it may call")
     inside = "frame = sys._getframe()\nwhile 'wire' not in frame.f_locals:\n    frame = frame.f_back\n"
@@ -167,6 +206,24 @@ def _looking() -> Iterator[Cheat]:
 
 def _wrong() -> Iterator[Cheat]:
     """Yield what gets round the exercise, and defects."""
+    for exercise, text in (
+        ("gathered-linear", "x[:] = 0\nreturn numpy.zeros((3, 5))"),
+        ("gathered-gradient", "grad[:] = 0\nreturn numpy.zeros(x.shape), numpy.zeros(w.shape)"),
+        ("zero3-partition", "w[:] = 0\nreturn numpy.zeros(-(-w.size // group.size))"),
+    ):
+        yield Cheat(f"makes the inputs 0, {exercise}", exercise, f"import numpy\n{text}", "is 0, and must be")
+    known = "s = backward.size * (backward.size + 1) / 2 / (backward.rank + 1)\n"
+    known += "return [backward.gradient(i) * s for i in reversed(range(backward.layers))][::-1]"
+    yield Cheat("sums that need no others", "overlap", known, "on 2 ranks, the result of rank 0, array 0.* must be")
+    yield Cheat(
+        "control characters", RING, r"raise ValueError('\x1b[2J\x9b\ud800 eve: 10 of 10')", r"\\x1b\[2J\\x9b\\ud800 eve"
+    )
+    much = "from nnmpi.schedule.schedule import Kind\n"
+    much += "return [Kind.F.at(rank, m) for m in range(microbatches)] * 12000"
+    yield Cheat("instructions without end", "gpipe", much, "24,000 of them, which are more than any answer needs")
+    yield Cheat("cycles without end", "gpipe-clock", "return [[]] * 200000", "200,000 of them, which are more than any")
+    yield Cheat("cycles of floats", "gpipe-clock", "return [[(0.0, 0.0)]]", "is no .microbatch, stage.")
+    yield Cheat("a number that no float is", COST, "return 10**4000", "and must give a number of seconds or bytes")
     yield Cheat("the file to begin with", RING, EXERCISES[RING].starter(), "raised NotImplementedError")
     yield Cheat("the file to begin with, on ranks", ROW, EXERCISES[ROW].starter(), "raised NotImplementedError")
     yield Cheat("another function", RING, "def ring(rank, size): ...", "has no function 'ring_all_reduce'")
