@@ -32,7 +32,7 @@ def test_a_step_that_takes_as_long_everywhere_and_a_ring(more: str, times: int, 
         ("--ranks 2,x", "--ranks: 'x' is not a whole number"),
         ("-- --out here", "--out is chosen by this command"),
         ("--ranks 1 --simulate -- --max-steps 3", "fewer than 10 steps"),
-        ("--ranks 1 --simulate --plot x.nothing -- --max-steps 10", "x.nothing cannot be written"),
+        ("--ranks 1 --simulate --plot x.nothing -- --max-steps 10", "x.nothing is no .svg, .png, .pdf"),
     ],
 )
 def test_what_means_nothing_is_refused(words: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

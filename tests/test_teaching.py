@@ -3,6 +3,7 @@
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -28,7 +29,8 @@ def test_commands_run(page: str, tmp_path: Path) -> None:
         (tmp_path / "ring.py").write_text(program)
     commands = re.findall(r"^    (python (?:-m nnmpi|examples).*?)(?:  +#.*)?$", text, re.MULTILINE)
     assert len(commands) >= 3
-    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # `python` is this one
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path}
     for command in commands:
         ran = subprocess.run(command, shell=True, cwd=tmp_path, env=environ, capture_output=True, text=True)
         assert ran.returncode == bool(re.search(FAILS, command)), f"{command}\n{ran.stderr}"

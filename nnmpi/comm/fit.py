@@ -171,7 +171,7 @@ def parse_network(text: str, ranks: int, per_node: int = 1) -> Machine:
     if fit is not None or text == "fit":
         raise missing_fit(ranks)
     values = parse_settings(text)
-    wrong = not re.search("alpha|beta|gbit", text) or not all(0 <= value < math.inf for value in values.values())
+    wrong = not re.search("alpha|beta|gbit", " ".join(values)) or not all(0 <= x < math.inf for x in values.values())
     if not wrong and 0 not in (values.get(name) for name in ("gbit", "inside_gbit", "per_node")):
         each, gamma_s = values.pop("per_node", per_node), values.pop("gamma", 0.0)
         across = _take_link(values, "")
