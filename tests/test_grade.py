@@ -23,6 +23,7 @@ def test_there_are_fifty() -> None:
     assert len(CHEATS) >= 50 and len({cheat.what for cheat in CHEATS}) == len(CHEATS)
 
 
+@pytest.mark.slow("a process and more for each of a hundred, some until their limit of time")
 @pytest.mark.parametrize("cheat", CHEATS, ids=lambda cheat: cheat.what)
 def test_a_cheat_earns_nothing_and_is_told(cheat: Cheat, tmp_path: Path) -> None:
     other, file = tmp_path / "other" / "other.py", tmp_path / "mine" / f"{EXERCISES[cheat.exercise].function}.py"
@@ -144,6 +145,7 @@ def test_nnmpis_own_text_is_told_so(name: str, assignment: Path, tmp_path: Path)
         assert each.status == "blocked" or re.search(rf"is, but for names, nnmpi's own .*{name}", each.text)
 
 
+@pytest.mark.slow("a class of a dozen, one of which never ends")
 def test_a_class_is_graded_and_nobody_touches_another(assignment: Path, tmp_path: Path) -> None:
     submissions = {
         "ann": RIGHT,
@@ -213,6 +215,7 @@ def test_helpers_are_read_as_the_file_is(assignment: Path, tmp_path: Path) -> No
     assert told() == "helper.py is a link; hand in the file itself"
 
 
+@pytest.mark.slow("a process for each entry of a class")
 def test_whatever_lies_in_a_class_is_a_row_of_its_own(assignment: Path, tmp_path: Path) -> None:
     folder, out = tmp_path / "class", tmp_path / "all.json"
     for name in ("ann/work/x.py", "bob.py", "eve/a/ring_all_reduce.py", "ring_all_reduce.py", "two/a.py", "zip.zip"):

@@ -21,6 +21,7 @@ print(nbformat.writes(notebook))
 """
 
 
+@pytest.mark.slow("a kernel of Jupyter's for each")
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=[file.stem for file in NOTEBOOKS])
 def test_a_notebook_runs_without_mpi(notebook: Path, tmp_path: Path) -> None:
     """A cell that raises ends it with the cell and its traceback, but for exercises: nothing is written there yet."""

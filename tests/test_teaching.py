@@ -17,6 +17,7 @@ PLACES = {"docs/teaching.md": ROOT, "parallel-training/README.md": ASSIGNMENTS, 
 FAILS = "nnmpi.exercise [a-z-]+ \\S+.py$|simrun|comm render work"  # nothing is written there yet; a deadlock
 
 
+@pytest.mark.slow("forty commands, one after the other")
 @pytest.mark.timeout(500)  # forty processes and more, one after the other
 @pytest.mark.parametrize("page", PLACES)
 def test_commands_run(page: str, tmp_path: Path) -> None:
