@@ -101,6 +101,7 @@ def test_the_balance_is_the_gradient_of_its_formula(weight: float | None) -> Non
     np.testing.assert_array_equal(to_gate(0.3, False), to_gate(0.0, False))
 
 
+@pytest.mark.host_only("NumPy says who takes what, beside the layer")
 @pytest.mark.both_worlds(max_size=7)
 @pytest.mark.parametrize(("top_k", "capacity"), [(1, None), (2, 0.7)])
 def test_shared_experts_are_the_serial_layer_and_send_what_the_formula_says(

@@ -88,6 +88,7 @@ def test_singular_values_come_near_to_one(shape: tuple[int, int]) -> None:
     assert not orthogonalize(np.zeros(shape)).any()
 
 
+@pytest.mark.host_only("PyTorch on the host, which reads NumPy's arrays")
 def test_pytorch_has_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     """But for its bfloat16: there, too, all is in float32 here."""
     torch = pytest.importorskip("torch")
@@ -110,6 +111,7 @@ def test_pytorch_has_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
         np.testing.assert_allclose(parameter.data, theirs[name].detach().numpy().T, rtol=0, atol=5e-7)
 
 
+@pytest.mark.host_only("a server, which a device refuses in its own words")
 @pytest.mark.simulated(min_size=2, max_size=3)
 def test_parts_of_matrices_are_refused(group: Group) -> None:
     def sharded_layers() -> None:
