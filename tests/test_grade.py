@@ -189,7 +189,7 @@ def test_a_class_is_graded_and_nobody_touches_another(assignment: Path, tmp_path
 
 
 def test_helpers_are_read_as_the_file_is(assignment: Path, tmp_path: Path) -> None:
-    """Own text is told of there, compiled files are not loaded, and links are refused."""
+    """Own text is told of there, compiled files are not loaded, and links and heaps of files are refused."""
     ring, mine = ROOT / "nnmpi" / "comm" / "algorithms" / "ring.py", tmp_path / "mine"
     mine.mkdir()
     file, helper = mine / "ring_all_reduce.py", mine / "helper.py"
@@ -213,6 +213,10 @@ def test_helpers_are_read_as_the_file_is(assignment: Path, tmp_path: Path) -> No
         assert re.search("ends without the part|may not use marshal", told())
     helper.symlink_to(ring)
     assert told() == "helper.py is a link; hand in the file itself"
+    helper.unlink()
+    for number in range(200):
+        (mine / f"{number}.txt").write_text("")
+    assert told().endswith("has more than 200 files; hand in what you wrote")
 
 
 @pytest.mark.slow("a process for each entry of a class")
