@@ -303,15 +303,18 @@ class Loop:
         Stages that are done with a step meet the first one, which is the last to come, in the sum of the losses. What
         they stand there for longer than it does is the pipeline's bubble.
         """
-        group = self._run.group
-        drained_s = totals.sync_s - min(self._run.arrangement.mesh.pp.gather(totals.sync_s))
-        totals = replace(totals, wait_s=totals.wait_s + drained_s, sync_s=totals.sync_s - drained_s)
+        group, pp = self._run.group, self._run.arrangement.mesh.pp
+        if group.size == 1:
+            return totals, ""
+        if pp.size > 1:
+            drained_s = totals.sync_s - min(pp.gather(totals.sync_s))
+            totals = replace(totals, wait_s=totals.wait_s + drained_s, sync_s=totals.sync_s - drained_s)
         names = (*PARTS, "wall_s", "hidden_s")  # computing first
         of = np.array(group.gather([getattr(totals, name) for name in names]))
         means: dict[str, Any] = dict(zip(names, of.mean(0).tolist(), strict=True))
         slowest, most_ms = of[:, 0].argmax(), 1e3 * totals.per_step(of[:, 0].max())
         words = f", the slowest is rank {slowest}: {most_ms:.2f} ms of computing" if self._trainer.in_step else ""
-        return replace(totals, **means), f"; mean over {group.size} ranks{words}" if group.size > 1 else ""
+        return replace(totals, **means), f"; mean over {group.size} ranks{words}"
 
     def _with_best(self, report: Totals) -> RunState:
         """Return the state with this evaluation as the best, if it is better."""
